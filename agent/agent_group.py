@@ -13,7 +13,7 @@ from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers, listen
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, Cleaned, Finished, Node
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress
-from ultrabench.rank_report import CHECKPOINT_PHASE, read_part
+from ultrabench.rank_report import CHECKPOINT_PHASE, read_or_nothing
 from ultrabench.record import from_dict
 from ultrabench.result import AGENT_GONE
 from ultrabench.run import Task
@@ -230,7 +230,7 @@ def free_port(host: str) -> int:
     until the program binds it. The embedded kernel does not need it: its rank 0 binds port 0 and
     reports which port it got.
     """
-    first_ephemeral, *_ = read_part("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
+    first_ephemeral, *_ = read_or_nothing("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
     ports = range(LOWEST_PORT, int(first_ephemeral))
     for port in random.sample(ports, min(PORT_TRIES, len(ports))):
         with contextlib.suppress(OSError), listen(host, port):

@@ -67,7 +67,7 @@ def examine_node(folder: Path) -> dict[str, Any]:
         "ultrabench_version": ultrabench.__version__,
         "ultrabench_path": str(Path(ultrabench.__file__).parent),
         **_digest_facts(request),
-        "git_commit": checkout.commit(),
+        "git_commit": checkout.commit_sha(),
         "utc_offset": time.strftime("%z"),
         "gpus": len(gpus),
         # This comes before torch is tried, which is itself a process on the GPUs.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ultrabench.agent.ranks.gpus import VisibleGpu
-from ultrabench.node_health import Numbers, Reading
+from ultrabench.node_health import NumberByPlace, Reading
 
 FIRST_LIMIT_S = 10.0
 """Seconds for the first reading, in which the driver may have to start."""
@@ -57,7 +57,7 @@ class HealthReader:
             if not chunk:
                 self.close()
             output += chunk
-        values = dict[str, Numbers]()
+        values = dict[str, NumberByPlace]()
         for line in filter(None, output.splitlines()):
             with contextlib.suppress(ValueError):  # the last line of an answer that was cut short
                 values |= json.loads(line)

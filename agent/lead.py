@@ -25,8 +25,8 @@ from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import DISK_SLOW, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
-from ultrabench.store.allocation import inside
-from ultrabench.store.claim import claim, owner
+from ultrabench.store.allocation import is_in_window
+from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.events import (
     Claimed,
     EndCode,
@@ -60,7 +60,7 @@ def owns(claims: Path, allocation: str, claimant: dict[str, Any]) -> bool:
     """Whether the job `claimant` owns the allocation: it claims it now, or an earlier start of the job did."""
     if claim(claims, allocation, claimant):
         return True
-    job = (owner(claims, allocation) or {}).get("job")
+    job = (claim_content(claims, allocation) or {}).get("job")
     return isinstance(job, dict) and job.get("job_id") == (claimant["job"] or {}).get("job_id")
 
 
@@ -102,7 +102,8 @@ class Leader:
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
         for task in self._allocation.tasks if self._start.restart else ():
-            claimed_by = self._node.disk.retry(partial(owner, self._node.folder.claims, str(task.key))) or {}
+            read_claim = partial(claim_content, self._node.folder.claims, str(task.key))
+            claimed_by = self._node.disk.retry(read_claim) or {}
             is_own = claimed_by.get("allocation") == self._allocation.name
             if is_own and claimed_by.get("job") != self._owner["job"]:
                 reason = f"job {self._start.job_id} was requeued while it ran"
@@ -147,7 +148,7 @@ class Leader:
         facts, num_nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
         fault_by_host = dict[str, str]()
         for node_facts in facts:
-            if faults := complaints(node_facts.get("health", {}), Health.FAIL, nodes=num_nodes):
+            if faults := complaints(node_facts.get("health", {}), Health.FAIL, num_nodes=num_nodes):
                 fault_by_host[str(node_facts["host"])] = f"the node is faulty: {'; '.join(faults.values())}"
         return fault_by_host
 
@@ -203,7 +204,7 @@ class Leader:
             return Ending("the sweep is paused", EndCode.PAUSED)
         if self._results and all(result.cause == UNMEASURED for _, result in self._results):
             return Ending("its program could not be measured")  # the launcher decides whether other tasks run
-        if not inside(self._allocation.window, time.time()):
+        if not is_in_window(self._allocation.window, time.time()):
             return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
         return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))
 

@@ -19,7 +19,7 @@ from ultrabench.result import PENDING, Status, outcome_order, tier
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 from ultrabench.sweep.running.outliers import busy_peak, low_peak
-from ultrabench.variant import texts
+from ultrabench.variant import option_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ def layout_words(row: Mapping[str, Any], shown_axes: Collection[str] = ()) -> tu
         shown_axes: axes that are named also where they have their usual value.
     """
     batch_start = AXES.index("mbs")
-    batch_words = (*labels(row, AXES[batch_start:], shown_axes), *texts(row.get("options") or {}))
+    batch_words = (*labels(row, AXES[batch_start:], shown_axes), *option_texts(row.get("options") or {}))
     return " ".join(labels(row, AXES[:batch_start], shown_axes)), " ".join(batch_words)
 
 

@@ -23,7 +23,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import FAULTS, NOT_TRIED, Status
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
-from ultrabench.variant import texts
+from ultrabench.variant import option_texts
 
 _Key = tuple[Any, ...]
 """Model, batch and layout of a row: its values in the columns of `_columns`."""
@@ -200,7 +200,7 @@ def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
         other_layouts = {key[:-1] for key in other_side}
         counts = Counter(key[-1] for key in side if key not in other_side and key[:-1] in other_layouts)
         variant_texts = (
-            f"{' '.join(texts(variant_in(variant))) or 'no variant'} ({counts[variant]})"
+            f"{' '.join(option_texts(variant_in(variant))) or 'no variant'} ({counts[variant]})"
             for variant in sorted(counts, key=str)
         )
         if counts:
@@ -253,7 +253,7 @@ def _row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) 
 
 def run_label(row: Row) -> str:
     """The layout and the variant of a row as a short text."""
-    return " ".join((*labels(row), *texts(variant_in(row["variant"]))))
+    return " ".join((*labels(row), *option_texts(variant_in(row["variant"]))))
 
 
 def _end(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
-from ultrabench.standing import same_environments
+from ultrabench.standing import merge_environments
 
 CHOSEN = ("env", "kernel_digest", "kernel_version")
 """Columns with what the user chose: the variables of kernel.env, and the program."""
@@ -111,7 +111,7 @@ def _merged(ok_rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[
     """env_id -> the env_id of the environment that it counts as, and sweep -> its drivers that count as one."""
     keyed_rows = ((tuple(str(row[name]) for name in ("sweep", *_WITHOUT_DRIVER)), row) for row in ok_rows)
     environments = ((key, row["env_id"], row["driver_version"] or "") for key, row in keyed_rows)
-    representative_by_id, drivers_by_key = same_environments(sorted(environments))
+    representative_by_id, drivers_by_key = merge_environments(sorted(environments))
     drivers_by_sweep = {key[0]: drivers for key, drivers in drivers_by_key.items() if isinstance(key, tuple)}
     return representative_by_id, drivers_by_sweep
 

@@ -25,7 +25,7 @@ from ultrabench.analysis.schema import SIZES
 from ultrabench.analysis.significance import ALPHA
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
-from ultrabench.store.folder import sweeps_in
+from ultrabench.store.folder import sweep_dirs
 
 CELL = ("model", "nodes", *PANEL)
 _KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
@@ -145,7 +145,7 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
         if not folder.is_dir() or (folder / "sweep.json").exists():
             source_by_path[folder.resolve()] = source
             continue
-        sweeps = [*sweeps_in(folder), *chain.from_iterable(map(sweeps_in, folder.glob("[!.]*/")))]
+        sweeps = [*sweep_dirs(folder), *chain.from_iterable(map(sweep_dirs, folder.glob("[!.]*/")))]
         sources_of_nights = sweeps or [*folder.glob("[!.]*.parquet")]
         if not sources_of_nights:
             remedy = "give a sweep, its .parquet file, or a folder of either"

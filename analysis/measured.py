@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import PRECISIONS, KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict, lacking
+from ultrabench.record import from_dict, missing_fields
 from ultrabench.result import NOT_TRIED
 from ultrabench.run import RunSpec, Workload
 
@@ -113,7 +113,7 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
     known_columns = {name for name in _SHAPE if row.get(name) is not None} | {"name"}
-    if missing_columns := lacking(ModelShape, dict.fromkeys(known_columns)):
+    if missing_columns := missing_fields(ModelShape, dict.fromkeys(known_columns)):
         rule = "give them, or use a model that `ultrabench configs model` lists"
         raise ConfigError(f"missing {', '.join(missing_columns)} of model={row.get('model')}: {rule}")
     shape: ModelShape = _part(ModelShape, f"model={row.get('model')}", row, _SHAPE, name=row.get("model"))

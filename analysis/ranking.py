@@ -170,7 +170,7 @@ class Ranking:
         tried = self.frame[self.frame["status"] != Status.REJECTED]
         standings_by_cell = standings(
             map(Repeat, *(_known(tried, name) for name in _REPEAT_COLUMNS)),
-            numbers=tried.index.tolist(),
+            indices=tried.index.tolist(),
             include_suspects=include_suspects,
             by_control=rank_by == DEFAULT_RANK_BY,
         )

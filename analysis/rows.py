@@ -15,16 +15,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
-from ultrabench.device_rates import bandwidths, preflight_rates, summary
+from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
-from ultrabench.result import Doubt, RunResult, Status, sentences
+from ultrabench.result import Doubt, RunResult, Status, doubt_text
 from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
-from ultrabench.store.claim import unrecorded
+from ultrabench.store.claim import unrecorded_attempts
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
@@ -82,7 +82,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
     plan = read_plan(folder.plan) if folder.plan.exists() else SCHEMA.empty_table()
     state = fold(read_journal(folder.journal, warn))
-    if missing := unrecorded(folder.claims, state):
+    if missing := unrecorded_attempts(folder.claims, state):
         silence = (
             f"the journal has no record of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
         )
@@ -242,7 +242,7 @@ def _variant_columns(variant: Variant) -> Row:
 
 def doubt_columns(doubts: Sequence[Doubt]) -> Row:
     """The columns that say why a row is in doubt."""
-    return {"suspect": sentences(doubts), "suspect_codes": [doubt.code for doubt in doubts] or None}
+    return {"suspect": doubt_text(doubts), "suspect_codes": [doubt.code for doubt in doubts] or None}
 
 
 @functools.cache
@@ -321,7 +321,7 @@ def _circumstances(allocation: AllocationState, cluster: str | None) -> Row:
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = dict(zip(_MEASURED, _measured_of(result), strict=True))
     if result.probe:
-        row |= summary(result.probe) | {"bandwidths": bandwidths(result.probe) or None}
+        row |= summary(result.probe) | {"bandwidths": link_measurements(result.probe) or None}
     row["evidence"] = _json_text(result.evidence) if result.evidence else None
     row["variables"] = _json_text(result.variables) if result.variables else None
     if result.sm_clock_hz is not None or result.throttled is not None:

@@ -301,7 +301,7 @@ def run_lines(
             status, text = "fail", f"{type(error).__name__}: {error}"
         results[key] = {"status": status, "found": text, "seconds": round(time.monotonic() - start, 1)}
         results[key] |= {"row": row} if row else {}
-        document = {"schema_version": 1, "time": time.time(), "git_commit": checkout.commit(), "hardware": machine.hardware,
+        document = {"schema_version": 1, "time": time.time(), "git_commit": checkout.commit_sha(), "hardware": machine.hardware,
                     "identity": machine.identity, "environment": machine.facts, "lines": results}  # fmt: skip
         out.write_text(json.dumps(document, indent=1) + "\n")
     if rows := [result["row"] for result in results.values() if "row" in result]:

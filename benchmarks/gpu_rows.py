@@ -18,7 +18,7 @@ from gpu_machine import Finding, Line, Machine, Sweep, limits
 from trace_parts import markdown, read_trace, summary
 
 from ultrabench.analysis.schema import FLOAT, SCHEMA, TEXT, column
-from ultrabench.hardware import of_peak
+from ultrabench.hardware import peak_suffix
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout
 from ultrabench.run import AttemptKey
@@ -164,7 +164,7 @@ def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
     row = full_row(latest, sweep, overrides)
     in_time, narrow = row["measured_s"] >= row["min_s"], row["ci_reached"] or machine.device == "cpu"
     text = (
-        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s, MFU{of_peak(row['precision'])} {row.get('mfu', 0):.1%} (causal {row.get('mfu_causal', 0):.1%}), "
+        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s, MFU{peak_suffix(row['precision'])} {row.get('mfu', 0):.1%} (causal {row.get('mfu_causal', 0):.1%}), "
         f"{row['num_hidden_layers']} layers, mbs={row['mbs']}, {row['num_steps_measured']} steps, "
         f"{row['measured_s']:.3g} s +- {row['step_time_ci95_rel']:.1%}"
     )

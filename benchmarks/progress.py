@@ -29,7 +29,7 @@ def main() -> None:
 
         def step() -> None:
             for part in range(len(STEP_PARTS)):
-                report.enter(part, 1)
+                report.enter_part(part, 1)
             for _ in range(MICROBATCHES):
                 count()
 

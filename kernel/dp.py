@@ -38,11 +38,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ultrabench.kernel.compat import reduce_gradients
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward
-from ultrabench.kernel_config import IN_16_BITS, PRECISIONS
+from ultrabench.kernel_config import PRECISIONS, PRECISIONS_16_BIT
 
 MASTER_DTYPE = dict.fromkeys(PRECISIONS, torch.float32) | {"fp64": torch.float64}
 """Precision -> dtype of parameters, gradients and optimizer states."""
-COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys(IN_16_BITS, torch.bfloat16)
+COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys(PRECISIONS_16_BIT, torch.bfloat16)
 """Precision -> dtype of forward and backward."""
 
 
@@ -57,7 +57,7 @@ def apply_dp(
         expert_mesh: the mesh of the experts of a sparse layer, which are a group beside the rest of the layer.
     """
     policy = MixedPrecisionPolicy()
-    if precision in IN_16_BITS:
+    if precision in PRECISIONS_16_BIT:
         master_dtype, compute_dtype = MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_config import PRECISIONS, ROUTING, KernelConfig
+from ultrabench.kernel_config import PRECISIONS, ROUTING_RULE, KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import thread_variables
@@ -43,7 +43,7 @@ class CheckSpec:
     """Largest gradient norm; so small that gradients are clipped, so that the norm is checked. The second step is not."""
     attention: str = "auto"
     """The implementation of attention of the layout; the single process always has the one that torch takes."""
-    routing: Annotated[str, ROUTING] = "balanced"
+    routing: Annotated[str, ROUTING_RULE] = "balanced"
     """How tokens of a model with experts choose them, in the layout and in the single process."""
     compile: bool = False
     """Whether torch traces each layer as for compilation, without generating code."""

@@ -66,7 +66,7 @@ class Timing:
     def step(self) -> float:
         """Runs one step; returns its seconds, without making its data before and reading its loss after."""
         number, num_graphs = self.done_steps + 1, self.trainer.compiler.num_graphs
-        self.report.enter(DATA, number)
+        self.report.enter_part(DATA, number)
         batch = self.trainer.batch(number)
         seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
         self._record(number, seconds, float(mean_loss))
@@ -75,9 +75,9 @@ class Timing:
 
     def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Forward, backward and optimizer of a step, which are what is timed; returns the mean loss."""
-        self.report.enter(FORWARD_BACKWARD, number)
+        self.report.enter_part(FORWARD_BACKWARD, number)
         mean_loss = self.trainer.accumulate(*batch)
-        self.report.enter(OPTIMIZER, number)
+        self.report.enter_part(OPTIMIZER, number)
         return self.trainer.update(mean_loss)
 
     def _record(self, number: int, seconds: float, loss: float) -> None:

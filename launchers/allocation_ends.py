@@ -14,7 +14,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, Failed, Start
-from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, touched
+from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
@@ -86,7 +86,7 @@ class AgentWatchdog:
         return [self._folder.journal / a.journal for a in allocation.agents if a.journal]
 
     def _look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
-        touched_at, now = max(map(touched, paths)), time.monotonic()
+        touched_at, now = max(map(mtime_s, paths)), time.monotonic()
         previous_touched_at, looked_at, silent_s = self._looks.get(name, (touched_at, now, 0.0))
         silent_s += min(now - looked_at, self.patience_s / MISSED_TOUCHES)
         return touched_at, now, silent_s if touched_at == previous_touched_at else 0.0

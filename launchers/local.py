@@ -22,7 +22,7 @@ from ultrabench.launchers.launcher import Allocations, Say, origin
 from ultrabench.machine_lock import holder
 from ultrabench.processes import clean_up_after_the_dead
 from ultrabench.store.allocation import END_REQUEST, Allocation, read_allocation
-from ultrabench.store.folder import SweepFolder, touched
+from ultrabench.store.folder import SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
 
@@ -113,8 +113,8 @@ class LocalLauncher:
     def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
         paths = [self._folder.journal / agent.journal for agent in allocation.agents if agent.journal]
-        written_at = touched(self._folder.allocations / allocation.name / "allocation.json")
-        return max(0.0, *(touched(path) - written_at for path in paths)) if paths and written_at else 0.0
+        written_at = mtime_s(self._folder.allocations / allocation.name / "allocation.json")
+        return max(0.0, *(mtime_s(path) - written_at for path in paths)) if paths and written_at else 0.0
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends allocations: asks their agents to end, then kills those that do not.

@@ -30,7 +30,7 @@ from ultrabench.store.claim import give_up, owner_of
 from ultrabench.store.events import Launched
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
-from ultrabench.store.kernel_secrets import hide, keep
+from ultrabench.store.kernel_secrets import redact_arguments, write_secrets
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
@@ -40,7 +40,7 @@ from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
-from ultrabench.variant import FLAGS, PLACE_OPTIONS, variables_of
+from ultrabench.variant import FLAGS, JOB_OPTIONS, variables_of
 
 Accepts = Callable[[RunResult], bool]
 """Says whether a result with the status ok counts for a launch."""
@@ -143,13 +143,13 @@ def require_same_flags(state: SweepState, config: SweepConfig) -> None:
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
     """The user, host, version and sources of a launch, for the record."""
-    commit = checkout.commit()
+    commit = checkout.commit_sha()
     return {
         "git_commit": commit,
-        "git_dirty": bool(checkout.difference()) if commit else None,
+        "git_dirty": bool(checkout.uncommitted_patch()) if commit else None,
         "version": ultrabench.__version__,
         "python": platform.python_version(),
-        "argv": hide(sys.argv[1:], config.secrets),
+        "argv": redact_arguments(sys.argv[1:], config.secrets),
         "user": os.environ.get("USER") or str(os.getuid()),
         "host": platform.node(),
         "created_at": time.time(),
@@ -265,7 +265,7 @@ def open_sweep(
         for line in busy_peak(peak.core_share if peak else None):
             warn(line)
         require_same(described, config, folder.path)  # another launch may have created it meanwhile
-    keep(config.kernel.env, folder.secrets, config.secrets)
+    write_secrets(config.kernel.env, folder.secrets, config.secrets)
     if not has_known_peak:
         core_rate, num_cores = described.core_flops_per_s, described.cores or 1
         plan = within_limit(make_plan(config, core_flops_per_s=core_rate, cores=num_cores), max_limit_s)
@@ -313,7 +313,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
 
 def _keep_difference(folder: SweepFolder) -> None:
     """Saves the uncommitted changes of the sources as a patch, named by the hash of its content."""
-    patch = checkout.difference()
+    patch = checkout.uncommitted_patch()
     if patch:
         name = hashlib.sha256(patch).hexdigest()[:16]
         write_whole(folder.path / f"changes-{name}.patch", patch)
@@ -343,7 +343,7 @@ def accepted(
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
     is_on_nodes = config.launcher.name != "local" or any(
-        name in config.options.values for name in PLACE_OPTIONS
+        name in config.options.values for name in JOB_OPTIONS
     )
 
     def is_same_environment(result: RunResult) -> bool:

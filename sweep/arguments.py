@@ -15,9 +15,9 @@ from ultrabench.layout import (
     Layout,
     default_schedule,
     default_virtual_stages,
-    other_degrees,
+    model_parallel_degree,
 )
-from ultrabench.routing import in_quotes
+from ultrabench.routing import override_value
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -102,7 +102,7 @@ def config_of(values: Mapping[str, Any]) -> SweepConfig:
     overrides = {key: value for key, value in values.items() if key not in run_arguments}
     overrides |= {f"kernel.{name}": values.get(name) for name in OF_KERNEL}
     if routing := values.get("routing"):
-        overrides["kernel.routing"] = in_quotes(routing)
+        overrides["kernel.routing"] = override_value(routing)
     return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
 
 
@@ -116,7 +116,7 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     nodes, pp, gpus_per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    num_gpus, model_parallel = nodes * gpus_per_node, max(1, other_degrees(values))
+    num_gpus, model_parallel = nodes * gpus_per_node, max(1, model_parallel_degree(values))
     gpu_counts = f"{counted(num_gpus, 'GPU')} ({counted(nodes, 'node')} of {gpus_per_node})"
     if num_gpus % model_parallel:
         raise ConfigError(

@@ -14,14 +14,14 @@ from ultrabench.layout import (
     DEGREES,
     DIVIDES,
     FOLLOWING,
-    IN_SWEEP,
     NEUTRAL,
     OTHER_DEGREES,
+    SWEEP_VALUES,
     Layout,
     default_schedule,
     default_virtual_stages,
     details_of,
-    other_degrees,
+    model_parallel_degree,
 )
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
@@ -57,7 +57,7 @@ def require_countable(
         raise ConfigError(f"the axes have {num_combinations:,} combinations; {rule}")
 
 
-DERIVED = (FOLLOWING[-1], *IN_SWEEP)
+DERIVED = (FOLLOWING[-1], *SWEEP_VALUES)
 """Axes whose values in a layout depend on those of other axes."""
 
 
@@ -69,7 +69,7 @@ def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gb
     free_axes = [name for name in axes.layout if name not in DERIVED]
     for values in product(*(sorted(set(axes.layout[name])) for name in free_axes)):
         value_by_axis = dict(zip(free_axes, values, strict=True))
-        dp, gpus_left = divmod(num_gpus, other_degrees(value_by_axis))
+        dp, gpus_left = divmod(num_gpus, model_parallel_degree(value_by_axis))
         gas, sequences_left = divmod(gbs, dp * value_by_axis["mbs"]) if dp else (0, 1)
         if gpus_left or sequences_left:
             continue

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import GUESSED, Peak
+from ultrabench.hardware import PEAK_GUESSED, Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
@@ -317,7 +317,7 @@ class CellPlan:
             rule=rule,
             reason=reason,
             predicted=prediction,
-            peak_flops_per_s=peak.flops_per_s if trains_model and peak.source != GUESSED else None,
+            peak_flops_per_s=peak.flops_per_s if trains_model and peak.source != PEAK_GUESSED else None,
             flops_formula=config.measure.flops_formula,
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import ANY, IN_16_BITS, KernelConfig
+from ultrabench.kernel_config import ANY, PRECISIONS_16_BIT, KernelConfig
 from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
@@ -146,7 +146,7 @@ def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> It
         yield f"attention=math cannot combine the chunks of cp={layout.cp}; use auto"
     # The fused kernels of GPUs compute in 16 bit only.
     if device == "cuda" and not kernel.in_16_bits:
-        rule = f"needs precision={' or '.join(IN_16_BITS)} on GPUs, not {precision}"
+        rule = f"needs precision={' or '.join(PRECISIONS_16_BIT)} on GPUs, not {precision}"
         if layout.cp > 1:
             yield f"cp={layout.cp} {rule}"
         if attention not in ("auto", "math"):

@@ -21,13 +21,13 @@ from ultrabench.agent.diagnose.findings import (
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, ending_lines, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
-from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
+from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task
-from ultrabench.step_time import ci95_rel, extremes
-from ultrabench.store.kernel_secrets import redacted
+from ultrabench.step_time import ci95_rel, extreme_medians_s
+from ultrabench.store.kernel_secrets import redact_env
 
 MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
@@ -75,13 +75,13 @@ def classify(
     return replace(
         result,
         **versions,
-        variables=redacted(environment.get("variables") or {})[0],
+        variables=redact_env(environment.get("variables") or {})[0],
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
         source_mfu=source_mfu,
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if interval_rel is None else interval_rel <= measure.target_ci95_rel,
         step_times_s=tuple(times_s),
-        rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
+        rank_step_times_s=extreme_medians_s([rank.measured_steps(measure) for rank in progress.ranks]),
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
@@ -199,7 +199,7 @@ def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float |
     if source_mfu is not None:
         observations.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
     for option, rank, values in observations:
-        if getattr(task.spec.kernel, option) and (reason := misread(option, values, max_bytes)):
+        if getattr(task.spec.kernel, option) and (reason := misread_reason(option, values, max_bytes)):
             return f"kernel.{option} misreads the log of rank {rank.number}: {reason}; to test it: {TRY_LOG}"
     return None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.rank_report import TRACE_PHASE, read_part
+from ultrabench.rank_report import TRACE_PHASE, read_or_nothing
 from ultrabench.store.folder import write_whole
 
 EVIDENCE_FOLDER = "hang_evidence"
@@ -116,12 +116,12 @@ def join_tails(run_folder: Path, target: Path, ranks: range) -> None:
 
 def read_tail(path: Path, max_bytes: int) -> str:
     """The last `max_bytes` of a text file; empty if there is no file."""
-    return read_part(path, max(0, file_size(path) - max_bytes), max_bytes).decode(errors="replace")
+    return read_or_nothing(path, max(0, file_size(path) - max_bytes), max_bytes).decode(errors="replace")
 
 
 def read_text(path: str | Path) -> str:
     """The first TEXT_BYTES of a text file, or of a file in /proc; empty if there is no file."""
-    return read_part(path, 0, TEXT_BYTES).decode(errors="replace")
+    return read_or_nothing(path, 0, TEXT_BYTES).decode(errors="replace")
 
 
 def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
@@ -140,7 +140,7 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
             if start:
                 copy.write(f"\n--- ultrabench left out {start - half} bytes here ---\n".encode())
             for offset in range(start, end, CHUNK_BYTES):
-                copy.write(read_part(source, offset, min(CHUNK_BYTES, end - offset)))
+                copy.write(read_or_nothing(source, offset, min(CHUNK_BYTES, end - offset)))
 
 
 MIN_FREE_BYTES = 64 << 20

@@ -23,7 +23,7 @@ from subprocess import DEVNULL, Popen
 from typing import Any
 
 from ultrabench.agent.disk_retry import log_line
-from ultrabench.processes import RunningClock, descendants, die_with_parent, state, thread_variables
+from ultrabench.processes import RunningClock, descendants, die_with_parent, state_of, thread_variables
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
 """The module that the fork server imports; the agent itself never imports torch."""
@@ -95,11 +95,11 @@ class ForkServer:
         waited_s = self._clock() - self._waiting_since_s if self._requests else 0.0
         if not self._requests or not self._is_ready:
             return
-        if state(self.pid) not in STOPPED and waited_s <= FORK_LIMIT_S:
+        if state_of(self.pid) not in STOPPED and waited_s <= FORK_LIMIT_S:
             return
         # Where the server has forked some ranks, one of them may have stopped it; the deadlines of their run decide.
         if not descendants(self.pid):
-            log_line(f"the fork server {self.pid} does not answer (state {state(self.pid)}); replacing it")
+            log_line(f"the fork server {self.pid} does not answer (state {state_of(self.pid)}); replacing it")
             self.replace()
 
     def replace(self) -> None:

@@ -30,7 +30,7 @@ from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
-from ultrabench.store.kernel_secrets import revealed
+from ultrabench.store.kernel_secrets import reveal_env
 from ultrabench.variant import variables_of
 
 
@@ -101,7 +101,7 @@ class Node:
         self._rank_cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
         self._threads_per_rank = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
-        self._program_env = revealed(kernel.env, self.folder.secrets)
+        self._program_env = reveal_env(kernel.env, self.folder.secrets)
         self._task = allocation.tasks[0]
         """The task of the current run."""
         self._run_folder = self.scratch
@@ -146,7 +146,7 @@ class Node:
             "foreign": foreign_processes(self._is_ours) if self._on_gpus else [],
             "short_of_space": self._short_of_space(),
             "kernel_digest": self.digest(),
-            "git_commit": checkout.commit(),
+            "git_commit": checkout.commit_sha(),
             "health": to_facts(examine(self._first_reading, self._first_reading)),
         }
 
@@ -297,7 +297,7 @@ class Node:
             health = to_facts(examine(self._first_reading, self._health.read_again()))
             self._health.close()
         unusable = self._end_processes()
-        if processes.state(self._server.pid) in STOPPED:
+        if processes.state_of(self._server.pid) in STOPPED:
             self._server.replace()
         gauge = self._gauge
         return Cleaned(
@@ -313,8 +313,8 @@ class Node:
 
     def _end_processes(self) -> str | None:
         """Kills all processes but the fork server; returns a message about processes that did not die."""
-        survivors = processes.kill_until_gone(self._processes_of_run, meanwhile=self.disk.beat)
-        return f"processes that cannot be killed: {processes.described(survivors)}" if survivors else None
+        survivors = processes.kill_until_gone(self._processes_of_run, on_round=self.disk.beat)
+        return f"processes that cannot be killed: {processes.pids_text(survivors)}" if survivors else None
 
     def _processes_of_run(self) -> list[int]:
         """All descendants of this agent and all processes with its tag, except the fork server.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrabench.log_patterns import OBSERVED
+from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.measure import Measure
 
 RankEvent = dict[str, Any]
@@ -174,7 +174,7 @@ class AttemptProgress:
         if "evidence" in event:
             rank.evidence = event["evidence"]
             return
-        if event.get("line", {}).get("event") == OBSERVED:
+        if event.get("line", {}).get("event") == OBSERVED_EVENT:
             rank.observe(event["line"])
             return
         gaps_s = rank.gaps_s if rank.steps else rank.first_gaps_s

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
+from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern, parse_log_line
 from ultrabench.rank_report import NewLines, parse_line
 from ultrabench.run import Task
 
@@ -37,7 +37,7 @@ def _logs_of(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]:
     tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
     for option, log_pattern in LOG_PATTERNS.items():
         if pattern_text := getattr(kernel, option):
-            pattern = compiled(option, pattern_text)
+            pattern = compile_pattern(option, pattern_text)
             parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu, option=option)
             source_ranks = ranks if log_pattern.every_rank else [spec.logging_rank]
             for rank in (rank for rank in source_ranks if rank in ranks):

@@ -21,7 +21,7 @@ from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB, of_peak
+from ultrabench.hardware import GIB, peak_suffix
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 
@@ -248,7 +248,7 @@ def _draw_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
     bar.outline.set_visible(False)
     measured_text = "measured " * any((cell.peak_source or "").startswith("measured") for cell in grid.cells)
     space = "\n" if grid.size[1] < 2 else " "
-    mfu_label = f"MFU{of_peak(grid.cells[0].precision)} (% of{space}{measured_text}peak)"
+    mfu_label = f"MFU{peak_suffix(grid.cells[0].precision)} (% of{space}{measured_text}peak)"
     label_by_column = {"mfu": mfu_label, "source_mfu": f"source_mfu{space}(% of peak)"}
     suffix = f"{unit_name}\nlower is better" if column in LOWER_IS_BETTER else unit_name
     axes.set_ylabel(label_by_column.get(column, column) + suffix, fontsize=9, color=GREY)

@@ -19,7 +19,7 @@ from ultrabench.analysis.nodes.relative import (
     relative_speeds,
 )
 from ultrabench.errors import ConfigError
-from ultrabench.node_health import COMPLAINTS
+from ultrabench.node_health import BAD_HEALTHS
 from ultrabench.record import to_dict
 from ultrabench.result import AGENT_GONE, FAILURES, Status
 
@@ -77,7 +77,7 @@ class NodeReport:
             **self.node._asdict(), "slow": self.slow, "failing": self.failing, "runs": len(self.runs),
             "attempts": self.attempts, "rates": rates, "throttled": self.throttled, "xids": self.failures[XID],
             "failures": dict(self.failures.most_common()), "first_seen": first, "last_seen": last,
-            "health": {str(complaint): self.health.get(complaint, {}) for complaint in COMPLAINTS} if self.health else None,
+            "health": {str(complaint): self.health.get(complaint, {}) for complaint in BAD_HEALTHS} if self.health else None,
         }  # fmt: skip
 
 

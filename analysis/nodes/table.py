@@ -8,7 +8,7 @@ from ultrabench.analysis.nodes.nodes import XID, NodeReport
 from ultrabench.analysis.nodes.relative import FEWEST_DAYS, FEWEST_NODES, MIN_LOSS, days_of, smallest_losses
 from ultrabench.analysis.numbers import percent, with_unit
 from ultrabench.errors import counted
-from ultrabench.node_health import COMPLAINTS, complaints
+from ultrabench.node_health import BAD_HEALTHS, complaints
 
 HEADS = (
     "node", "mark", ">runs", ">attempts", *RATES.values(), ">throttled", ">Xids", "failures",
@@ -37,7 +37,7 @@ def cells(report: NodeReport) -> list[object]:
 def health_text(report: NodeReport) -> str | None:
     """The findings of the latest preflight of a node, such as `power limit (GPU 0: 200 W below)`; None if unknown."""
     no_findings = "no findings" if report.health else None
-    return "; ".join(complaints(report.health, *COMPLAINTS).values()) or no_findings
+    return "; ".join(complaints(report.health, *BAD_HEALTHS).values()) or no_findings
 
 
 def losses_text(reports: Sequence[NodeReport]) -> str:

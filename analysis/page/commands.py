@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ultrabench.layout import AXES
-from ultrabench.routing import in_quotes
+from ultrabench.routing import override_value
 
 _CELL = ("model", "hardware", "kernel", "source", "precision", "routing", "nodes", "seq_len", "gbs")
 
@@ -46,7 +46,7 @@ def _of_cell(*values: Any) -> tuple[str, str]:
     }
     of_kernel = {
         "kernel.precision": precision,
-        "kernel.routing": routing and in_quotes(routing),
+        "kernel.routing": routing and override_value(routing),
         "kernel.compile": uncompiled,
     }
     return _joined(names | of_kernel | batch), _joined(names | predicted)

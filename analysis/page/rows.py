@@ -45,7 +45,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import of_peak
+from ultrabench.hardware import peak_suffix
 from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES
 from ultrabench.result import UNSETTLED, Status, state, tier
 from ultrabench.routing import routing_text
@@ -53,7 +53,7 @@ from ultrabench.sweep.config.files import files
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import LARGEST, MEMORY_PARTS
-from ultrabench.variant import shown, texts
+from ultrabench.variant import option_texts, value_text
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
 _key_of = operator.itemgetter(*_KEY)
@@ -156,7 +156,7 @@ def _in_order(axis: str, column: pa.ChunkedArray) -> list[str]:
 def _choices(values: list[Any]) -> list[Any]:
     """The values of an option, as texts where one is unset or no number."""
     are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    return values if are_numbers else [*map(shown, values)]
+    return values if are_numbers else [*map(value_text, values)]
 
 
 def encoded(values: Sequence[Any]) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]], apart: Sequence[str]
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by", "predicted")
     fields = {"model": cell.title, **{name: getattr(cell, name) for name in names}}
-    named = {"setting": setting, "apart": apart, "of_peak": of_peak(cell.precision)}
+    named = {"setting": setting, "apart": apart, "of_peak": peak_suffix(cell.precision)}
     return fields | named | {"panel": panels.index(cell.panel)}
 
 
@@ -261,7 +261,8 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
     layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
 
     def words_of(row: Row) -> str | None:
-        return " ".join(filter(None, (*layout_of(*map(row.get, AXES)), *texts(row["options"])))) or None
+        words = (*layout_of(*map(row.get, AXES)), *option_texts(row["options"]))
+        return " ".join(filter(None, words)) or None
 
     place_numbers = {
         place: n for n, place in enumerate(dict.fromkeys((row["sweep"], row["allocation"]) for row in rows))

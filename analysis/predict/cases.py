@@ -9,7 +9,7 @@ from statistics import median
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware, Peak
-from ultrabench.result import OTHER_SIZES, Status
+from ultrabench.result import SIZE_DOUBT_CODES, Status
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_hardware, load_profile, usual_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
@@ -133,7 +133,7 @@ def healthy_timed(cases: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
 
 def _exclusion(case: Case, median_rate: float) -> str:
     run = case.run
-    if codes := [code for code in run.suspect_codes or () if code not in OTHER_SIZES]:
+    if codes := [code for code in run.suspect_codes or () if code not in SIZE_DOUBT_CODES]:
         return f"in doubt: {codes[0]}"
     node_rate, global_rate = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
     has_gpus = case.hardware.device == "cuda"

@@ -40,7 +40,7 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], folder: Path,
         "time": time.time(),
         "gpu_hours": round(gpu_hours, 4),
         "kernel_digest": config.kernel.digest(),
-        "git_commit": checkout.commit(),
+        "git_commit": checkout.commit_sha(),
         "sweeps": str(folder),
         "checks": [to_dict(check) for check in checks],
     }

@@ -36,7 +36,7 @@ from ultrabench.node_health import CHECKS, MIN_FREE_GIB, Health, findings_of, pl
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation
-from ultrabench.store.claim import claim, owner
+from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -71,7 +71,7 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
 
 def check_python(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has the same ultrabench and the same training program as this host."""
-    digest, commit, version = config.kernel.digest(), checkout.commit(), ultrabench.__version__
+    digest, commit, version = config.kernel.digest(), checkout.commit_sha(), ultrabench.__version__
     remedy = "install the same version on the nodes, or set launcher.python= to a Python that has it"
     node_version, node_digest = report["ultrabench_version"], report["kernel_digest"]
     node_commit = report["git_commit"]
@@ -230,7 +230,7 @@ class CheckupFolder:
         if "report.json" not in os.listdir(self.path):
             return None
         report: Report = json.loads((self.path / "report.json").read_text())
-        own_claim_seen = owner(self.path / "claims", "node") is not None
+        own_claim_seen = claim_content(self.path / "claims", "node") is not None
         folder_facts = {"results_dir": self.results_dir, "same_folder": report.get("token") == self.token}
         return report | folder_facts | {"own_claim_seen": own_claim_seen, "latest_s": time.time()}
 

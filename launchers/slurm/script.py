@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.processes import own_name
 from ultrabench.store.allocation import Allocation
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.variant import in_place
+from ultrabench.variant import fill_in_container
 
 SRUN_WAIT_S = 60
 """Seconds that srun gives the other agents after the first one has ended."""
@@ -59,8 +59,8 @@ def array_script(
     srun_options = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
                     "--cpu-bind=none", *([f"--cpus-per-task={launcher_config.cpus}"] if launcher_config.cpus else [])]  # fmt: skip
     variant = allocation.tasks[0].spec.variant if allocation.tasks else {}
-    python = in_place(variant, launcher_config.python or (sys.executable,))
-    user_srun_options = in_place(variant, launcher_config.srun)
+    python = fill_in_container(variant, launcher_config.python or (sys.executable,))
+    user_srun_options = fill_in_container(variant, launcher_config.srun)
     if "python" in variant:
         python = (str(variant["python"]),)
     sweep_dir = Path(allocation.sweep_dir)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
 
 from ultrabench.errors import ConfigError
-from ultrabench.record import NAMES_KEY, field_types, value_from
+from ultrabench.record import CHOICES_KEY, field_types, value_from
 
 
 def at_least(least: float) -> Meta:
@@ -35,32 +35,31 @@ def between(smallest: float, largest: float, unit: str = "") -> Meta:
     Args:
         unit: what the message says after the numbers, such as `bytes per second, such as 4.5e11`.
     """
-    return Meta(
-        ge=smallest, le=largest, description=f"{_short(smallest)} to {_short(largest)} {unit}".rstrip()
-    )
+    description = f"{_number_text(smallest)} to {_number_text(largest)} {unit}".rstrip()
+    return Meta(ge=smallest, le=largest, description=description)
 
 
-def _short(number: float) -> str:
+def _number_text(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else re.sub(r"e\+0*", "e", f"{number:g}")
 
 
-def matching(pattern: str, text: str, extra: dict[str, Any] | None = None) -> Meta:
-    """All texts that match the regular expression `pattern` as a whole; `text` describes them."""
-    return Meta(pattern=rf"\A(?:{pattern})\Z", description=text, extra=extra)
+def matching(pattern: str, description: str, extra: dict[str, Any] | None = None) -> Meta:
+    """All texts that match the regular expression `pattern` as a whole; the message says `must be` and `description`."""
+    return Meta(pattern=rf"\A(?:{pattern})\Z", description=description, extra=extra)
 
 
-def one_of(*names: str) -> Meta:
+def one_of(*texts: str) -> Meta:
     """Only the given texts."""
-    *first_names, last_name = names
-    text = f"{', '.join(first_names)} or {last_name}" if first_names else last_name
-    return matching("|".join(map(re.escape, names)), text, {NAMES_KEY: names})
+    *first_texts, last_text = texts
+    description = f"{', '.join(first_texts)} or {last_text}" if first_texts else last_text
+    return matching("|".join(map(re.escape, texts)), description, {CHOICES_KEY: texts})
 
 
 NonNegative = Annotated[float, at_least(0.0)]
 Count = Annotated[int, at_least(1)]
 Positive = Annotated[float, above(0)]
 Line = Annotated[str, matching(r"[^\n\r\0]*", "one line")]
-"""A text without a line break, which would add a line to a script."""
+"""A text without a line break, since that would add a line to a script."""
 
 
 def require_allowed(record: Any, where: str = "") -> None:
@@ -72,17 +71,17 @@ def require_allowed(record: Any, where: str = "") -> None:
     Raises:
         ConfigError: names the field, its value and the allowed values.
     """
-    rules = _rules(record.__class__)
+    struct = _struct_of_ruled_fields(record.__class__)
     try:
-        convert(record, rules, from_attributes=True)
+        convert(record, struct, from_attributes=True)
     except ValidationError:
-        for name in rules.__struct_fields__:
+        for name in struct.__struct_fields__:
             value_from(field_types(record.__class__)[name], getattr(record, name), where + name)
 
 
 @functools.cache
-def _rules(cls: type) -> type[Struct]:
-    """A type with those fields of a record whose types have rules; msgspec checks it in one call."""
+def _struct_of_ruled_fields(cls: type) -> type[Struct]:
+    """A struct type with those fields of the record type `cls` whose types have rules; msgspec checks it in one call."""
     return defstruct(cls.__name__, [(n, hint) for n, hint in field_types(cls).items() if _has_rule(hint)])
 
 

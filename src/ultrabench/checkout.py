@@ -12,24 +12,25 @@ _HOOK_VARIABLES = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR
 """Variables that git sets in a hook; they would make git look at the repository of the hook."""
 
 
-def commit() -> str | None:
+def commit_sha() -> str | None:
     """The commit of the clone that is imported; None for an installed package, even inside another clone."""
-    sha = _git("rev-parse", "HEAD") if _in_clone() else None
+    sha = _git_output("rev-parse", "HEAD") if _is_in_clone() else None
     return None if sha is None else sha.decode().strip()
 
 
-def difference() -> bytes:
+def uncommitted_patch() -> bytes:
     """The changes to tracked files of the clone since its commit, as a patch; empty when there are none."""
-    arguments = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-    return (_git(*arguments) if _in_clone() else None) or b""
+    diff_arguments = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+    return (_git_output(*diff_arguments) if _is_in_clone() else None) or b""
 
 
-def _in_clone() -> bool:
+def _is_in_clone() -> bool:
     """Whether git tracks our own sources; a package may also be installed inside somebody else's clone."""
-    return _git("ls-files", "--error-unmatch", "__init__.py") is not None
+    return _git_output("ls-files", "--error-unmatch", "__init__.py") is not None
 
 
-def _git(*arguments: str) -> bytes | None:
+def _git_output(*arguments: str) -> bytes | None:
+    """The standard output of git in the folder of our sources; None when git fails or does not answer."""
     command = ["git", "-C", str(Path(ultrabench.__file__).resolve().parent), *arguments]
     env = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
     try:

@@ -20,15 +20,16 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from ultrabench.rank_report import is_number, number
+from ultrabench.rank_report import is_number, to_float
 
 _NUM_CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 OPERATIONS = (*_NUM_CROSSINGS, "sendrecv")
 DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s", "gemm_sm_clock_hz")
+"""Keys of the `probe` event with one rate of each device, and columns with the rate of the slowest device."""
 NODE_RATES = tuple(f"node_{name}" for name in DEVICE_RATES[:2])
 """Columns with the rates of the slowest device of each node."""
-SCOPES = {"all": "", "intra_node": "_intra_node"}
-"""Ranks that take part in an operation, all or those of each node -> infix of the names of columns."""
+INFIXES = {"all": "", "intra_node": "_intra_node"}
+"""Ranks that take part in an operation, all or those of each node -> infix of its columns' names."""
 
 LINK_FIELDS = ("bytes", "seconds", "busbw_bytes_per_s", "busbw_p5_bytes_per_s", "busbw_p95_bytes_per_s")
 """Values of one operation in one size: S, the median time, and the median, 5th and 95th percentile of the bus
@@ -49,7 +50,9 @@ class ProbeSettings:
     calls: int
     """Calls that are timed together; GPUs run them back to back, so that their launch is not timed."""
     warmup: int = 2
+    """Rounds of such calls before the timed ones."""
     iterations: int = 9
+    """Timed rounds, over which the median is taken."""
     device_s: float = 0.3
     """Seconds for which each device multiplies matrices."""
 
@@ -91,12 +94,12 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
         bandwidth over all ranks (such as `allreduce_busbw_bytes_per_s`) and inside the slowest node
         (such as `allreduce_intra_node_busbw_bytes_per_s`).
     """
-    columns = {name: slowest(probe.get(name)) for name in DEVICE_RATES}
-    columns |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in SCOPES.values() for name in OPERATIONS}
+    rates = {name: min_rate(probe.get(name)) for name in DEVICE_RATES}
+    rates |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in INFIXES.values() for name in OPERATIONS}
     # The largest size comes last, so that its bandwidth replaces those of smaller ones.
-    for row in sorted(bandwidths(probe), key=itemgetter("bytes")):
-        columns[f"{row['operation']}{SCOPES[row['scope']]}_busbw_bytes_per_s"] = row["busbw_bytes_per_s"]
-    return columns
+    for link in sorted(link_measurements(probe), key=itemgetter("bytes")):
+        rates[f"{link['operation']}{INFIXES[link['scope']]}_busbw_bytes_per_s"] = link["busbw_bytes_per_s"]
+    return rates
 
 
 def preflight_rates(preflight: dict[str, Any]) -> dict[str, Any]:
@@ -115,28 +118,28 @@ def rates_by_node(probe: dict[str, Any], num_nodes: int) -> dict[str, list[float
         num_nodes: number of nodes, which have equally many ranks each.
     """
     columns = {}
-    for name in NODE_RATES:
-        rates: Any = probe.get(name.removeprefix("node_"))
-        if num_nodes and slowest(rates) is not None and len(rates) % num_nodes == 0:
-            per_node = len(rates) // num_nodes
-            columns[name] = [float(min(rates[n : n + per_node])) for n in range(0, len(rates), per_node)]
+    for column in NODE_RATES:
+        rates: Any = probe.get(column.removeprefix("node_"))
+        if num_nodes and min_rate(rates) is not None and len(rates) % num_nodes == 0:
+            num_local = len(rates) // num_nodes  # devices of a node
+            columns[column] = [float(min(rates[n : n + num_local])) for n in range(0, len(rates), num_local)]
     return columns
 
 
-def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
+def link_measurements(probe: dict[str, Any]) -> list[dict[str, Any]]:
     """All measurements of links in one list, with `operation` and `scope`; unreadable ones are left out."""
     measurements = []
-    for name, scope in itertools.product(OPERATIONS, SCOPES):
-        link = {"operation": name, "scope": scope}
+    for operation, scope in itertools.product(OPERATIONS, INFIXES):
+        ids = {"operation": operation, "scope": scope}
         with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError, AttributeError):
-            rows = [(row, int(row["bytes"])) for row in probe["collectives"][name][scope]]
+            rows = [(row, int(row["bytes"])) for row in probe["collectives"][operation][scope]]
             measurements += [
-                link | {k: number(row.get(k)) for k in LINK_FIELDS} | {"bytes": size} for row, size in rows
+                ids | {k: to_float(row.get(k)) for k in LINK_FIELDS} | {"bytes": size} for row, size in rows
             ]
     return measurements
 
 
-def slowest(rates: Any) -> float | None:
+def min_rate(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
-    are_readable = isinstance(rates, list) and rates and all(map(is_number, rates))
-    return float(min(rates)) if are_readable else None
+    are_known = isinstance(rates, list) and rates and all(map(is_number, rates))
+    return float(min(rates)) if are_known else None

@@ -12,7 +12,6 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 import difflib
 import errno
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
 
 
 class UltrabenchError(Exception):
@@ -54,7 +53,7 @@ class ShapeError(ConfigError):
     """Sizes that do not make a model together.
 
     Args:
-        where: what the message calls the model.
+        where: how the message names the model, such as `model llama-1b`.
         rule: what is broken; a size that files may have under another name stands in braces, such as `{num_experts}=1`.
         name_by_size: each of these sizes -> its name in the message.
     """
@@ -90,10 +89,10 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS)
 
 
-def counted(number: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     """The number with the noun in singular or plural, such as `1 run`, `2 runs`, `3 processes` or `4 batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{number:,} {noun}{ending}"
+    noun_ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{noun_ending}"
 
 
 MIN_SIMILARITY = 0.7
@@ -102,53 +101,54 @@ MAX_NAMES = 12
 """Largest number of known names that a message lists."""
 
 
-def nearest_name(name: str, names: Iterable[str], similarity: float = MIN_SIMILARITY) -> str | None:
-    """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
-    names = [*names]
-    names_in_groups = (candidate for candidate in names if candidate.rpartition(".")[2] == name)
-    return next(chain(names_in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
+def nearest_name(name: str, known_names: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
+    """The one of `known_names` that is probably meant by `name`, such as words.etp by etp; None if none is similar enough."""
+    known_names = [*known_names]
+    names_in_groups = [known_name for known_name in known_names if known_name.rpartition(".")[2] == name]
+    close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=min_similarity)
+    return next(iter(names_in_groups or close_names), None)
 
 
-def most_similar(value: str, names: Iterable[str]) -> str | None:
-    """The one of a few `names` that `value` is most similar to; None where it is far from all, or two are equally near."""
-    similarities = sorted(
-        ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in names), reverse=True
+def most_similar(value: str, known_names: Iterable[str]) -> str | None:
+    """The one of a few `known_names` that `value` is most similar to; None where it is far from all, or two are equally near."""
+    scored_names = sorted(
+        ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in known_names), reverse=True
     )
-    (similarity, nearest), runner_up = similarities[0], similarities[1:2]
-    is_unique = not runner_up or runner_up[0][0] < similarity
-    return nearest if similarity >= MIN_SIMILARITY and is_unique else None
+    (similarity, most_similar_name), runners_up = scored_names[0], scored_names[1:2]
+    is_unique = not runners_up or runners_up[0][0] < similarity
+    return most_similar_name if similarity >= MIN_SIMILARITY and is_unique else None
 
 
-def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:
+def unknown_name(kind: str, name: object, known_names: Iterable[str], first: Iterable[str] = ()) -> str:
     """One line which says that `name` is no known `kind`, with the most similar name and the known names nearest to it.
 
     Args:
         first: known names that are listed first, because most people want one of them.
     """
-    names = sorted(names)
-    similar_name = nearest_name(str(name).strip("{}"), names)
-    hint = f"; did you mean {similar_name}?" if similar_name else ""
-    nearest = difflib.get_close_matches(str(name), names, n=MAX_NAMES, cutoff=0.0)
-    nearest = [*dict.fromkeys((*first, *nearest))][:MAX_NAMES]
-    more_text = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(nearest) or 'none'}{more_text})"
+    known_names = sorted(known_names)
+    similar_name = nearest_name(str(name).strip("{}"), known_names)
+    hint_text = f"; did you mean {similar_name}?" if similar_name else ""
+    listed_names = difflib.get_close_matches(str(name), known_names, n=MAX_NAMES, cutoff=0.0)
+    listed_names = [*dict.fromkeys((*first, *listed_names))][:MAX_NAMES]
+    more_text = f" and {len(known_names) - MAX_NAMES} more" if len(known_names) > MAX_NAMES else ""
+    return f"unknown {kind} {name!r}{hint_text} (known: {', '.join(listed_names) or 'none'}{more_text})"
 
 
 def require_known(
     kind: str,
-    names: Collection[str],
+    known_names: Collection[str],
     *requested: object,
     first: Iterable[str] = (),
     setting: str | None = None,
 ) -> None:
-    """Raises for the first of the `requested` names that is not among `names`; those of `first` head the list.
+    """Raises for the first of the `requested` names that is not among `known_names`; those of `first` head the list.
 
     Raises:
         ConfigError: the message of `unknown_name`.
     """
     for name in requested:
-        if name not in names:
-            raise ConfigError(unknown_name(kind, name, names, first), setting=setting)
+        if name not in known_names:
+            raise ConfigError(unknown_name(kind, name, known_names, first), setting=setting)
 
 
 def require_once(settings: Iterable[str]) -> None:

@@ -9,16 +9,16 @@ from ultrabench.errors import ConfigError
 
 GIB = 2**30
 
-GUESSED = "guessed"
+PEAK_GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
-GIVEN = "given as hardware.peak_flops_per_s"
+PEAK_GIVEN = "given as hardware.peak_flops_per_s"
 """Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
-CUBE_ROOT = 1 / 3
-"""Exponent of power_limit_w / rated_power_w in the compute rate. A prior: power grows as clock * voltage**2, and voltage in
-proportion to the clock. No run under a limit was measured."""
-ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
+CLOCK_POWER_EXPONENT = 1 / 3
+"""The compute rate is proportional to (power_limit_w / rated_power_w) to the power of this. It is an assumption: power grows
+as clock * voltage**2, and voltage in proportion to the clock. No run under a limit was measured."""
+ARCHITECTURE_RULE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
 PeakRate = Annotated[float, between(1e9, 1e18, "FLOPs per second, such as 9.89e14")]
@@ -39,8 +39,8 @@ class Peak:
     """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
 
 
-def of_peak(precision: str | None) -> str:
-    """The text after MFU that names the peak to which it is relative: ` of fp8`, else nothing."""
+def peak_suffix(precision: str | None) -> str:
+    """The text after `MFU` that names the peak rate to which it is relative: ` of fp8` for fp8, else nothing."""
     return " of fp8" if precision == "fp8" else ""
 
 
@@ -73,7 +73,7 @@ class Hardware:
     """Bytes per second between nodes for each accelerator, in one direction."""
     precision: str = "bf16"
     """Precision of kernels whose configuration gives none."""
-    architecture: Annotated[str, ARCHITECTURE] | None = None
+    architecture: Annotated[str, ARCHITECTURE_RULE] | None = None
     """sm_ and the compute capability of an NVIDIA GPU, such as sm_90, or the gfx name of an AMD GPU. None: unknown;
     a plan then does not check whether the accelerator has the attention of our own kernel."""
     warmup_s: NonNegative = 0.0
@@ -108,7 +108,7 @@ class Hardware:
         """
         rated_power_w = self.rated_power_w or math.inf
         limit_w = min(self.power_limit_w or rated_power_w, rated_power_w)
-        return 1.0 if limit_w == rated_power_w else math.pow(limit_w / rated_power_w, CUBE_ROOT)
+        return 1.0 if limit_w == rated_power_w else math.pow(limit_w / rated_power_w, CLOCK_POWER_EXPONENT)
 
     @property
     def gpu_at_limit(self) -> str:
@@ -118,8 +118,8 @@ class Hardware:
     @property
     def compute_capability(self) -> int | None:
         """The compute capability of an NVIDIA GPU times ten, such as 90; None for AMD and unknown architectures."""
-        prefix, _, number = (self.architecture or "").partition("_")
-        return int(number) if prefix == "sm" else None
+        maker_prefix, _, digits = (self.architecture or "").partition("_")
+        return int(digits) if maker_prefix == "sm" else None
 
     def auto_attention(self, in_16_bits: bool) -> str | None:
         """What attention=auto of our own kernel becomes: flash, math or cudnn; None where the architecture is unknown.
@@ -170,8 +170,9 @@ class Hardware:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
                 remedy = "choose another kernel.precision, or add the rate and its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", remedy, setting="hardware.peak_flops_per_s")
-            source = self.source if self.device == "cuda" else GIVEN
+            source = self.source if self.device == "cuda" else PEAK_GIVEN
             return Peak(flops_per_s=rates[precision], source=source)
         num_ranks = self.gpus_per_node * (nodes if self.simulated else 1)
-        rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S
-        return Peak(flops_per_s=rate * cores / num_ranks, source="measured" if core_flops_per_s else GUESSED)
+        host_flops_per_s = cores * (core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S)
+        source = "measured" if core_flops_per_s else PEAK_GUESSED
+        return Peak(flops_per_s=host_flops_per_s / num_ranks, source=source)

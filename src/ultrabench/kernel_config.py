@@ -11,7 +11,7 @@ from msgspec import Meta
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.log_patterns import LOG_PATTERNS, compiled
+from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern
 from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
@@ -23,13 +23,13 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "fp64": 8}
 fp8 is bf16 whose linear layers, other than the head, round the factors of their products to 8 bits.
 """
 PRECISIONS = tuple(ELEMENT_BYTES)
-IN_16_BITS = tuple(precision for precision, size in ELEMENT_BYTES.items() if size == 2)
+PRECISIONS_16_BIT = tuple(precision for precision, num_bytes in ELEMENT_BYTES.items() if num_bytes == 2)
 """Precisions with parameters, activations and attention of 16 bits, and fp32 master weights."""
 
-ROUTING = matching(
+ROUTING_RULE = matching(
     r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned or skew=NUMBER, such as skew=0.5"
 )
-ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
+ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
 """Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
@@ -64,10 +64,10 @@ class KernelConfig:
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights), fp8 (bf16 with products of fp8) or fp64."""
     compile: bool = False
     """Whether the decoder layers are compiled by torch.compile; a configuration may say auto, true on GPUs."""
-    attention: Annotated[str, one_of(*ATTENTION)] = "auto"
+    attention: Annotated[str, one_of(*ATTENTION_NAMES)] = "auto"
     """The implementation of attention: auto (the best that the device has), cudnn, flash (FlashAttention-2, on
     CPUs torch's own), flash3 (FlashAttention-3) or math (plain softmax(QK^T)V)."""
-    routing: Annotated[str, ROUTING] = "balanced"
+    routing: Annotated[str, ROUTING_RULE] = "balanced"
     """How tokens of a model with experts choose them: balanced (each expert gets as many tokens as any other),
     learned (by the scores of the router, kept in balance by a bias) or skew=A (expert e gets a share in proportion
     to (e + 1)**-A). With balanced and skew the router's scores weigh the experts but do not choose them."""
@@ -98,8 +98,8 @@ class KernelConfig:
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
         for option in LOG_PATTERNS:
-            if (text := getattr(self, option)) is not None:
-                compiled(option, text)
+            if (pattern_text := getattr(self, option)) is not None:
+                compile_pattern(option, pattern_text)
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
@@ -119,7 +119,7 @@ class KernelConfig:
     @property
     def in_16_bits(self) -> bool:
         """Whether parameters, activations and attention have 16 bits."""
-        return self.precision in IN_16_BITS
+        return self.precision in PRECISIONS_16_BIT
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""
@@ -134,15 +134,15 @@ class KernelConfig:
         """
         digest = hashlib.sha256()
         if self.kind != "command":
-            root = Path(ultrabench.__file__).parent
-            for path in rank_sources(root):
-                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-        flags = (part for table in self.flags.values() for parts in table.values() for part in parts)
-        for argument in (*self.command, *flags):
+            package_folder = Path(ultrabench.__file__).parent
+            for path in rank_sources(package_folder):
+                digest.update(str(path.relative_to(package_folder)).encode() + b"\0" + path.read_bytes())
+        flag_words = (word for table in self.flags.values() for words in table.values() for word in words)
+        for argument in (*self.command, *flag_words):
             digest.update(argument.encode() + b"\0")
-            for name in (argument, argument.partition("=")[2]):  # a file may be the value of an option
-                if Path(name).suffix in CODE_SUFFIXES and Path(name).is_file():
-                    digest.update(Path(name).read_bytes())
+            for file_name in (argument, argument.partition("=")[2]):  # a file may be the value of an option
+                if Path(file_name).suffix in CODE_SUFFIXES and Path(file_name).is_file():
+                    digest.update(Path(file_name).read_bytes())
         return digest.hexdigest()[:16]
 
 
@@ -153,7 +153,7 @@ def rank_sources(root: Path) -> list[Path]:
         path = queue.pop()
         if path not in sources:
             sources.add(path)
-            for module, name in _IMPORT.findall(path.read_text()):
-                base = root.joinpath(*module.split("."))
-                queue += [p for p in (base.with_suffix(".py"), base / f"{name}.py") if p.is_file()]
+            for module_path, first_name in _IMPORT.findall(path.read_text()):
+                base = root.joinpath(*module_path.split("."))
+                queue += [p for p in (base.with_suffix(".py"), base / f"{first_name}.py") if p.is_file()]
     return sorted(sources)

@@ -28,19 +28,19 @@ RECOMPUTE = matching(
 )
 """What backward computes again; docs/reference/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
-SHARD_WORDS = Annotated[
+DpShardInSweep = Annotated[
     Annotated[int, at_least(2)] | Annotated[str, one_of("all", "node")],
     Meta(description="all, node or a number >= 2"),
 ]
-"""Values of dp_shard in a sweep: all dp*cp ranks, those of them on one node, or a number."""
-EP_WORDS = Annotated[
+"""Type of a value of dp_shard in a sweep: all dp*cp ranks, those of them on one node, or a number of ranks."""
+EpInSweep = Annotated[
     Annotated[int, at_least(1)] | Annotated[str, one_of("auto")], Meta(description="auto or a number >= 1")
 ]
-"""Values of ep in a sweep: 1 and powers of two that fit the experts of the model, or a number."""
+"""Type of a value of ep in a sweep: auto, which is 1 and the powers of two that fit the experts of the model, or a number."""
 
 
-class InSweep(NamedTuple):
-    """What a sweep may list for an axis whose values there are other words than in a layout."""
+class SweepValues(NamedTuple):
+    """What a sweep may list for an axis, where that differs from the values that the axis has in a layout."""
 
     type: Any
     """The type of one value, with its rule."""
@@ -57,7 +57,7 @@ POWERS_OF_TWO = tuple(2**n for n in range(8))
 def axis(
     label: str, meaning: str, *, kind: str, title: str = "", default: Any = MISSING, implied: tuple[int | str, ...] = (),
     usual: tuple[int | str, ...] = (), divides: tuple[str, ...] = (), detail_of: str = "",
-    in_sweep: InSweep | None = None, added_later: bool = False,
+    sweep_values: SweepValues | None = None, added_later: bool = False,
 ) -> Any:  # fmt: skip
     """A field of `Layout` that describes one axis.
 
@@ -71,13 +71,13 @@ def axis(
         usual: values that a figure over this axis draws; those of degrees follow from the number of GPUs.
         divides: degrees whose product the value has to divide, because it regroups their ranks.
         detail_of: another axis, at whose neutral value this one has no effect.
-        in_sweep: what a sweep lists, where that differs from the values in a layout.
+        sweep_values: what a sweep lists, where that differs from the values in a layout.
         added_later: whether the axis came after the first run ids, which do not contain it.
     """
     title = title or meaning.rstrip(".").lower()
     return field(default=default, metadata={
         "label": label, "meaning": meaning, "kind": kind, "title": title, "implied": implied, "usual": usual,
-        "divides": divides, "detail_of": detail_of, "in_sweep": in_sweep, "added_later": added_later,
+        "divides": divides, "detail_of": detail_of, "sweep_values": sweep_values, "added_later": added_later,
     })  # fmt: skip
 
 
@@ -99,7 +99,7 @@ class Layout:
     dp_shard: Annotated[int, at_least(0)] = axis(
         "shard", "Number of ranks among which ZeRO shards; other ranks hold replicas. 0: all dp*cp ranks.",
         kind=CHOICE, title="ranks of a shard group", default=0, implied=(0,), detail_of="zero_stage",
-        in_sweep=InSweep(SHARD_WORDS, "all"), added_later=True,
+        sweep_values=SweepValues(DpShardInSweep, "all"), added_later=True,
     )  # fmt: skip
     mbs: Count = axis(
         "mbs", "Sequences of a micro-batch on one dp rank.", kind=BATCH_CUT, title="sequences of a micro-batch",
@@ -112,11 +112,11 @@ class Layout:
     pp_schedule: Annotated[str, one_of(*PP_SCHEDULES)] = axis(
         "", "Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv.",
         kind=CHOICE, title="pipeline schedule", default="none", implied=("none", "1f1b"), detail_of="pp",
-        in_sweep=InSweep(Annotated[str, one_of("auto", *PP_SCHEDULES[1:])], "auto"),
+        sweep_values=SweepValues(Annotated[str, one_of("auto", *PP_SCHEDULES[1:])], "auto"),
     )  # fmt: skip
     virtual_stages: Count = axis(
         "x", "Pipeline stages on each rank.", kind=CHOICE, title="stages of a rank", default=1, implied=(1,),
-        detail_of="pp_schedule", in_sweep=InSweep(Annotated[int, at_least(2)], 2),
+        detail_of="pp_schedule", sweep_values=SweepValues(Annotated[int, at_least(2)], 2),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
         "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th layer in full).",
@@ -135,7 +135,7 @@ class Layout:
     ep: Count = axis(
         "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.", kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS_OF_TWO, divides=("dp", "cp", "tp"),
-        in_sweep=InSweep(EP_WORDS, "auto"), added_later=True,
+        sweep_values=SweepValues(EpInSweep, "auto"), added_later=True,
     )  # fmt: skip
     dp_overlap: Annotated[str, one_of("on", "off")] = axis(
         "overlap-", "Whether gradients are reduced during backward (on) or after it (off).", kind=CHOICE,
@@ -149,15 +149,15 @@ class Layout:
             raise ConfigError(
                 f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; pp=1 needs pp_schedule=none, pp > 1 another schedule"
             )
-        fits_by_schedule = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
-        if not fits_by_schedule.get(self.pp_schedule, self.virtual_stages == 1):
-            fact = f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}"
-            raise ConfigError(f"{fact}; must be 1 (interleaved: >= 2, zbv: 2)")
+        stages_fit_by_schedule = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
+        if not stages_fit_by_schedule.get(self.pp_schedule, self.virtual_stages == 1):
+            stages_text = f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}"
+            raise ConfigError(f"{stages_text}; must be 1 (interleaved: >= 2, zbv: 2)")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return math.prod(_degrees_of(self))
+        return math.prod(_degrees(self))
 
     @property
     def zero_shards(self) -> int:
@@ -196,8 +196,8 @@ class Layout:
     @property
     def full_every(self) -> int:
         """n if backward computes every n-th layer of the model again in full; 0 if it does so with none."""
-        interval = self.recompute.removeprefix("every")
-        return 1 if interval == "full" else int(interval) if interval.isdecimal() else 0
+        interval_text = self.recompute.removeprefix("every")
+        return 1 if interval_text == "full" else int(interval_text) if interval_text.isdecimal() else 0
 
     @property
     def gbs(self) -> int:
@@ -238,14 +238,17 @@ class Coordinates(NamedTuple):
 AXES = tuple(f.name for f in fields(Layout))
 """Names of the axes of a layout, in the order in which they are shown."""
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}
+"""Axis -> one sentence about it for the documentation of result columns."""
 TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, str))
 """Axes whose values are words; the values of all other axes are whole numbers."""
-_METADATA = {f.name: f.metadata for f in fields(Layout)}
-_DETAIL_OF = {name: str(metadata["detail_of"]) for name, metadata in _METADATA.items()}
-DEGREES = tuple(name for name in AXES if _METADATA[name]["kind"] == DEGREE)
+_TRAITS = {f.name: f.metadata for f in fields(Layout)}
+"""Axis -> the arguments of `axis` that describe it."""
+_DETAIL_OF = {name: str(metadata["detail_of"]) for name, metadata in _TRAITS.items()}
+"""Axis -> another axis, at whose neutral value it has no effect; empty where there is none."""
+DEGREES = tuple(name for name in AXES if _TRAITS[name]["kind"] == DEGREE)
 """The degrees of parallelism, whose product is the number of ranks; dp comes first."""
 assert {*DEGREES} == {*Coordinates._fields}, "each degree is an axis of the mesh"
-BATCH = tuple(name for name in AXES if _METADATA[name]["kind"] == BATCH_CUT)
+BATCH = tuple(name for name in AXES if _TRAITS[name]["kind"] == BATCH_CUT)
 """The axes that cut the batch of a dp rank: mbs and gas."""
 FOLLOWING = (DEGREES[0], BATCH[-1])
 """dp and gas, which follow from the number of GPUs, the batch and the other axes."""
@@ -253,26 +256,27 @@ INDEPENDENT = tuple(n for n in AXES if n not in FOLLOWING and _DETAIL_OF[n] in (
 """The axes without those that follow from others and the details of a choice."""
 NEUTRAL = {f.name: f.default for f in fields(Layout) if f.default is not MISSING}
 """Axis -> its neutral value."""
-TITLES = {name: str(metadata["title"]) for name, metadata in _METADATA.items()}
+TITLES = {name: str(metadata["title"]) for name, metadata in _TRAITS.items()}
 """Axis -> its name in figures, such as `tensor-parallel degree`."""
-USUAL = {name: metadata["usual"] for name, metadata in _METADATA.items() if metadata["usual"]}
+USUAL = {name: metadata["usual"] for name, metadata in _TRAITS.items() if metadata["usual"]}
 """Axis -> values that a figure over it draws."""
-DIVIDES: dict[str, tuple[str, ...]] = {name: m["divides"] for name, m in _METADATA.items() if m["divides"]}
+DIVIDES: dict[str, tuple[str, ...]] = {name: m["divides"] for name, m in _TRAITS.items() if m["divides"]}
 """Axis -> the degrees whose product its value has to divide."""
-IN_SWEEP: dict[str, InSweep] = {name: m["in_sweep"] for name, m in _METADATA.items() if m["in_sweep"]}
+SWEEP_VALUES: dict[str, SweepValues] = {n: m["sweep_values"] for n, m in _TRAITS.items() if m["sweep_values"]}
 """Axis -> what a sweep lists, where that differs from the values in a layout."""
-ADDED_LATER = tuple(name for name in AXES if _METADATA[name]["added_later"])
+ADDED_LATER = tuple(name for name in AXES if _TRAITS[name]["added_later"])
 """The axes that are left out of a run id at their neutral value."""
-TYPES_IN_SWEEP = field_types(Layout) | {name: in_sweep.type for name, in_sweep in IN_SWEEP.items()}
+TYPES_IN_SWEEP = field_types(Layout) | {name: swept.type for name, swept in SWEEP_VALUES.items()}
 """Axis -> the type of a value that a sweep lists, with its rule."""
 OTHER_DEGREES = "*".join(DEGREES[1:])
 """The degrees other than dp as a text: `tp*pp*cp`."""
 
 
-_degrees_of = operator.attrgetter(*DEGREES)
+_degrees = operator.attrgetter(*DEGREES)
+"""Gives the degrees of a layout."""
 
 
-def other_degrees(values: Mapping[str, Any]) -> int:
+def model_parallel_degree(values: Mapping[str, Any]) -> int:
     """The product of the degrees other than dp among the values of axes; a degree without a value is 1."""
     return math.prod(values.get(name, 1) for name in DEGREES[1:])
 
@@ -280,20 +284,21 @@ def other_degrees(values: Mapping[str, Any]) -> int:
 @functools.cache  # checking the rules of a layout asks for each axis
 def details_of(name: str) -> tuple[str, ...]:
     """The axes that have no effect at the neutral value of another one, such as pp_schedule and virtual_stages of pp."""
-    details = tuple(detail for detail in AXES if _DETAIL_OF[detail] == name)
-    return (*details, *(further for detail in details for further in details_of(detail)))
+    direct_details = tuple(detail for detail in AXES if _DETAIL_OF[detail] == name)
+    return (*direct_details, *(further for detail in direct_details for further in details_of(detail)))
 
 
-def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Collection[str] = ()) -> list[str]:
+def labels(values: Mapping[str, Any], axes: Sequence[str] = AXES, always: Collection[str] = ()) -> list[str]:
     """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out.
 
     Args:
         always: axes whose usual values are shown, too, if they have an effect on the layout.
     """
-    idle_axes = {d for name in AXES if values.get(name) == NEUTRAL.get(name) for d in details_of(name)}
+    neutral_axes = (name for name in AXES if values.get(name) == NEUTRAL.get(name))
+    idle_axes = {detail for name in neutral_axes for detail in details_of(name)}
     texts = []
-    for name in names:
-        value, traits = values.get(name), _METADATA[name]
+    for name in axes:
+        value, traits = values.get(name), _TRAITS[name]
         is_shown = value not in traits["implied"] or (name in always and name not in idle_axes)
         if value is not None and is_shown:
             shown_value = "-all" if name == "dp_shard" and value == 0 else value
@@ -301,8 +306,8 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Colle
     return texts
 
 
-def as_text(value: Any) -> str:
-    """The word of a choice; YAML reads the words on and off as true and false."""
+def choice_text(value: Any) -> str:
+    """The value of an axis as a text; YAML reads the words on and off as true and false."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
@@ -322,12 +327,12 @@ def default_virtual_stages(pp_schedule: str) -> int:
     return 2 if pp_schedule in ("interleaved", "zbv") else 1
 
 
-TRADED = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
-"""Axes in which two layouts may differ for `dominates`, which knows how each of them changes memory.
+COMPARABLE_AXES = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
+"""Axes in which two layouts may differ if `dominates` is to compare them; it knows how each of these axes changes memory.
 
 This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
-family = operator.attrgetter(*(name for name in AXES if name not in TRADED))
-"""Gives what two layouts must have in common so that `dominates` can compare their memory."""
+family = operator.attrgetter(*(name for name in AXES if name not in COMPARABLE_AXES))
+"""Gives the values of the other axes, which two layouts must have in common so that `dominates` can compare their memory."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:

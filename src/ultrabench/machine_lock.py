@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from ultrabench.processes import user_name
 from ultrabench.record import values_of
 
-VARIABLE = "ULTRABENCH_MACHINE"
+LOCK_VARIABLE = "ULTRABENCH_MACHINE"
 """Variable that names a part of this machine with a lock of its own, such as one of two sets of cores."""
 ANSWER_TIMEOUT_S = 1.0
 """Seconds to wait for the holder of the lock to say who it is."""
-ANSWER_BYTES = 4096
+MAX_ANSWER_BYTES = 4096
+"""Largest answer of the holder that is read."""
 _CREDENTIALS = struct.Struct("3i")
+"""Pid, user id and group id of the process at the other end of a socket (struct ucred of Linux)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Holder:
 
 def _address() -> str:
     """An abstract address of Linux: it needs no file, all users share it, and it is free when its process ends."""
-    return f"\0ultrabench-{os.environ.get(VARIABLE, 'machine')}"
+    return f"\0ultrabench-{os.environ.get(LOCK_VARIABLE, 'machine')}"
 
 
 class MachineLock:
@@ -49,23 +51,23 @@ class MachineLock:
         Raises:
             OSError: another process holds it.
         """
-        self._server = socket.socket(socket.AF_UNIX)
+        self._server_socket = socket.socket(socket.AF_UNIX)
         try:
-            self._server.bind(_address())
+            self._server_socket.bind(_address())
         except OSError:
-            self._server.close()
+            self._server_socket.close()
             raise
-        self._server.listen()
-        answer = json.dumps(values_of(Holder(sweep=sweep, allocation=allocation))).encode()
-        threading.Thread(target=self._tell, args=(answer,), daemon=True).start()
+        self._server_socket.listen()
+        answer_bytes = json.dumps(values_of(Holder(sweep=sweep, allocation=allocation))).encode()
+        threading.Thread(target=self._answer_callers, args=(answer_bytes,), daemon=True).start()
 
-    def _tell(self, answer: bytes) -> None:
-        """Tells everybody who asks who holds the lock."""
+    def _answer_callers(self, answer_bytes: bytes) -> None:
+        """Sends the holder of the lock, as JSON, to every process that connects."""
         while True:
             with contextlib.suppress(OSError):
-                caller, _ = self._server.accept()
-                with caller:
-                    caller.sendall(answer)
+                connection, _ = self._server_socket.accept()
+                with connection:
+                    connection.sendall(answer_bytes)
 
 
 def holder() -> Holder | None:
@@ -79,6 +81,6 @@ def holder() -> Holder | None:
         credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         user = user_name(_CREDENTIALS.unpack(credentials)[1])
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            answer = json.loads(client.recv(ANSWER_BYTES))
+            answer = json.loads(client.recv(MAX_ANSWER_BYTES))
             return Holder(sweep=str(answer["sweep"]), allocation=str(answer["allocation"]), user=user)
         return Holder(user=user)

@@ -9,9 +9,9 @@ from ultrabench.allowed import Count, Positive, above, at_least, between, one_of
 from ultrabench.errors import ConfigError
 from ultrabench.model_shape import FLOPS_FORMULAS
 
-STATE_BYTES = 12
+PARAM_STATE_BYTES = 12
 """Bytes of a parameter and its two moments in a checkpoint, in fp32."""
-NODE_BYTES_PER_S = 1e9
+WRITE_BYTES_PER_S = 1e9
 """Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
 
 
@@ -68,13 +68,13 @@ class Measure:
 
     def priced_s(self, step_time_s: float) -> float:
         """Seconds of all steps of a run for its price, if a step takes `step_time_s`."""
-        measured_steps = (self.min_steps + self.max_steps) // 2
-        warmup_s = max(self.warmup_steps * step_time_s, self.warmup_s)
-        return warmup_s + max(measured_steps * step_time_s, self.min_s)
+        num_measured_steps = (self.min_steps + self.max_steps) // 2
+        measured_s = max(num_measured_steps * step_time_s, self.min_s)
+        return max(self.warmup_steps * step_time_s, self.warmup_s) + measured_s
 
     def checkpoint_s(self, num_params: int, nodes: int) -> float:
         """Seconds of two saves and a load of the state for the price of a run."""
-        return min(self.checkpoint_limit_s, 3 * STATE_BYTES * num_params / nodes / NODE_BYTES_PER_S)
+        return min(self.checkpoint_limit_s, 3 * PARAM_STATE_BYTES * num_params / nodes / WRITE_BYTES_PER_S)
 
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")

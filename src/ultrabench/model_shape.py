@@ -19,6 +19,8 @@ leaves (num_floating_point_operations of Megatron-LM).
 
 RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
 """Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
+_EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
+"""Fields that must be 0 in a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,9 @@ class RopeScaling:
     def __post_init__(self) -> None:
         require_allowed(self, "rope_scaling.")
         if self.high_freq_factor <= self.low_freq_factor:
-            bound = f"low_freq_factor={self.low_freq_factor:g}"
+            bound_text = f"low_freq_factor={self.low_freq_factor:g}"
             raise ConfigError(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {bound}"
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {bound_text}"
             )
 
 
@@ -96,11 +98,11 @@ class ModelShape:
     def __post_init__(self) -> None:
         where = f"model {self.name}"
         require_allowed(self, f"{where}: ")
-        if rule := next(chain(self._broken_by_heads(), self._broken_by_experts()), None):
+        if rule := next(chain(self._broken_attention_rules(), self._broken_expert_rules()), None):
             raise ShapeError(where, rule, {field: field for field in RENAMED.values()})
 
-    def _broken_by_heads(self) -> Iterator[str]:
-        """Rules that the sizes of the attention break."""
+    def _broken_attention_rules(self) -> Iterator[str]:
+        """A message for each rule that the sizes of the attention break, with its numbers."""
         heads_text = f"num_attention_heads={self.num_attention_heads}"
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             yield f"{heads_text} does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
@@ -114,12 +116,11 @@ class ModelShape:
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads=true needs {qk_norm}=true"
 
-    def _broken_by_experts(self) -> Iterator[str]:
-        """Rules that the sizes of the experts break."""
+    def _broken_expert_rules(self) -> Iterator[str]:
+        """A message for each rule that the sizes of the experts break; a size that files may rename stands in braces."""
         experts_text = f"{{num_experts}}={self.num_experts}"
-        sizes = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
         if not self.num_experts:
-            needless_sizes = (name for name in sizes if getattr(self, name))
+            needless_sizes = (name for name in _EXPERT_SIZES if getattr(self, name))
             yield from (
                 f"{name}={getattr(self, name)} needs {{num_experts}} >= 1; {experts_text}"
                 for name in needless_sizes
@@ -140,8 +141,8 @@ class ModelShape:
 
     def identity(self) -> dict[str, Any]:
         """The fields that say what is trained: without the name, and without those of ADDED_LATER that have their default."""
-        values = values_of(self).items()
-        return {k: v for k, v in values if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
+        field_items = values_of(self).items()
+        return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
 
     @property
     def head_width(self) -> int:
@@ -169,9 +170,9 @@ class ModelShape:
 
     def num_sparse_layers(self, first_layer: int, num_layers: int) -> int:
         """Number of the layers with experts among `num_layers` layers from layer `first_layer` on."""
-        step, end = self.decoder_sparse_step, first_layer + num_layers
-        start = min(max(first_layer, self.first_k_dense_replace), end)
-        return end // step - start // step if self.num_experts else 0
+        step, end_layer = self.decoder_sparse_step, first_layer + num_layers
+        start_layer = min(max(first_layer, self.first_k_dense_replace), end_layer)
+        return end_layer // step - start_layer // step if self.num_experts else 0
 
     @property
     def sparse_layers(self) -> str:
@@ -240,9 +241,9 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """Number of all trainable parameters; tied weights are counted once."""
-        num_tables = 1 if self.tie_word_embeddings else 2
+        num_embedding_tables = 1 if self.tie_word_embeddings else 2
         return (
-            num_tables * self.embedding_params
+            num_embedding_tables * self.embedding_params
             + self.params_of_layers(0, self.num_hidden_layers)
             + self.hidden_size
         )

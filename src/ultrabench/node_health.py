@@ -23,10 +23,11 @@ class Health(StrEnum):
     OK = "ok"
 
 
-class Amount(Enum):
+class ComparedQuantity(Enum):
     """Which quantity is compared with the limit of a check."""
 
     NOW = 0
+    """The number itself, as it was last read."""
     NEW = 1
     """The growth of a counter between two readings: its total may be older than any fault of today."""
     PER_SECOND = 2
@@ -42,7 +43,7 @@ class HealthCheck(NamedTuple):
     """Unit of the numbers; empty for facts that are there or not."""
     hard: bool = False
     """Whether a finding excludes its node; only for facts that a single observation proves."""
-    amount: Amount = Amount.NOW
+    compared: ComparedQuantity = ComparedQuantity.NOW
     bound: float = 0.0
     """Largest number that is ok, or smallest one if `at_least`."""
     at_least: bool = False
@@ -50,8 +51,8 @@ class HealthCheck(NamedTuple):
     """Whether only runs on several nodes need it."""
 
 
-COMPLAINTS = (Health.FAIL, Health.WARN)
-"""What is known about a check that exceeds its limit."""
+BAD_HEALTHS = (Health.FAIL, Health.WARN)
+"""Healths of a check that exceeds its limit."""
 MAX_PLACES = 8
 """Largest number of places of a finding; those with the worst numbers are kept."""
 MIN_FREE_GIB = 1.0
@@ -67,10 +68,10 @@ CHECKS = {
     "row remapping pending": HealthCheck("no rows wait for remapping", "have the GPU reset to activate the spare rows"),
     "NVLink errors": HealthCheck(
         "no new replays or recoveries on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
-        "new errors", amount=Amount.NEW),
+        "new errors", compared=ComparedQuantity.NEW),
     "NVLink CRC errors": HealthCheck(
         f"at most {CRC_ERRORS_PER_S:.0f} per second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
-        "per second", amount=Amount.PER_SECOND, bound=CRC_ERRORS_PER_S),
+        "per second", compared=ComparedQuantity.PER_SECOND, bound=CRC_ERRORS_PER_S),
     "power limit": HealthCheck(
         "not below the GPU's default", "have the default restored, or set hardware.power_limit_w= for predictions", "W below"),
     "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have the node's cooling and power supply checked"),
@@ -82,7 +83,7 @@ CHECKS = {
     "InfiniBand rate": HealthCheck(
         "as fast as the other ports of the same board type", "have cable and switch port checked", "Gb/s below"),
     "InfiniBand errors": HealthCheck(
-        "no new errors on a port", "have the cable cleaned or replaced", "new errors", amount=Amount.NEW),
+        "no new errors on a port", "have the cable cleaned or replaced", "new errors", compared=ComparedQuantity.NEW),
     "InfiniBand access": HealthCheck(
         "every adapter has a driver, and its /dev/infiniband/uverbs* can be opened",
         "give the container /dev/infiniband (enroot: the hook 99-mellanox.sh, apptainer: --bind /dev/infiniband)"),
@@ -105,7 +106,8 @@ CHECKS = {
 }  # fmt: skip
 """The only table of checks: name in the journal and in doctor -> the check. docs/guide/cluster.md shows it."""
 
-Numbers = Mapping[str, float | None]
+NumberByPlace = Mapping[str, float | None]
+"""Place, such as a GPU or a port -> its number for one check; None where the source is missing."""
 
 
 class Reading(NamedTuple):
@@ -113,7 +115,8 @@ class Reading(NamedTuple):
 
     time_s: float
     """The monotonic clock of the node."""
-    values: Mapping[str, Numbers]
+    values: Mapping[str, NumberByPlace]
+    """Name of a check -> its numbers."""
 
 
 class Finding(NamedTuple):
@@ -135,28 +138,27 @@ def examine(first: Reading, last: Reading) -> Findings:
 
 def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Finding:
     first_numbers = first.values.get(name, {})
-    numbers = last.values.get(name) or first_numbers
-    if check.amount is not Amount.NOW:
-        elapsed_s = last.time_s - first.time_s if check.amount is Amount.PER_SECOND else 1.0
-        has_both = first is not last and name in last.values
-        numbers = {
-            k: _growth(first_numbers.get(k) if has_both else None, n, elapsed_s) for k, n in numbers.items()
-        }
+    numbers = last.values.get(name) or first_numbers  # each by place
+    if check.compared is not ComparedQuantity.NOW:
+        elapsed_s = last.time_s - first.time_s if check.compared is ComparedQuantity.PER_SECOND else 1.0
+        if first is last or name not in last.values:  # there is only one reading
+            first_numbers = {}
+        numbers = {place: _growth(first_numbers.get(place), n, elapsed_s) for place, n in numbers.items()}
     sign = -1 if check.at_least else 1
-    worst_first = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
-    worst_first.sort(key=lambda place_and_number: -sign * place_and_number[1])
-    if places := {place: n for place, n in worst_first[:MAX_PLACES] if sign * n > sign * check.bound}:
+    known_places = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
+    places_by_severity = sorted(known_places, key=lambda place_and_number: -sign * place_and_number[1])
+    if places := {place: n for place, n in places_by_severity[:MAX_PLACES] if sign * n > sign * check.bound}:
         return Finding(Health.FAIL if check.hard else Health.WARN, places)
-    if not worst_first or len(worst_first) < len(numbers):
+    if not known_places or len(known_places) < len(numbers):
         return Finding()
-    return Finding(Health.OK, dict(worst_first[:1]) if check.unit else {})
+    return Finding(Health.OK, dict(places_by_severity[:1]) if check.unit else {})
 
 
-def _growth(first: float | None, last: float | None, elapsed_s: float) -> float | None:
-    """How much a counter grew in a unit of time; None if that is unknown, also where somebody has reset it."""
-    if last == 0:
+def _growth(before: float | None, after: float | None, elapsed_s: float) -> float | None:
+    """Growth of a counter from its total `before` to its total `after`, per second; None if unknown, or reset meanwhile."""
+    if after == 0:
         return 0.0
-    return None if first is None or last is None or last < first else (last - first) / elapsed_s
+    return None if before is None or after is None or after < before else (after - before) / elapsed_s
 
 
 def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
@@ -170,22 +172,22 @@ def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
 
 def findings_of(facts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Findings:
     """The findings that `to_facts` has written; a check of which nothing was written is unknown."""
-    written = ((name, health, places) for health in Health for name, places in facts.get(health, {}).items())
-    finding_by_name = {name: Finding(health, places) for name, health, places in written if name in CHECKS}
+    triples = ((name, health, places) for health in Health for name, places in facts.get(health, {}).items())
+    finding_by_name = {name: Finding(health, places) for name, health, places in triples if name in CHECKS}
     return dict.fromkeys(CHECKS, Finding()) | finding_by_name
 
 
-def places_text(name: str, finding: Finding) -> str:
+def places_text(check_name: str, finding: Finding) -> str:
     """The places of a finding, such as `GPU 3: 2 errors`."""
-    unit = CHECKS[name].unit
+    unit = CHECKS[check_name].unit
     return ", ".join(f"{place}: {n:.4g} {unit}" if unit else place for place, n in finding.places.items())
 
 
-def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> dict[str, str]:
+def complaints(facts: Mapping[str, Any], *healths: Health, num_nodes: int = 2) -> dict[str, str]:
     """Name of a check -> its finding as a text, for findings with these healths that concern runs on so many nodes."""
-    findings = ((name, f) for name, f in findings_of(facts).items() if f.health in healths)
-    relevant_findings = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
-    return {name: f"{name} ({places_text(name, finding)})" for name, finding in relevant_findings}
+    findings = {name: finding for name, finding in findings_of(facts).items() if finding.health in healths}
+    relevant_names = (name for name in findings if num_nodes > 1 or not CHECKS[name].between_nodes)
+    return {name: f"{name} ({places_text(name, findings[name])})" for name in relevant_names}
 
 
 Warnings = dict[tuple[str, str], str]
@@ -193,9 +195,9 @@ Warnings = dict[tuple[str, str], str]
 
 
 def node_warnings(nodes: Iterable[Mapping[str, Any]]) -> Warnings:
-    """The warnings in the facts about some nodes."""
-    findings = ((facts["host"], complaints(facts.get("health", {}), *COMPLAINTS)) for facts in nodes)
-    return {(name, str(host)): text for host, text_by_name in findings for name, text in text_by_name.items()}
+    """The warnings in the facts about some nodes, as their agents report them."""
+    host_complaints = ((facts["host"], complaints(facts.get("health", {}), *BAD_HEALTHS)) for facts in nodes)
+    return {(name, str(host)): text for host, texts in host_complaints for name, text in texts.items()}
 
 
 def warning_lines(warnings: Warnings) -> Iterator[str]:

@@ -19,15 +19,16 @@ TAG_VARIABLE = "ULTRABENCH_TAG"
 """Variable set in all processes of an agent: allocation:node:agent pid:agent start time:PID namespace."""
 
 SCRATCH_PREFIX = "ultrabench-"
-CALM_WALKS = 2
-"""Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
-CALM_LOOKS = 5
-"""Number of looks in a row at the children of this process that must find nothing."""
+"""First part of the names of the node-local folders of agents, in the folder for temporary files."""
+EMPTY_WALKS = 2
+"""Number of walks through /proc in a row that must find no process; one walk easily misses a forking process."""
+EMPTY_LOOKS = 5
+"""Number of looks in a row at the children of this process that must find no child."""
 MAX_LOOKS = 300
 """Number of such looks after which children that do not end are left."""
-PATIENCE_S = 10.0
+KILL_LIMIT_S = 10.0
 """Seconds after which processes that do not end although they were killed are left."""
-CALM_S = 0.002
+LOOK_INTERVAL_S = 0.002
 """Seconds between two such looks or walks."""
 
 FIRST_PID_NAMESPACE = 0xEFFFFFFC
@@ -49,8 +50,8 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-LONGEST_STEP_S = 0.5
-"""Longest time in seconds between two calls of a `RunningClock` that counts in full; more is a pause of the process."""
+MAX_COUNTED_GAP_S = 0.5
+"""Largest number of seconds between two calls of a `RunningClock` that it counts; beyond it the process was stopped."""
 
 
 class RunningClock:
@@ -61,14 +62,14 @@ class RunningClock:
     """
 
     def __init__(self) -> None:
-        self._looked_at_s, self._ran_s = time.monotonic(), 0.0
+        self._last_call_s, self._run_time_s = time.monotonic(), 0.0
 
     def __call__(self) -> float:
         """The seconds for which this process has run since the clock was made, if the clock is called often."""
         now_s = time.monotonic()
-        self._ran_s += min(now_s - self._looked_at_s, LONGEST_STEP_S)
-        self._looked_at_s = now_s
-        return self._ran_s
+        self._run_time_s += min(now_s - self._last_call_s, MAX_COUNTED_GAP_S)
+        self._last_call_s = now_s
+        return self._run_time_s
 
 
 def become_subreaper() -> None:
@@ -81,50 +82,50 @@ def start_time(pid: int) -> int | None:
 
     Pid and start time together name one process for ever, because pids are used again.
     """
-    fields = _stat(pid)
+    fields = _stat_fields(pid)
     return int(fields[19]) if fields else None
 
 
-def _read(pid: int, name: str) -> str:
-    """The text of the file `name` of /proc/PID; empty when the process is gone or another user's."""
+def _proc_text(pid: int, file_name: str) -> str:
+    """The text of the file `file_name` of /proc/PID; empty when the process is gone or another user's."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+        return Path(f"/proc/{pid}/{file_name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
 
 
-def _stat(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty when the process is gone or a zombie."""
-    fields = _read(pid, "stat").rpartition(")")[2].split()
+    fields = _proc_text(pid, "stat").rpartition(")")[2].split()
     return [] if not fields or fields[0] in "ZX" else fields
 
 
-def state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """The state of a process as /proc shows it, such as R, S, D or T; `?` when it is gone or a zombie."""
-    return (_stat(pid) or "?")[0]
+    return (_stat_fields(pid) or "?")[0]
 
 
-def alive(pid: int, start_ticks: int) -> bool:
+def is_alive(pid: int, start_ticks: int) -> bool:
     """Whether the process with `pid` and start time `start_ticks` still runs."""
     return start_time(pid) == start_ticks
 
 
-def busy_share(seconds: float) -> float:
-    """The share of this machine's cores that is used while this process sleeps for `seconds`, from 0 to 1."""
-    first_ticks = core_ticks()
-    time.sleep(seconds)
-    spent_ticks = [last - first for last, first in zip(core_ticks(), first_ticks, strict=True)]
+def busy_share(sleep_s: float) -> float:
+    """The share of this machine's cores that is used while this process sleeps for `sleep_s`, from 0 to 1."""
+    ticks_before = core_ticks()
+    time.sleep(sleep_s)
+    spent_ticks = [after - before for after, before in zip(core_ticks(), ticks_before, strict=True)]
     return 1 - (spent_ticks[3] + spent_ticks[4]) / max(sum(spent_ticks), 1)
 
 
 def core_ticks() -> list[int]:
     """Ticks that all cores together spent as user, nice, system, idle, iowait, irq, softirq and steal."""
-    return [int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
 def cpu_ticks(pid: int) -> int:
     """Ticks of CPU time of a process and of those of its children that have ended; 0 when it is gone."""
-    return sum(map(int, _stat(pid)[11:15]))
+    return sum(map(int, _stat_fields(pid)[11:15]))
 
 
 def user_name(uid: int) -> str:
@@ -151,62 +152,65 @@ def own_processes() -> Iterator[int]:
 
 def command_line(pid: int) -> list[str]:
     """Program and arguments of the process `pid`; empty when it is gone."""
-    return _read(pid, "cmdline").split("\0")[:-1]
+    return _proc_text(pid, "cmdline").split("\0")[:-1]
 
 
 def tag_of(pid: int) -> str | None:
     """The tag in the environment with which `pid` was started; None when there is none."""
-    key, variables = f"{TAG_VARIABLE}=", _read(pid, "environ").split("\0")
-    return next((variable.removeprefix(key) for variable in variables if variable.startswith(key)), None)
+    prefix, env_entries = f"{TAG_VARIABLE}=", _proc_text(pid, "environ").split("\0")
+    return next((entry.removeprefix(prefix) for entry in env_entries if entry.startswith(prefix)), None)
 
 
 def tagged(matches: Callable[[str], bool]) -> list[int]:
     """Pids of living processes of this user whose tag `matches` accepts."""
-    tags = ((pid, tag_of(pid)) for pid in own_processes())
-    return [pid for pid, tag in tags if tag is not None and matches(tag) and start_time(pid) is not None]
+    tagged_pairs = ((pid, tag) for pid in own_processes() if (tag := tag_of(pid)) is not None)
+    return [pid for pid, tag in tagged_pairs if matches(tag) and start_time(pid) is not None]
 
 
-def descendants(ancestor: int) -> set[int]:
-    """Pids of living processes that descend from `ancestor`, whatever their session, user or environment.
+def descendants(ancestor_pid: int) -> set[int]:
+    """Pids of living processes that descend from `ancestor_pid`, whatever their session, user or environment.
 
     For a subreaper these are all processes that were started under it, because orphans become its children.
     """
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
-    parent_by_pid = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
-    found_pids, newest_pids = set[int](), {ancestor}
+    parent_by_pid = {pid: int(fields[1]) for pid in pids if (fields := _stat_fields(pid))}
+    descendant_pids, newest_pids = set[int](), {ancestor_pid}
     while newest_pids:
-        newest_pids = {pid for pid, parent in parent_by_pid.items() if parent in newest_pids}
-        found_pids |= newest_pids
-    return found_pids
+        newest_pids = {pid for pid, parent_pid in parent_by_pid.items() if parent_pid in newest_pids}
+        descendant_pids |= newest_pids
+    return descendant_pids
 
 
-def described(pids: Iterable[int]) -> str:
+def pids_text(pids: Iterable[int]) -> str:
     """A text for messages about processes that cannot be killed, such as `1234 (python, state D)`."""
-    stats = [(pid, (command_line(pid) or ["?"])[0], (_stat(pid) or ["?"])[0]) for pid in sorted(pids)]
-    return ", ".join(f"{pid} ({Path(program).name}, state {state})" for pid, program, state in stats)
+    programs = [(pid, Path((command_line(pid) or ["?"])[0]).name) for pid in sorted(pids)]
+    return ", ".join(f"{pid} ({program}, state {state_of(pid)})" for pid, program in programs)
 
 
-def kill_until_gone(find: Callable[[], list[int]], meanwhile: Callable[[], None] = lambda: None) -> list[int]:
-    """SIGKILLs what `find` returns until it returns nothing several times in a row.
+def kill_until_gone(find: Callable[[], list[int]], on_round: Callable[[], None] = lambda: None) -> list[int]:
+    """SIGKILLs the processes whose pids `find` returns, until it returns nothing several times in a row.
 
     `find` is called again after each round, because a process may start new ones before it dies.
 
+    Args:
+        on_round: called after each round.
+
     Returns:
-        The pids that are still alive after PATIENCE_S seconds.
+        The pids that are still alive after KILL_LIMIT_S seconds.
     """
-    ran_s, num_calm = RunningClock(), 0
+    running_clock, num_empty = RunningClock(), 0
     while True:
         pids = find()
-        num_calm = 0 if pids else num_calm + 1
-        if num_calm == CALM_WALKS or (ran_s() > PATIENCE_S and pids):
+        num_empty = 0 if pids else num_empty + 1
+        if num_empty == EMPTY_WALKS or (running_clock() > KILL_LIMIT_S and pids):
             return pids
         for pid in pids:
             _kill(pid)
-        meanwhile()
-        time.sleep(0.02 if pids else CALM_S)
+        on_round()
+        time.sleep(0.02 if pids else LOOK_INTERVAL_S)
 
 
-def kill_children(spared: set[int]) -> set[int]:
+def kill_children(spared_pids: set[int]) -> set[int]:
     """SIGKILLs and reaps the children of this process, again and again without a pause until none are left.
 
     The children of a subreaper include the orphans of its descendants. A program may fork, leave its session
@@ -214,21 +218,22 @@ def kill_children(spared: set[int]) -> set[int]:
     which is too short for a walk through /proc, but long enough for this.
 
     Args:
-        spared: children that stay alive, or whose exit somebody else (a subprocess.Popen) waits for.
+        spared_pids: children that stay alive, or whose exit somebody else (a subprocess.Popen) waits for.
 
     Returns:
         The pids of all children that were killed.
     """
-    killed_pids, num_calm, children_file = set[int](), 0, f"task/{os.getpid()}/children"
+    killed_pids, num_empty, children_file = set[int](), 0, f"task/{os.getpid()}/children"
     for _ in range(MAX_LOOKS):
-        children = [pid for pid in map(int, _read(os.getpid(), children_file).split()) if pid not in spared]
-        num_calm = 0 if children else num_calm + 1
-        if num_calm == CALM_LOOKS:
+        pids = map(int, _proc_text(os.getpid(), children_file).split())
+        child_pids = [pid for pid in pids if pid not in spared_pids]
+        num_empty = 0 if child_pids else num_empty + 1
+        if num_empty == EMPTY_LOOKS:
             break
-        if num_calm:
-            time.sleep(CALM_S)
-        killed_pids.update(children)
-        for pid in children:
+        if num_empty:
+            time.sleep(LOOK_INTERVAL_S)
+        killed_pids.update(child_pids)
+        for pid in child_pids:
             _kill(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -259,15 +264,15 @@ def pid_namespace() -> int:
 
 def make_scratch() -> Path:
     """Makes a node-local folder that bears the identity of this process, so that others can clean it up."""
-    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{_identity('-')}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{_identity_text('-')}-"))
 
 
-def own_tag(allocation: str, node: int) -> str:
+def own_tag(allocation_name: str, node_index: int) -> str:
     """The tag of the processes that this process starts for a node of an allocation."""
-    return f"{allocation}:{node}:{_identity(':')}"
+    return f"{allocation_name}:{node_index}:{_identity_text(':')}"
 
 
-def _identity(separator: str) -> str:
+def _identity_text(separator: str) -> str:
     """Pid, start time and PID namespace of this process, which together name it for ever."""
     pid = os.getpid()
     return separator.join(map(str, (pid, start_time(pid), pid_namespace())))
@@ -275,23 +280,23 @@ def _identity(separator: str) -> str:
 
 def clean_up_after_the_dead() -> None:
     """Kills the processes that dead agents have left behind, and removes the folders of these agents."""
-    kill_until_gone(lambda: tagged(orphaned))
+    kill_until_gone(lambda: tagged(is_orphaned))
     for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*-*-*"):
         if _is_dead(folder.name.removeprefix(SCRATCH_PREFIX).split("-")[:3]):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def orphaned(tag: str) -> bool:
+def is_orphaned(tag: str) -> bool:
     """Whether the agent that made `tag` is gone."""
     return _is_dead(tag.split(":")[2:])
 
 
-def _is_dead(identity: list[str]) -> bool:
+def _is_dead(identity_parts: list[str]) -> bool:
     """Whether a process of this PID namespace is gone; False for other namespaces, where nothing is known."""
-    if len(identity) != 3 or not all(part.isdigit() for part in identity):
+    if len(identity_parts) != 3 or not all(part.isdigit() for part in identity_parts):
         return False
-    pid, start_ticks, namespace = map(int, identity)
-    return namespace == pid_namespace() and not alive(pid, start_ticks)
+    pid, start_ticks, namespace = map(int, identity_parts)
+    return namespace == pid_namespace() and not is_alive(pid, start_ticks)
 
 
 def run_python(*arguments: str, timeout_s: float, python: str = sys.executable) -> str:

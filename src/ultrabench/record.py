@@ -15,7 +15,7 @@ import msgspec
 from ultrabench.errors import MAX_NAMES, ConfigError, most_similar, require_known
 
 T = TypeVar("T")
-NAMES_KEY = "names"
+CHOICES_KEY = "names"
 """Key in the `extra` of a rule whose values are a few texts -> these texts."""
 
 
@@ -35,7 +35,7 @@ def _defaults(cls: Any) -> dict[str, Any]:
     return defaults | {f.name: f.default for f in fields if f.default is not missing}
 
 
-def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
+def missing_fields(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
     defaults = _defaults(cls)
     return [name for name in field_types(cls) if name not in values and name not in defaults]
@@ -87,22 +87,22 @@ def from_dict(
 
 
 def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) -> Any:
-    """The JSON `value` turned into the type that `hint` asks for.
+    """The JSON `value` as a value of the type hint `hint`.
 
     Raises:
         ConfigError: the value has another type, or a rule of the type forbids it; `where` names it in the message.
     """
     try:
         try:
-            converted = msgspec.convert(value, hint)
+            converted_value = msgspec.convert(value, hint)
         except msgspec.ValidationError:
             return _value_by_parts(hint, value, where, skip_unknown)
     except ConfigError as error:  # the record itself raises it without its place in the document
         error.setting = error.setting or where
         raise
     if not skip_unknown and _holds_record(hint):
-        _require_known_fields(converted, value, where)
-    return converted
+        _require_known_fields(converted_value, value, where)
+    return converted_value
 
 
 def _require_known_fields(record: Any, values: Any, where: str) -> None:
@@ -111,14 +111,14 @@ def _require_known_fields(record: Any, values: Any, where: str) -> None:
         for part, value in zip(record, values, strict=True):
             _require_known_fields(part, value, where)
     elif isinstance(record, dict):
-        for name, part in record.items():
-            _require_known_fields(part, values[name], f"{where}.{name}")
-    elif _is_record(record) and isinstance(values, Mapping):
+        for key, part in record.items():
+            _require_known_fields(part, values[key], f"{where}.{key}")
+    elif dataclasses.is_dataclass(record) and isinstance(values, Mapping):
         fields = field_types(record.__class__)
         if not values.keys() <= fields.keys():
             require_known(f"field of {where}", fields, *values, setting=where)
-        for name in _fields_with_records(record.__class__) & values.keys():
-            _require_known_fields(getattr(record, name), values[name], _dotted(where, name))
+        for key in _fields_with_records(record.__class__) & values.keys():
+            _require_known_fields(getattr(record, key), values[key], _dotted(where, key))
 
 
 @functools.cache
@@ -128,87 +128,82 @@ def _fields_with_records(cls: Any) -> frozenset[str]:
 
 
 def _holds_record(hint: Any) -> bool:
-    return _is_record(hint) or any(map(_holds_record, typing.get_args(hint)))
+    return dataclasses.is_dataclass(hint) or any(map(_holds_record, typing.get_args(hint)))
 
 
 def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> Any:
-    """A value that msgspec refuses as a whole, of which it may take every part: 2.0 for an integer, {1: a} for texts.
+    """The same for a value that msgspec refuses as a whole but may accept part by part: 2.0 for an integer, {1: a} for texts.
 
     Raises:
         ConfigError: names the first part that cannot be used.
     """
-    kind, rule = _kind_and_rule(hint)
-    origin, type_args = typing.get_origin(kind), typing.get_args(kind)
-    if _is_record(kind) and isinstance(value, Mapping):
-        hints = field_types(kind)
+    cls, rule = _class_and_rule(hint)
+    type_origin, type_args = typing.get_origin(cls), typing.get_args(cls)
+    if dataclasses.is_dataclass(cls) and isinstance(value, Mapping):
+        hints = field_types(cls)
         if not skip_unknown:
             require_known(f"field of {where}", hints, *value, setting=where)
-        if missing_keys := lacking(kind, value):
+        if missing_keys := missing_fields(cls, value):
             raise ConfigError(f"{where} {_lack_text(missing_keys)}".strip(), setting=where)
         value_by_field = {name: field_value for name, field_value in value.items() if name in hints}
-        return kind(
+        return cls(
             **{n: value_from(hints[n], v, _dotted(where, n), skip_unknown) for n, v in value_by_field.items()}
         )
-    if origin is dict and isinstance(value, Mapping):
+    if type_origin is dict and isinstance(value, Mapping):
         return {str(k): value_from(type_args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
-    if origin is tuple and isinstance(value, (list, tuple)) and value:
+    if type_origin is tuple and isinstance(value, (list, tuple)) and value:
         return tuple(value_from(type_args[0], element, where, skip_unknown) for element in value)
-    if isinstance(value, float) and (
-        (kind is int and value.is_integer()) or kind is float is not type(value)
-    ):
-        return value_from(hint, kind(value), where)  # 2.0 for an integer, or a float of numpy
-    names = _names(hint) if isinstance(value, str) else ()
-    similar_name = most_similar(value, names) if names else None
-    hint_text = f"; did you mean {similar_name}?" if similar_name else ""
-    raise ConfigError(_refusal(kind, rule, value, where) + hint_text, setting=where)
-
-
-def _is_record(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind)
+    if isinstance(value, float) and ((cls is int and value.is_integer()) or cls is float is not type(value)):
+        return value_from(hint, cls(value), where)  # 2.0 for an integer, or a float of numpy
+    choices = _choices(hint) if isinstance(value, str) else ()
+    similar_choice = most_similar(value, choices) if choices else None
+    suggestion_text = f"; did you mean {similar_choice}?" if similar_choice else ""
+    raise ConfigError(_refusal_text(cls, rule, value, where) + suggestion_text, setting=where)
 
 
 def _dotted(where: str, name: str) -> str:
+    """The dotted name of the field `name` of the record at `where`, which is empty for the whole document."""
     return f"{where}.{name}" if where else name
 
 
-def _kind_and_rule(hint: Any) -> tuple[Any, str]:
-    """The type without its rules and without None, and the text of its rule."""
+def _class_and_rule(hint: Any) -> tuple[Any, str]:
+    """The type of a hint without its rules and without None, and what its rule allows, as a text."""
     if rules := getattr(hint, "__metadata__", ()):
-        return _kind_and_rule(hint.__origin__)[0], str(rules[-1].description)
+        return _class_and_rule(hint.__origin__)[0], str(rules[-1].description)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        return _kind_and_rule(kinds[0]) if len(kinds) == 1 else (hint, "")
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        return _class_and_rule(members[0]) if len(members) == 1 else (hint, "")
     return hint, ""
 
 
-def _names(hint: Any) -> tuple[str, ...]:
-    """The texts that a type of a few texts allows; empty for other types."""
-    names_of_rules = ((rule.extra or {}).get(NAMES_KEY, ()) for rule in getattr(hint, "__metadata__", ()))
-    return (*chain.from_iterable(names_of_rules), *chain.from_iterable(map(_names, typing.get_args(hint))))
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The texts among which a value of this type is chosen; empty for types without such a list."""
+    own_choices = ((rule.extra or {}).get(CHOICES_KEY, ()) for rule in getattr(hint, "__metadata__", ()))
+    return (*chain.from_iterable(own_choices), *chain.from_iterable(map(_choices, typing.get_args(hint))))
 
 
-_KINDS = {
+_EXPECTED = {
     int: "an integer", float: "a number", bool: "a boolean; write true or false",
     str: "a text; write it with two kinds of quotes: '\"{}\"'",
 }  # fmt: skip
-"""Type -> what a value of another type is not, and what to do."""
+"""Type -> what a message says was expected instead of a value of another type, and what to do."""
 
 
-def _refusal(kind: Any, rule: str, value: Any, where: str) -> str:
+def _refusal_text(cls: Any, rule: str, value: Any, where: str) -> str:
     """One line that says why a value cannot be used."""
-    fact, origin = f"{where}={value!r}", typing.get_origin(kind)
-    if rule and (kind not in _KINDS or type(value) is kind or (kind, type(value)) == (float, int)):
-        return f"{fact}; must be {rule}"
-    if origin is dict:
-        return f"{fact} is not a mapping; give {where}.NAME=VALUE"
-    if origin is tuple:
-        return f"{fact} is not a list; write [A,B]"
+    given_text, type_origin = f"{where}={value!r}", typing.get_origin(cls)
+    if rule and (cls not in _EXPECTED or type(value) is cls or (cls, type(value)) == (float, int)):
+        return f"{given_text}; must be {rule}"
+    if type_origin is dict:
+        return f"{given_text} is not a mapping; give {where}.NAME=VALUE"
+    if type_origin is tuple:
+        return f"{given_text} is not a list; write [A,B]"
     if where.endswith("_bytes"):
-        return f"{fact} is not a number of bytes, such as 80000000000"
-    expected = _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
-    if isinstance(value, list) and kind in _KINDS:
-        return f"{fact} is not {expected.partition(';')[0]}; give one value instead of a list"
-    return f"{fact} is not {expected.format(str(value).lower())}"
+        return f"{given_text} is not a number of bytes, such as 80000000000"
+    expected_text = _EXPECTED.get(cls) or f"a {getattr(cls, '__name__', cls)}"
+    if isinstance(value, list) and cls in _EXPECTED:
+        return f"{given_text} is not {expected_text.partition(';')[0]}; give one value instead of a list"
+    return f"{given_text} is not {expected_text.format(str(value).lower())}"
 
 
 def canonical_json(value: Any) -> str:

@@ -60,17 +60,18 @@ STATUSES = {
 """The only list of what follows from each status, in the order in which figures stack them."""
 
 ANSWERS = frozenset(status for status, traits in STATUSES.items() if traits.answer)
+"""Statuses that need no repair."""
 FAILURES = frozenset(s for s, traits in STATUSES.items() if s != Status.OK and traits.decided_by != "plan")
 """The statuses of attempts that failed, which can be tried again."""
 FAULTS = frozenset(s for s in FAILURES if STATUSES[s].decided_by == "run")
 """Failures that the training program or its layout may have caused."""
-OUTSIDE = frozenset(s for s in FAILURES if STATUSES[s].decided_by in ("cluster", "user"))
+OUTER_FAILURES = frozenset(s for s in FAILURES if STATUSES[s].decided_by in ("cluster", "user"))
 """Failures that are not the run's fault. Those of one launch are counted together."""
-INTERRUPTED = OUTSIDE & frozenset(s for s, traits in STATUSES.items() if traits.passed_over)
-"""Statuses of attempts that were ended from outside; the next launch tries their runs again."""
+INTERRUPTED = OUTER_FAILURES & frozenset(s for s, traits in STATUSES.items() if traits.passed_over)
+"""Statuses of attempts that the cluster or the user ended; the next launch tries their runs again."""
 PENDING, RUNNING = "pending", "running"
 UNSETTLED = (PENDING, RUNNING)
-"""What stands for the status of a run without a result."""
+"""Texts in place of the status of a run that has no result yet."""
 NOT_TRIED = (None, Status.SKIPPED, Status.REJECTED)
 """Statuses of runs that were not measured, in the order of `tier`: None (the run waits), skipped, rejected."""
 
@@ -81,16 +82,16 @@ def state(status: str | None, attempt: int | None) -> str:
 
 
 def tier(status: str | None) -> int:
-    """The place of a status among those of a cell: ok, failed or out of memory, waiting or running, skipped, rejected."""
+    """Place of a status in a ranking: 0 ok, 1 failed or out of memory, 2 waiting or running, 3 skipped, 4 rejected."""
     if status in UNSETTLED or status in NOT_TRIED:
         return 2 + NOT_TRIED.index(None if status in UNSETTLED else status)
     return 0 if status == Status.OK else 1
 
 
 def outcome_order(status: str | None) -> tuple[int, bool]:
-    """A sort key of the repeats of a run by which the largest has the status of the run: ok, else oom, else another.
+    """Sort key of a repeat; the status of the run is that of the repeat with the largest key: ok, else oom, else another.
 
-    Of equal ones the latest repeat counts.
+    Of repeats with equal keys the latest counts.
     """
     return -tier(status), status == Status.OOM
 
@@ -121,11 +122,11 @@ class Doubt(NamedTuple):
     sentence: str
 
 
-OTHER_SIZES = frozenset({"other_batch", "other_architecture", "other_vocabulary"})
+SIZE_DOUBT_CODES = frozenset({"other_batch", "other_architecture", "other_vocabulary"})
 """Codes of doubts about the sizes of a row only, not about what it measured."""
 
 
-def sentences(doubts: Iterable[Doubt]) -> str | None:
+def doubt_text(doubts: Iterable[Doubt]) -> str | None:
     """All sentences as one text; None where there is no doubt."""
     return "; ".join(doubt.sentence for doubt in doubts) or None
 
@@ -232,5 +233,5 @@ class RunResult:
     @property
     def environment(self) -> tuple[object, ...]:
         """What distinguishes the environments of one sweep: all that is observed except the driver."""
-        versions = self.gpu_name, self.torch_version, self.cuda_version, self.nccl_version, self.kernel_digest
-        return *versions, tuple(sorted(self.variables.items()))
+        software = self.torch_version, self.cuda_version, self.nccl_version, self.kernel_digest
+        return self.gpu_name, *software, tuple(sorted(self.variables.items()))

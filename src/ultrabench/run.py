@@ -16,7 +16,7 @@ from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict, values_of
-from ultrabench.variant import WORDS, Value, identity, in_group, texts
+from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group
 
 Size = Annotated[int, between(1, 2**30)]
 """A seq_len or gbs; larger ones are typing errors and would overflow byte counts."""
@@ -61,13 +61,14 @@ class RunSpec:
     """Arguments that the flags of the variant add to the command; the variant names them in run_id."""
 
     def __post_init__(self) -> None:
-        gpus = self.nodes * self.gpus_per_node
-        if self.layout.world_size != gpus:
-            fact = f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}"
-            raise ConfigError(f"{fact}; {counted(self.nodes, 'node')} of {self.gpus_per_node} have {gpus}")
+        num_gpus = self.nodes * self.gpus_per_node
+        if self.layout.world_size != num_gpus:
+            ranks_text = f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}"
+            nodes_text = f"{counted(self.nodes, 'node')} of {self.gpus_per_node}"
+            raise ConfigError(f"{ranks_text}; {nodes_text} have {num_gpus}")
         if self.layout.gbs != self.workload.gbs:
-            fact = f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs} sequences"
-            raise ConfigError(f"{fact}; gbs={self.workload.gbs}")
+            batch_text = f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs}"
+            raise ConfigError(f"{batch_text} sequences; gbs={self.workload.gbs}")
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
@@ -83,8 +84,8 @@ class RunSpec:
         }
         if self.kernel.attention == "auto":
             content["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
-        for dotted, default in ADDED_LATER.items():
-            group, _, name = dotted.partition(".")
+        for dotted_name, default in ADDED_LATER.items():
+            group, _, name = dotted_name.partition(".")
             if content[group].get(name) == default:
                 del content[group][name]
         if variant := self.variant and identity(self.variant):
@@ -104,7 +105,7 @@ class RunSpec:
 
     def label(self) -> str:
         """A short text of the layout and the variant, such as `dp2 tp1 pp1 z0 mbs1 gas4 NCCL_ALGO=Ring`."""
-        return " ".join((self.layout.label(), *texts(self.variant)))
+        return " ".join((self.layout.label(), *option_texts(self.variant)))
 
     @property
     def logging_rank(self) -> int:
@@ -135,8 +136,8 @@ class AttemptKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfAttempt:
-    """Base class of the records about one attempt."""
+class AttemptRecord:
+    """Base class of the records about one attempt of one repeat of a run."""
 
     run_id: str
     repeat: int
@@ -149,7 +150,7 @@ class OfAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task(OfAttempt):
+class Task(AttemptRecord):
     """One attempt of one repeat of a run, as its agent and its ranks receive it."""
 
     spec: RunSpec
@@ -166,7 +167,8 @@ class Task(OfAttempt):
     best_step_time_s: float | None = None
     """Step time of the best run of the cell when the attempt was submitted; None when there was none."""
     best_control_ratio: float | None = None
-    """Step time of the control over that of this best run, in its allocation; None where it is unknown."""
+    """Step time of the control run divided by that of this best run, both measured in the allocation of the best run; None
+    where it is unknown."""
     gpu_names: tuple[str, ...] = ()
     """Names that the driver may give the accelerators, or empty for any name. A result on an accelerator with
     another name is invalid."""
@@ -183,27 +185,27 @@ class Task(OfAttempt):
         return self.probe or self.spec.kernel.kind != "command"
 
 
-FOLLOWING_SIZES = {
+SIZES_BY_WORD = {
     "sparse_layers": ("first_k_dense_replace", "decoder_sparse_step"),
     "shared_expert_intermediate_size": ("n_shared_experts",),
     "expert_weights": ("scoring_func", "norm_topk_prob"),
 }
-"""Word of a model that follows from its sizes -> the sizes that a command with this word expresses."""
+"""Word of a command whose value is computed from sizes of the model -> the names of these sizes."""
 
 
 def words_of(spec: RunSpec) -> dict[str, Any]:
-    """The words that a command may use in braces, and their values: those of the run and those of the user."""
-    values = to_dict(spec)
+    """Word that a command may use in braces -> its value in this run; the words are those of a run and those of the user."""
+    spec_values = to_dict(spec)
     pipeline_microbatches = spec.layout.gas if spec.layout.pp > 1 else 1
-    return {**values["shape"], **values["workload"], **values["layout"], **{
+    return {**spec_values["shape"], **spec_values["workload"], **spec_values["layout"], **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "dp_shard_size": spec.layout.dp_shard_size, "dp_replicate_size": spec.layout.dp // spec.layout.dp_shard_size,
         "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
         "pipeline_batch": spec.layout.mbs * pipeline_microbatches, "pipeline_microbatches": pipeline_microbatches,
         "microbatch_tokens": spec.layout.mbs * spec.workload.seq_len,
         "step_tokens": spec.workload.gbs * spec.workload.seq_len,
-        **{name: getattr(spec.shape, name) for name in FOLLOWING_SIZES},
-        **in_group(spec.variant, WORDS),
+        **{name: getattr(spec.shape, name) for name in SIZES_BY_WORD},
+        **options_in_group(spec.variant, WORDS),
     }}  # fmt: skip
 
 
@@ -214,21 +216,21 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 # A plan calls this for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
 @functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
-    """The words of a run that the command of a kernel uses, and the sizes of a model from which such words follow.
+    """The names of the words that the command of a kernel uses, such as `tp`, and of the model sizes that decide them.
 
     Args:
-        with_tables: whether the words of `supports` and `flags` count, other than those in braces.
+        with_tables: whether the keys of `supports` and `flags` are included; otherwise only the words in braces are.
     """
-    flags = (part for table in kernel.flags.values() for parts in table.values() for part in parts)
-    words = {match["name"] for match in _IN_BRACES.finditer(" ".join((*kernel.command, *flags)))}
+    flag_words = (word for table in kernel.flags.values() for words in table.values() for word in words)
+    names = {match["name"] for match in _IN_BRACES.finditer(" ".join((*kernel.command, *flag_words)))}
     if with_tables:
-        words |= {*kernel.supports, *kernel.flags}
-        words.update(size for word in words & FOLLOWING_SIZES.keys() for size in FOLLOWING_SIZES[word])
-    return frozenset(words)
+        names |= {*kernel.supports, *kernel.flags}
+        names.update(size_name for name in names & SIZES_BY_WORD.keys() for size_name in SIZES_BY_WORD[name])
+    return frozenset(names)
 
 
-def in_command(value: object) -> str:
-    """The value of a word as a command gets it: whole numbers without `.0`."""
+def command_text(value: object) -> str:
+    """The value of a word as text in a command: whole numbers without `.0`."""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
@@ -245,19 +247,19 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     words = words_of(spec) | key._asdict() | {"steps": measure.warmup_steps + measure.max_steps}
 
     def value_text(match: re.Match[str]) -> str:
-        text, name = match[0], match["name"]
-        if text != f"{{{name}}}":
-            if name in words:
+        braces, word = match[0], match["name"]
+        if braces != f"{{{word}}}":
+            if word in words:
                 raise ConfigError(
-                    f"kernel.command has {text}; braces may contain only the word: write {{{name}}}"
+                    f"kernel.command has {braces}; braces may contain only the word: write {{{word}}}"
                 )
-            return text
-        if name not in words:
-            noun = f"word in kernel.command of kernel={spec.kernel.name}"
-            raise ConfigError(unknown_name(noun, text, words, first=in_group(spec.variant, WORDS)))
-        return in_command(words[name])
+            return braces
+        if word not in words:
+            kind = f"word in kernel.command of kernel={spec.kernel.name}"
+            raise ConfigError(unknown_name(kind, braces, words, first=options_in_group(spec.variant, WORDS)))
+        return command_text(words[word])
 
-    flags = (table.get(str(words.get(name)), table.get(ANY, ())) for name, table in spec.kernel.flags.items())
+    flags = (table.get(str(words.get(word)), table.get(ANY, ())) for word, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
     command = [_IN_BRACES.sub(value_text, part) for part in parts]
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
@@ -273,7 +275,7 @@ def env_id(
         environment: gpu_name, torch_version, cuda_version, nccl_version, driver_version and the variables
             that configure CUDA, NCCL, Transformer Engine and torch, as the kernel reports them.
     """
-    facts = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
-    values = {fact: environment.get(fact) for fact in facts}
+    fact_names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
+    value_by_fact = {fact: environment.get(fact) for fact in fact_names}
     variables = {k: v for k, v in environment.get("variables", {}).items() if k not in varied} | kernel.env
-    return content_id({**values, "kernel_digest": kernel_digest, "variables": variables})
+    return content_id({**value_by_fact, "kernel_digest": kernel_digest, "variables": variables})

@@ -12,6 +12,7 @@ class Stage:
     """The consecutive blocks of one pipeline stage."""
 
     index: int
+    """Place of the stage in the order of the model, from 0."""
     first_layer: int
     """Number of the first decoder layer of this stage; it has no meaning when num_layers is 0."""
     num_layers: int
@@ -23,13 +24,13 @@ class Stage:
 
     def num_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage; a tied embedding counts in the first and in the last stage."""
-        num_tables = int(self.has_embedding) + int(self.has_head)
+        num_embedding_tables = int(self.has_embedding) + int(self.has_head)
         if self.has_embedding and self.has_head and shape.tie_word_embeddings:
-            num_tables = 1
+            num_embedding_tables = 1
         other_params = (
             shape.params_of_layers(self.first_layer, self.num_layers) + int(self.has_norm) * shape.hidden_size
         )
-        return num_tables * shape.embedding_params + other_params
+        return num_embedding_tables * shape.embedding_params + other_params
 
     def num_expert_params(self, shape: ModelShape) -> int:
         """Number of parameters of the experts of this stage among which routers choose; expert parallelism cuts only these."""
@@ -58,20 +59,20 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     Args:
         ties_advance: whether to cut as these later versions do.
     """
-    layers = [f"layer{'_sparse' * shape.is_sparse(n)}" for n in range(shape.num_hidden_layers)]
-    block_kinds = ["embedding", *layers, "norm", "head", "cast", "loss"]
+    layer_kinds = [f"layer{'_sparse' * shape.is_sparse(n)}" for n in range(shape.num_hidden_layers)]
+    block_kinds = ["embedding", *layer_kinds, "norm", "head", "cast", "loss"]
     cost_by_kind = {"layer": shape.layer_matmul_params(), "head": shape.embedding_params}
     cost_by_kind["layer_sparse"] = shape.layer_matmul_params(sparse=True)
     total_cost = sum(cost_by_kind.get(kind, 0) for kind in block_kinds)
-    blocks: list[list[str]] = [[] for _ in range(num_stages)]
-    stage = finished_cost = 0
+    kinds_by_stage: list[list[str]] = [[] for _ in range(num_stages)]
+    index = cost_so_far = 0
     for kind in block_kinds:
-        blocks[stage].append(kind)
-        finished_cost += cost_by_kind.get(kind, 0)
-        if finished_cost * num_stages + ties_advance > total_cost * (stage + 1) and stage + 1 < num_stages:
-            stage += 1
+        kinds_by_stage[index].append(kind)
+        cost_so_far += cost_by_kind.get(kind, 0)
+        if cost_so_far * num_stages + ties_advance > total_cost * (index + 1) and index + 1 < num_stages:
+            index += 1
     stages, first_layer = [], 0
-    for index, kinds in enumerate(blocks):
+    for index, kinds in enumerate(kinds_by_stage):
         num_layers = kinds.count("layer") + kinds.count("layer_sparse")
         flags = {f"has_{kind}": kind in kinds for kind in ("embedding", "norm", "head")}
         stages.append(
@@ -92,4 +93,4 @@ def stages_by_rank(
 ) -> list[tuple[Stage, ...]]:
     """The stages that each rank of the pp axis holds, in the order of the model, as `split_stages` divides it."""
     stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
-    return [tuple(stages[index] for index in layout.stages_of(rank)) for rank in range(layout.pp)]
+    return [tuple(stages[index] for index in layout.stages_of(pp_rank)) for pp_rank in range(layout.pp)]

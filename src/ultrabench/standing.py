@@ -107,7 +107,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 def standings(
     repeats: Iterable[Repeat],
     *,
-    numbers: Iterable[int] | None = None,
+    indices: Iterable[int] | None = None,
     include_suspects: bool = False,
     by_control: bool = True,
 ) -> dict[Hashable, list[Standing]]:
@@ -117,56 +117,58 @@ def standings(
     stopped as slower, then suspects, runs that failed or ran out of memory, runs that wait or run, and skipped ones.
 
     Args:
-        numbers: the index of each repeat, if they are not counted from 0.
+        indices: the index of each repeat, if they are not counted from 0.
         include_suspects: whether suspect repeats compete with all others.
         by_control: whether ratios to the control may be compared.
     """
-    cells: dict[Hashable, list[tuple[int, Repeat]]] = defaultdict(list)
-    for index, repeat in enumerate(repeats) if numbers is None else zip(numbers, repeats, strict=True):
-        cells[repeat.cell].append((index, repeat))
-    return {cell: _ranked(pairs, include_suspects, by_control) for cell, pairs in cells.items()}
+    repeats_by_cell: dict[Hashable, list[_IndexedRepeat]] = defaultdict(list)
+    for index, repeat in enumerate(repeats) if indices is None else zip(indices, repeats, strict=True):
+        repeats_by_cell[repeat.cell].append((index, repeat))
+    return {cell: _rank(repeats, include_suspects, by_control) for cell, repeats in repeats_by_cell.items()}
 
 
 def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Standing]:
     """The best run of a cell and those near it, at most `max_runs`; empty where no run has won."""
-    competing = sorted((s for s in standings_of_cell if s.interval is not None), key=_by_value)
+    competing = sorted((s for s in standings_of_cell if s.interval is not None), key=_value_key)
     min_value = (competing[0].value or 0.0) / NEAR_BEST if competing else 0.0
     return [standing for standing in competing if (standing.value or 0.0) >= min_value][:max_runs]
 
 
-_Indexed = tuple[int, Repeat]
+_IndexedRepeat = tuple[int, Repeat]
 """The index of a repeat among all of them, and the repeat."""
 
 
-def _ranked(repeats: Sequence[_Indexed], include_suspects: bool, by_control: bool) -> list[Standing]:
-    measured = [(index, repeat) for index, repeat in repeats if repeat.measured]
-    competing = [pair for pair in measured if include_suspects or pair[1].suspect is None] or measured
+def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control: bool) -> list[Standing]:
+    """The standings of the runs of one cell, the best first."""
+    measured_pairs = [pair for pair in repeats if pair[1].measured]
+    sure_pairs = [pair for pair in measured_pairs if include_suspects or pair[1].suspect is None]
+    competing = sure_pairs or measured_pairs
     by_control = by_control and _have_one_control([repeat for _, repeat in competing])
     control_cis = {
         repeat.allocation: repeat.ci95_rel or 0.0
         for _, repeat in competing
         if by_control and repeat.run_id == repeat.control
     }
-    competing_by_run, all_by_run = _by_run(competing), _by_run(repeats)
-    ranked = [
-        _standing(repeats, competing_by_run.get(run, ()), by_control, control_cis)
-        for run, repeats in all_by_run.items()
+    competing_by_run = _group_by_run(competing)
+    drafts = [
+        _standing(repeats_of_run, competing_by_run.get(run, ()), by_control, control_cis)
+        for run, repeats_of_run in _group_by_run(repeats).items()
     ]
-    best = min((s for s in ranked if s.interval is not None), key=_by_value, default=None)
-    best_low = best.interval[0] if best and best.interval else math.inf
-    flagged = [
-        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low) for s in ranked
+    best = min((s for s in drafts if s.interval is not None), key=_value_key, default=None)
+    best_low = best.interval[0] if best and best.interval else math.inf  # lower end of its interval
+    flagged_standings = [
+        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low) for s in drafts
     ]
-    flagged.sort(key=lambda entry: _order(entry[0], entry[1] or entry[2]))
+    flagged_standings.sort(key=lambda entry: _place_key(entry[0], entry[1] or entry[2]))
     return [
         msgspec.structs.replace(standing, place=place, best=is_best, as_good=is_as_good)
-        for place, (standing, is_best, is_as_good) in enumerate(flagged, 1)
+        for place, (standing, is_best, is_as_good) in enumerate(flagged_standings, 1)
     ]
 
 
-def _by_run(repeats: Iterable[_Indexed]) -> dict[tuple[str, str | None], list[_Indexed]]:
-    """Run, in one environment -> its repeats."""
-    repeats_by_run = defaultdict[tuple[str, str | None], list[_Indexed]](list)
+def _group_by_run(repeats: Iterable[_IndexedRepeat]) -> dict[tuple[str, str | None], list[_IndexedRepeat]]:
+    """run_id and environment of a run -> its repeats."""
+    repeats_by_run = defaultdict[tuple[str, str | None], list[_IndexedRepeat]](list)
     for index, repeat in repeats:
         repeats_by_run[repeat.run_id, repeat.environment].append((index, repeat))
     return repeats_by_run
@@ -180,12 +182,16 @@ def _have_one_control(competing: Sequence[Repeat]) -> bool:
 
 
 def _standing(
-    repeats: Sequence[_Indexed],
-    competing: Sequence[_Indexed],
+    repeats: Sequence[_IndexedRepeat],
+    competing: Sequence[_IndexedRepeat],
     by_control: bool,
     control_cis: Mapping[Hashable, float],
 ) -> Standing:
-    """The standing of a run from its repeats and those of them that compete, without its place."""
+    """The standing of a run from its repeats and those of them that compete, without its place.
+
+    Args:
+        control_cis: allocation -> half the 95 % interval of the rate of its control, relative to that rate.
+    """
     interval = rate_interval = None
     if competing:
         values = [(repeat.control_ratio if by_control else repeat.rate) or 0.0 for _, repeat in competing]
@@ -197,9 +203,9 @@ def _standing(
             cis = (math.hypot(r.ci95_rel or 0.0, control_cis.get(r.allocation, 0.0)) for _, r in competing)
             interval = _interval([*zip(values, cis, strict=True)])
     else:
-        index, representative = max(repeats, key=lambda pair: (*_outcome(pair[1]), pair[0]))
-    counted_repeats = [repeat for _, repeat in competing or [(index, representative)]]
-    statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
+        index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
+    counting_repeats = [repeat for _, repeat in competing or [(index, representative)]]
+    ended_statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
     return Standing(
         run_id=representative.run_id,
         cell=representative.cell,
@@ -207,21 +213,25 @@ def _standing(
         place=0,
         outcome=representative.status,
         repeat=index,
-        rate=_median([repeat.rate for repeat in counted_repeats]),
-        control_ratio=_median([repeat.control_ratio for repeat in counted_repeats]),
+        rate=_median([repeat.rate for repeat in counting_repeats]),
+        control_ratio=_median([repeat.control_ratio for repeat in counting_repeats]),
         control=representative.control,
         interval=interval,
         rate_interval=rate_interval,
         suspect=representative.suspect,
         by_control=by_control,
         competing=tuple([index for index, _ in competing]),
-        num_repeats=len(statuses),
-        num_repeats_failed=sum([status != Status.OK for status in statuses]),
+        num_repeats=len(ended_statuses),
+        num_repeats_failed=sum([status != Status.OK for status in ended_statuses]),
     )
 
 
 def _interval(values_and_cis: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The smallest interval with those of all repeats; each is a value and half its interval, relative to it."""
+    """The smallest interval that holds the intervals of all repeats.
+
+    Args:
+        values_and_cis: the value of each repeat, and half its 95 % interval relative to that value.
+    """
     intervals = [(value - abs(value) * ci, value + abs(value) * ci) for value, ci in values_and_cis]
     return min([low for low, _ in intervals]), max([high for _, high in intervals])
 
@@ -232,30 +242,35 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known_values) if known_values else None
 
 
-def _outcome(repeat: Repeat) -> tuple[tuple[int, bool], bool]:
-    """A sort key by which the last one of the repeats of a run stands for it."""
+def _outcome_key(repeat: Repeat) -> tuple[tuple[int, bool], bool]:
+    """A sort key of the repeats of a run; the one with the largest key stands for the run where none competes."""
     return outcome_order(repeat.status), repeat.suspect is None
 
 
-def _by_value(standing: Standing) -> tuple[float, str]:
+def _value_key(standing: Standing) -> tuple[float, str]:
+    """A sort key by which the larger value comes first, and of equal ones the smaller run_id."""
     return math.inf if standing.value is None else -standing.value, standing.run_id
 
 
-def _order(standing: Standing, is_first: bool) -> tuple[float, float, str]:
-    """A sort key of the runs of a cell; the best and those that are as good come first."""
+def _place_key(standing: Standing, is_as_good: bool) -> tuple[float, float, str]:
+    """A sort key of the runs of a cell; the best and those that are as good come first.
+
+    Args:
+        is_as_good: whether the run is the best one or as good.
+    """
     is_suspect = standing.outcome == Status.OK and standing.suspect
-    return -1.0 if is_first else 0.5 if is_suspect else tier(standing.outcome), *_by_value(standing)
+    return -1.0 if is_as_good else 0.5 if is_suspect else tier(standing.outcome), *_value_key(standing)
 
 
-def same_environments(
+def merge_environments(
     environments: Iterable[tuple[Hashable, str, str]],
 ) -> tuple[dict[str, str], dict[Hashable, list[str]]]:
     """env_id -> the env_id that stands for it, and the drivers of environments that count as one.
 
-    Environments are one if they differ in the driver, and in nothing else that is known.
+    Two environments count as one if they differ in the driver, and in nothing else that is known.
 
     Args:
-        environments: all that is known of the environment of a repeat but the driver, its env_id, and the driver.
+        environments: for each repeat all that is known of its environment except the driver, its env_id, and the driver.
     """
     drivers_by_facts: dict[Hashable, dict[str, str]] = defaultdict(dict)
     representative_by_id: dict[str, str] = {}

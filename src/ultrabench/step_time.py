@@ -11,12 +11,12 @@ MIN_SAMPLES = 6
 
 
 @functools.cache  # most runs measure as many steps, and a rank takes longer than all else here
-def _lower_rank(n: int) -> int:
+def _order_statistic(n: int) -> int:
     """Largest k for which the k-th smallest and the k-th largest of n samples enclose the median at 95 %."""
     log_factor = math.lgamma(n + 1) - n * math.log(2)
     # Each share is binomial(n, k) / 2**n.
-    shares = (math.exp(log_factor - math.lgamma(k + 1) - math.lgamma(n - k + 1)) for k in range(n + 1))
-    return sum(2 * tail <= 0.05 for tail in accumulate(shares))
+    probabilities = (math.exp(log_factor - math.lgamma(k + 1) - math.lgamma(n - k + 1)) for k in range(n + 1))
+    return sum(2 * tail_probability <= 0.05 for tail_probability in accumulate(probabilities))
 
 
 def ci95_rel(step_times_s: Sequence[float]) -> float | None:
@@ -28,19 +28,19 @@ def ci95_rel(step_times_s: Sequence[float]) -> float | None:
     n = len(step_times_s)
     if n < MIN_SAMPLES or not (median_s := median(step_times_s)):
         return None
-    sorted_times_s, k = sorted(step_times_s), _lower_rank(n)
+    sorted_times_s, k = sorted(step_times_s), _order_statistic(n)
     return (sorted_times_s[n - k] - sorted_times_s[k - 1]) / 2 / median_s
 
 
-def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
+def extreme_medians_s(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
     """Rank -> median step time, for the fastest and the slowest rank; empty unless two ranks have steps.
 
     Args:
         step_times_s: the step times of each rank; a rank with a step of 0 s is left out.
     """
-    times_by_rank = {str(rank): times for rank, times in enumerate(step_times_s) if times and min(times) > 0}
-    medians = {rank: median(times) for rank, times in times_by_rank.items()}
-    if len(medians) < 2:
+    ranks_and_times_s = ((str(rank), times_s) for rank, times_s in enumerate(step_times_s))
+    medians_s = {rank: median(times_s) for rank, times_s in ranks_and_times_s if times_s and min(times_s) > 0}
+    if len(medians_s) < 2:
         return {}
-    extreme_ranks = {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)}
-    return {rank: medians[rank] for rank in sorted(extreme_ranks)}
+    extreme_ranks = {min(medians_s, key=medians_s.__getitem__), max(medians_s, key=medians_s.__getitem__)}
+    return {rank: medians_s[rank] for rank in sorted(extreme_ranks)}

@@ -14,11 +14,12 @@ It holds only options for which the sweep lists several values, so that runs of 
 from collections.abc import Mapping, Sequence
 
 Value = str | int | float | bool | None
+"""The value of an option; None for an environment variable that is unset."""
 Variant = Mapping[str, Value]
 KERNEL_OPTIONS = ("compile", "attention")
 """Options of the kernel that a variant may hold; run_id has them in the kernel."""
-PLACE_OPTIONS = ("container", "python")
-"""Options that a whole allocation has, since its agents run in the container or by the interpreter."""
+JOB_OPTIONS = ("container", "python")
+"""Options that all runs of an allocation share, since its agents run in the container or by the interpreter."""
 ENV, FLAGS, WORDS = "env", "flags", "words"
 """The groups of options whose names a user chooses; the name of such an option is GROUP.NAME."""
 CELL_OPTIONS = ("seq_len", "gbs", "precision")
@@ -29,7 +30,7 @@ UNSET = "unset"
 """The text of an option that is not set."""
 
 
-def in_group(variant: Variant, group: str) -> dict[str, Value]:
+def options_in_group(variant: Variant, group: str) -> dict[str, Value]:
     """NAME -> value of the options GROUP.NAME of a variant."""
     return {name.partition(".")[2]: value for name, value in variant.items() if name.startswith(f"{group}.")}
 
@@ -38,15 +39,16 @@ CONTAINER_WORD = "{container}"
 """What launcher.python and launcher.srun have in place of the container of an allocation."""
 
 
-def in_place(variant: Variant, words: Sequence[str]) -> tuple[str, ...]:
-    """The words of a command, with the container of a variant in the place of CONTAINER_WORD."""
+def fill_in_container(variant: Variant, command_words: Sequence[str]) -> tuple[str, ...]:
+    """The words of a command, in which CONTAINER_WORD is replaced by the container of a variant."""
     container = variant.get("container")
-    return tuple(words if container is None else (w.replace(CONTAINER_WORD, str(container)) for w in words))
+    new_word = CONTAINER_WORD if container is None else str(container)
+    return tuple(word.replace(CONTAINER_WORD, new_word) for word in command_words)
 
 
 def variables_of(variant: Variant) -> dict[str, str | None]:
     """Name -> value of the environment variables of a variant; None for one that is unset."""
-    return {name: None if value is None else str(value) for name, value in in_group(variant, ENV).items()}
+    return {k: None if v is None else str(v) for k, v in options_in_group(variant, ENV).items()}
 
 
 def identity(variant: Variant) -> dict[str, Value]:
@@ -54,19 +56,17 @@ def identity(variant: Variant) -> dict[str, Value]:
     return {k: v for k, v in sorted(variant.items()) if k not in KERNEL_OPTIONS and v is not None}
 
 
-def program_of(variant: Variant) -> tuple[tuple[str, Value], ...]:
+def program_options(variant: Variant) -> tuple[tuple[str, Value], ...]:
     """The options that change which program runs; its losses may differ from those of another one."""
-    groups = (ENV, FLAGS, WORDS)
-    return tuple(
-        (k, v) for k, v in identity(variant).items() if k in PLACE_OPTIONS or k.partition(".")[0] in groups
-    )
+    program_groups = (*JOB_OPTIONS, ENV, FLAGS, WORDS)
+    return tuple((k, v) for k, v in identity(variant).items() if k.partition(".")[0] in program_groups)
 
 
-def texts(variant: Variant) -> list[str]:
+def option_texts(variant: Variant) -> list[str]:
     """The short texts of a variant, such as `NCCL_ALGO=Ring`."""
-    return [f"{name.partition('.')[2] or name}={shown(value)}" for name, value in sorted(variant.items())]
+    return [f"{k.partition('.')[2] or k}={value_text(v)}" for k, v in sorted(variant.items())]
 
 
-def shown(value: Value) -> str:
-    """The value of an option in a text."""
+def value_text(value: Value) -> str:
+    """The value of an option as short texts show it."""
     return UNSET if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"

@@ -12,12 +12,12 @@ from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, FOLLOWING, IN_SWEEP, NEUTRAL, TEXT_AXES, TYPES_IN_SWEEP, as_text
+from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import T, field_types, from_dict, lacking, to_dict, value_from
+from ultrabench.record import T, field_types, from_dict, missing_fields, to_dict, value_from
 from ultrabench.run import Workload
-from ultrabench.store.kernel_secrets import redacted
+from ultrabench.store.kernel_secrets import redact_env
 from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
 from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, parts_of, unknown_override
 from ultrabench.sweep.config.files import (
@@ -95,7 +95,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     names, cluster, sweep = tree["names"], tree["cluster"], tree["sweep"]
     kernel, secrets = dict(tree["kernel"]), dict[str, str]()
     if isinstance(kernel.get("env"), dict):
-        kernel["env"], secrets = redacted(kernel["env"])
+        kernel["env"], secrets = redact_env(kernel["env"])
         tree = tree | {"kernel": kernel}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
     options_of_kernel = _kernel_options(kernel, hardware)
@@ -190,14 +190,14 @@ def _axes(sweep: dict[str, Any]) -> Axes:
         raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & values_by_axis.keys():
         values_by_axis[name] = [
-            as_text(value) if NEUTRAL[name] == "on" else str(value) for value in values_by_axis[name]
+            choice_text(value) if NEUTRAL[name] == "on" else str(value) for value in values_by_axis[name]
         ]
     types = {"nodes": Count, **TYPES_IN_SWEEP}
     axes = {name: read_list(values, types[name], f"sweep.{name}") for name, values in values_by_axis.items()}
     usual_values: dict[str, Any] = {
         name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING
     }
-    usual_values |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}
+    usual_values |= {name: (in_sweep.default,) for name, in_sweep in SWEEP_VALUES.items()}
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
 
 
@@ -261,7 +261,7 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         paths = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
         if not paths:
             unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
-            advice = f"for a new GPU, add to its file: {', '.join(lacking(Hardware, values))}"
+            advice = f"for a new GPU, add to its file: {', '.join(missing_fields(Hardware, values))}"
             raise ConfigError(unknown, advice, setting="hardware.gpu")
         if len(paths) > 1:
             fact = f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}"

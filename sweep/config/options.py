@@ -12,22 +12,22 @@ from msgspec import Meta
 from ultrabench.allowed import Line
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import IN_16_BITS, RANK_VARIABLES, KernelConfig
-from ultrabench.layout import AXES, TEXT_AXES, as_text
+from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
+from ultrabench.layout import AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
-from ultrabench.run import AttemptKey, Size, in_command
+from ultrabench.run import AttemptKey, Size, command_text
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
     ENV,
     FLAGS,
+    JOB_OPTIONS,
     KERNEL_OPTIONS,
-    PLACE_OPTIONS,
     WORDS,
     Value,
     Variant,
-    in_group,
+    options_in_group,
 )
 
 EXAMPLES = {
@@ -35,7 +35,7 @@ EXAMPLES = {
 }  # fmt: skip
 """Group of options -> what a sweep may list there."""
 GROUPS = (*EXAMPLES,)
-SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACE_OPTIONS)
+SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *JOB_OPTIONS)
 """Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
 NAME = r"[A-Za-z_]\w*"
 NAME_RULE = "a name consists of letters, digits and '_' and does not start with a digit"
@@ -98,7 +98,7 @@ class Options:
 
     def arguments_of(self, variant: Variant) -> tuple[str, ...]:
         """The arguments that the flags of a variant add to the command."""
-        flags = in_group(variant, FLAGS)
+        flags = options_in_group(variant, FLAGS)
         return tuple(part for name, value in flags.items() for part in self.arguments[name][str(value)])
 
 
@@ -148,7 +148,7 @@ def read_options(
     words = {name: _texts(items, f"{WORDS}.{name}") for name, items in _mapping(sweep, WORDS, kernel).items()}
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": items for name, items in words.items()}
-    values |= {name: _texts(sweep[name], name, Line) for name in PLACE_OPTIONS if sweep.get(name) is not None}
+    values |= {name: _texts(sweep[name], name, Line) for name in JOB_OPTIONS if sweep.get(name) is not None}
     numeric_words = [name for name, items in words.items() if all(isinstance(v, int | float) for v in items)]
     for rule in rules:
         kind = f"numeric word in sweep.rules {rule.text!r}:"
@@ -161,7 +161,7 @@ def read_options(
 
 
 def _texts(
-    values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = in_command
+    values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = command_text
 ) -> tuple[Value, ...]:
     """The values of an option that a program gets as texts, which `text_of` makes of them.
 
@@ -187,7 +187,7 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
 def _require_different_attention(kernel_options: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
     """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
     for precision in kernel_options["precision"]:
-        auto = hardware.auto_attention(precision in IN_16_BITS) or "auto"
+        auto = hardware.auto_attention(precision in PRECISIONS_16_BIT) or "auto"
         received = ((str(value), auto if value == "auto" else value) for value in kernel_options["attention"])
         _require_different("kernel.attention", received)
 
@@ -240,7 +240,7 @@ def read_flags(flags: Mapping[str, Any]) -> _Arguments:
             raise ConfigError(
                 f"{setting}={table!r} does not map values to arguments", remedy, setting=setting
             )
-        parts_by_value = {as_text(value): parts for value, parts in table.items()}
+        parts_by_value = {choice_text(value): parts for value, parts in table.items()}
         tables[name] = value_from(dict[str, tuple[str, ...]], parts_by_value, setting)
         _require_different(setting, tables[name].items())
     return tables

@@ -25,7 +25,7 @@ from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
-from ultrabench.result import CAUSES, FAILURES, OUTSIDE, RunResult
+from ultrabench.result import CAUSES, FAILURES, OUTER_FAILURES, RunResult
 from ultrabench.run import Workload
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.predict.profile import Profile
@@ -139,7 +139,7 @@ class RetryPolicy:
         """The name under which a failure is counted: its cause, `outside`, or its status."""
         if result.cause in self.causes:
             return str(result.cause)
-        return "outside" if result.status in OUTSIDE else result.status.value
+        return "outside" if result.status in OUTER_FAILURES else result.status.value
 
     def allowed(self, result: RunResult) -> int:
         """How many more attempts a run may have after failures of this kind."""

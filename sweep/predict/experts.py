@@ -3,7 +3,7 @@
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.routing import SKEW, expert_shares
+from ultrabench.routing import SKEW_PREFIX, expert_shares
 
 
 def busiest_share(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> float:
@@ -12,7 +12,7 @@ def busiest_share(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> fl
     It is 1 where routing keeps the experts in balance, and for a model without experts. The first experts are the most
     popular ones.
     """
-    if layout.ep == 1 or not shape.num_experts or not kernel.routing.startswith(SKEW):
+    if layout.ep == 1 or not shape.num_experts or not kernel.routing.startswith(SKEW_PREFIX):
         return 1.0
     shares = expert_shares(kernel.routing, shape.num_experts, shape.num_experts_per_tok)
     return sum(shares[: shape.num_experts // layout.ep]) * layout.ep / shape.num_experts_per_tok

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ultrabench.store.allocation import inside
+from ultrabench.store.allocation import is_in_window
 from ultrabench.store.events import EndCode
-from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, same_place
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_place
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
@@ -76,7 +76,7 @@ def decide(
     if dead_end := _dead_end(state, limits, launch):
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window
-    if not inside(window, now_s):
+    if not is_in_window(window, now_s):
         return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
     return _submit(plan, state, jobs_seen, limits, launch.by, attempts_left)
 
@@ -86,7 +86,7 @@ def _submit(
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
     allocations_here = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
-    open_allocations = [allocation for allocation in allocations_here if same_place(by, allocation.by)]
+    open_allocations = [allocation for allocation in allocations_here if is_same_place(by, allocation.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
     if len(open_allocations) > limits.max_jobs // 2:
         return Actions(wait=True)

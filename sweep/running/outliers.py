@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.device_rates import slowest, summary
+from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
-from ultrabench.variant import program_of
+from ultrabench.variant import program_options
 
 MIN_COMPARABLE = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
@@ -101,7 +101,7 @@ def gemm_rates(state: SweepState) -> dict[str, float]:
     """Allocation -> the FLOPs per second of plain matrix products on its slowest device, for which all others wait."""
     probes = ((name, allocation.preflight.get("probe")) for name, allocation in state.allocations.items())
     rates = (
-        (name, slowest(probe.get("gemm_flops_per_s"))) for name, probe in probes if isinstance(probe, dict)
+        (name, min_rate(probe.get("gemm_flops_per_s"))) for name, probe in probes if isinstance(probe, dict)
     )
     return {name: flops_per_s for name, flops_per_s in rates if flops_per_s is not None}
 
@@ -344,7 +344,7 @@ def _claimed_workload(kernel: bytes, shape: bytes, workload: bytes, variant: byt
     sizes, batch, options = (
         msgspec.json.decode(part, type=dict[str, Any]) for part in (shape, workload, variant)
     )
-    parts = (sizes | {"name": None}, batch, program.name, *program_of(options), program.precision)
+    parts = (sizes | {"name": None}, batch, program.name, *program_options(options), program.precision)
     return tolerance, msgspec.json.encode(parts, order="deterministic")
 
 

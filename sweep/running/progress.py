@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from ultrabench.node_health import node_warnings, warning_lines
-from ultrabench.result import INTERRUPTED, OUTSIDE, PENDING, RUNNING, UNSETTLED, Status, outcome_order
+from ultrabench.result import INTERRUPTED, OUTER_FAILURES, PENDING, RUNNING, UNSETTLED, Status, outcome_order
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
@@ -229,7 +229,7 @@ def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
 def settled_runs(state: SweepState) -> dict[str, Status]:
     """run_id -> status of each run whose standing attempt has ended, unless the next launch tries it again anyway."""
     ended = ((run_id, a.result.status) for run_id, a in standing_attempts(state).items() if a.result)
-    return {run_id: status for run_id, status in ended if status not in OUTSIDE}
+    return {run_id: status for run_id, status in ended if status not in OUTER_FAILURES}
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:

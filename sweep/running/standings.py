@@ -7,9 +7,9 @@ from statistics import median
 from typing import Self
 
 from ultrabench.model_shape import ModelShape
-from ultrabench.result import Doubt, Status, sentences
+from ultrabench.result import Doubt, Status, doubt_text
 from ultrabench.run import AttemptKey
-from ultrabench.standing import Repeat, Standing, same_environments, standings
+from ultrabench.standing import Repeat, Standing, merge_environments, standings
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
@@ -76,7 +76,7 @@ def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -
         runs: run_id -> run.
     """
     suspicion = Suspicion.of(state, device)
-    suspects = {key: sentences(doubts) or "" for key, doubts in suspicion.outliers.items()}
+    suspects = {key: doubt_text(doubts) or "" for key, doubts in suspicion.outliers.items()}
     for key, attempt in state.attempts.items():
         run, ok_result = runs.get(key.run_id), attempt.ok
         if run and ok_result and ok_result.step_times_s:
@@ -84,7 +84,7 @@ def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -
             seq_len, precision = run.spec.workload.seq_len, run.spec.kernel.precision
             doubt_arguments = run.mfu(tokens_per_s), run.shape, seq_len, tokens_per_s, precision
             doubts = suspicion.doubts(attempt, *doubt_arguments)
-            if reason := sentences(doubts):
+            if reason := doubt_text(doubts):
                 suspects[key] = reason
     return suspects
 
@@ -144,4 +144,4 @@ def _environments(state: SweepState) -> dict[str, str]:
     if len(env_ids) < 2:
         return {env_id: env_id for env_id in env_ids}
     environments = ((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in ok_results)
-    return same_environments(environments)[0]
+    return merge_environments(environments)[0]

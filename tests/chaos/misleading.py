@@ -31,7 +31,7 @@ from tests.chaos.target import (
     wait_for,
 )  # fmt: skip
 from tests.chaos.witness import executions_of
-from ultrabench.processes import alive, descendants, start_time
+from ultrabench.processes import descendants, is_alive, start_time
 
 if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
@@ -137,7 +137,7 @@ def _suspended_processes(campaign: "Campaign", fault: Fault) -> Hit:
             _stop(pid, suspended)
     time.sleep(SUSPENDED_S)
     for pid, started in suspended.items():
-        if alive(pid, started):
+        if is_alive(pid, started):
             os.kill(pid, signal.SIGCONT)
     return {"target": f"{len(suspended)} processes of {leader.allocation} and the launcher"}
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests import patience
 from ultrabench.cli import main as cli
-from ultrabench.machine_lock import VARIABLE
+from ultrabench.machine_lock import LOCK_VARIABLE
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_of
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -76,7 +76,8 @@ class Bench:
         """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
         step_s = os.environ.get("STEP_S")
         step = {"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {}
-        machine = {VARIABLE: str(self.folder)}  # tests run beside each other, sweeps of one folder do not
+        # Tests run beside each other, sweeps of one folder do not.
+        machine = {LOCK_VARIABLE: str(self.folder)}
         return {**os.environ, **machine, **step}
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from ultrabench.layout import (
     TITLES,
     USUAL,
     details_of,
-    other_degrees,
+    model_parallel_degree,
 )
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import PREDICTED, TEXTS, config_of, read_arguments, run_of
@@ -179,7 +179,7 @@ def _best_values(runs: pd.DataFrame, settings: Values) -> dict[str, list[Any]]:
 def _variants(arguments: Values, settings: Values, config: SweepConfig, axis: str) -> dict[str, Values]:
     """Name of a bar -> its arguments, for the value of the axis that the user set, or else for each of its values."""
     gpus_per_node, powers = config.hardware.gpus_per_node, [2**n for n in range(17)]
-    others_product = other_degrees({**arguments, axis: 1})
+    others_product = model_parallel_degree({**arguments, axis: 1})
     degrees = [n for n in powers if n * others_product <= arguments["nodes"] * gpus_per_node] or [1]
     if axis == "dp":
         degrees = [n for n in powers if n * others_product % gpus_per_node == 0][:8]

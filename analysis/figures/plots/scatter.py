@@ -15,7 +15,7 @@ from ultrabench.analysis.figures.runs import final, known, measured, notes
 from ultrabench.analysis.figures.style import panel_grid
 from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
-from ultrabench.hardware import of_peak
+from ultrabench.hardware import peak_suffix
 
 _MAX_AREA, _MIN_AREA = 90.0, 5.0
 """Areas of the largest and the smallest marker in square points; between them they are proportional to tokens/s."""
@@ -64,7 +64,7 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
         axes.scatter("x", "height", "area", linewidth=0.7, data=other_runs, **_CROSS_LOOK)
         axes.scatter("x", "height", "area", "height", data=candidates, cmap="viridis", vmin=0, vmax=max_height,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
-        y_title = height_title.replace("MFU", f"MFU{of_peak(panel_runs['precision'].iloc[0])}")
+        y_title = height_title.replace("MFU", f"MFU{peak_suffix(panel_runs['precision'].iloc[0])}")
         axes.describe(name, f"nodes (largest marker: {count(max_rate, 'tokens/s')})", y_title)
         axes.categories(node_counts)
         axes.set_ylim(0, 1.06 * max_height)

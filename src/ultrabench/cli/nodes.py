@@ -7,7 +7,7 @@ import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
-from ultrabench.store.folder import SweepFolder, find_sweep, sweeps_in
+from ultrabench.store.folder import SweepFolder, find_sweep, sweep_dirs
 
 if TYPE_CHECKING:  # for other commands this would be a slow import
     from ultrabench.analysis.nodes.measurements import Row
@@ -65,7 +65,7 @@ def _attempt_rows(sweep_names: list[str] | None, results_dir: Path) -> "list[Row
     if sweep_names:
         folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in sweep_names}
         return [row for folder in folders.values() for row in journal_rows(folder, warn)]
-    rows, sweep_paths = list[Row](), sorted(sweeps_in(results_dir))
+    rows, sweep_paths = list[Row](), sorted(sweep_dirs(results_dir))
     for sweep_path in sweep_paths:
         try:
             rows += journal_rows(SweepFolder(sweep_path.absolute()), warn)

@@ -62,9 +62,9 @@ class Allocation:
             task, run_id=run_id, repeat=0, attempt=0, probe=True, limit_s=PROBE_LIMIT_S, checkpoint=None
         )
 
-    def task(self, index: int) -> Task:
+    def task(self, task_index: int) -> Task:
         """The task with this index; the preflight has index -1."""
-        return self.probe if index < 0 else self.tasks[index]
+        return self.probe if task_index < 0 else self.tasks[task_index]
 
     @property
     def folder(self) -> Path:
@@ -90,7 +90,7 @@ def read_allocation(folder: Path) -> Allocation:
         raise SweepFolderError(f"cannot read {folder}/allocation.json: {error}") from error
 
 
-def inside(window: str | None, now_s: float) -> bool:
+def is_in_window(window: str | None, now_s: float) -> bool:
     """Whether `now_s` (seconds since 1970) is inside a window such as 19:00-07:00 of local time.
 
     The first minute belongs to the window and the last does not. A window with equal ends is the whole day.

@@ -15,7 +15,7 @@ from ultrabench.allowed import at_least, require_allowed, require_safe_names
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import non_default_values
 from ultrabench.result import RunResult
-from ultrabench.run import AttemptKey, OfAttempt
+from ultrabench.run import AttemptKey, AttemptRecord
 
 SCHEMA_VERSION = 2
 """Version of journal lines and of sweep.json; new fields and new events do not change it."""
@@ -180,7 +180,7 @@ class AllocationEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claimed(OfAttempt):
+class Claimed(AttemptRecord):
     """Event: an allocation has claimed an attempt, so that no other allocation may run it."""
 
     allocation: str
@@ -192,7 +192,7 @@ class Claimed(OfAttempt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(OfAttempt):
+class Started(AttemptRecord):
     """Event: the ranks of an attempt are being started."""
 
     allocation: str
@@ -201,7 +201,7 @@ class Started(OfAttempt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase(OfAttempt):
+class Phase(AttemptRecord):
     """Event: rank 0 of an attempt has reached a new phase, or has measured further steps in it."""
 
     name: str
@@ -214,7 +214,7 @@ class Phase(OfAttempt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(OfAttempt):
+class Result(AttemptRecord):
     """Event: an attempt ended with status ok."""
 
     allocation: str | None = None

@@ -23,13 +23,13 @@ MISSED_TOUCHES = 3
 """Number of missed touches after which a launcher on another host counts as gone."""
 
 
-class _Inside:
+class _PathInFolder:
     """An attribute of `SweepFolder` that is a path inside the folder."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 
-    def __get__(self, folder: "SweepFolder", kind: type) -> Path:
+    def __get__(self, folder: "SweepFolder", owner: type) -> Path:
         return folder.path.joinpath(*self._parts)
 
 
@@ -38,21 +38,21 @@ class SweepFolder:
     """The paths of one sweep: sweep.json, plan.parquet, journal/, claims/, allocations/, logs/."""
 
     path: Path
-    sweep_json = _Inside("sweep.json")
+    sweep_json = _PathInFolder("sweep.json")
     """Path of sweep.json, which holds what all runs of the sweep share and is written once."""
-    plan = _Inside("plan.parquet")
+    plan = _PathInFolder("plan.parquet")
     """Path of plan.parquet, which holds every candidate with its decision."""
-    journal = _Inside("journal")
+    journal = _PathInFolder("journal")
     """Folder of the journal files, one for each writer."""
-    claims = _Inside("claims")
+    claims = _PathInFolder("claims")
     """Folder of the claims, one file for each attempt, which names its owner."""
-    allocations = _Inside("allocations")
+    allocations = _PathInFolder("allocations")
     """Folder that holds one folder for each allocation, written before it is submitted."""
-    secrets = _Inside("allocations", "secrets.json")
+    secrets = _PathInFolder("allocations", "secrets.json")
     """File with the secrets of the training program's environment, which only its owner can read."""
-    scripts = _Inside("scripts")
+    scripts = _PathInFolder("scripts")
     """Folder of the job scripts that were submitted."""
-    pause = _Inside("pause")
+    pause = _PathInFolder("pause")
     """File made by `sweep pause`; while it exists, agents begin no new run."""
 
     @property
@@ -86,8 +86,8 @@ class SweepFolder:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> SweepFolderError:
-        failure = f"cannot write the results folder {self.path}: {error.strerror}"
-        return SweepFolderError(f"{failure}; choose another with results_dir=FOLDER")
+        failure_text = f"cannot write the results folder {self.path}: {error.strerror}"
+        return SweepFolderError(f"{failure_text}; choose another with results_dir=FOLDER")
 
     def create(self) -> None:
         """Makes the folder and its subfolders, and checks that hard links work, which claims need.
@@ -95,17 +95,17 @@ class SweepFolder:
         Raises:
             SweepFolderError: the folder cannot be written, or its file system has no hard links.
         """
-        probe = self.claims / f".probe-{uuid.uuid4().hex}"
+        test_file = self.claims / f".probe-{uuid.uuid4().hex}"
         try:
             for folder in (self.journal, self.claims, self.allocations):
                 folder.mkdir(parents=True, exist_ok=True)
-            probe.write_text("")
-            _require_links(probe)
+            test_file.write_text("")
+            _require_links(test_file)
         except OSError as error:
             raise self._unwritable(error) from error
         finally:
             with contextlib.suppress(OSError):
-                probe.unlink()
+                test_file.unlink()
 
     def require_present(self) -> None:
         """Raises when the folder was deleted or renamed while the sweep runs.
@@ -127,19 +127,19 @@ def try_to_write(folder: Path) -> None:
     os.rmdir(tempfile.mkdtemp(dir=folder, prefix=".probe-"))
 
 
-def _require_links(probe: Path) -> None:
-    """Raises SweepFolderError unless the file `probe` can have a second name."""
-    link, reason_text = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
+def _require_links(test_file: Path) -> None:
+    """Raises SweepFolderError unless the file system of `test_file` can give it a second name."""
+    link_path, reason = test_file.with_name(f"{test_file.name}.2"), "the link count stays 1"
     try:
-        os.link(probe, link)
-        if probe.stat().st_nlink == 2:
+        os.link(test_file, link_path)
+        if test_file.stat().st_nlink == 2:
             return
     except OSError as error:
-        reason_text = str(error.strerror)
+        reason = str(error.strerror)
     finally:
         with contextlib.suppress(OSError):
-            link.unlink()
-    failure = f"the file system of {probe.parents[1]} has no hard links ({reason_text}), without which"
+            link_path.unlink()
+    failure = f"the file system of {test_file.parents[1]} has no hard links ({reason}), without which"
     raise SweepFolderError(f"{failure} a run may be made twice; choose another with results_dir=FOLDER")
 
 
@@ -176,21 +176,21 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
         for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
-    folders = sweeps_in(results_dir)
+    folders = sweep_dirs(results_dir)
     if sweep is not None and folders:
         raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))
     if not folders:
-        fact = f"no sweep {sweep!r}: there is no sweep" if sweep else "no sweep"
-        raise SweepFolderError(f"{fact} in {results_dir}/; start one with: ultrabench sweep launch")
-    return SweepFolder(max(sorted(folders), key=last_written).absolute())
+        problem_text = f"no sweep {sweep!r}: there is no sweep" if sweep else "no sweep"
+        raise SweepFolderError(f"{problem_text} in {results_dir}/; start one with: ultrabench sweep launch")
+    return SweepFolder(max(sorted(folders), key=last_written_s).absolute())
 
 
-def sweeps_in(results_dir: Path) -> list[Path]:
+def sweep_dirs(results_dir: Path) -> list[Path]:
     """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed and does not count."""
     return [sweep_json.parent for sweep_json in results_dir.glob("[!.]*/sweep.json")]
 
 
-def last_written(folder: Path) -> float:
+def last_written_s(folder: Path) -> float:
     """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
     times_s = [path.lstat().st_mtime for path in folder.glob("journal/*.jsonl")]
     return max(times_s, default=(folder / "sweep.json").stat().st_mtime)
@@ -209,12 +209,12 @@ def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> li
     for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
         is_alive = os.path.exists(f"/proc/{pid}") if host == this_host else True
-        if path != own_journal and is_alive and now_s - touched(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
+        if path != own_journal and is_alive and now_s - mtime_s(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
             launchers.append(f"process {pid} on {host}")
     return launchers
 
 
-def touched(path: Path) -> float:
+def mtime_s(path: Path) -> float:
     """Time stamp of a file in seconds since 1970; 0 if the file is gone."""
     try:
         return path.stat().st_mtime

@@ -10,7 +10,7 @@ import msgspec
 
 from ultrabench.record import T, canonical_json, raw_json, to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey, OfAttempt
+from ultrabench.run import AttemptKey, AttemptRecord
 from ultrabench.store import events
 
 
@@ -204,7 +204,7 @@ class Fold:
         for line in lines:
             self.num_lines += 1
             match line.event:
-                case OfAttempt() as event:
+                case AttemptRecord() as event:
                     self._add_to_attempt(event, line)
                 case events.Launched() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.

@@ -59,7 +59,7 @@ class SweepJson:
         return replace(peak, core_share=core_share)
 
 
-_REWRITE = "delete it and run the launch command again (the journal holds the results)"
+_REMEDY = "delete it and run the launch command again (the journal holds the results)"
 """What to do with a sweep.json that cannot be used."""
 
 
@@ -82,9 +82,9 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     """
     path = folder.sweep_json
     try:
-        if not (text := path.read_text()):
-            raise SweepFolderError(f"{path} is empty, perhaps after a crash of the file system; {_REWRITE}")
-        values = json.loads(text)
+        if not (json_text := path.read_text()):
+            raise SweepFolderError(f"{path} is empty, perhaps after a crash of the file system; {_REMEDY}")
+        json_value = json.loads(json_text)
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
@@ -94,23 +94,25 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     except OSError as error:
         raise SweepFolderError(f"cannot read {path}: {error.strerror}; is it a sweep folder?") from error
     except (ValueError, RecursionError) as error:
-        raise SweepFolderError(f"{path} is damaged ({error}); {_REWRITE}") from error
-    _require_schema(path, values)
+        raise SweepFolderError(f"{path} is damaged ({error}); {_REMEDY}") from error
+    _require_schema(path, json_value)
     try:
-        return from_dict(SweepJson, values, where="sweep.json", skip_unknown=True)
+        return from_dict(SweepJson, json_value, where="sweep.json", skip_unknown=True)
     except (ConfigError, ValueError, TypeError) as error:
         fact = getattr(error, "fact", error)
-        raise SweepFolderError(f"{path} is damaged ({fact}); {_REWRITE}") from error
+        raise SweepFolderError(f"{path} is damaged ({fact}); {_REMEDY}") from error
 
 
-def _require_schema(path: Path, values: Any) -> None:
-    version = values.get("schema_version") if isinstance(values, dict) else None
+def _require_schema(path: Path, json_value: Any) -> None:
+    """Raises SweepFolderError unless the content of the file at `path` has the schema version of this ultrabench."""
+    version = json_value.get("schema_version") if isinstance(json_value, dict) else None
     if not isinstance(version, int):
         raise SweepFolderError(f"{path} has no schema_version; is it a sweep folder?")
     if version != SCHEMA_VERSION:
-        provenance = values.get("provenance")
-        writer = provenance.get("version") if isinstance(provenance, dict) else None
-        fact = f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}"
+        provenance = json_value.get("provenance")
+        writer_version = provenance.get("version") if isinstance(provenance, dict) else None
+        writer_text = f"written by ultrabench {writer_version or 'of an unknown version'}"
+        fact = f"{path} has schema {version}, {writer_text}"
         rule = f"ultrabench {ultrabench.__version__} reads schema {SCHEMA_VERSION} only"
         remedy = "read it with the version that wrote it, or launch again into another folder with name=NAME"
         raise SweepFolderError(f"{fact}; {rule}: {remedy}")
@@ -122,8 +124,8 @@ def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
     Raises:
         OSError: the file could not be written.
     """
-    values = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
-    write_whole(folder.sweep_json, json.dumps(values, indent=1) + "\n")
+    json_value = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
+    write_whole(folder.sweep_json, json.dumps(json_value, indent=1) + "\n")
 
 
 def create_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
@@ -136,12 +138,12 @@ def create_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
         OSError: the file could not be written.
         SweepFolderError: the file of another launch cannot be read.
     """
-    new_folder = SweepFolder(folder.path / f".new-{secrets.token_hex(8)}")
-    new_folder.path.mkdir()
+    temp_folder = SweepFolder(folder.path / f".new-{secrets.token_hex(8)}")
+    temp_folder.path.mkdir()
     try:
-        write_sweep_json(new_folder, content)
+        write_sweep_json(temp_folder, content)
         with contextlib.suppress(FileExistsError):
-            os.link(new_folder.sweep_json, folder.sweep_json)
-        return content if new_folder.sweep_json.stat().st_nlink == 2 else read_sweep_json(folder)
+            os.link(temp_folder.sweep_json, folder.sweep_json)
+        return content if temp_folder.sweep_json.stat().st_nlink == 2 else read_sweep_json(folder)
     finally:
-        shutil.rmtree(new_folder.path, ignore_errors=True)
+        shutil.rmtree(temp_folder.path, ignore_errors=True)

@@ -44,23 +44,23 @@ def remove_sweep(folder: SweepFolder) -> None:
         raise SweepFolderError(f"{fact}; {path} is left: make it writable and delete it by hand") from error
 
 
-def rename_sweep(folder: SweepFolder, name: str) -> SweepFolder:
+def rename_sweep(folder: SweepFolder, new_name: str) -> SweepFolder:
     """Renames the folder of a sweep and the sweep in its sweep.json; files that were exported keep the old name.
 
     Raises:
         SweepFolderError: there is something of that name, or the folder cannot be renamed.
     """
-    renamed = SweepFolder(folder.path.with_name(name))
-    if renamed.path.exists() or renamed.path.is_symlink():
-        raise SweepFolderError(f"{renamed.path} exists; choose another name, or remove it first")
+    renamed_folder = SweepFolder(folder.path.with_name(new_name))
+    if renamed_folder.path.exists() or renamed_folder.path.is_symlink():
+        raise SweepFolderError(f"{renamed_folder.path} exists; choose another name, or remove it first")
     try:
-        folder.path.rename(renamed.path)
-        _name_in_json(renamed.sweep_json, name)
+        folder.path.rename(renamed_folder.path)
+        _write_name_in_json(renamed_folder.sweep_json, new_name)
     except OSError as error:
         raise SweepFolderError(f"cannot rename {folder.path}: {error.strerror}; make it writable") from error
-    return renamed
+    return renamed_folder
 
 
-def _name_in_json(path: Path, name: str) -> None:
-    values = json.loads(path.read_text())
-    write_whole(path, json.dumps(values | {"sweep": name}, indent=1) + "\n")
+def _write_name_in_json(sweep_json: Path, new_name: str) -> None:
+    json_value = json.loads(sweep_json.read_text())
+    write_whole(sweep_json, json.dumps(json_value | {"sweep": new_name}, indent=1) + "\n")

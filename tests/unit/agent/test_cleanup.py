@@ -83,7 +83,7 @@ def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, c
     server = node.ask("node._server.pid")
     assert not node.ask("'pynvml' in __import__('sys').modules"), "it is needed on GPUs only"
     assert node.ask("node.kill()")["unusable"] is None
-    assert [pid for pid, started in family.items() if processes.alive(pid, started)] == []
+    assert [pid for pid, started in family.items() if processes.is_alive(pid, started)] == []
     assert processes.start_time(server) is not None
 
 
@@ -214,4 +214,4 @@ def test_only_what_the_dead_of_this_namespace_left_is_cleaned_up(tmp_path, monke
 
 @pytest.mark.parametrize("tag", ["", "a:0:1:1", "a:0:x:1:1", "a:0:1:1:1:1", f"a:0:1:1:{2**63}"])
 def test_a_tag_of_another_form_is_nobodys_orphan(tag):
-    assert not processes.orphaned(tag)
+    assert not processes.is_orphaned(tag)

@@ -10,7 +10,7 @@ from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.comm import figure, points
 from ultrabench.analysis.ranking import rank
-from ultrabench.device_rates import OPERATIONS, bandwidths
+from ultrabench.device_rates import OPERATIONS, link_measurements
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 
@@ -30,7 +30,12 @@ def probe(scale, inside, *sizes):
 
 def probed(nodes, *measured, repeat=0):
     """The row of a run that measured links."""
-    held = {"model": None, "kernel": "probe", "cluster": "local", "bandwidths": bandwidths(probe(*measured))}
+    held = {
+        "model": None,
+        "kernel": "probe",
+        "cluster": "local",
+        "bandwidths": link_measurements(probe(*measured)),
+    }
     return row("p", nodes=nodes, repeat=repeat, **held)
 
 

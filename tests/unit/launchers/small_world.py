@@ -70,8 +70,8 @@ def claim(claims: Claims, key: str, owner: dict[str, Any]) -> bool:
     return free
 
 
-def owner(claims: Claims, key: str) -> dict[str, Any] | None:
-    """What ultrabench.store.claim.owner does."""
+def claim_content(claims: Claims, key: str) -> dict[str, Any] | None:
+    """What ultrabench.store.claim.claim_content does."""
     return claims.get(key)
 
 

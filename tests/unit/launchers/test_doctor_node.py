@@ -17,7 +17,7 @@ from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import REPORT_CHECKS
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.slurm.site import Limits, Site
-from ultrabench.store.claim import owner
+from ultrabench.store.claim import claim_content
 from ultrabench.sweep.config.load import load_config
 
 load = cache(load_config)
@@ -32,7 +32,7 @@ REPORT = {
     "host": "gpu01", "job_id": "7_0", "won_own_claim": True, "won_taken_claim": False,
     "python": "/envs/ub/bin/python", "python_version": "3.11.7", "ultrabench_version": ultrabench.__version__,
     "ultrabench_path": "/envs/ub/ultrabench", "kernel_digest": load(CPU).kernel.digest(), "kernel_error": None,
-    "git_commit": checkout.commit(), "utc_offset": time.strftime("%z"), "gpus": 8, "foreign": [], "cores": 112,
+    "git_commit": checkout.commit_sha(), "utc_offset": time.strftime("%z"), "gpus": 8, "foreign": [], "cores": 112,
     "numa_nodes": 2, "torch": TORCH, "torch_error": None,
     "began_s": 1000.0, "ended_s": 1004.0,
     "results_dir": "/shared/results", "same_folder": True, "own_claim_seen": True, "earliest_s": 999.0, "latest_s": 1005.0,
@@ -135,7 +135,7 @@ def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
     (tmp_path / "claims").mkdir()
     report = checkup.examine_node(tmp_path)
     assert (report["job_id"], report["won_own_claim"], report["token"]) == ("7", True, None)
-    assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
+    assert claim_content(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 
 
 MEMORY = Limits(name="big.mem", gres="gpu:8")

@@ -44,7 +44,7 @@ def stage(monkeypatch, request, tmp_path):
     sweep.plan = replace(sweep.plan, candidates=tuple(runs[: request.param]))
     for room in ("store.claim", "agent.lead"):
         monkeypatch.setattr(f"ultrabench.{room}.claim", small_world.claim)
-        monkeypatch.setattr(f"ultrabench.{room}.owner", small_world.owner)
+        monkeypatch.setattr(f"ultrabench.{room}.claim_content", small_world.claim_content)
     monkeypatch.setattr(AgentWatchdog, "observe", lambda *_: None)
     monkeypatch.setattr(Allocation, "write", lambda self: None)
     monkeypatch.setattr(KernelConfig, "digest", lambda self: "digest")

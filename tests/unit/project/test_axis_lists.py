@@ -13,7 +13,7 @@ REASONS = {
     "analysis/figures/plots/schedule.py": "what the order of passes depends on",
     "kernel/mesh.py": "the mesh of torch splits dp into replicas and shards",
     "kernel/rank/ran.py": "each option is read back from the running model in its own way",
-    "src/ultrabench/layout.py": "TRADED: somebody has to look how an axis changes memory before it joins",
+    "src/ultrabench/layout.py": "COMPARABLE_AXES: somebody has to look how an axis changes memory before it joins",
     "sweep/grid.py": "each of these axes follows from others in its own way",
     "sweep/predict/search.py": "numbers that may be 0 have a distance of their own",
     "sweep/recommend.py": "the values of recomputation and ZeRO that take least time and least memory",

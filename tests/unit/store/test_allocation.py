@@ -10,7 +10,7 @@ import pytest
 from tests.configs import refused
 from tests.unit.allocations import first_allocations, open_sweep
 from ultrabench.errors import SweepFolderError
-from ultrabench.store.allocation import PROBE_LIMIT_S, inside, read_allocation
+from ultrabench.store.allocation import PROBE_LIMIT_S, is_in_window, read_allocation
 
 
 @pytest.fixture
@@ -94,4 +94,4 @@ def at(text, seconds=0):
     ],
 )  # fmt: skip
 def test_runs_begin_from_the_first_minute_of_a_window_and_not_in_the_last(window, now, seconds, expected):
-    assert inside(window, at(now, seconds)) is expected
+    assert is_in_window(window, at(now, seconds)) is expected

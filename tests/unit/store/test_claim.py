@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ultrabench.errors import may_pass
-from ultrabench.store.claim import GIVEN_UP, claim, give_up, owner, owner_of
+from ultrabench.store.claim import GIVEN_UP, claim, claim_content, give_up, owner_of
 
 KEY = "aaaa.0.0"
 MINE = {"allocation": "n1-x.3", "host": "gpu01", "job": {"job_id": "57_3", "restart": 0}}
@@ -50,7 +50,7 @@ def test_one_of_several_processes_wins_each_claim(tmp_path):
 def test_a_requeued_job_knows_its_earlier_start(tmp_path):
     assert claim(tmp_path, KEY, MINE)
     assert not claim(tmp_path, KEY, MINE | {"job": {"job_id": "57_3", "restart": 1}})
-    assert owner(tmp_path, KEY) == MINE
+    assert claim_content(tmp_path, KEY) == MINE
     assert owner_of(tmp_path, KEY) == "n1-x.3"
 
 
@@ -108,9 +108,9 @@ UNREADABLE = [
     ],
 )
 def test_an_odd_claim_is_somebodys(tmp_path, make, held, name):
-    assert owner(tmp_path, KEY) is owner_of(tmp_path, KEY) is None
+    assert claim_content(tmp_path, KEY) is owner_of(tmp_path, KEY) is None
     make(tmp_path / KEY)
-    assert (owner(tmp_path, KEY), owner_of(tmp_path, KEY)) == (held, name)
+    assert (claim_content(tmp_path, KEY), owner_of(tmp_path, KEY)) == (held, name)
     assert not claim(tmp_path, KEY, MINE)
     assert not give_up(tmp_path, KEY)
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_garbage(tmp_path, monkeypatch,
     """A claim that a stale file server hides is that of somebody who may be alive."""
     claim(tmp_path, KEY, MINE)
     reading_fails(monkeypatch, name)
-    for ask in (owner, owner_of, give_up):
+    for ask in (claim_content, owner_of, give_up):
         with pytest.raises(OSError, match=os.strerror(getattr(errno, name))):
             ask(tmp_path, KEY)
     monkeypatch.undo()
@@ -138,15 +138,15 @@ def test_what_cannot_be_read_now_is_not_taken_for_garbage(tmp_path, monkeypatch,
 def test_what_will_never_be_read_is_somebody(tmp_path, monkeypatch, name):
     claim(tmp_path, KEY, MINE)
     reading_fails(monkeypatch, name)
-    assert (owner(tmp_path, KEY), owner_of(tmp_path, KEY)) == ({}, "unreadable")
+    assert (claim_content(tmp_path, KEY), owner_of(tmp_path, KEY)) == ({}, "unreadable")
 
 
 def test_an_allocation_that_was_given_up_belongs_to_no_agent(tmp_path, monkeypatch):
     """It may be given up again, and by another launcher."""
     assert give_up(tmp_path, KEY)
     assert give_up(tmp_path, KEY)
-    monkeypatch.setattr("ultrabench.store.claim._PROCESS", "another")
+    monkeypatch.setattr("ultrabench.store.claim._PROCESS_TOKEN", "another")
     assert give_up(tmp_path, KEY)
     assert [p.name for p in tmp_path.iterdir()] == [KEY]
-    assert owner(tmp_path, KEY) == {"allocation": GIVEN_UP}
+    assert claim_content(tmp_path, KEY) == {"allocation": GIVEN_UP}
     assert not claim(tmp_path, KEY, MINE)

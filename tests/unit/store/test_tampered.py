@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.claim import claim, unrecorded
+from ultrabench.store.claim import claim, unrecorded_attempts
 from ultrabench.store.events import (
     _SAFE_NAMES_OF,
     EVENTS,
@@ -149,6 +149,7 @@ def test_claims_of_which_the_journal_says_nothing_are_counted(tmp_path):
     journal_of(folder.journal, *events)
     for run in ("aaaa", "bbbb"):
         claim(folder.claims, str(AttemptKey(run, 0, 0)), {"allocation": "n1-a.0"})
-    assert unrecorded(folder.claims, fold(read_journal(folder.journal))) == [], "its job may just begin it"
+    unrecorded = unrecorded_attempts(folder.claims, fold(read_journal(folder.journal)))
+    assert unrecorded == [], "its job may just begin it"
     journal_of(folder.journal, AllocationEnded(allocation="n1-a.0", reason="all tasks done"))
-    assert unrecorded(folder.claims, fold(read_journal(folder.journal))) == ["bbbb.0.0"]
+    assert unrecorded_attempts(folder.claims, fold(read_journal(folder.journal))) == ["bbbb.0.0"]

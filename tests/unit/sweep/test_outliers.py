@@ -10,9 +10,9 @@ from tests.strategies import LONG
 from tests.unit.analysis.sweeps import LAYOUTS, OK, TINY, spec_of
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import raw_json, to_dict
-from ultrabench.result import Status, sentences
+from ultrabench.result import Status, doubt_text
 from ultrabench.run import AttemptKey
-from ultrabench.step_time import extremes
+from ultrabench.step_time import extreme_medians_s
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
@@ -51,7 +51,7 @@ def bad(state):
 
 def doubts(state, device="cuda"):
     found = suspect_attempts(with_loss_outliers(state), device=device)
-    return {key.run_id: sentences(doubts) for key, doubts in found.items()}
+    return {key.run_id: doubt_text(doubts) for key, doubts in found.items()}
 
 
 def test_an_outlying_loss_is_invalid_and_says_what_the_others_have():
@@ -185,8 +185,13 @@ def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(contr
 
 
 def test_ranks_with_times_of_their_own():
-    assert extremes([[1.0, 3.0, 2.0], [], [1.0], [9.0, 5.0]]) == {"2": 1.0, "3": 7.0}
-    assert extremes([[1.0], []]) == extremes([]) == extremes([[1.0], [0.0, 1.0]]) == {}
+    assert extreme_medians_s([[1.0, 3.0, 2.0], [], [1.0], [9.0, 5.0]]) == {"2": 1.0, "3": 7.0}
+    assert (
+        extreme_medians_s([[1.0], []])
+        == extreme_medians_s([])
+        == extreme_medians_s([[1.0], [0.0, 1.0]])
+        == {}
+    )
     state = state_of([attempt("x", rank_step_times_s=SLOW_RANK), attempt("y", rank_step_times_s={})])
     assert doubts(state) == {"x": "rank 3 took 1.40 x the step time of rank 0"}
     assert doubts(state, device="cpu") == {}

@@ -12,7 +12,7 @@ import pytest
 from tests.configs import refused
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED, compiled, parse_log_line
+from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED_EVENT, compile_pattern, parse_log_line
 from ultrabench.sweep.config.load import load_config
 
 ON_CPUS = (
@@ -43,9 +43,9 @@ def read_log(kernel, lines):
     progress, steps = RankProgress(), []
     for option in LOG_PATTERNS:
         if text := getattr(kernel, option):
-            pattern = compiled(option, text)
+            pattern = compile_pattern(option, text)
             for line in filter(None, (parse_log_line(line, pattern, 4096, option) for line in lines)):
-                if line["event"] == OBSERVED:
+                if line["event"] == OBSERVED_EVENT:
                     progress.observe(line)
                 else:
                     steps.append(line)
@@ -100,8 +100,8 @@ def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(step_rank, ran
     ],
 )  # fmt: skip
 def test_the_group_names_the_unit_of_memory(text, option, quantities):
-    line = parse_log_line(text, compiled("memory_line", option), 1.0, "memory_line")
-    assert line == (quantities and {"event": OBSERVED, **quantities})
+    line = parse_log_line(text, compile_pattern("memory_line", option), 1.0, "memory_line")
+    assert line == (quantities and {"event": OBSERVED_EVENT, **quantities})
 
 
 @pytest.mark.parametrize(

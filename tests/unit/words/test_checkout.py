@@ -40,8 +40,8 @@ def test_the_commit_of_the_clone_whatever_variables_a_git_hook_has(clone, tmp_pa
     expected = git(clone, "rev-parse", "HEAD")
     for name, path in (("GIT_DIR", ".git"), ("GIT_WORK_TREE", ""), ("GIT_INDEX_FILE", ".git/index")):
         monkeypatch.setenv(name, str(other / path))
-    assert checkout.commit() == expected
-    assert checkout.difference() == b""
+    assert checkout.commit_sha() == expected
+    assert checkout.uncommitted_patch() == b""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_patch_of_tracked_files_gives_the_sources_back(clone, content):
     git(clone, "config", "diff.external", "false")
     (clone / "untracked.txt").write_text("secret")
     (clone / "notes.txt").write_bytes(content)
-    patch = checkout.difference()
+    patch = checkout.uncommitted_patch()
     assert b"secret" not in patch
     git(clone, "checkout", "--quiet", "notes.txt")
     git(clone, "apply", "-", input=patch)
@@ -68,5 +68,5 @@ def test_where_git_does_not_track_the_package_nothing_is_known(clone, tmp_path, 
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
         inside = clone if where == "inside another project" else tmp_path
         package(inside / ".venv/lib/ultrabench", monkeypatch)
-    assert checkout.commit() is None
-    assert checkout.difference() == b""
+    assert checkout.commit_sha() is None
+    assert checkout.uncommitted_patch() == b""

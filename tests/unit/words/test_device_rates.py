@@ -1,7 +1,7 @@
 import pytest
 
 from ultrabench.analysis.schema import GROUPS
-from ultrabench.device_rates import DEVICE_RATES, OPERATIONS, bandwidths, crossing_share, summary
+from ultrabench.device_rates import DEVICE_RATES, OPERATIONS, crossing_share, link_measurements, summary
 
 
 def rows(*rates):
@@ -61,7 +61,7 @@ def test_shares_are_those_of_nccl_tests():
 def test_bandwidths_are_one_list_without_what_is_damaged():
     odd = LONG | {"seconds": float("inf")}
     whole = {"sendrecv": {"all": [LONG, odd], "intra_node": None}, "alltoall": {"all": [LONG, 1]}}
-    found = bandwidths({"collectives": whole})
+    found = link_measurements({"collectives": whole})
     assert found == [
         {"operation": "sendrecv", "scope": "all", **row, "seconds": s}
         for row, s in ((LONG, 1.0), (odd, None))

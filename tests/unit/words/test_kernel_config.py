@@ -12,7 +12,7 @@ import ultrabench
 from tests.configs import refused
 from ultrabench.kernel_config import KernelConfig, rank_sources
 from ultrabench.launchers.open_sweep import require_same, sweep_json_of
-from ultrabench.store.kernel_secrets import REDACTED, hide, keep, redacted, revealed
+from ultrabench.store.kernel_secrets import REDACTED, redact_arguments, redact_env, reveal_env, write_secrets
 from ultrabench.sweep.config.load import config_from_tree, load_config
 
 ROOT = Path(ultrabench.__file__).parent
@@ -57,25 +57,25 @@ def test_each_source_changes_the_digest(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_KEY", "apiKey", "DB_PASSWORD", "wandb_api_key"])
 def test_names_of_secrets_are_known(name):
-    assert redacted({name: "hunter2", "LEVEL": "3"}) == ({name: REDACTED, "LEVEL": "3"}, {name: "hunter2"})
-    assert redacted({name: REDACTED}) == ({name: REDACTED}, {})
+    assert redact_env({name: "hunter2", "LEVEL": "3"}) == ({name: REDACTED, "LEVEL": "3"}, {name: "hunter2"})
+    assert redact_env({name: REDACTED}) == ({name: REDACTED}, {})
 
 
 def test_values_are_kept_for_their_owner_and_found_again(tmp_path):
     file, env = tmp_path / "secrets.json", {"A_TOKEN": REDACTED, "B_KEY": REDACTED, "LEVEL": "3"}
     with refused(f"{file} has no value for kernel.env.B_KEY; give it again"):
-        keep(env, file, {"A_TOKEN": "1"})
+        write_secrets(env, file, {"A_TOKEN": "1"})
     for given in ({"A_TOKEN": "1", "B_KEY": "2"}, {"B_KEY": "3"}, {}):
-        keep(env, file, given)
+        write_secrets(env, file, given)
     assert file.stat().st_mode & 0o777 == 0o600
     assert json.loads(file.read_text()) == {"A_TOKEN": "1", "B_KEY": "3"}
-    assert revealed(env, file) == {"A_TOKEN": "1", "B_KEY": "3", "LEVEL": "3"}
-    assert revealed({"LEVEL": "3"}, tmp_path / "nothing") == {"LEVEL": "3"}
+    assert reveal_env(env, file) == {"A_TOKEN": "1", "B_KEY": "3", "LEVEL": "3"}
+    assert reveal_env({"LEVEL": "3"}, tmp_path / "nothing") == {"LEVEL": "3"}
 
 
 @pytest.mark.parametrize("word", ["kernel.env={T: a.b}", 'kernel.env={T: "a.b"}', "kernel.env={T: 'a.b'}"])
 def test_a_command_line_without_its_secret_can_be_used_again(word):
-    assert hide(["x", word], {"T": "a.b"}) == ["x", f"kernel.env={{T: '{REDACTED}'}}"]
+    assert redact_arguments(["x", word], {"T": "a.b"}) == ["x", f"kernel.env={{T: '{REDACTED}'}}"]
 
 
 def test_a_renewed_secret_is_the_same_sweep(tmp_path, monkeypatch):

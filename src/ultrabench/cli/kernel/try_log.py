@@ -9,8 +9,8 @@ from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted, nearest_name
 from ultrabench.log_patterns import (
     LOG_PATTERNS,
-    compiled_any,
-    misread,
+    compile_any,
+    misread_reason,
     nearest_lines,
     options_of,
     parse_log_line,
@@ -53,8 +53,8 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
         text_by_option = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
         if not text_by_option:
             raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}; give a pattern")
-        return {option: compiled_any(str(pattern)) for option, pattern in text_by_option.items()}
-    pattern = compiled_any(text)
+        return {option: compile_any(str(pattern)) for option, pattern in text_by_option.items()}
+    pattern = compile_any(text)
     if not (option_names := options_of(pattern)):
         groups_text = "; ".join(f"{name}: {', '.join(LOG_PATTERNS[name].groups)}" for name in LOG_PATTERNS)
         similar_kernel = nearest_name(text, files("kernel"))
@@ -75,7 +75,7 @@ def _match_report(option: str, pattern: re.Pattern[str], log: str) -> dict[str, 
         if match is None:
             continue
         values = parse_log_line(line, pattern, tokens_per_gpu=1.0, option=option) or {}
-        refusal = misread(option, values) or values.get("fault")
+        refusal = misread_reason(option, values) or values.get("fault")
         if values and not refusal:
             matched_lines.append({"line": line_number, **dict(_line_values(option, match, values))})
         else:
@@ -105,7 +105,7 @@ def _mfu_form_text(pattern: re.Pattern[str], log: str, matched_lines: list[dict[
 def _line_values(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The texts of the groups that a line matched, then the values that follow from them without knowing the layout."""
     log_pattern = LOG_PATTERNS[option]
-    groups = {**log_pattern.groups, **log_pattern.optional}
+    groups = {**log_pattern.groups, **log_pattern.optional_groups}
     texts = {name: text for name, text in match.groupdict().items() if text is not None and name in groups}
     yield from texts.items()
     for name, text in texts.items():

@@ -16,7 +16,7 @@ from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count, formula_text, params_text
 from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
-from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, of_peak
+from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
 from ultrabench.layout import AXES, BATCH, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -86,7 +86,9 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "communication_over_compute": run_predictor.communication_ratios(spec),
         "limited_by": prediction.limited_by,
         "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
-        "mfu": None if peak.source == GUESSED else tokens_per_s_per_gpu * flops_per_token / peak.flops_per_s,
+        "mfu": None
+        if peak.source == PEAK_GUESSED
+        else tokens_per_s_per_gpu * flops_per_token / peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _against_published(spec, config, prediction.step_time_s, peak),
     }
@@ -129,7 +131,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         yield ratio_line(ratios, spec.layout.dp_overlap)
     mfu, mfu_text = prediction["mfu"], ""
     if mfu is not None:
-        mfu_text = f", MFU {100 * mfu:.1f} %{of_peak(spec.kernel.precision)}"
+        mfu_text = f", MFU {100 * mfu:.1f} %{peak_suffix(spec.kernel.precision)}"
     low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
     step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {low} to {high} s)"
     rate_text = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu_text}"

@@ -25,7 +25,7 @@ from ultrabench.sweep.running.price import (
     Price,
     committed_gpu_hours,
 )
-from ultrabench.variant import shown
+from ultrabench.variant import value_text
 
 MIN_ASKED_HOURS = 1.0
 """Predicted hours on this machine from which a launch asks first."""
@@ -36,7 +36,9 @@ BUSY_SHARE = 0.3
 def headline(config: SweepConfig) -> str:
     """One line with all that the runs of a sweep share, such as its models, hardware, batch and precision."""
     models_text, hardware_name = ", ".join(map(_size_text, config.models)), config.hardware.name
-    option_texts = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
+    option_texts = {
+        name: " or ".join(map(value_text, values)) for name, values in config.options.values.items()
+    }
     routing_name = next(filter(None, map(config.kernel.routing_of, config.models)), None)
     setup_texts = (option_texts["precision"], f"kernel {config.kernel.name}", routing_text(routing_name))
     setup_text = ", ".join(filter(None, setup_texts))

@@ -29,7 +29,7 @@ from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
-from ultrabench.store.kernel_secrets import hide
+from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
@@ -246,7 +246,7 @@ def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: in
     # A second retry of the same runs has nothing to retry.
     is_retry = sys.argv[1:3] == ["sweep", "retry"]
     arguments = ["sweep", "resume", display_name] if is_retry else sys.argv[1:]
-    next_command = shlex.join(["ultrabench", *hide(arguments, sweep.config.secrets)])
+    next_command = shlex.join(["ultrabench", *redact_arguments(arguments, sweep.config.secrets)])
     jobs_continue = sweep.config.launcher.name != "local"
     if jobs_continue or signal_number != signal.SIGINT:
         signal_name = signal.Signals(signal_number).name

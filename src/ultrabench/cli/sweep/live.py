@@ -14,7 +14,7 @@ from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.hardware import of_peak
+from ultrabench.hardware import peak_suffix
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -122,7 +122,7 @@ def _result_text(run: Candidate, result: RunResult) -> str:
         return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate)
-    mfu_text = None if mfu is None else f"{percent(mfu)} MFU{of_peak(run.cell.precision)}"
+    mfu_text = None if mfu is None else f"{percent(mfu)} MFU{peak_suffix(run.cell.precision)}"
     speed_text = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
     return ", ".join(filter(None, ("ok", mfu_text, memory(result.peak_mem_reserved_bytes), speed_text)))
 
@@ -191,7 +191,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             speed_texts = (f"{rate:,.0f}", repeats_text, too_wide(ci_width is None, ci_width), mark)
             predicted_rate = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             mfu = run.mfu(rate)
-            mfu_text = None if mfu is None else f"{percent(mfu)}{of_peak(run.cell.precision)}"
+            mfu_text = None if mfu is None else f"{percent(mfu)}{peak_suffix(run.cell.precision)}"
             number_texts = " ".join(filter(None, speed_texts)), mfu_text, f"{rate / predicted_rate:.2f}"
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *number_texts))
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")

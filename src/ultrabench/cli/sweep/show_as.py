@@ -33,7 +33,7 @@ from ultrabench.sweep.config.framework import MODEL, Framework, text_of
 from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.refusals import ROUTED, unsupported
-from ultrabench.variant import texts, variables_of
+from ultrabench.variant import option_texts, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
@@ -68,7 +68,7 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
     other_options = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in env}
     document: dict[str, Any] = {
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
-        "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *texts(other_options)],
+        "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
     words = fill_in(spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
     if framework.file:

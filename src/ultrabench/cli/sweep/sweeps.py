@@ -18,7 +18,7 @@ from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.local import GRACE_S
 from ultrabench.record import value_from
 from ultrabench.standing import Standing
-from ultrabench.store.folder import SweepFolder, last_written, living_launchers, sweeps_in
+from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, sweep_dirs
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
@@ -65,7 +65,7 @@ class SweepSummary:
 def show_sweeps(results_dir: Path, as_json: bool) -> None:
     """Prints a line for each sweep, the one that was written last first; one that cannot be read gives a warning."""
     summaries = []
-    for path in sorted(sweeps_in(results_dir), key=last_written, reverse=True):
+    for path in sorted(sweep_dirs(results_dir), key=last_written_s, reverse=True):
         try:
             summaries.append(_sweep_summary(SweepFolder(path.absolute())))
         except (UltrabenchError, OSError) as error:
@@ -86,7 +86,7 @@ def _sweep_summary(folder: SweepFolder) -> SweepSummary:
     progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
     return SweepSummary(
         folder=folder, num_cells=len(by_cell(runs)), progress=progress, activity=activity(folder, progress, state),
-        age_s=max(0.0, time.time() - last_written(folder.path)),
+        age_s=max(0.0, time.time() - last_written_s(folder.path)),
     )  # fmt: skip
 
 

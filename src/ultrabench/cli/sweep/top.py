@@ -12,7 +12,7 @@ from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
-from ultrabench.hardware import of_peak
+from ultrabench.hardware import peak_suffix
 from ultrabench.result import SLOWER, state
 from ultrabench.routing import routing_text
 from ultrabench.store.folder import find_sweep
@@ -98,7 +98,7 @@ def number_texts(row: Row) -> dict[str, str | Text | None]:
     text_by_column: dict[str, str | Text | None] = {"layout": " ".join(layout_words(row))}
     text_by_column |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
     if text_by_column["MFU"]:
-        text_by_column["MFU"] = f"{text_by_column['MFU']}{of_peak(row['precision'])}"
+        text_by_column["MFU"] = f"{text_by_column['MFU']}{peak_suffix(row['precision'])}"
     text_by_column["memory"] = memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"])
     if text_by_column["step"] and row["step_time_ci95_rel"] is not None:
         text_by_column["step"] = f"{text_by_column['step']} +- {percent(row['step_time_ci95_rel'])}"
