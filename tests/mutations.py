@@ -26,7 +26,7 @@ from tests.parity.planted import FAULTS
 from tests.parity.server import compared_replicas
 from tests.parity.test_layouts import spec_of
 from ultrabench.kernel.check.parity import run_check
-from ultrabench.kernel.requests import TOLERANCE, CheckResult
+from ultrabench.kernel.requests import FP64_TOLERANCE, CheckResult
 
 PAGE = ROOT / "tests" / "mutations.md"
 RULE = "|---|---|---|---|---|---|\n"
@@ -91,7 +91,9 @@ def compared(server: Server, where: str) -> Found:
     if isinstance(answer, str):
         return Found("an error", answer)
     told = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
-    return Found("transformers" if answer >= TOLERANCE else None, f"{told}, allowed {TOLERANCE:.0e}")
+    return Found(
+        "transformers" if answer >= FP64_TOLERANCE else None, f"{told}, allowed {FP64_TOLERANCE:.0e}"
+    )
 
 
 def replicas(server: Server, where: str) -> Found:

@@ -157,7 +157,7 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "reduce_over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
+        "reduce_over_ranks": lambda value, *_: value, "observe_steps": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():
