@@ -172,11 +172,10 @@ def _grouped_gradients(grads: Tensor, rows: Tensor, expert_ends: Tensor, counts:
     """The gradients of the weights of `_grouped_products`, from the gradients of its outputs."""
     if rows.is_cuda and rows.dtype == torch.bfloat16:
         return grouped_mm(grads.t(), rows, expert_ends)
-    grad_weights = rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
-    grads_and_rows = (tensor.split([*counts]) for tensor in (grads, rows))  # type: ignore[no-untyped-call]
-    for grad_y, x, grad_weight in zip(*grads_and_rows, grad_weights, strict=True):
+    grad_w = rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
+    for grad_y, x, grad_weight in zip(grads.split([*counts]), rows.split([*counts]), grad_w, strict=True):  # type: ignore[no-untyped-call]
         torch.mm(grad_y.t(), x, out=grad_weight)
-    return grad_weights
+    return grad_w
 
 
 class _ExpertProducts(torch.autograd.Function):
@@ -248,8 +247,7 @@ def apply_ep(
     for layer in model.layers.values():
         if isinstance(block := layer.ffn, SparseFeedForward):
             for name, weight in block.experts.named_parameters():
-                local_part = weight.chunk(group.size())[0].detach().clone()
-                setattr(block.experts, name, nn.Parameter(local_part))
+                setattr(block.experts, name, nn.Parameter(weight.chunk(group.size())[0].detach().clone()))
             block.mix = partial(_mix, ep)
             block.make_route = partial(ep.learned_route, model.shape.num_experts)
     model.route = ep.route

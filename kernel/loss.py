@@ -112,13 +112,12 @@ class _HeadLoss(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         to_gradient: ToGradient,
     ) -> Tensor:
-        num_tokens, local_vocab_size = len(x_TH), len(weight_VH)
+        num_tokens, num_rows = len(x_TH), len(weight_VH)
         loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         grad_x = torch.empty_like(x_TH)
         grad_weight = None if shared_gradient is None else shared_gradient.grad_sum
-        targets_T = targets_T - (0 if group is None else group.rank() * local_vocab_size)
-        chunk_tokens = max(1, MAX_CHUNK_LOGITS // local_vocab_size)
-        softmax_tokens = max(1, MAX_SOFTMAX_LOGITS // local_vocab_size)
+        targets_T = targets_T - (0 if group is None else group.rank() * num_rows)
+        chunk_tokens, softmax_tokens = (max(1, n // num_rows) for n in (MAX_CHUNK_LOGITS, MAX_SOFTMAX_LOGITS))
         chunks = (tensor.split(chunk_tokens) for tensor in (x_TH, targets_T, grad_x))  # type: ignore[no-untyped-call]
         for chunk_x, chunk_targets, chunk_grad in zip(*chunks, strict=True):
             logits = chunk_x @ weight_VH.t()

@@ -140,8 +140,7 @@ class Attention(Block):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         hidden_size = shape.hidden_size
-        self.head_width = shape.head_width
-        self.core = causal_attention
+        self.head_width, self.core = shape.head_width, causal_attention
         self.q = nn.Linear(hidden_size, shape.q_width, bias=shape.attention_bias)
         self.k = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
         self.v = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)

@@ -30,7 +30,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     the first and the last stage hold copies of a tied embedding: checksums of the bits are equal, since all copies got
     the same sums. All ranks of a pipeline stage hold the same biases of routers. Ranks along tp hold copies of norms
     and routers. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in every group,
-    so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have to call it. Its
+    so that with tp they may differ by MAX_ROUNDINGS, along tp and along dp_replicate. All ranks have to call it. Its
     all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of the weights of norms and routers.
 
     Raises:

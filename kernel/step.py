@@ -79,7 +79,11 @@ def num_copies(name: str, param: Tensor, layout: Layout) -> int:
 
 
 class TrainStep:
-    """A rank's share of the model and its optimizer; all ranks have to call every method together."""
+    """A rank's share of the model and its optimizer; all ranks have to call every method together.
+
+    The dicts params, parts, shards and grad_norm_weights have a value for the name of each parameter: the parameter,
+    the cuts that lead to this rank's part of it, that part, and its weight in the square of the gradient's norm.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class TrainStep:
         return expert_mesh.get_group("ep") if expert_mesh else self.tp_ranks.group
 
     def _build_stage(self, stage: Stage) -> Decoder:
-        """A stage of the model, with every form of parallelism of the layout applied to it."""
+        """Builds a stage of the model, and applies every form of parallelism of the layout to it."""
         spec, kernel = self.spec, self.spec.kernel
         with torch.device("meta"):
             model = Decoder(spec.shape, stage, self.positions, kernel.routing)

@@ -159,12 +159,11 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx, *output_grads: Tensor):  # type: ignore[no-untyped-def]
         tp_ranks, (x_BsH, *weights) = ctx.tp_ranks, ctx.saved_tensors
         if tp_ranks.group.size() == 1:
-            gradients = _column_gradients(tp_ranks, x_BsH, output_grads, weights)
+            remaining_grads = iter(_column_gradients(tp_ranks, x_BsH, output_grads, weights))
         else:
             wanted_grads = tp_ranks.wants_input_grads, tp_ranks.wants_weight_grads
             options = tp_ranks.group.group_name, tp_ranks.sequence_parallel, tp_ranks.fp8, *wanted_grads
-            gradients = _columns_backward(x_BsH, output_grads, weights, *options)
-        remaining_grads = iter(gradients)
+            remaining_grads = iter(_columns_backward(x_BsH, output_grads, weights, *options))
         grad_x = next(remaining_grads) if tp_ranks.wants_input_grads else None
         return None, grad_x, *(remaining_grads if tp_ranks.wants_weight_grads else [None] * len(weights))
 

@@ -45,7 +45,7 @@ STOP_REASONS = (None, "interval", "max_steps")
 """Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
 enough, 2 if max_steps were measured."""
 STORE_POLL_S = 0.005
-"""Seconds between two looks for the port of rank 0's store."""
+"""Seconds between two looks for the file with the port of rank 0's store."""
 MAX_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""
 
@@ -63,11 +63,12 @@ class Timing:
         self.step_times_s: list[float] = []
         """Seconds of each measured step."""
         self.loss_final: float | None = None
-        self.done_steps = 0
+        self.num_steps = 0
+        """Number of steps that this rank has run."""
 
     def step(self) -> float:
         """Runs one step; returns its seconds, without making its data before and reading its loss after."""
-        step_number, num_graphs_before = self.done_steps + 1, self.trainer.compiler.num_graphs
+        step_number, num_graphs_before = self.num_steps + 1, self.trainer.compiler.num_graphs
         self.report.enter(DATA_PART, step_number)
         batch = self.trainer.batch(step_number)
         seconds, mean_loss = run_timed(self.device, partial(self._train, step_number, batch))
@@ -88,7 +89,7 @@ class Timing:
         tokens, gradient_norm = self.task.spec.tokens_per_step, float(self.trainer.gradient_norm)
         step_facts = {"step": step_number, "seconds": seconds, "loss": loss, "gradient_norm": gradient_norm}
         self.report.write("step", tokens=tokens, **step_facts, measured=self.is_measuring)
-        self.done_steps = step_number
+        self.num_steps = step_number
         if self.is_measuring:
             self.step_times_s.append(seconds)
         if step_number == self.limits.loss_step:
@@ -102,18 +103,18 @@ class Timing:
 
     def stop_reason(self) -> str | None:
         """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
-        limits, num_steps = self.limits, len(self.step_times_s)
-        if num_steps < limits.min_steps:
+        limits, num_measured = self.limits, len(self.step_times_s)
+        if num_measured < limits.min_steps:
             return None
         relative_ci95, is_long = ci95_rel(self.step_times_s), sum(self.step_times_s) >= limits.min_s
         is_narrow = relative_ci95 is not None and relative_ci95 <= limits.target_ci95_rel
-        reason_index = 0 if not is_long else 1 if is_narrow else 2 if num_steps >= limits.max_steps else 0
+        reason_index = 0 if not is_long else 1 if is_narrow else 2 if num_measured >= limits.max_steps else 0
         return STOP_REASONS[int(self._value_of_rank_0(reason_index))]
 
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
         start_s, warmup_steps, min_s = time.perf_counter(), self.limits.warmup_steps, self.limits.warmup_s
-        while self.done_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
+        while self.num_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining_steps in range(MAX_COMPILING_STEPS, -1, -1):
             if not reduce_over_ranks(self.has_compiled, self.device):
@@ -121,7 +122,7 @@ class Timing:
             if remaining_steps:
                 self.step()
         graphs_text = f"layers ({self.trainer.compiler.num_graphs} graphs so far); use kernel.compile=false"
-        raise RuntimeError(f"step {self.done_steps} still compiled {graphs_text}")
+        raise RuntimeError(f"step {self.num_steps} still compiled {graphs_text}")
 
     def _count_step_flops(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""
@@ -156,7 +157,7 @@ class Timing:
         require_equal_replicas(self.trainer)
         if self.task.profile:
             self.report.phase(TRACE_PHASE)
-            trace_steps(self.trainer, self.done_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
+            trace_steps(self.trainer, self.num_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
         self.report.write(
             "done",
             stopped=stop_reason,

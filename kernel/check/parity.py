@@ -6,7 +6,7 @@ and CUDA does not work in a child of a process that has used it.
 
 How much of a difference is allowed: in fp64 at most FP64_TOLERANCE. In fp32 and bf16 rounding alone makes differences
 that depend on the model, so they are measured. The single process trains the plain model in that precision as
-well, and for each tensor a layout may differ from fp64 by ROUNDING times what this differs from it. Both are L2
+well, and for each tensor a layout may differ from fp64 by ALLOWED_ROUNDINGS times what this differs from it. Both are L2
 norms over the elements of the tensor: rounding errors of many elements are independent, so that their norm hardly
 depends on the order of sums, in which layouts differ, while the largest error of a single element does. The
 parameters after AdamW are taken together: where a gradient is nearly 0, rounding decides about the sign of a
@@ -99,7 +99,8 @@ class _PlainStep:
         self.model = Decoder(shape, split_stages(shape, 1)[0], positions, run.kernel.routing).to(device)
         if precision == "fp8":
             round_products(self.model)
-        self.models, self.params = [self.model], dict(self.model.named_parameters())
+        self.clip_norm, self.models = CLIP_NORM, [self.model]
+        self.params = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.model.initial_value(name, param.shape, run.workload.seed, device))
@@ -107,7 +108,6 @@ class _PlainStep:
         self.optimizer = torch.optim.AdamW(
             self.params.values(), lr=lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY
         )
-        self.clip_norm = CLIP_NORM
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of the whole global batch in `step`."""

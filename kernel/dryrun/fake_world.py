@@ -81,9 +81,8 @@ class ShardedTensors:
 
     def __init__(self, models: Sequence[nn.Module], on_gradient: Callable[[Tensor], None]) -> None:
         modules = (m for model in models for m in model.modules() if isinstance(m, FSDPModule))
-        # Norm and head have one state, as they are one group.
-        states = dict.fromkeys(module._get_fsdp_state() for module in modules)
-        groups = (state._fsdp_param_group for state in states)
+        # Norm and head are one group.
+        groups = dict.fromkeys(module._get_fsdp_state()._fsdp_param_group for module in modules)
         self._params = [param for group in groups if group for param in group.fsdp_params]
         for param in self._params:
             param._unsharded_param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ def init_optimizer(trainer: TrainStep) -> None:
     trainer.optimizer.zero_grad()
 
 
-def _generated_code_loss(
+def _inductor_loss(
     byte_counter: LiveBytes, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
     """`logits_to_gradient` with the memory of the code that inductor generates of it (torch 2.13, CPU).
@@ -63,7 +63,6 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = init_op
     """
     with LiveBytes() as byte_counter, observe_resizes(byte_counter.count_resized):
         mesh, set_kind = build_mesh(spec.layout, "cpu"), byte_counter.set_kind
-        to_gradient = partial(_generated_code_loss, byte_counter)
         # Without generating code, torch decides as it does on GPUs what a compiled layer keeps.
         trainer = TrainStep(
             spec, _CPU, mesh, compile_backend="aot_eager",
@@ -72,7 +71,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = init_op
         sharded_tensors = ShardedTensors(trainer.models, lambda grad: set_kind("gradient", [grad]))
         for model in trainer.models:
             if spec.compiles and model.head is not None:
-                model.head.loss = partial(model.head.loss, to_gradient=to_gradient)
+                model.head.loss = partial(model.head.loss, to_gradient=partial(_inductor_loss, byte_counter))
         prepare(trainer)
         batch = trainer.batch(1)
         byte_counter.reset_peak()
@@ -140,9 +139,8 @@ def main() -> None:
     num_cores = len(os.sched_getaffinity(0))
     try:
         for i in range(0, len(first_ranks), num_cores):
-            ranks = first_ranks[i : i + num_cores]
-            cost_functions = {f"rank {rank}": partial(rank_cost, spec, rank) for rank in ranks}
-            for cost in run_forked(cost_functions, COST_TIMEOUT_S).values():
+            functions = {f"rank {r}": partial(rank_cost, spec, r) for r in first_ranks[i : i + num_cores]}
+            for cost in run_forked(functions, COST_TIMEOUT_S).values():
                 print(json.dumps(cost), flush=True)
     except ChildError as error:
         print(json.dumps({"error": str(error)}))

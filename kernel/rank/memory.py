@@ -19,11 +19,11 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
     RLIMIT_DATA counts private writable memory; RLIMIT_AS would count reserved address space, of which torch
     reserves far more than it uses.
     """
-    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    soft_limit = _status_bytes("VmData") + rank_mem_bytes
-    if hard_limit != resource.RLIM_INFINITY:
-        soft_limit = min(soft_limit, hard_limit)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
+    hard_limit_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft_limit_bytes = _status_bytes("VmData") + rank_mem_bytes
+    if hard_limit_bytes != resource.RLIM_INFINITY:
+        soft_limit_bytes = min(soft_limit_bytes, hard_limit_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit_bytes, hard_limit_bytes))
 
 
 def usage() -> dict[str, int]:

@@ -37,7 +37,7 @@ BandwidthRows = list[dict[str, float]]
 percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-def _collective_calls(
+def _collectives(
     all_parts: Tensor, receive_buffer: Tensor, own_part: Tensor, group: Group
 ) -> dict[str, Call]:
     """Operation -> a call of it; `all_parts` and `receive_buffer` have the size of all ranks' parts together."""
@@ -156,8 +156,7 @@ def _measure_collectives(
     for requested_bytes in settings.sizes_bytes if num_ranks > 1 else ():
         elements_per_rank = max(1, requested_bytes // ELEMENT_BYTES // num_ranks)
         all_parts, receive_buffer = torch.zeros(2, elements_per_rank * num_ranks, device=device)
-        own_part = torch.zeros(elements_per_rank, device=device)
-        calls = _collective_calls(all_parts, receive_buffer, own_part, group)
+        calls = _collectives(all_parts, receive_buffer, torch.zeros(elements_per_rank, device=device), group)
         for operation in settings.operations:
             rounds = range(settings.warmup + settings.iterations)
             times_s = [_mean_call_s(device, calls[operation], settings.calls) for _ in rounds]

@@ -196,9 +196,8 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
 
 def _compile_value(num_graph_calls: int, num_forwards: int) -> bool | str:
     """Whether the forwards of layers were calls of compiled graphs; a text where only some of them were."""
-    return num_graph_calls == num_forwards or (
-        num_graph_calls > 0 and f"in {num_graph_calls} of {num_forwards} forwards of layers"
-    )
+    counts_text = f"in {num_graph_calls} of {num_forwards} forwards of layers"
+    return num_graph_calls == num_forwards or (num_graph_calls > 0 and counts_text)
 
 
 def _common_value(values: Iterable[Any]) -> Any:

@@ -77,11 +77,10 @@ def _bytes_by_kind(trainer: TrainStep, peak_bytes: int | None, trace: dict[str, 
 
 
 def _write_trace(train_step: Callable[[], object], device: torch.device, path: Path) -> None:
-    """Runs 1 + STEPS steps, of which the last STEPS are traced."""
+    """Runs 1 + NUM_TRACED_STEPS steps, and writes a trace of all but the first to `path`."""
     is_gpu = device.type == "cuda"
-    profiler_activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
     with profile(
-        activities=profiler_activities,
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])],
         schedule=schedule(wait=0, warmup=1, active=NUM_TRACED_STEPS, repeat=1),
         on_trace_ready=lambda finished_profiler: finished_profiler.export_chrome_trace(str(path)),
         profile_memory=not is_gpu,  # on GPUs the memory snapshot shows it

@@ -30,8 +30,8 @@ class Compiling(Timing):
 
     def step(self):
         """One more step."""
-        self.done_steps += 1
-        self.has_compiled = self.done_steps <= self.last
+        self.num_steps += 1
+        self.has_compiled = self.num_steps <= self.last
         self.trainer.compiler.num_graphs += self.has_compiled
 
 
@@ -72,7 +72,7 @@ def test_the_warm_up_goes_on_while_graphs_are_compiled(one_rank, last, steps):
     """So that no measured step compiles."""
     timing = Compiling(last)
     timing._warm_up()
-    assert timing.done_steps == steps
+    assert timing.num_steps == steps
 
 
 def test_compilation_without_an_end_is_told(one_rank):
