@@ -357,14 +357,14 @@ class BuffersOnDemand:
         return super()._get_recv_ops(recv_infos)  # type: ignore[misc]
 
     def _retrieve_recv_activations(self, chunk: int) -> Any:
-        received = super()._retrieve_recv_activations(chunk)  # type: ignore[misc]
+        received_tensors = super()._retrieve_recv_activations(chunk)  # type: ignore[misc]
         _move_buffers(self.args_recv_info[chunk], torch.device("meta"))  # type: ignore[attr-defined]
-        return received
+        return received_tensors
 
     def _retrieve_recv_grads(self, chunk: int) -> Any:
-        received = super()._retrieve_recv_grads(chunk)  # type: ignore[misc]
+        received_tensors = super()._retrieve_recv_grads(chunk)  # type: ignore[misc]
         _move_buffers(self.grad_recv_info[chunk], torch.device("meta"))  # type: ignore[attr-defined]
-        return received
+        return received_tensors
 
 
 def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:

@@ -60,8 +60,8 @@ class CheckSpec:
     @property
     def run(self) -> RunSpec:
         """The run whose training is checked."""
-        fields = {key: getattr(self, key) for key in ("precision", "compile", "attention", "routing")}
-        kernel_config = KernelConfig(name="check", **fields)
+        kernel_fields = {key: getattr(self, key) for key in ("precision", "compile", "attention", "routing")}
+        kernel_config = KernelConfig(name="check", **kernel_fields)
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(
             shape=self.shape, workload=workload, layout=self.layout, kernel=kernel_config,

@@ -54,5 +54,5 @@ def _flight_record() -> list[dict[str, Any]]:
     """The entries of both flight recorders (one is for NCCL, one for all others), in order."""
     function_names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     dump_functions = (getattr(_distributed_c10d, name, None) for name in function_names)
-    records = [json.loads(dump(True, False)) for dump in dump_functions if dump is not None]
-    return [entry for record in records for entry in record.get("entries", [])]
+    recorder_dumps = [json.loads(dump(True, False)) for dump in dump_functions if dump is not None]
+    return [entry for recorder_dump in recorder_dumps for entry in recorder_dump.get("entries", [])]

@@ -114,7 +114,7 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     options = {
         "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "mbs": _common_value(size[0] for size, _ in records),
+        "mbs": _common_value(x_shape[0] for x_shape, _ in records),
         "gas": (gas := len(records) // (observations.num_steps * num_models)),
     }
     if pipeline := getattr(trainer, "pipeline", None):
@@ -135,7 +135,7 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     assert observations.rotations is not None
     num_token_parts = len(observations.rotations[0]) // observations.num_layer_tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
-    cp_degrees = [seq_len // (size[1] * num_token_parts ** (len(size) - 2)) for size, _ in records]
+    cp_degrees = [seq_len // (x_shape[1] * num_token_parts ** (len(x_shape) - 2)) for x_shape, _ in records]
     states = [state for _, layer_states in records for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     later_states = [s for i, (_, layer_states) in enumerate(records) for s in layer_states if i % gas]
@@ -183,8 +183,8 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
         "moments": [[precisions.leading_values(state[key]) for state in states] for key in MOMENT_KEYS],
     }
     precision_by_kind = dict[str, str]()
-    for kind, lists in tensor_lists_by_kind.items():
-        if list_precisions := [*filter(None, map(precisions.value_precision, lists))]:
+    for kind, tensor_lists in tensor_lists_by_kind.items():
+        if list_precisions := [*filter(None, map(precisions.value_precision, tensor_lists))]:
             precision_by_kind[kind] = _common_value(list_precisions)
     assert observations.rotations is not None
     cos, sin = observations.rotations
