@@ -27,7 +27,7 @@ from sweeps import cold_ranks, report, task_variables, torchrun
 
 from ultrabench.agent.agent_group import free_port
 from ultrabench.kernel.mesh import build_mesh, join_process_group
-from ultrabench.kernel.rank.clock import timed
+from ultrabench.kernel.rank.clock import run_timed
 from ultrabench.kernel.rank.environment import use_device
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.kernel.step import TrainStep
@@ -67,7 +67,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     for number in range(job["warmup"] + job["steps"]):
         for who, step in steps.items():
             cpu_start = time.process_time()
-            step_s, loss = timed(device, step)
+            step_s, loss = run_timed(device, step)
             if number >= job["warmup"]:
                 seconds[who].append(step_s)
                 cpu_seconds[who].append(time.process_time() - cpu_start)

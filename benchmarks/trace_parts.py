@@ -16,7 +16,7 @@ import layer_work
 
 from ultrabench.cli.tables import three_digits
 from ultrabench.hardware import Hardware
-from ultrabench.kernel.rank.timeline import Span, exclusive_spans, merge, total_us
+from ultrabench.kernel.rank.timeline import Span, exclusive_spans, merge_spans, total_us
 from ultrabench.run import RunSpec
 
 LONGEST = 3
@@ -132,7 +132,7 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
     spans = list[Span]()
     for kernel in kernels_of(trace):
         part = part_of(kernel, spec)
-        seconds_by_name[part][kernel.span.name] += (kernel.span.end - kernel.span.start) * scale
+        seconds_by_name[part][kernel.span.name] += (kernel.span.end_us - kernel.span.start_us) * scale
         spans.append(kernel.span)
     work, parts = layer_work.step_work(spec), []
     for part in (name for name in layer_work.PARTS if name in work or name == layer_work.REST):
@@ -143,7 +143,7 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
             row |= {"bound_by": limit and limit[0], "bound_s": limit and limit[1]}
         row["longest"] = [{"name": n, "seconds": s} for n, s in seconds_by_name[part].most_common(LONGEST)]
         parts.append(row)
-    busy_s = total_us(merge(spans)) * scale
+    busy_s = total_us(merge_spans(spans)) * scale
     return {
         "model": spec.shape.name, "num_hidden_layers": spec.shape.num_hidden_layers, "seq_len": spec.workload.seq_len,
         "mbs": spec.layout.mbs, "recompute": spec.layout.recompute, "precision": spec.kernel.precision,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ultrabench.kernel.compat import activate_flash3, has_cudnn_attention
+from ultrabench.kernel.compat import activate_flash3, prefers_cudnn_attention
 from ultrabench.kernel.cp import ring_attention
 from ultrabench.kernel.model import Attention, Decoder, causal_attention
 from ultrabench.kernel_config import KernelConfig
@@ -36,7 +36,7 @@ def choose_backend(kernel: KernelConfig, head_width: int, device: torch.device) 
         activate_flash3()
     if kernel.attention != "auto" or device.type == "cpu":
         return "flash" if kernel.attention == "auto" else kernel.attention
-    fits_cudnn = head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device)
+    fits_cudnn = head_width % 8 == 0 and head_width <= 128 and prefers_cudnn_attention(device)
     return "math" if not kernel.in_16_bits else "cudnn" if fits_cudnn else "flash"
 
 
@@ -46,11 +46,11 @@ def pinned_attention(backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tenso
         return causal_attention(q_BNSD, k_BKSD, v_BKSD)
 
 
-def apply_attention(model: Decoder, backend: str, group: ProcessGroup | None, exchange: str) -> None:
-    """Makes every layer of `model` attend by `backend`, with the ranks of `group` if given."""
+def apply_attention(model: Decoder, backend: str, ring_group: ProcessGroup | None, cp_exchange: str) -> None:
+    """Makes every layer of `model` attend by `backend`, with the ranks of `ring_group` if given."""
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
         attention.core = partial(pinned_attention, backend)
-        if group is not None:
-            attention.core = partial(ring_attention, group.group_name, exchange, backend)
+        if ring_group is not None:
+            attention.core = partial(ring_attention, ring_group.group_name, cp_exchange, backend)

@@ -7,6 +7,7 @@ the profiler and the flight recorder use other private parts.
 import datetime
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -37,18 +38,14 @@ def group_name(argument: Any) -> str | None:
     Functional collectives get the name as text, c10d operators get the group as a boxed object.
     Stays: the arguments of these operators are not public.
     """
-    if isinstance(argument, str):
-        return argument
     if isinstance(argument, torch.ScriptObject):
-        try:
+        with suppress(RuntimeError, TypeError):  # objects that are no process groups
             return str(dist.ProcessGroup.unbox(argument).group_name)
-        except (RuntimeError, TypeError):
-            return None
-    return None
+    return argument if isinstance(argument, str) else None
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory on this rank of `tensor`, which may be a DTensor.
+    """The memory of `tensor` on this rank; it may be a DTensor.
 
     Stays: `to_local` is an operation, which modes that watch operations must not start.
     """
@@ -91,7 +88,7 @@ class ShardState(NamedTuple):
 
 def shard_state(module: Any) -> ShardState:
     """The state of a module that fully_shard has wrapped and that has run."""
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = module._get_fsdp_state()._fsdp_param_group  # the parameters that it gathers together
     num_shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
     dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
     # Among replicas the sums of a shard group wait apart until the last micro-batch.
@@ -108,11 +105,11 @@ def reduce_gradients(model: Any) -> None:
     fully_shard does so itself during backward; this is what torch's pipelines do after the last one.
     Goes when FSDPModule has a method for it.
     """
-    state = model._get_fsdp_state()
-    for module_state in state._state_ctx.all_states[::-1]:
+    root_state = model._get_fsdp_state()
+    for module_state in root_state._state_ctx.all_states[::-1]:
         if module_state._fsdp_param_group:
             module_state._fsdp_param_group.post_backward()
-    state._root_post_backward_final_callback()
+    root_state._root_post_backward_final_callback()
 
 
 def widen_gradients(model: torch.nn.Module) -> None:
@@ -123,8 +120,8 @@ def widen_gradients(model: torch.nn.Module) -> None:
     Goes when torch's own schedules do it for backward passes of weights.
     """
     for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for param in group.fsdp_params if group else ():
+        param_group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for param in param_group.fsdp_params if param_group else ():
             param.accumulate_unsharded_grad_if_needed()
             param.to_accumulated_grad_if_needed()
 
@@ -164,7 +161,7 @@ def wait(tensor: Tensor) -> Tensor:
     return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
-WAIT = _collectives.wait_tensor.default
+WAIT_OPERATOR = _collectives.wait_tensor.default
 """The operator behind `wait`, which returns its argument; without data torch makes another tensor."""
 
 
@@ -184,13 +181,16 @@ _FUSED_ATTENTION = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
+"""The operators by which torch computes attention without a matrix of scores."""
 _SUM_COLLECTIVES = (_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default)
+"""The operators that sum over ranks."""
 _KEPT_IF_MARKED = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
     _collectives.all_to_all_single.default,
 )
+"""The operators whose results selective recomputation keeps if `mark_as_kept` marks their call."""
 
 
 def mark_as_kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -247,24 +247,27 @@ def attention_forward(
 def attention_backward(
     backend: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
+    """Gradients of q, k and v for one part of the keys, from `grad`, that of the output.
+
+    `out` and `log_sum` are those of the query over all parts.
+    """
     tensors, log_sum = (grad, q, k, v, out), log_sum.contiguous()
-    lengths = (q.shape[2], k.shape[2], 0.0, causal)
+    lengths_and_mask = (q.shape[2], k.shape[2], 0.0, causal)  # 0.0 is the probability of dropout
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
     random_state = torch.zeros(2, dtype=torch.int64 if backend == "cudnn" else torch.uint64, device=q.device)
     if backend == "cudnn":
-        arguments: tuple[Any, ...] = (random_state[0], random_state[1], None, None, None, *lengths)
+        options: tuple[Any, ...] = (random_state[0], random_state[1], None, None, None, *lengths_and_mask)
         # The log of cuDNN is B x N x S x 1.
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *arguments)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *options)
     elif q.is_cuda:
-        arguments = (None, None, *lengths, random_state, random_state[:1])
-        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *arguments)
+        options = (None, None, *lengths_and_mask, random_state, random_state[:1])
+        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *options)
     else:
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum, 0.0, causal)
     return grads  # type: ignore[no-any-return]
 
 
-def has_cudnn_attention(device: torch.device) -> bool:
+def prefers_cudnn_attention(device: torch.device) -> bool:
     """Whether torch itself prefers cuDNN's attention on this GPU.
 
     It does on Hopper and Blackwell from cuDNN 9.15.1 on; before that sequences had to be multiples of 128
@@ -295,7 +298,7 @@ def process_group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that torch.compile was given; `function` itself if it was not compiled. Stays: it is private."""
     return getattr(function, "_torchdynamo_orig_callable", function)
 
@@ -317,8 +320,8 @@ def require_split_backward() -> None:
         RuntimeError: this torch is too old.
     """
     if not hasattr(_backward, "_autograd_grad_for_inputs"):
-        reason = f"zbv needs torch 2.13 or newer, but {torch.__version__} loses gradients"
-        raise RuntimeError(f"{reason}; use another schedule")
+        reason_text = f"zbv needs torch 2.13 or newer, but {torch.__version__} loses gradients"
+        raise RuntimeError(f"{reason_text}; use another schedule")
 
 
 class PeerlessWarmup:
@@ -354,21 +357,21 @@ class BuffersOnDemand:
         return super()._get_recv_ops(recv_infos)  # type: ignore[misc]
 
     def _retrieve_recv_activations(self, chunk: int) -> Any:
-        received = super()._retrieve_recv_activations(chunk)  # type: ignore[misc]
+        received_tensors = super()._retrieve_recv_activations(chunk)  # type: ignore[misc]
         _move_buffers(self.args_recv_info[chunk], torch.device("meta"))  # type: ignore[attr-defined]
-        return received
+        return received_tensors
 
     def _retrieve_recv_grads(self, chunk: int) -> Any:
-        received = super()._retrieve_recv_grads(chunk)  # type: ignore[misc]
+        received_tensors = super()._retrieve_recv_grads(chunk)  # type: ignore[misc]
         _move_buffers(self.grad_recv_info[chunk], torch.device("meta"))  # type: ignore[attr-defined]
-        return received
+        return received_tensors
 
 
 def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:
     """Replaces the buffers by new ones on `device`; those on the meta device only say size and type."""
-    for info in recv_infos:
-        if (old := getattr(info, "buffer", None)) is not None:
-            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+    for recv_info in recv_infos:
+        if (old := getattr(recv_info, "buffer", None)) is not None:
+            recv_info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 batch_p2p = schedules._batch_p2p
@@ -379,5 +382,8 @@ Stays: it is private, as is the next one.
 
 
 def backward_of_stage(tensors: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """The gradients of a stage's inputs, after a backward pass from its outputs; torch's own arguments."""
+    """The gradients of a stage's inputs, after a backward pass from its outputs.
+
+    `tensors` are the keyword arguments that torch passes to the backward of a stage.
+    """
     return stage_backward(tensors["stage_output"], tensors["output_grads"], tensors["input_values"])

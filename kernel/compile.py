@@ -17,7 +17,7 @@ from ultrabench.kernel.fp8 import count_scaled_products
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.model import Decoder
 
-OPERATORS: dict[Any, Callable[..., Any]] = {}
+FUNCTION_BY_OPERATOR: dict[Any, Callable[..., Any]] = {}
 """Operator of ours, as compiled layers call it -> the function that it runs."""
 
 
@@ -30,11 +30,11 @@ def as_operator(empty_results: Callable[..., Any]) -> Callable[[Callable[..., An
         empty_results: returns tensors of the same shapes for the same arguments.
     """
 
-    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__.lstrip("_")
-        torch_operator = torch.library.custom_op(f"ultrabench::{name}", function, mutates_args=())
+    def register_operator(function: Callable[..., Any]) -> Callable[..., Any]:
+        operator_name = function.__name__.lstrip("_")
+        torch_operator = torch.library.custom_op(f"ultrabench::{operator_name}", function, mutates_args=())
         torch_operator.register_fake(empty_results)
-        OPERATORS[getattr(torch.ops.ultrabench, name).default] = function
+        FUNCTION_BY_OPERATOR[getattr(torch.ops.ultrabench, operator_name).default] = function
 
         @wraps(function)
         def eager_or_compiled(*args: Any) -> Any:
@@ -42,7 +42,7 @@ def as_operator(empty_results: Callable[..., Any]) -> Callable[[Callable[..., An
 
         return eager_or_compiled
 
-    return replace
+    return register_operator
 
 
 class GraphCounter:
@@ -51,20 +51,20 @@ class GraphCounter:
     All layers must share one, because graphs of different backends are kept apart.
     """
 
-    def __init__(self, backend: str) -> None:
-        """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
-        self.num_graphs, self.num_calls, self.name = 0, 0, backend
+    def __init__(self, backend_name: str) -> None:
+        """`backend_name` is a name that torch.compile knows: inductor, or aot_eager for checks."""
+        self.num_graphs, self.num_calls, self.backend_name = 0, 0, backend_name
         self.scaled_products = Counter[str]()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compiles a graph with its backward."""
         self.num_graphs += 1
-        products_of_graph = count_scaled_products(graph)
-        compiled_graph = compiler_of(self.name)(graph, inputs, **options)
+        graph_products = count_scaled_products(graph)
+        compiled_graph = compiler_of(self.backend_name)(graph, inputs, **options)
 
         def counted_call(*args: Any) -> Any:
             self.num_calls += 1
-            self.scaled_products.update(products_of_graph)
+            self.scaled_products.update(graph_products)
             return compiled_graph(*args)
 
         return counted_call
@@ -78,6 +78,6 @@ def apply_compile(model: Decoder, backend: GraphCounter) -> None:
     """
     for layer in model.layers.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
-    if model.head is not None and backend.name == "inductor":
+    if model.head is not None and backend.backend_name == "inductor":
         to_gradient = torch.compile(logits_to_gradient, fullgraph=True, dynamic=False)
         model.head.loss = partial(model.head.loss, to_gradient=to_gradient)

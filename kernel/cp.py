@@ -38,12 +38,12 @@ from ultrabench.kernel.compat import (
 from ultrabench.kernel.compile import as_operator
 
 
-def local_positions(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
-    """The positions of a sequence that a rank of the ring holds."""
+def local_positions(seq_len: int, cp: int, cp_rank: int) -> tuple[range, ...]:
+    """The positions of a sequence that rank `cp_rank` of the ring holds."""
     if cp == 1:
         return (range(seq_len),)
     chunk_len = seq_len // (2 * cp)
-    return tuple(range(chunk * chunk_len, (chunk + 1) * chunk_len) for chunk in (rank, 2 * cp - 1 - rank))
+    return tuple(range(i * chunk_len, (i + 1) * chunk_len) for i in (cp_rank, 2 * cp - 1 - cp_rank))
 
 
 def tokens_at(tokens_BS: Tensor, positions: Sequence[range]) -> Tensor:
@@ -52,50 +52,51 @@ def tokens_at(tokens_BS: Tensor, positions: Sequence[range]) -> Tensor:
 
 
 def ring_attention(
-    group_name: str, exchange: str, backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
+    group_name: str, cp_exchange: str, backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
 ) -> Tensor:
     """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
-    `exchange` is the layout's cp_exchange, and `backend` computes the attention to each part.
+    `cp_exchange` is that of the layout, ring or allgather; `backend` names the implementation of attention.
     """
-    options = group_name, exchange, backend
-    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, *options)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, group_name, cp_exchange, backend)  # type: ignore[no-untyped-call]
     return out
 
 
 class RingTransfer:
     """A tensor that is being sent to the next rank while the tensor of the previous rank arrives."""
 
-    def __init__(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> None:
-        ring = dist.get_process_group_ranks(group)
-        ring_position = ring.index(dist.get_rank())
-        self._sent, self._received = sent, received
-        send = dist.P2POp(dist.isend, sent, ring[(ring_position + 1) % len(ring)], group)
-        receive = dist.P2POp(dist.irecv, received, ring[ring_position - 1], group)
-        self._works = dist.batch_isend_irecv([send, receive])
+    def __init__(self, sent_tensor: Tensor, receive_buffer: Tensor, group: dist.ProcessGroup | None) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        ring_position = ranks.index(dist.get_rank())
+        self._sent_tensor, self._receive_buffer = sent_tensor, receive_buffer
+        send_op = dist.P2POp(dist.isend, sent_tensor, ranks[(ring_position + 1) % len(ranks)], group)
+        receive_op = dist.P2POp(dist.irecv, receive_buffer, ranks[ring_position - 1], group)
+        self._works = dist.batch_isend_irecv([send_op, receive_op])
 
     def wait(self) -> Tensor:
-        """Waits for the tensor of the previous rank and returns it."""
+        """Waits for the tensor of the previous rank, and returns it."""
         for work in self._works:
             work.wait()
-        return self._received
+        return self._receive_buffer
 
 
-def _attended_slices(rank: int, other_rank: int, seq_len: int) -> tuple[slice, slice, bool]:
-    """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal."""
-    all_tokens, half = slice(None), seq_len // 2
-    if other_rank == rank:
-        return all_tokens, all_tokens, True
-    return (all_tokens, slice(half), False) if other_rank < rank else (slice(half, None), all_tokens, False)
+def _attended_slices(rank: int, other_rank: int, local_seq_len: int) -> tuple[slice, slice, bool]:
+    """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal.
+
+    `local_seq_len` is the number of tokens of a sequence on each rank.
+    """
+    all_tokens, half_len = slice(None), local_seq_len // 2
+    if other_rank < rank:
+        return all_tokens, slice(half_len), False
+    return slice(half_len, None) if other_rank > rank else all_tokens, all_tokens, other_rank == rank
 
 
 def _visits(
-    kv: Tensor, group: dist.ProcessGroup, exchange: str
+    kv: Tensor, group: dist.ProcessGroup, cp_exchange: str
 ) -> Iterator[tuple[Tensor, slice, slice, bool]]:
-    """Yields the keys and values of each rank, this one's first, with what `_attended_slices` says of them."""
-    rank, num_ranks = group.rank(), group.size()
-    kv_by_rank = None
-    if exchange == "allgather":
+    """Yields the keys and values of each rank, this one's first, then the three values of `_attended_slices`."""
+    rank, num_ranks, kv_by_rank = group.rank(), group.size(), None
+    if cp_exchange == "allgather":
         kv_by_rank = wait(all_gather(kv, group)).unflatten(0, (num_ranks, -1))  # type: ignore[no-untyped-call]
     for turn in range(num_ranks):
         source_rank, transfer = (rank - turn) % num_ranks, None
@@ -113,17 +114,17 @@ def _stack_kv(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
 
 
-def _empty_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _empty_ring_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@as_operator(_empty_forward)
+@as_operator(_empty_ring_results)
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, backend: str
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, cp_exchange: str, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
-    out, log_sum = torch.empty(0), torch.empty(0)
-    for kv, query_slice, key_slice, causal in _visits(_stack_kv(k, v), process_group(group_name), exchange):
+    """The output of attention over all parts, B x N x S x D, and the log of its softmax sums, B x N x S."""
+    out, log_sum, group = torch.empty(0), torch.empty(0), process_group(group_name)
+    for kv, query_slice, key_slice, causal in _visits(_stack_kv(k, v), group, cp_exchange):
         keys, values = kv[:, :, key_slice].transpose(2, 3)
         part_out, part_log_sum = attention_forward(backend, q[:, :, query_slice], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
@@ -137,55 +138,58 @@ def _ring_forward(
     return out.to(q.dtype), log_sum.contiguous()
 
 
-def _empty_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+def _empty_ring_gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(_stack_kv(k, v))
 
 
-@as_operator(_empty_backward)
+@as_operator(_empty_ring_gradients)
 def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, cp_exchange: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of q, and those of k and v as `_stack_kv` has them.
+    """The gradient of q, and those of k and v stacked as by `_stack_kv`.
 
-    In a ring the sums of these travel with the keys and values, so that the last turn brings them to their rank. Otherwise
-    each rank adds to sums for the pairs of all ranks.
+    cp_exchange=ring: the gradients of a rank's keys and values travel behind these. Each rank adds its summand, and
+    the last transfer brings the sum to the rank that owns them. cp_exchange=allgather: each rank adds its summands to
+    one sum per owner, and a reduce-scatter adds these up over the ranks.
     """
     kv, group = _stack_kv(k, v), process_group(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
-    num_sums = 1 if exchange == "ring" else group.size()
-    grad_sums, transfer = kv.new_zeros((num_sums, *kv.shape), dtype=log_sum.dtype), None
-    for turn, (visiting_kv, query_slice, key_slice, causal) in enumerate(_visits(kv, group, exchange)):
-        query_tensors = (t[:, :, query_slice] for t in (grad, q, out, log_sum))
-        dq, dk, dv = attention_backward(
-            backend, *query_tensors, *visiting_kv[:, :, key_slice].transpose(2, 3), causal=causal
-        )
+    num_kv_owners = 1 if cp_exchange == "ring" else group.size()
+    grad_kv_sums, transfer = kv.new_zeros((num_kv_owners, *kv.shape), dtype=log_sum.dtype), None
+    for turn, (visiting_kv, query_slice, key_slice, causal) in enumerate(_visits(kv, group, cp_exchange)):
+        query_tensors = (t[:, :, query_slice] for t in (grad_out, q, out, log_sum))
+        keys_and_values = visiting_kv[:, :, key_slice].transpose(2, 3)
+        dq, dk, dv = attention_backward(backend, *query_tensors, *keys_and_values, causal=causal)
         if transfer is not None:
-            grad_sums = transfer.wait()
-        grad_kv = grad_sums[(group.rank() - turn) % num_sums]
-        grad_kv[0, :, key_slice] += dk.transpose(1, 2)
-        grad_kv[1, :, key_slice] += dv.transpose(1, 2)
+            grad_kv_sums = transfer.wait()
+        visiting_grad_kv = grad_kv_sums[(group.rank() - turn) % num_kv_owners]
+        visiting_grad_kv[0, :, key_slice] += dk.transpose(1, 2)
+        visiting_grad_kv[1, :, key_slice] += dv.transpose(1, 2)
         grad_q[:, :, query_slice] += dq
-        if exchange == "ring":
-            transfer = RingTransfer(grad_sums, torch.empty_like(grad_sums), group)
-    summed = wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if transfer is None else transfer.wait()[0]
-    return grad_q.to(q.dtype), summed.to(q.dtype)
+        if cp_exchange == "ring":
+            transfer = RingTransfer(grad_kv_sums, torch.empty_like(grad_kv_sums), group)
+    if transfer is None:
+        return grad_q.to(q.dtype), wait(reduce_scatter(grad_kv_sums.flatten(0, 1), group)).to(q.dtype)
+    return grad_q.to(q.dtype), transfer.wait()[0].to(q.dtype)
 
 
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default
-"""The operator of a compiled ring, whose results include those of attention."""
+"""The operator that runs `_ring_forward` in compiled layers; it returns the output and the log of the softmax sums."""
 
 
 class _RingAttention(torch.autograd.Function):
+    """`_ring_forward`, with `_ring_backward` as its backward."""
+
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *options: str) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.options = options
-        out, log_sum = _ring_forward(q, k, v, *ctx.options)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *ring_options: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.ring_options = ring_options
+        out, log_sum = _ring_forward(q, k, v, *ctx.ring_options)
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        grad_q, grad_kv = _ring_backward(grad, *ctx.saved_tensors, *ctx.options)
+    def backward(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
+        grad_q, grad_kv = _ring_backward(grad_out, *ctx.saved_tensors, *ctx.ring_options)
         grad_k, grad_v = grad_kv.transpose(2, 3)
         return grad_q, grad_k, grad_v, None, None, None

@@ -17,8 +17,8 @@ def sample(seed: int, step: int, index: int, seq_len: int, vocab_size: int) -> T
     """
     seed_digest = hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed_digest[:7], "big"))
-    uniform = torch.rand(seq_len + 1, generator=generator, dtype=torch.float64)
-    return (uniform**4 * vocab_size).long()
+    uniform_values = torch.rand(seq_len + 1, generator=generator, dtype=torch.float64)
+    return (uniform_values**4 * vocab_size).long()
 
 
 def sample_indices(layout: Layout, dp_rank: int) -> range:

@@ -56,23 +56,26 @@ def apply_dp(
     Args:
         expert_mesh: the mesh of the experts of a sparse layer, which are a group beside the rest of the layer.
     """
-    policy = MixedPrecisionPolicy()
+    mp_policy = MixedPrecisionPolicy()
     if precision in PRECISIONS_16_BIT:
         master_dtype, compute_dtype = MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
+        mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
 
-    def make_group(*modules: nn.Module | None, reshard: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
-        """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""
-        existing = [module for module in modules if module is not None]
-        if not existing:
+    def make_group(*modules: nn.Module | None, reshards: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
+        """Makes one group of the modules that are not None; returns a list of it, empty without modules.
+
+        `reshards` says whether the gathered parameters are freed between forward and backward.
+        """
+        members = [module for module in modules if module is not None]
+        if not members:
             return []
-        replicate_axis, shard_axis = axes = [
+        replicate_axis, shard_axis = dp_axes = [
             axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))
         ]
         has_replicas = mesh[replicate_axis].size() > 1
         has_reduce_hook = zero_stage == 0 and has_replicas
-        fsdp_mesh = mesh[tuple(axes)] if has_replicas and not has_reduce_hook else mesh[shard_axis]
-        group = fully_shard(existing, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)[0]
+        fsdp_mesh = mesh[tuple(dp_axes)] if has_replicas and not has_reduce_hook else mesh[shard_axis]
+        group = fully_shard(members, mesh=fsdp_mesh, reshard_after_forward=reshards, mp_policy=mp_policy)[0]
         if has_reduce_hook:  # torch sums over replicas of one shard only in a copy, which it divides by 1
             group.set_all_reduce_hook(partial(dist.all_reduce, group=mesh.get_group(replicate_axis)))
         elif fsdp_mesh.size() > 1:
@@ -80,19 +83,19 @@ def apply_dp(
         group.set_force_sum_reduction_for_comms(True)
         return [group]
 
-    reshard = zero_stage == 3
+    reshards = zero_stage == 3
     layer_groups = list[list[FSDPModule]]()
     for layer in model.layers.values():
         expert_groups = list[FSDPModule]()
         if expert_mesh is not None and isinstance(ffn := layer.ffn, SparseFeedForward):
-            expert_groups = make_group(ffn.experts, reshard=reshard, mesh=expert_mesh)
+            expert_groups = make_group(ffn.experts, reshards=reshards, mesh=expert_mesh)
         for group in expert_groups:
             call_inside_experts(layer, group)
-        layer_groups.append(make_group(layer, reshard=reshard) + expert_groups)
-    embedding_groups = [] if model.is_tied else make_group(model.embedding, reshard=reshard)
-    head_groups = [] if model.is_tied else make_group(model.norm, model.head, reshard=False)
+        layer_groups.append(make_group(layer, reshards=reshards) + expert_groups)
+    embedding_groups = [] if model.is_tied else make_group(model.embedding, reshards=reshards)
+    head_groups = [] if model.is_tied else make_group(model.norm, model.head, reshards=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
-    root_groups = make_group(model, reshard=False)
+    root_groups = make_group(model, reshards=False)
     ordered_groups = [embedding_groups or root_groups, *layer_groups, *([head_groups] if head_groups else [])]
     for (group, *_), (next_group, *inner_groups) in pairwise(ordered_groups):
         # Each group requests the parameters of the next one as soon as it begins. Torch would request them in
@@ -105,10 +108,10 @@ def apply_dp(
             # With an empty list torch would guess; what it has gathered already it does not gather again.
             inner_group.set_modules_to_backward_prefetch([inner_group])
     root_groups[0].set_modules_to_backward_prefetch(ordered_groups[-1])
-    for embedding in embedding_groups:
-        embedding.set_unshard_in_backward(False)
+    for embedding_group in embedding_groups:
+        embedding_group.set_unshard_in_backward(False)
         # Naming itself requests nothing, since its gather is off.
-        embedding.set_modules_to_backward_prefetch([embedding])
+        embedding_group.set_modules_to_backward_prefetch([embedding_group])
 
 
 def call_inside_experts(layer: nn.Module, experts: FSDPModule) -> None:
@@ -122,7 +125,10 @@ def call_inside_experts(layer: nn.Module, experts: FSDPModule) -> None:
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, is_last: bool, overlap: bool) -> None:
-    """Says before a micro-batch whether its backward reduces gradients and frees parameters."""
+    """Sets before a micro-batch whether its backward reduces gradients and frees parameters.
+
+    With `overlap` gradients are reduced beside backward, otherwise after it by `end_microbatch`.
+    """
     model.set_requires_gradient_sync(overlap and must_reduce(zero_stage, is_last=is_last))
     model.set_requires_all_reduce(is_last)
     model.set_reshard_after_backward(is_last or zero_stage == 3)

@@ -21,8 +21,8 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
     """
     if torch.version.hip is None or device.type == "cpu":
         return torch.float8_e4m3fn
-    architecture = torch.cuda.get_device_properties(device).gcnArchName
-    return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn
+    gpu_architecture = torch.cuda.get_device_properties(device).gcnArchName
+    return torch.float8_e4m3fnuz if gpu_architecture.startswith("gfx94") else torch.float8_e4m3fn
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, purpose: str) -> Tensor:
@@ -38,12 +38,12 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, purpose: s
         return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def count_scaled_products(graph: torch.fx.GraphModule) -> Counter[str]:
-    """Purpose -> number of products of fp8 in the graph of a layer, in forward and backward.
+def count_scaled_products(layer: torch.fx.GraphModule) -> Counter[str]:
+    """Purpose -> number of products of fp8 in a traced layer and its nested graphs, in forward and backward.
 
     Each counts once, also where backward computes it again. Those in operators of ours are in SCALED_PRODUCTS.
     Stays with `scaled_mm`.
     """
-    graphs = (module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
+    graphs = (module.graph for module in layer.modules() if isinstance(module, torch.fx.GraphModule))
     nodes = (node for graph in graphs for node in graph.nodes if node.target is torch._scaled_mm)
     return Counter(node.meta["custom"]["purpose"] for node in nodes)

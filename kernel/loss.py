@@ -3,10 +3,10 @@
 With T tokens, the loss is the mean over t of log(sum_v exp(l_tv)) - l_t,target, and its gradient with respect
 to the logits is (softmax(l) - onehot) / T. Forward computes the logits of a chunk, turns them in place into
 that gradient, multiplies it into both gradients of the head, and frees it. This costs the same three matrix
-products as the plain head, but holds at most CHUNK_LOGITS logits at a time where the plain head keeps T*V. The
+products as the plain head, but holds at most MAX_CHUNK_LOGITS logits at a time where the plain head keeps T*V. The
 gradients of the weights from several chunks are added in at least fp32.
 
-Under tensor parallelism a rank holds V/tp rows of the head, and each softmax over at most SOFTMAX_LOGITS logits
+Under tensor parallelism a rank holds V/tp rows of the head, and each softmax over at most MAX_SOFTMAX_LOGITS logits
 needs two all-reduces over tp: of a maximum and of two sums for each of its tokens.
 """
 
@@ -17,40 +17,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_LOGITS = 2**29
+MAX_CHUNK_LOGITS = 2**29
 """Largest number of logits in a chunk: 4096 tokens with a vocabulary of 131072, 1 GiB in bf16.
 
 Each chunk beyond the first adds V*H numbers to a sum in fp32, so that chunks are larger than parts of a softmax. Two
 layers of Llama 3.1 8B and 4096 tokens in bf16 peak 0.8 GiB higher in a dry run with 2**27 for both, because of that
 sum, and 1.5 GiB higher with 2**29 for both.
 """
-SOFTMAX_LOGITS = 2**27
+MAX_SOFTMAX_LOGITS = 2**27
 """Largest number of logits whose softmax is computed at a time, 1 GiB in two copies of fp32."""
 
 
 def logits_to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the losses of a chunk; overwrites `logits` with the gradient of that sum."""
+    """Overwrites `logits` with the gradient of the sum of the losses of their tokens; returns that sum."""
     wide_dtype = torch.promote_types(logits.dtype, torch.float32)
     is_local = (targets >= 0) & (targets < logits.shape[1])
     target_index = targets.where(is_local, 0)[:, None]
     log_p = torch.log_softmax(logits, 1, dtype=wide_dtype)
     if group is None:
-        loss = -log_p.gather(1, target_index).sum()
+        loss_sum = -log_p.gather(1, target_index).sum()
     else:
         # First the log of the sum of this rank's exponentials, then that of all ranks.
         local_log_sum = logits[:, 0].to(wide_dtype) - log_p[:, 0]
         max_log_sum = local_log_sum.clone()
         dist.all_reduce(max_log_sum, dist.ReduceOp.MAX, group)
         target_logit = logits.gather(1, target_index)[:, 0].to(wide_dtype)
-        sums = torch.stack(((local_log_sum - max_log_sum).exp(), (target_logit - max_log_sum) * is_local))
-        dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()
+        exp_and_logit = (local_log_sum - max_log_sum).exp(), (target_logit - max_log_sum) * is_local
+        dist.all_reduce(sums_over_ranks := torch.stack(exp_and_logit), group=group)
+        log_sum = sums_over_ranks[0].log()
         log_p += (local_log_sum - max_log_sum - log_sum)[:, None]
-        loss = (log_sum - sums[1]).sum()
+        loss_sum = (log_sum - sums_over_ranks[1]).sum()
     target_grad = log_p.gather(1, target_index).exp() - is_local[:, None].to(wide_dtype)
     torch.exp(log_p, out=logits)
     logits.scatter_(1, target_index, target_grad.to(logits.dtype))
-    return loss
+    return loss_sum
 
 
 ToGradient = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
@@ -66,7 +66,8 @@ class HeadGradient:
     the head, and need none; zbv could not take it, since its split backward asks for each gradient twice.
     """
 
-    total: Tensor | None = None
+    grad_sum: Tensor | None = None
+    """The sum, V x H; None before the first forward, and after the backward that took it."""
 
 
 def head_loss(
@@ -82,6 +83,8 @@ def head_loss(
     If the ranks of `group` share the vocabulary, each of them has all tokens and a part of the gradient of x.
 
     Args:
+        shared_gradient: where the gradient of the weights is added up over micro-batches; None if it is not.
+        group: the ranks of tp that share the vocabulary; None if this rank holds it whole.
         to_gradient: `logits_to_gradient`, or that function compiled.
     """
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
@@ -89,14 +92,16 @@ def head_loss(
     return loss
 
 
-def _add_gradients(total: Tensor | None, summand: Tensor) -> Tensor:
+def _add_gradients(grad_sum: Tensor | None, new_grad: Tensor) -> Tensor:
     """The sum of gradients, in at least fp32 from the second summand on, since bf16 loses small ones."""
-    if total is None:
-        return summand
-    return total.to(torch.promote_types(summand.dtype, torch.float32)).add_(summand)
+    if grad_sum is None:
+        return new_grad
+    return grad_sum.to(torch.promote_types(new_grad.dtype, torch.float32)).add_(new_grad)
 
 
 class _HeadLoss(torch.autograd.Function):
+    """`head_loss` for flattened tokens; forward computes both gradients, and backward only scales them."""
+
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx,
@@ -107,12 +112,12 @@ class _HeadLoss(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         to_gradient: ToGradient,
     ) -> Tensor:
-        (num_tokens, _), local_vocab = x_TH.shape, weight_VH.shape[0]
+        num_tokens, num_rows = len(x_TH), len(weight_VH)
         loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         grad_x = torch.empty_like(x_TH)
-        grad_weight = None if shared_gradient is None else shared_gradient.total
-        targets_T = targets_T - (0 if group is None else group.rank() * local_vocab)
-        chunk_tokens, softmax_tokens = (max(1, n // local_vocab) for n in (CHUNK_LOGITS, SOFTMAX_LOGITS))
+        grad_weight = None if shared_gradient is None else shared_gradient.grad_sum
+        targets_T = targets_T - (0 if group is None else group.rank() * num_rows)
+        chunk_tokens, softmax_tokens = (max(1, n // num_rows) for n in (MAX_CHUNK_LOGITS, MAX_SOFTMAX_LOGITS))
         chunks = (tensor.split(chunk_tokens) for tensor in (x_TH, targets_T, grad_x))  # type: ignore[no-untyped-call]
         for chunk_x, chunk_targets, chunk_grad in zip(*chunks, strict=True):
             logits = chunk_x @ weight_VH.t()
@@ -122,7 +127,7 @@ class _HeadLoss(torch.autograd.Function):
             torch.mm(logits, weight_VH, out=chunk_grad)
             grad_weight = _add_gradients(grad_weight, logits.t() @ chunk_x)
         if shared_gradient is not None:
-            shared_gradient.total, grad_weight = grad_weight, None
+            shared_gradient.grad_sum, grad_weight = grad_weight, None
         ctx.num_tokens, ctx.dtype, ctx.shared_gradient = num_tokens, x_TH.dtype, shared_gradient
         ctx.save_for_backward(grad_x, grad_weight)
         return loss / num_tokens
@@ -131,12 +136,12 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):  # type: ignore[no-untyped-def]
         grad_x, grad_weight = ctx.saved_tensors
         if ctx.shared_gradient is not None:
-            grad_weight, ctx.shared_gradient.total = ctx.shared_gradient.total, None
+            grad_weight, ctx.shared_gradient.grad_sum = ctx.shared_gradient.grad_sum, None
         # A factor with one dim makes torch multiply in fp32; a 0-dim factor would be rounded to bf16 first. The
         # products are new tensors, since a split backward pass calls this twice.
-        scale = (grad_loss / ctx.num_tokens)[None]
+        grad_scale = (grad_loss / ctx.num_tokens)[None]
         scaled_grads = (
-            None if t is None else torch.mul(t, scale, out=torch.empty_like(t, dtype=ctx.dtype))
-            for t in (grad_x, grad_weight)
+            None if grad is None else torch.mul(grad, grad_scale, out=torch.empty_like(grad, dtype=ctx.dtype))
+            for grad in (grad_x, grad_weight)
         )
         return *scaled_grads, None, None, None, None

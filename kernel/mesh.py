@@ -30,9 +30,9 @@ def join_process_group(device: torch.device, store: Any = None, rank: int = -1, 
 
 def reduce_over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
     """The largest `value` of all ranks, or what `op` makes of their values; all ranks have to call it."""
-    reduced = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(reduced, op)
-    return float(reduced)
+    reduced_value = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced_value, op)
+    return float(reduced_value)
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -70,7 +70,7 @@ def cp_group(layout: Layout) -> dist.ProcessGroup | None:
     if layout.cp == layout.world_size:
         return world_group
     first_ranks = (rank for rank in range(layout.world_size) if layout.coordinates(rank).cp == 0)
-    rings = [list(range(first, first + layout.cp * layout.tp, layout.tp)) for first in first_ranks]
+    rings = [list(range(r, r + layout.cp * layout.tp, layout.tp)) for r in first_ranks]
     if world_group.bound_device_id is not None:
         return dist.split_group(split_ranks=rings, group_desc="mesh_cp")
     ring_group, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
@@ -85,9 +85,9 @@ def dp_part(param: Tensor) -> Part:
     if not isinstance(param, DTensor):
         return ()
     num_rows, shard_axis = param.shape[0], _shard_axis(param)
-    chunk_rows = -(-num_rows // shard_axis.size())
-    start = min(chunk_rows * shard_axis.get_local_rank(), num_rows)
-    return ((0, start, min(chunk_rows, num_rows - start)),)
+    rows_per_shard = -(-num_rows // shard_axis.size())
+    first_row = min(rows_per_shard * shard_axis.get_local_rank(), num_rows)
+    return ((0, first_row, min(rows_per_shard, num_rows - first_row)),)
 
 
 def num_losses(layout: Layout) -> int:

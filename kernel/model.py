@@ -16,17 +16,17 @@ from torch.nn import functional
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, is_expert, part_view
-from ultrabench.kernel.moe import LEARNED, Route, Routing, SparseFeedForward
+from ultrabench.kernel.moe import LEARNED_ROUTING, Route, Routing, SparseFeedForward
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02
 """Standard deviation of the initial values of every matrix, and of biases, which would hide a fault if they were 0."""
-TIED_NAME = "embedding.weight"
-"""The parameter whose seed also gives the values of a tied lm_head, on whichever rank its copy is."""
+TIED_PARAMETER_NAME = "embedding.weight"
+"""The parameter from whose name the values of a tied lm_head are drawn, on whichever rank its copy is."""
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNormFunction(torch.autograd.Function):
     """Computes y = x * rstd(x) * w, and keeps x, w and one number per token for backward.
 
     The decomposition of torch on CPUs keeps two full-precision copies of x instead.
@@ -42,10 +42,10 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, weight, rstd = ctx.saved_tensors
-        normed = x.to(rstd.dtype) * rstd
-        grad_weight = (grad_y * normed).sum(dim=tuple(range(grad_y.dim() - 1)))
+        normed_x = x.to(rstd.dtype) * rstd
+        grad_weight = (grad_y * normed_x).sum(dim=tuple(range(grad_y.dim() - 1)))
         grad_x = grad_y.to(rstd.dtype) * weight
-        grad_x -= normed.mul_((grad_x * normed).mean(-1, keepdim=True))
+        grad_x -= normed_x.mul_((grad_x * normed_x).mean(-1, keepdim=True))
         return grad_x.mul_(rstd).to(x.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -61,14 +61,14 @@ class RmsNorm(nn.Module):
         """The normalised x, with its shape and dtype."""
         if x.is_cuda:  # on GPUs torch has one kernel, which keeps as little
             return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        y: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        y: Tensor = _RmsNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y
 
 
 def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
     """The angle by which each pair of channels is rotated from one position to the next, R/2 for R rotated channels.
 
-    They are theta^(-2i/R). A llama3 scaling divides those that turn less than low_freq_factor times in the
+    They are theta^(-2i/R), in radians. A llama3 scaling divides those that turn less than low_freq_factor times in the
     original context by its factor, keeps those that turn more than high_freq_factor times, and goes from one to
     the other linearly in the number of turns.
 
@@ -84,29 +84,29 @@ def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
 
 
 def rope_tables(
-    positions: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
+    positions: Sequence[range], shape: ModelShape, x: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """The cosine and sine of the rotation of every position, S x 1 x R/2 each (arXiv 2104.09864).
 
-    They have the dtype of `like`, and by default their angles are computed in at least fp32.
+    They have the dtype and the device of `x`. Their angles are computed in `dtype`, by default in at least fp32.
     """
-    dtype = computed_in or torch.promote_types(like.dtype, torch.float32)
-    even_channels = torch.arange(0, shape.rotary_width, 2, device=like.device, dtype=dtype)
-    chunks = [torch.arange(c.start, c.stop, device=like.device, dtype=dtype) for c in positions]
+    angle_dtype = dtype or torch.promote_types(x.dtype, torch.float32)
+    even_channels = torch.arange(0, shape.rotary_width, 2, device=x.device, dtype=angle_dtype)
+    chunks = [torch.arange(c.start, c.stop, device=x.device, dtype=angle_dtype) for c in positions]
     angle = torch.outer(torch.cat(chunks), rope_frequencies(shape, even_channels))[:, None, :]
-    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
 def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
-    first, second, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, *unrotated), dim=-1)
+    half_1, half_2, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
+    return torch.cat((half_1 * cos - half_2 * sin, half_2 * cos + half_1 * sin, *unrotated), dim=-1)
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """The attention of each query to its own and earlier positions, B x N x S x D."""
-    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-    return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
+    has_gqa = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=has_gqa)
 
 
 def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     Selective recomputation keeps every second one, from the first on.
     """
     return tuple(
-        (functional.linear if n % 2 else kept_linear)(x_BSH, weight) for n, weight in enumerate(weights)
+        (functional.linear if i % 2 else kept_linear)(x_BSH, weight) for i, weight in enumerate(weights)
     )
 
 
@@ -140,8 +140,7 @@ class Attention(Block):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         hidden_size = shape.hidden_size
-        self.head_width = shape.head_width
-        self.core = causal_attention
+        self.head_width, self.core = shape.head_width, causal_attention
         self.q = nn.Linear(hidden_size, shape.q_width, bias=shape.attention_bias)
         self.k = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
         self.v = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
@@ -152,20 +151,23 @@ class Attention(Block):
             RmsNorm(width, shape.rms_norm_eps) if shape.qk_norm else None for width in widths
         )
 
-    def _heads(self, x_BSF: Tensor, norm: RmsNorm | None) -> Tensor:
-        """The heads of queries, keys or values, B x S x N x D, which `norm` normalises one by one or all together."""
-        x_BSND = x_BSF.view(*x_BSF.shape[:-1], -1, self.head_width)
+    def _heads(self, projection: Tensor, norm: RmsNorm | None) -> Tensor:
+        """The heads of queries, keys or values, B x S x N x D, from their projection B x S x N*D.
+
+        `norm` normalises each head by itself, or all heads of a token together.
+        """
+        x_BSND = projection.view(*projection.shape[:-1], -1, self.head_width)
         if norm is None:
             return x_BSND
-        normed: Tensor = norm(x_BSF if self.norm_across_heads else x_BSND)
-        return normed.view_as(x_BSND)
+        normed_x: Tensor = norm(projection if self.norm_across_heads else x_BSND)
+        return normed_x.view_as(x_BSND)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
         projections = self.q, self.k, self.v
         products = self.column_products(x_BSH, *(projection.weight for projection in projections))
         if self.q.bias is not None:
-            products = tuple(x + projection.bias for x, projection in zip(products, projections, strict=True))
+            products = tuple(y + projection.bias for y, projection in zip(products, projections, strict=True))
         q, k, v = map(self._heads, products, (self.q_norm, self.k_norm, None))
         q_BNSD, k_BKSD = (rotate(heads, cos, sin).transpose(1, 2) for heads in (q, k))
         attended_BNSD = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
@@ -189,15 +191,15 @@ class FeedForward(Block):
 
 def sparse_feed_forward(shape: ModelShape) -> SparseFeedForward:
     """The feed-forward block of a sparse layer, with the shared experts as one block."""
-    width = shape.n_shared_experts * shape.moe_intermediate_size
-    return SparseFeedForward(shape, FeedForward(shape.hidden_size, width) if width else None)
+    shared_width = shape.n_shared_experts * shape.moe_intermediate_size
+    return SparseFeedForward(shape, FeedForward(shape.hidden_size, shared_width) if shared_width else None)
 
 
 class Layer(nn.Module):
     """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
     def __init__(self, shape: ModelShape, layer_number: int) -> None:
-        """`layer_number` is that of the layer in the whole model, from 0 on."""
+        """`layer_number` counts the layers of the whole model from 0."""
         super().__init__()
         h, f, eps = shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps
         self.attention_norm = RmsNorm(h, eps)
@@ -218,7 +220,7 @@ class Head(nn.Linear):
     loss: Callable[..., Tensor]
     """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
     shared_gradient: HeadGradient | None
-    """Where micro-batches add up their gradients, if a schedule runs many forwards first."""
+    """The sum of this head's gradients over micro-batches, for a schedule that runs all forwards first; else None."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
@@ -242,17 +244,17 @@ class Decoder(nn.Module):
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
     def __init__(
-        self, shape: ModelShape, stage: Stage, positions: Sequence[range], routing: str = LEARNED
+        self, shape: ModelShape, stage: Stage, positions: Sequence[range], routing_name: str = LEARNED_ROUTING
     ) -> None:
-        """`positions` are the positions of a sequence that this rank holds, `routing` is how tokens choose experts."""
+        """`positions` are those of a sequence that this rank holds; `routing_name` says how tokens choose experts."""
         super().__init__()
         self.shape, self.positions = shape, positions
-        self.routing = Routing(routing, shape, positions)
+        self.routing = Routing(routing_name, shape, positions)
         self.route = self.routing.route
         layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         hidden_size = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(number): Layer(shape, number) for number in layer_numbers})
+        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in layer_numbers})
         self.norm = RmsNorm(hidden_size, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
         self.tie()
@@ -284,28 +286,29 @@ class Decoder(nn.Module):
         return out
 
     def initial_value(
-        self, name: str, full_size: torch.Size, seed: int, device: torch.device, part: Part = ()
+        self, name: str, full_shape: torch.Size, seed: int, device: torch.device, part: Part = ()
     ) -> Tensor:
-        """The `part` of the full initial value of parameter `name` in fp32, which depends only on the seed and the name.
+        """The `part` of the initial value of the parameter `name` in fp32, which depends only on the seed and the name.
 
-        Each expert has a name of its own, and only those experts are made that the first cut of the part holds.
+        Each expert draws its values by a name of its own, so that only the experts in the first cut of `part` are
+        drawn. Expert parameters have two dims, of which the first holds the rows of all experts.
         """
         if is_expert(name):
-            (_, start, length), *further_cuts = part or ((0, 0, full_size[0]),)
-            rows = full_size[0] // self.shape.num_experts
-            experts, size = range(start // rows, (start + length) // rows), (rows, full_size[1])
-            values = [self._full_value(f"{name}.{n}", torch.Size(size), seed, device) for n in experts]
+            (_, start, length), *further_cuts = part or ((0, 0, full_shape[0]),)
+            expert_shape = torch.Size((full_shape[0] // self.shape.num_experts, full_shape[1]))
+            experts = range(start // expert_shape[0], (start + length) // expert_shape[0])
+            values = [self._full_value(f"{name}.{n}", expert_shape, seed, device) for n in experts]
             return part_view(torch.cat(values), tuple(further_cuts))
-        return part_view(self._full_value(name, full_size, seed, device), part)
+        return part_view(self._full_value(name, full_shape, seed, device), part)
 
-    def _full_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
+    def _full_value(self, name: str, full_shape: torch.Size, seed: int, device: torch.device) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(size, device=device, dtype=torch.float32)
+            return torch.ones(full_shape, device=device, dtype=torch.float32)
         if self.shape.tie_word_embeddings and name == "head.weight":
-            name = TIED_NAME
+            name = TIED_PARAMETER_NAME
         seed_digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(seed_digest[:7], "big"))
-        normal_values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
+        normal_values = torch.randn(full_shape, generator=generator, device=device, dtype=torch.float32)
         return normal_values.mul_(INIT_STD)
 
 

@@ -21,12 +21,12 @@ from ultrabench.kernel.compat import kept_linear
 from ultrabench.model_shape import ModelShape
 from ultrabench.routing import expert_shares
 
-LEARNED = "learned"
+LEARNED_ROUTING = "learned"
 """The routing by scores of the router; every other routing chooses experts by the position of a token."""
-BALANCE_RATE = 1e-3
-"""What a step adds to the bias of an expert with too few tokens (arXiv 2408.15664, section 4.1)."""
-GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, taken modulo 1, fill the interval from 0 to 1 evenly."""
+BIAS_STEP = 1e-3
+"""What a step adds to the bias of an expert with fewer tokens than the mean (arXiv 2408.15664, section 4.1)."""
+GOLDEN_FRACTION = (5**0.5 - 1) / 2
+"""Fractional part of the golden ratio: its multiples, taken modulo 1, fill the interval from 0 to 1 evenly."""
 
 
 RowCounts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -43,24 +43,25 @@ class Route(NamedTuple):
     """Index of each row among the T*k that lie token by token, in the order of the experts."""
     token_order: Tensor | None = None
     """Index of each row among the T*k that lie expert by expert, in the order of the tokens."""
-    by_expert: Tensor | None = None
-    """Index of each row among those that arrive rank by rank, in the order of the experts; None if they arrive so."""
-    by_rank: Tensor | None = None
-    """Index of each of these rows among those that lie expert by expert, in the order in which they arrive."""
+    expert_perm: Tensor | None = None
+    """Permutation of the rows that arrive rank by rank into the order of this rank's experts; None with one rank."""
+    rank_perm: Tensor | None = None
+    """The inverse permutation, from the order of this rank's experts to that in which the rows arrive."""
     expert_ends: Tensor | None = None
-    """End of the rows of each of this rank's experts."""
+    """Index after the last row of each of this rank's experts, int32 as grouped products need it."""
     expert_counts: tuple[int, ...] = ()
     """Number of rows of each of this rank's experts."""
     row_counts: RowCounts = ((), ())
+    """Numbers of rows to send and to receive."""
 
 
 @lru_cache(maxsize=4)
-def _cumulative_shares(routing: str, num_experts: int, top_k: int) -> tuple[float, ...]:
+def _cumulative_shares(routing_name: str, num_experts: int, top_k: int) -> tuple[float, ...]:
     """The sums of the shares of the first experts, from none of them to all."""
-    return (0.0, *accumulate(expert_shares(routing, num_experts, top_k)))
+    return (0.0, *accumulate(expert_shares(routing_name, num_experts, top_k)))
 
 
-def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int, ...]:
+def static_experts(routing_name: str, shape: ModelShape, position: int) -> tuple[int, ...]:
     """The experts of the token at `position` of any sequence.
 
     balanced takes the next k experts for each token in turn. skew=A draws k different ones systematically: each
@@ -68,9 +69,10 @@ def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int,
     u, u+1, ...
     """
     num_experts, top_k = shape.num_experts, shape.num_experts_per_tok
-    if routing == "balanced":
+    if routing_name == "balanced":
         return tuple((position * top_k + j) % num_experts for j in range(top_k))
-    cumulative_shares, first_point = _cumulative_shares(routing, num_experts, top_k), position * GOLDEN % 1
+    cumulative_shares = _cumulative_shares(routing_name, num_experts, top_k)
+    first_point = position * GOLDEN_FRACTION % 1
     return tuple(min(bisect_right(cumulative_shares, first_point + j), num_experts) - 1 for j in range(top_k))
 
 
@@ -84,10 +86,10 @@ class _CountTokens(torch.autograd.Function):
         return scores_TE.view_as(scores_TE)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         (experts_Tk,) = ctx.saved_tensors
         ctx.token_counts.add_(torch.bincount(experts_Tk.flatten(), minlength=len(ctx.token_counts)))
-        return grad, None, None
+        return grad_scores, None, None
 
 
 class Experts(nn.Module):
@@ -105,14 +107,14 @@ def mixture(x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) ->
     """The sum of the outputs of each token's experts, T x H."""
     h = x_TH.shape[1]
     num_experts, out = len(experts.down) // h, torch.zeros_like(x_TH)
-    for expert, (gate, up, down) in enumerate(
+    for expert_index, (gate, up, down) in enumerate(
         zip(*(w.chunk(num_experts) for w in (experts.gate, experts.up, experts.down)), strict=True)
     ):
-        token_index, choice_index = torch.where(route.experts_Tk == expert)
+        token_index, choice_index = torch.where(route.experts_Tk == expert_index)
         expert_x = x_TH[token_index]
-        hidden = functional.silu(functional.linear(expert_x, gate)) * functional.linear(expert_x, up)
-        weighted = hidden * weights_Tk[token_index, choice_index, None].to(hidden.dtype)
-        out = out.index_add(0, token_index, functional.linear(weighted, down))
+        activations = functional.silu(functional.linear(expert_x, gate)) * functional.linear(expert_x, up)
+        weighted_activations = activations * weights_Tk[token_index, choice_index, None].to(activations.dtype)
+        out = out.index_add(0, token_index, functional.linear(weighted_activations, down))
     return out
 
 
@@ -120,38 +122,39 @@ class SparseFeedForward(nn.Module):
     """A router, experts among which it chooses, and experts that every token passes."""
 
     mix: Callable[[Tensor, Tensor, Route, Experts], Tensor]
-    route_of: Callable[[Tensor], Route]
-    """The route of tokens to the experts that the router chose; expert parallelism adds how they travel."""
+    """`mixture`, or what replaces it under expert parallelism."""
+    make_route: Callable[[Tensor], Route]
+    """Returns the route of tokens to the experts T x k that the router chose; expert parallelism adds how they travel."""
     balance: Tensor
     """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
     token_counts: Tensor
     """The number of this rank's tokens of each expert in the backward passes of a step."""
 
-    def __init__(self, shape: ModelShape, shared: nn.Module | None) -> None:
+    def __init__(self, shape: ModelShape, shared_experts: nn.Module | None) -> None:
         super().__init__()
-        self.shape, self.mix, self.route_of = shape, mixture, Route
+        self.shape, self.mix, self.make_route = shape, mixture, Route
         self.router = nn.Linear(shape.hidden_size, shape.num_experts, bias=False)
         self.experts = Experts(shape)
-        self.shared = shared
+        self.shared = shared_experts
         self.register_buffer("balance", torch.zeros(shape.num_experts))
         self.register_buffer("token_counts", torch.zeros(shape.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
-        shared, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
+        shared_out, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
         logits = kept_linear(x_TH, self.router.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self.shape.scoring_func == "sigmoid" else logits.softmax(-1)
         if route is None:
             experts_Tk = (scores + self.balance).topk(self.shape.num_experts_per_tok).indices
             scores = _CountTokens.apply(scores, experts_Tk, self.token_counts)  # type: ignore[no-untyped-call]
-            route = self.route_of(experts_Tk)
-        weights = scores.gather(1, route.experts_Tk)
+            route = self.make_route(experts_Tk)
+        weights_Tk = scores.gather(1, route.experts_Tk)
         if self.shape.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * self.shape.routed_scaling_factor
-        out = self.mix(x_TH, weights, route, self.experts).view_as(x_BSH)
-        return out if shared is None else out + shared
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
+        weights_Tk = weights_Tk * self.shape.routed_scaling_factor
+        routed_out = self.mix(x_TH, weights_Tk, route, self.experts).view_as(x_BSH)
+        return routed_out if shared_out is None else routed_out + shared_out
 
 
 class Routing:
@@ -173,30 +176,30 @@ class Routing:
 
     def route(self, x_BSH: Tensor) -> Route | None:
         """The route of the tokens of a micro-batch; None if the routers choose."""
-        if self.name == LEARNED:
+        if self.name == LEARNED_ROUTING:
             return None
         return Route(torch.tensor(self.token_experts(x_BSH.shape[0] * x_BSH.shape[1]), device=x_BSH.device))
 
 
-def balances(model: nn.Module) -> dict[str, Tensor]:
+def router_biases(model: nn.Module) -> dict[str, Tensor]:
     """The biases of the routers of a model, by name; all ranks of a pipeline stage hold the same."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
 
 
-def update_balance(models: Sequence[Any], num_layers: int) -> None:
+def update_router_biases(models: Sequence[Any], num_layers: int) -> None:
     """Adds to the bias of each expert that got fewer tokens in this step than the mean, and subtracts from the others.
 
     All ranks have to call it; it sums one number for each expert of each of the `num_layers` layers of the model.
     """
-    numbered_layers = chain.from_iterable(model.layers.items() for model in models)
-    blocks = {int(n): layer.ffn for n, layer in numbered_layers if isinstance(layer.ffn, SparseFeedForward)}
+    numbered_ffns = ((int(n), layer.ffn) for model in models for n, layer in model.layers.items())
+    block_by_number = {n: ffn for n, ffn in numbered_ffns if isinstance(ffn, SparseFeedForward)}
     num_experts, device = models[0].shape.num_experts, next(models[0].parameters()).device
     token_counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-    for number, block in blocks.items():
-        token_counts[number] = block.token_counts
+    for layer_number, block in block_by_number.items():
+        token_counts[layer_number] = block.token_counts
     if dist.is_initialized():
         dist.all_reduce(token_counts)
-    for number, block in blocks.items():
-        layer_counts = token_counts[number].double()
-        block.balance += BALANCE_RATE * (layer_counts.mean() - layer_counts).sign().to(block.balance.dtype)
+    for layer_number, block in block_by_number.items():
+        layer_counts = token_counts[layer_number].double()
+        block.balance += BIAS_STEP * (layer_counts.mean() - layer_counts).sign().to(block.balance.dtype)
         block.token_counts.zero_()

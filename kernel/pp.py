@@ -28,16 +28,16 @@ from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
 _TORCH_SCHEDULES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH_SCHEDULES.items()}
+SCHEDULE_CLASSES = {schedule: get_schedule_class(name) for schedule, name in _TORCH_SCHEDULES.items()}
 """Our name of a schedule -> its class in torch."""
 
 
-class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
-    """A stage that passes targets to the last part of the model, and reports finished micro-batches."""
+class TrainStage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
+    """A pipeline stage that passes targets to the last part of the model, and reports finished micro-batches."""
 
     after_microbatch: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
-    tp: TensorParallel
+    tp_ranks: TensorParallel
     """The ranks of tensor parallelism, which are told what a backward pass must compute."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
@@ -60,8 +60,8 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         The last whole one reduces the gradients of each group of parameters as soon as they are complete, beside
         the backward of the groups before. By itself torch would reduce all of them after it.
         """
-        self.tp.wants_inputs = backward_type != "weight"
-        self.tp.wants_weights = backward_type != "input"
+        self.tp_ranks.wants_input_grads = backward_type != "weight"
+        self.tp_ranks.wants_weight_grads = backward_type != "input"
         if not last_backward or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert isinstance(self.submod, FSDPModule)
@@ -120,9 +120,10 @@ class Pipeline:
         pp_mesh: DeviceMesh,
         device: torch.device,
         after_microbatch: Callable[[], None],
-        tp: TensorParallel,
+        tp_ranks: TensorParallel,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
+        wide_dtype = torch.promote_types(dtype, torch.float32)
         if layout.pp_schedule == "zbv":
             require_split_backward()
         self._mbs, self._gas = layout.mbs, layout.gas
@@ -130,31 +131,25 @@ class Pipeline:
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
         mbs, local_seq_len = layout.mbs, spec.workload.seq_len // layout.cp
-        size = (mbs, local_seq_len // (layout.tp if tp.sequence_parallel else 1), spec.shape.hidden_size)
-        activation = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-        token_ids = torch.empty((mbs, local_seq_len), dtype=torch.int64, device="meta")
-        loss_dtype = torch.promote_types(dtype, torch.float32)
-        loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
-        self.stages = list[Stage]()
-        for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
-            stage_input = token_ids if index == 0 else activation
-            stage_output = loss if index == num_stages - 1 else activation
-            stage = Stage(
-                model,
-                index,
-                num_stages,
-                device,
-                input_args=stage_input,
-                output_args=stage_output,
-                group=pp_group,
+        token_parts = layout.tp if tp_ranks.sequence_parallel else 1
+        activation_shape = (mbs, local_seq_len // token_parts, spec.shape.hidden_size)
+        meta_activation = torch.empty(activation_shape, dtype=dtype, device="meta", requires_grad=True)
+        meta_tokens = torch.empty((mbs, local_seq_len), dtype=torch.int64, device="meta")
+        meta_loss = torch.empty((), dtype=wide_dtype, device="meta", requires_grad=True)
+        self.stages = list[TrainStage]()
+        for stage_index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
+            stage_input = meta_tokens if stage_index == 0 else meta_activation
+            stage_output = meta_loss if stage_index == num_stages - 1 else meta_activation
+            stage = TrainStage(
+                model, stage_index, num_stages, device, stage_input, stage_output, group=pp_group
             )
-            stage.after_microbatch, stage.tp = after_microbatch, tp
+            stage.after_microbatch, stage.tp_ranks = after_microbatch, tp_ranks
             stage.shares_rank, stage.pending_sends = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
                 model.head.shared_gradient = HeadGradient()
         # Schedules of torch for several stages on a rank take a list.
-        self.schedule = SCHEDULES[layout.pp_schedule](
+        self.schedule = SCHEDULE_CLASSES[layout.pp_schedule](
             self.stages if layout.virtual_stages > 1 else self.stages[0],
             n_microbatches=layout.gas,
             # The last stage returns the loss of a micro-batch; the loss of the step is the mean over all ranks' losses.
@@ -181,32 +176,32 @@ def tied_peer(layout: Layout, pp_rank: int) -> int | None:
 
     It is None if `pp_rank` holds both copies or none.
     """
-    end_ranks = {pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))}
+    end_ranks = {r for r in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(r))}
     return sum(end_ranks) - pp_rank if pp_rank in end_ranks and len(end_ranks) == 2 else None
 
 
-def swap(tensor: Tensor, peer: int, pp_group: dist.ProcessGroup) -> Tensor:
-    """Sends `tensor` to `peer` of the pp axis, and returns what it sends; only these two ranks call it.
+def swap(tensor: Tensor, peer_rank: int, pp_group: dist.ProcessGroup) -> Tensor:
+    """Sends `tensor` to `peer_rank` of the pp axis, and returns the tensor of that rank; only these two ranks call it.
 
     A group of the two would hang with NCCL, which makes a group only if all ranks take part.
     """
-    received = torch.empty_like(tensor)
-    send = dist.P2POp(dist.isend, tensor, group=pp_group, group_peer=peer)
-    receive = dist.P2POp(dist.irecv, received, group=pp_group, group_peer=peer)
-    for work in dist.batch_isend_irecv([send, receive]):
+    peer_tensor = torch.empty_like(tensor)
+    send_op = dist.P2POp(dist.isend, tensor, group=pp_group, group_peer=peer_rank)
+    receive_op = dist.P2POp(dist.irecv, peer_tensor, group=pp_group, group_peer=peer_rank)
+    for work in dist.batch_isend_irecv([send_op, receive_op]):
         work.wait()
-    return received
+    return peer_tensor
 
 
-def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: dist.ProcessGroup) -> None:
+def sum_tied_gradients(models: Sequence[Decoder], peer_rank: int | None, pp_group: dist.ProcessGroup) -> None:
     """Gives both copies of a tied embedding the sum of their gradients, with the same bits.
 
     The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
-    tables = (table for model in models for table in (model.embedding, model.head) if table is not None)
-    local_grads = [local_shard(table.weight.grad) for table in tables if table.weight.grad is not None]
-    if peer is not None:
-        local_grads[0] += swap(local_grads[0], peer, pp_group)
+    weights = (tied.weight for model in models for tied in (model.embedding, model.head) if tied is not None)
+    local_grads = [local_shard(weight.grad) for weight in weights if weight.grad is not None]
+    if peer_rank is not None:
+        local_grads[0] += swap(local_grads[0], peer_rank, pp_group)
     elif len(local_grads) == 2:
         local_grads[0] += local_grads[1]
         local_grads[1].copy_(local_grads[0])

@@ -57,26 +57,26 @@ def outputs(x_BSK: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
     Of several, selective recomputation keeps every second one, from the first on, as it does in other precisions.
     """
-    x = scale_rows(x_BSK.flatten(0, 1))
-    outputs = [
-        (product if n % 2 or len(weights) == 1 else _kept_product)(x, scale_rows(weight), "output")
-        for n, weight in enumerate(weights)
+    scaled_x = scale_rows(x_BSK.flatten(0, 1))
+    outputs_TN = [
+        (product if i % 2 or len(weights) == 1 else _kept_product)(scaled_x, scale_rows(weight), "output")
+        for i, weight in enumerate(weights)
     ]
-    return tuple(y_TN.view(*x_BSK.shape[:-1], -1) for y_TN in outputs)
+    return tuple(y_TN.view(*x_BSK.shape[:-1], -1) for y_TN in outputs_TN)
 
 
-def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def input_gradient(output_grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The gradient of x, T x K, from those of several outputs, T x N, and their weights."""
     grad_x, *summands = (
-        product(scale_rows(grad), scale_rows(weight.t()), "gradient")
-        for grad, weight in zip(grads, weights, strict=True)
+        product(scale_rows(output_grad), scale_rows(weight.t()), "gradient")
+        for output_grad, weight in zip(output_grads, weights, strict=True)
     )
     for summand in summands:
         grad_x.add_(summand)
     return grad_x
 
 
-def weight_gradients(grads: Sequence[Tensor], x_TK: Tensor) -> list[Tensor]:
+def weight_gradients(output_grads: Sequence[Tensor], x_TK: Tensor) -> list[Tensor]:
     """The gradients of several weights, N x K, from those of their outputs, T x N."""
-    x_scaled = scale_rows(x_TK.t())
-    return [product(scale_rows(grad.t()), x_scaled, "gradient") for grad in grads]
+    scaled_x = scale_rows(x_TK.t())
+    return [product(scale_rows(output_grad.t()), scaled_x, "gradient") for output_grad in output_grads]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrabench.kernel.compat import keeps_result, uncompiled
+from ultrabench.kernel.compat import keeps_result, uncompiled_function
 from ultrabench.kernel.cp import RING_FORWARD
 from ultrabench.kernel.model import Decoder, Layer
 from ultrabench.layout import Layout
@@ -21,8 +21,8 @@ from ultrabench.layout import Layout
 
 def apply_recompute(model: Decoder, layout: Layout) -> None:
     """Makes the layers of `model` recompute, in place; `apply_dp`, which gathers parameters, comes later."""
-    for number, layer in _layers(model):
-        recompute = _layer_recompute(layout, number)
+    for layer_number, layer in _numbered_layers(model):
+        recompute = _layer_recompute(layout, layer_number)
         if recompute == "attention":
             layer.attention.core = _with_recompute(layer.attention.core, recompute)
         elif recompute != "none":
@@ -31,27 +31,27 @@ def apply_recompute(model: Decoder, layout: Layout) -> None:
 
 def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
     """layout.recompute if every layer is wrapped as it says, else what the layers do, such as `full and none`."""
-    ran, requested = list[str](), list[str]()
-    for number, layer in chain.from_iterable(map(_layers, models)):
+    applied_modes, requested_modes = list[str](), list[str]()
+    for layer_number, layer in chain.from_iterable(map(_numbered_layers, models)):
         # In a model that fully_shard has wrapped, the module of the experts runs a sparse layer.
         layer_forward = getattr(layer.ffn, "experts", layer).forward
-        functions = uncompiled(layer_forward), layer.attention.core
-        ran.append(next((f.recompute for f in functions if hasattr(f, "recompute")), "none"))
-        requested.append(_layer_recompute(layout, number))
-    return layout.recompute if ran == requested else " and ".join(sorted(set(ran)))
+        layer_functions = uncompiled_function(layer_forward), layer.attention.core
+        applied_modes.append(next((f.recompute for f in layer_functions if hasattr(f, "recompute")), "none"))
+        requested_modes.append(_layer_recompute(layout, layer_number))
+    return layout.recompute if applied_modes == requested_modes else " and ".join(sorted(set(applied_modes)))
 
 
-def _layers(model: Decoder) -> Iterator[tuple[int, Layer]]:
+def _numbered_layers(model: Decoder) -> Iterator[tuple[int, Layer]]:
     """The layers of a stage, with their numbers in the whole model."""
-    for number, layer in model.layers.items():
+    for layer_number, layer in model.layers.items():
         assert isinstance(layer, Layer)
-        yield int(number), layer
+        yield int(layer_number), layer
 
 
-def _layer_recompute(layout: Layout, number: int) -> str:
-    """What the layer `number` computes again, counted from 0: none, attention, selective or full."""
+def _layer_recompute(layout: Layout, layer_number: int) -> str:
+    """What the layer `layer_number` computes again, counted from 0: none, attention, selective or full."""
     if layout.full_every:
-        return "none" if (number + 1) % layout.full_every else "full"
+        return "none" if (layer_number + 1) % layout.full_every else "full"
     return layout.recompute
 
 
@@ -71,8 +71,8 @@ def _with_recompute(function: Callable[..., Any], recompute: str) -> Callable[..
 def _selective_contexts() -> Any:
     """Two contexts, for forward and for its repetition, that keep some results."""
 
-    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def choose_policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_kept = operator is RING_FORWARD or keeps_result(operator, *args, **kwargs)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(choose_policy)  # type: ignore[no-untyped-call]

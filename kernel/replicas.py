@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local_shard, reduce_over_ranks
-from ultrabench.kernel.moe import balances
+from ultrabench.kernel.moe import router_biases
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.tp import cut_dim
 
-ROUNDINGS = 16
+MAX_ROUNDINGS = 16
 """Largest allowed mean difference of two copies of an RMSNorm's weight, in units of eps times their mean size.
 
 Copies in which only rounding differs stay far below it: 4,096 weights of size 1 under AdamW, with gradients
@@ -19,7 +19,8 @@ that were summed over up to 8 ranks in opposite orders, differed by less than 0.
 rate of 3e-4, in fp32 as in fp64. With a planted fault, in which each copy kept only its own rank's part of the
 gradient, they differed by 840 in fp32 after 6 steps at a learning rate of 3e-5.
 """
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the dtype of integers that have as many."""
 
 
 def require_equal_replicas(trainer: TrainStep) -> None:
@@ -29,7 +30,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     the first and the last stage hold copies of a tied embedding: checksums of the bits are equal, since all copies got
     the same sums. All ranks of a pipeline stage hold the same biases of routers. Ranks along tp hold copies of norms
     and routers. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in every group,
-    so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have to call it. Its
+    so that with tp they may differ by MAX_ROUNDINGS, along tp and along dp_replicate. All ranks have to call it. Its
     all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of the weights of norms and routers.
 
     Raises:
@@ -37,32 +38,32 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     """
     params = {name: local_shard(p.detach()) for name, p in trainer.params.items()}
     tp_copies = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
-    checksums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in tp_copies}
-    biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
-    copies_by_axis = [
+    checked_params = {name: param for name, param in params.items() if name not in tp_copies}
+    checksums = {n: p.view(_INT_DTYPES[p.element_size()]).sum() for n, p in checked_params.items()}
+    bias_by_name = {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
+    axes_and_copies = [
         ("dp_replicate", {n: checksum for n, checksum in checksums.items() if not is_expert(n)}),
         ("expert_replicate", {n: checksum for n, checksum in checksums.items() if is_expert(n)}),
-        *((axis, biases) for axis in MESH_AXES[1:]),
+        *((axis, bias_by_name) for axis in MESH_AXES[1:]),
     ]
-    differing = set[str]()
-    for axis, copies in copies_by_axis:
-        differing |= {n for n, spread in _spread_along(trainer, copies, axis).items() if spread.any()}
+    differing_names = set[str]()
+    for axis, copies in axes_and_copies:
+        differing_names |= {n for n, spread in _spread_along(trainer, copies, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread_along(trainer, tp_copies, axis).items():
             param = params[name]
-            if not spread.sum() <= ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
-                differing.add(name)
+            if not spread.sum() <= MAX_ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
+                differing_names.add(name)
     if trainer.ties_across_stages:
         tied_names = [n for n in ("embedding.weight", "head.weight") if n in checksums]
-        tied_sums = [checksums[name] for name in tied_names]
+        tied_checksums = [checksums[name] for name in tied_names]
         if trainer.tied_peer is not None:
-            tied_sums.append(swap(tied_sums[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
-        differing |= {name for name in tied_names if len({int(tied_sum) for tied_sum in tied_sums}) > 1}
-    if reduce_over_ranks(len(differing), trainer.device):
-        difference_text = (
-            f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
-        )
-        raise ReplicasDifferError(f"copies of the same parameters differ: {difference_text}")
+            tied_checksums.append(swap(tied_checksums[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
+        if len({int(checksum) for checksum in tied_checksums}) > 1:
+            differing_names.update(tied_names)
+    if reduce_over_ranks(len(differing_names), trainer.device):
+        names_text = differing_names and f"here {min(differing_names)} and {len(differing_names) - 1} more"
+        raise ReplicasDifferError(f"copies of the same parameters differ: {names_text or 'on other ranks'}")
 
 
 def _spread_along(trainer: TrainStep, value_by_name: dict[str, Tensor], axis: str) -> dict[str, Tensor]:

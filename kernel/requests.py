@@ -17,10 +17,10 @@ from ultrabench.processes import thread_variables
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec, Workload
 
-TOLERANCE = 1e-10
+FP64_TOLERANCE = 1e-10
 """Largest difference that passes in fp64; rounding gives 1e-13, the smallest real fault so far gave 1e-5."""
 
-SINGLE_THREADED = thread_variables(1)
+SINGLE_THREAD_ENV = thread_variables(1)
 """Environment of the process that forks. Without it numpy's BLAS starts threads on import; forks may then hang."""
 
 TINY = ModelShape(
@@ -60,11 +60,11 @@ class CheckSpec:
     @property
     def run(self) -> RunSpec:
         """The run whose training is checked."""
-        options = {name: getattr(self, name) for name in ("precision", "compile", "attention", "routing")}
-        kernel = KernelConfig(name="check", **options)
+        kernel_fields = {key: getattr(self, key) for key in ("precision", "compile", "attention", "routing")}
+        kernel_config = KernelConfig(name="check", **kernel_fields)
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(
-            shape=self.shape, workload=workload, layout=self.layout, kernel=kernel,
+            shape=self.shape, workload=workload, layout=self.layout, kernel=kernel_config,
             nodes=1, gpus_per_node=self.layout.world_size,
         )  # fmt: skip
 
@@ -77,16 +77,16 @@ class CheckResult:
     """Whether the layout ran, no gradient is missing and every difference is at most the allowed one."""
     loss_diff: float | None = None
     """L2 norm of the difference of the losses of all steps, on the worst rank."""
-    loss_allowed: float = TOLERANCE
+    loss_allowed: float = FP64_TOLERANCE
     grad_diff: float | None = None
     """L2 norm of the difference of a gradient after the first backward, before clipping; of all gradients it is
     the one that is largest in relation to what is allowed."""
-    grad_allowed: float = TOLERANCE
-    """What is allowed for the gradient of `worst_parameter`: TOLERANCE in fp64, else a multiple of the rounding
+    grad_allowed: float = FP64_TOLERANCE
+    """What is allowed for the gradient of `worst_parameter`: FP64_TOLERANCE in fp64, else a multiple of the rounding
     error of one process in the same precision."""
     param_diff: float | None = None
     """L2 norm of the difference of all parameters together after the last optimizer step."""
-    param_allowed: float = TOLERANCE
+    param_allowed: float = FP64_TOLERANCE
     worst_parameter: str | None = None
     """The parameter whose gradient differs most in relation to what is allowed."""
     missing_gradients: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ def check(spec: CheckSpec) -> CheckResult:
     Raises:
         ConfigError: this machine has too few GPUs.
     """
-    answer, *_ = _answer_lines("ultrabench.kernel.check.parity", spec)
+    answer, *_ = _answers_of_process("ultrabench.kernel.check.parity", spec)
     if (result := from_dict(CheckResult, answer)).refused:
         raise ConfigError(f"{result.refused}; choose smaller degrees, or leave out --device cuda")
     return result
@@ -140,16 +140,16 @@ def dry_run(spec: RunSpec) -> Iterator[RankCost]:
     Raises:
         ConfigError: the kernel cannot build or train this layout.
     """
-    for answer in _answer_lines("ultrabench.kernel.dryrun.rank_cost", spec):
+    for answer in _answers_of_process("ultrabench.kernel.dryrun.rank_cost", spec):
         if "error" in answer:
             raise ConfigError(f"{spec.layout.label()} cannot be dry-run: {answer['error']}")
         yield from_dict(RankCost, answer)
 
 
-def _answer_lines(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, Any]]:
+def _answers_of_process(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, Any]]:
     """Starts `module` as a process that reads `request`; yields each line that it writes, or its `error`."""
     command, pipe = (sys.executable, "-P", "-m", module), subprocess.PIPE
-    env = {**os.environ, **SINGLE_THREADED}
+    env = {**os.environ, **SINGLE_THREAD_ENV}
     # In a process group of its own, it gets no Ctrl-C; its children end with it.
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, process_group=0) as process:
         assert process.stdin is not None

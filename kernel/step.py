@@ -17,18 +17,18 @@ from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_m
 from ultrabench.kernel.ep import apply_ep
 from ultrabench.kernel.mesh import build_expert_mesh, cp_group, is_expert, local_shard, num_losses, num_shards
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.moe import LEARNED, update_balance
+from ultrabench.kernel.moe import LEARNED_ROUTING, update_router_biases
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
-from ultrabench.kernel.tp import TensorParallel, apply_tp, cut_dim, part_of, sum_norm_gradients
+from ultrabench.kernel.tp import TensorParallel, apply_tp, cut_dim, part_of, sum_norm_layer_gradients
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
 
-BETAS = (0.9, 0.95)
+ADAMW_BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-"""Weight decay of AdamW; with BETAS, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
+"""Weight decay of AdamW; with ADAMW_BETAS, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 CLIP_NORM = 1.0
 """Largest norm of the whole gradient, as in the recipe of Llama (arXiv 2302.13971, section 2.3)."""
 
@@ -43,22 +43,25 @@ def learning_rate(shape: ModelShape) -> float:
     return 3e-4 * min(1.0, 128 / shape.hidden_size)
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+def clip_factor(gradient_norm: Tensor, max_norm: float) -> Tensor:
     """What a gradient with this norm is multiplied by, so that its norm is `max_norm` if it is larger."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return (max_norm / (gradient_norm + 1e-6)).clamp(max=1.0)
 
 
 def initialise(
     model: Decoder,
-    sizes: Mapping[str, torch.Size],
+    full_shapes: Mapping[str, torch.Size],
     seed: int,
     device: torch.device,
     cut_group: Callable[[str], dist.ProcessGroup],
 ) -> None:
     """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
 
-    Only one full matrix at a time exists on the device; `sizes` are the sizes of the full parameters, and `cut_group`
-    gives the ranks over which a parameter is cut.
+    Only one full matrix at a time exists on the device.
+
+    Args:
+        full_shapes: the shape of each full parameter, by its name.
+        cut_group: a function from the name of a parameter to the ranks over which it is cut.
     """
     model.to_empty(device=device)
     for buffer in model.buffers():
@@ -66,17 +69,21 @@ def initialise(
     with torch.no_grad():
         for name, param in model.named_parameters():
             part = part_of(name, param, cut_group(name))
-            local_shard(param).copy_(model.initial_value(name, sizes[name], seed, device, part))
+            local_shard(param).copy_(model.initial_value(name, full_shapes[name], seed, device, part))
 
 
 def num_copies(name: str, param: Tensor, layout: Layout) -> int:
-    """Number of ranks that hold the same part of a parameter: those of a pipeline stage, divided by its number of parts."""
-    num_cuts = 1 if cut_dim(name) is None else layout.ep if is_expert(name) else layout.tp
-    return layout.dp * layout.cp * layout.tp // (num_cuts * num_shards(param))
+    """Number of ranks that hold the same part of a parameter: the ranks of a pipeline stage / the number of parts."""
+    num_cut_parts = 1 if cut_dim(name) is None else layout.ep if is_expert(name) else layout.tp
+    return layout.dp * layout.cp * layout.tp // (num_cut_parts * num_shards(param))
 
 
 class TrainStep:
-    """A rank's share of the model and its optimizer; all ranks have to call every method together."""
+    """A rank's share of the model and its optimizer; all ranks have to call every method together.
+
+    The dicts params, parts, shards and grad_norm_weights have a value for the name of each parameter: the parameter,
+    the cuts that lead to this rank's part of it, that part, and its weight in the square of the gradient's norm.
+    """
 
     def __init__(
         self,
@@ -85,20 +92,20 @@ class TrainStep:
         mesh: DeviceMesh,
         *,
         after_microbatch: Callable[[], None] = lambda: None,
-        backend: str = "inductor",
+        compile_backend: str = "inductor",
     ) -> None:
         layout = self.layout = spec.layout
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.after_microbatch = CLIP_NORM, after_microbatch
-        self.compiler = GraphCounter(backend)
-        self.attention = choose_backend(spec.kernel, spec.shape.head_width, device)
+        self.compiler = GraphCounter(compile_backend)
+        self.attention_backend = choose_backend(spec.kernel, spec.shape.head_width, device)
         self.coordinates = layout.coordinates(dist.get_rank())
         self.positions = cp.local_positions(spec.workload.seq_len, layout.cp, self.coordinates.cp)
         self.cp_group = cp_group(layout)
         self.expert_mesh = build_expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.coordinates.pp]
-        fp8 = spec.kernel.precision == "fp8"
-        self.tp = TensorParallel(mesh.get_group("tp"), layout.sequence_parallel == "on", fp8)
+        is_fp8 = spec.kernel.precision == "fp8"
+        self.tp_ranks = TensorParallel(mesh.get_group("tp"), layout.sequence_parallel == "on", is_fp8)
         self.models = [self._build_stage(stage) for stage in stages]
         self.ties_across_stages = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.coordinates.pp) if self.ties_across_stages else None
@@ -106,39 +113,41 @@ class TrainStep:
         self.parts = {name: part_of(name, p, self.cut_group(name)) for name, p in self.params.items()}
         self.shards = {name: local_shard(param.detach()) for name, param in self.params.items()}
         # The norm counts each number once: that of a tied embedding on the first stage.
-        self.norm_weights = {name: 1 / num_copies(name, param, layout) for name, param in self.params.items()}
+        self.grad_norm_weights = {name: 1 / num_copies(name, p, layout) for name, p in self.params.items()}
         if self.ties_across_stages:
-            self.norm_weights["head.weight"] = 0.0
+            self.grad_norm_weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
         nonempty_shards = [shard for shard in self.shards.values() if shard.numel()]
         lr = learning_rate(spec.shape)
         self.optimizer = torch.optim.AdamW(
-            nonempty_shards, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+            nonempty_shards, lr=lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
         if layout.pp > 1:
-            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, after_microbatch, self.tp)
+            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, after_microbatch, self.tp_ranks)
 
     def cut_group(self, name: str) -> dist.ProcessGroup:
         """The ranks over which the parameter `name` is cut: those of ep for experts, else those of tp."""
-        return self.expert_mesh.get_group("ep") if self.expert_mesh and is_expert(name) else self.tp.group
+        expert_mesh = self.expert_mesh if is_expert(name) else None
+        return expert_mesh.get_group("ep") if expert_mesh else self.tp_ranks.group
 
     def _build_stage(self, stage: Stage) -> Decoder:
-        """A stage of the model, with every form of parallelism of the layout applied to it."""
+        """Builds a stage of the model, and applies every form of parallelism of the layout to it."""
         spec, kernel = self.spec, self.spec.kernel
         with torch.device("meta"):
             model = Decoder(spec.shape, stage, self.positions, kernel.routing)
-        sizes = {name: param.shape for name, param in model.named_parameters()}
+        full_shapes = {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[kernel.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[kernel.precision])  # tensors of a dry run do not permit this
-        apply_attention(model, self.attention, self.cp_group, self.layout.cp_exchange)
-        apply_tp(model, self.tp)
+        apply_attention(model, self.attention_backend, self.cp_group, self.layout.cp_exchange)
+        apply_tp(model, self.tp_ranks)
         if self.expert_mesh is not None:
-            apply_ep(model, self.layout, self.expert_mesh.get_group("ep"), self.tp, spec.workload.seq_len)
+            ep_group = self.expert_mesh.get_group("ep")
+            apply_ep(model, self.layout, ep_group, self.tp_ranks, spec.workload.seq_len)
         apply_recompute(model, self.layout)
         if spec.compiles:
             apply_compile(model, self.compiler)
         apply_dp(model, self.mesh, self.layout.zero_stage, kernel.precision, self.expert_mesh)
-        initialise(model, sizes, spec.workload.seed, self.device, self.cut_group)
+        initialise(model, full_shapes, spec.workload.seed, self.device, self.cut_group)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -168,45 +177,44 @@ class TrainStep:
             (model,) = self.models
             assert isinstance(model, FSDPModule)
             micro_batches = zip(*(tensor.split(self.layout.mbs) for tensor in (inputs, targets)), strict=True)  # type: ignore[no-untyped-call]
-            for index, (micro_inputs, micro_targets) in enumerate(micro_batches):
-                is_last = index == self.layout.gas - 1
-                options = {"is_last": is_last, "overlap": self.layout.dp_overlap == "on"}
-                begin_microbatch(model, self.layout.zero_stage, **options)
+            for i, (micro_inputs, micro_targets) in enumerate(micro_batches):
+                is_last = i == self.layout.gas - 1
+                microbatch_options = {"is_last": is_last, "overlap": self.layout.dp_overlap == "on"}
+                begin_microbatch(model, self.layout.zero_stage, **microbatch_options)
                 loss = model(micro_inputs, micro_targets) / num_losses(self.layout)
                 loss.backward()
-                end_microbatch(model, self.layout.zero_stage, **options)
+                end_microbatch(model, self.layout.zero_stage, **microbatch_options)
                 losses.append(loss.detach())
                 self.after_microbatch()
-        sum_norm_gradients(self.params.items(), self.tp)
-        zero_loss = torch.zeros((), device=self.device)
-        return sum((loss.detach() for loss in losses), zero_loss)
+        sum_norm_layer_gradients(self.params.items(), self.tp_ranks)
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
-    def update(self, loss: Tensor) -> Tensor:
+    def update(self, loss_summand: Tensor) -> Tensor:
         """Clips by the norm of the whole gradient, updates the parameters, and clears the gradients.
 
-        It needs one all-reduce of two fp64 numbers over all ranks.
+        It needs one all-reduce of two fp64 numbers over all ranks. `loss_summand` is what `accumulate` returned.
 
         Returns:
             The mean loss of the global batch, the same on all ranks.
         """
         local_grads = {n: local_shard(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
         nonempty_grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
-        loss_and_square = torch.zeros(2, dtype=torch.float64, device=self.device)
-        loss_and_square[0] = loss / self.layout.tp
+        loss_and_squared_norm = torch.zeros(2, dtype=torch.float64, device=self.device)
+        loss_and_squared_norm[0] = loss_summand / self.layout.tp
         # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
         grad_norms = foreach_norm([*nonempty_grads.values()])
-        foreach_mul_(grad_norms, [self.norm_weights[name] ** 0.5 for name in nonempty_grads])
-        loss_and_square[1] = torch.stack(grad_norms).double().square().sum()
-        dist.all_reduce(loss_and_square)
-        self.gradient_norm = loss_and_square[1].sqrt()
-        factor = clip_factor(self.gradient_norm, self.clip_norm)
-        foreach_mul_([*nonempty_grads.values()], factor.to(grad_norms[0].dtype))
+        foreach_mul_(grad_norms, [self.grad_norm_weights[name] ** 0.5 for name in nonempty_grads])
+        loss_and_squared_norm[1] = torch.stack(grad_norms).double().square().sum()
+        dist.all_reduce(loss_and_squared_norm)
+        self.gradient_norm = loss_and_squared_norm[1].sqrt()
+        clip_scale = clip_factor(self.gradient_norm, self.clip_norm)
+        foreach_mul_([*nonempty_grads.values()], clip_scale.to(grad_norms[0].dtype))
         for name, grad in nonempty_grads.items():
             self.shards[name].grad = grad
         self.optimizer.step()
         self.optimizer.zero_grad()
         for param in self.params.values():
             param.grad = None
-        if self.spec.shape.num_experts and self.spec.kernel.routing == LEARNED:
-            update_balance(self.models, self.spec.shape.num_hidden_layers)
-        return loss_and_square[0]
+        if self.spec.shape.num_experts and self.spec.kernel.routing == LEARNED_ROUTING:
+            update_router_biases(self.models, self.spec.shape.num_hidden_layers)
+        return loss_and_squared_norm[0]

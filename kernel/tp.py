@@ -1,5 +1,7 @@
 """Tensor parallelism on plain tensors, with or without sequence parallelism, put around a plain decoder.
 
+Shapes: as in model.py; s is the S/tp tokens of a rank, h its columns of a weight, T all tokens (B*S) in one dim.
+
 Column-parallel: Y = X W, W = [W_1, ..., W_tp], so rank i holds Y_i. Row-parallel: W is cut along its input,
 every rank holds a summand of Y, and the sum is scattered over the tokens. Between the blocks each rank
 holds B*S/tp tokens, on which it computes norms and residuals (arXiv 2205.05198, section 4.2.2). They are cut as
@@ -60,15 +62,17 @@ class TensorParallel:
     sequence_parallel: bool = True
     fp8: bool = False
     """Whether the factors of products are rounded to 8 bits."""
-    wants_inputs: bool = True
-    wants_weights: bool = True
+    wants_input_grads: bool = True
+    """Whether backward computes the gradients of what products get, which the stage before needs."""
+    wants_weight_grads: bool = True
+    """Whether backward computes the gradients of weights."""
 
     def gather(self, x_BsH: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
         if not self.sequence_parallel or self.group.size() == 1:
             return lambda: x_BsH
-        gathered = all_gather(x_BsH.contiguous(), self.group)
-        return lambda: wait(gathered).view(len(x_BsH), -1, x_BsH.shape[-1])
+        pending_x = all_gather(x_BsH.contiguous(), self.group)
+        return lambda: wait(pending_x).view(len(x_BsH), -1, x_BsH.shape[-1])
 
     def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
         """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
@@ -81,50 +85,53 @@ class TensorParallel:
 
 
 def _empty_gradients(x_BsH: Tensor, _: Any, weights: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    *_, wants_inputs, wants_weights = options
-    return [t.new_empty(t.shape) for t in (*[x_BsH] * wants_inputs, *[*weights] * wants_weights)]
+    *_, wants_input_grads, wants_weight_grads = options
+    return [t.new_empty(t.shape) for t in (*[x_BsH] * wants_input_grads, *[*weights] * wants_weight_grads)]
 
 
 @as_operator(_empty_gradients)
 def _columns_backward(
     x_BsH: Tensor,
-    grads: Sequence[Tensor],
+    output_grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     group_name: str,
     sequence_parallel: bool,
     fp8: bool,
-    wants_inputs: bool,
-    wants_weights: bool,
+    wants_input_grads: bool,
+    wants_weight_grads: bool,
 ) -> list[Tensor]:
     """`_column_gradients` of a TensorParallel with these options.
 
     A compiler that saw what it does would keep the tokens that forward has gathered, and scatter last.
     """
-    tp = TensorParallel(process_group(group_name), sequence_parallel, fp8, wants_inputs, wants_weights)
-    return _column_gradients(tp, x_BsH, grads, weights)
+    options = sequence_parallel, fp8, wants_input_grads, wants_weight_grads
+    tp_ranks = TensorParallel(process_group(group_name), *options)
+    return _column_gradients(tp_ranks, x_BsH, output_grads, weights)
 
 
 def _column_gradients(
-    tp: TensorParallel, x_BsH: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
+    tp_ranks: TensorParallel, x_BsH: Tensor, output_grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
 
     It gathers the tokens while it computes the gradient of all tokens, and sums and scatters that one while it
     computes those of the weights.
     """
-    grad_waits: list[Callable[[], Tensor]] = []
-    wait_x = tp.gather(x_BsH) if tp.wants_weights else None
-    flat_grads = [grad.flatten(0, 1) for grad in grads]
-    if tp.wants_inputs:
-        grad_TH = _input_gradient(tp, flat_grads, weights)
-        grad_waits.append(tp.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
-    grad_weights = [] if wait_x is None else _weight_gradients(tp, flat_grads, wait_x().flatten(0, 1))
-    return [*(wait_for_grad() for wait_for_grad in grad_waits), *grad_weights]
+    wait_x = tp_ranks.gather(x_BsH) if tp_ranks.wants_weight_grads else None
+    wait_grad_x, grads_TN = None, [grad.flatten(0, 1) for grad in output_grads]
+    if tp_ranks.wants_input_grads:
+        grad_TH = _input_gradient(tp_ranks, grads_TN, weights)
+        wait_grad_x = tp_ranks.scatter(grad_TH.view(len(output_grads[0]), -1, x_BsH.shape[-1]))
+    grad_weights = [] if wait_x is None else _weight_gradients(tp_ranks, grads_TN, wait_x().flatten(0, 1))
+    return [*([] if wait_grad_x is None else [wait_grad_x()]), *grad_weights]
 
 
-def _input_gradient(tp: TensorParallel, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The gradient of what this rank multiplied by several weights, T x H, a summand over tp."""
-    if tp.fp8:
+def _input_gradient(tp_ranks: TensorParallel, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of what this rank multiplied by several weights, T x H, a summand over tp.
+
+    `grads` are the gradients of the outputs, T x N each, for weights N x H.
+    """
+    if tp_ranks.fp8:
         return products.input_gradient(grads, weights)
     grad_TH = torch.mm(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
@@ -132,59 +139,60 @@ def _input_gradient(tp: TensorParallel, grads: Sequence[Tensor], weights: Sequen
     return grad_TH
 
 
-def _weight_gradients(tp: TensorParallel, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
-    """The gradients of several weights by which this rank multiplied x."""
-    if tp.fp8:
+def _weight_gradients(tp_ranks: TensorParallel, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
+    """The gradients of several weights by which this rank multiplied x, from those of the outputs."""
+    if tp_ranks.fp8:
         return products.weight_gradients(grads, x_TH)
     return [torch.mm(grad.t(), x_TH) for grad in grads]
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnProducts(torch.autograd.Function):
     """Products of gathered tokens with several column-parallel weights."""
 
     @staticmethod
-    def forward(ctx, tp: TensorParallel, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-        ctx.tp = tp
+    def forward(ctx, tp_ranks: TensorParallel, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        ctx.tp_ranks = tp_ranks
         ctx.save_for_backward(x_BsH, *weights)
-        return (products.outputs if tp.fp8 else column_products)(tp.gather(x_BsH)(), *weights)
+        return (products.outputs if tp_ranks.fp8 else column_products)(tp_ranks.gather(x_BsH)(), *weights)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
-        tp, (x_BsH, *weights) = ctx.tp, ctx.saved_tensors
-        if tp.group.size() == 1:
-            gradients = iter(_column_gradients(tp, x_BsH, grads, weights))
+    def backward(ctx, *output_grads: Tensor):  # type: ignore[no-untyped-def]
+        tp_ranks, (x_BsH, *weights) = ctx.tp_ranks, ctx.saved_tensors
+        if tp_ranks.group.size() == 1:
+            remaining_grads = iter(_column_gradients(tp_ranks, x_BsH, output_grads, weights))
         else:
-            options = tp.sequence_parallel, tp.fp8, tp.wants_inputs, tp.wants_weights
-            gradients = iter(_columns_backward(x_BsH, grads, weights, tp.group.group_name, *options))
-        grad_x = next(gradients) if tp.wants_inputs else None
-        return None, grad_x, *(gradients if tp.wants_weights else [None] * len(weights))
+            wanted_grads = tp_ranks.wants_input_grads, tp_ranks.wants_weight_grads
+            options = tp_ranks.group.group_name, tp_ranks.sequence_parallel, tp_ranks.fp8, *wanted_grads
+            remaining_grads = iter(_columns_backward(x_BsH, output_grads, weights, *options))
+        grad_x = next(remaining_grads) if tp_ranks.wants_input_grads else None
+        return None, grad_x, *(remaining_grads if tp_ranks.wants_weight_grads else [None] * len(weights))
 
 
-class _Row(torch.autograd.Function):
+class _RowProduct(torch.autograd.Function):
     """The product with a row-parallel weight, summed over the ranks and scattered over the tokens."""
 
     @staticmethod
-    def forward(ctx, tp: TensorParallel, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.tp = tp
+    def forward(ctx, tp_ranks: TensorParallel, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.tp_ranks = tp_ranks
         ctx.save_for_backward(x_BSh, weight)
-        if tp.fp8:
+        if tp_ranks.fp8:
             (y_BSH,) = products.outputs(x_BSh, weight)
         else:
             y_BSH = functional.linear(x_BSh, weight)
-        return tp.scatter(y_BSH)()
+        return tp_ranks.scatter(y_BSH)()
 
     @staticmethod
     def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
-        tp, (x_BSh, weight) = ctx.tp, ctx.saved_tensors
-        grads, grad_x, grad_weight = [tp.gather(grad_BsH)().flatten(0, 1)], None, None
-        if tp.wants_inputs:
-            grad_x = _input_gradient(tp, grads, [weight]).view_as(x_BSh)
-        if tp.wants_weights:
-            (grad_weight,) = _weight_gradients(tp, grads, x_BSh.flatten(0, 1))
+        tp_ranks, (x_BSh, weight) = ctx.tp_ranks, ctx.saved_tensors
+        grads_TN, grad_x, grad_weight = [tp_ranks.gather(grad_BsH)().flatten(0, 1)], None, None
+        if tp_ranks.wants_input_grads:
+            grad_x = _input_gradient(tp_ranks, grads_TN, [weight]).view_as(x_BSh)
+        if tp_ranks.wants_weight_grads:
+            (grad_weight,) = _weight_gradients(tp_ranks, grads_TN, x_BSh.flatten(0, 1))
         return None, grad_x, grad_weight
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """Gathers the tokens of all ranks, or sums and scatters them; backward does the opposite."""
 
     @staticmethod
@@ -197,78 +205,84 @@ class _Exchange(torch.autograd.Function):
         return None, None, ctx.move_back(grad)()
 
 
-def _look_up(tp: TensorParallel, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+def _look_up(tp_ranks: TensorParallel, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
     weight = embedding.weight
-    row = tokens_BS - tp.group.rank() * len(weight)
-    masked = (row < 0) | (row >= len(weight))
-    x_BSH = functional.embedding(row.masked_fill(masked, 0), weight).masked_fill(masked[..., None], 0)
-    out: Tensor = _Exchange.apply(tp.scatter, tp.gather, x_BSH)  # type: ignore[no-untyped-call]
+    rows = tokens_BS - tp_ranks.group.rank() * len(weight)
+    is_remote = (rows < 0) | (rows >= len(weight))
+    x_BSH = functional.embedding(rows.masked_fill(is_remote, 0), weight).masked_fill(is_remote[..., None], 0)
+    out: Tensor = _TokenExchange.apply(tp_ranks.scatter, tp_ranks.gather, x_BSH)  # type: ignore[no-untyped-call]
     return out
 
 
 def _loss(
-    tp: TensorParallel,
+    tp_ranks: TensorParallel,
     x_BsH: Tensor,
     weight_VH: Tensor,
     targets_BS: Tensor,
     shared_gradient: HeadGradient | None,
-    **options: ToGradient,
+    **head_loss_options: ToGradient,
 ) -> Tensor:
-    """The mean loss over all tokens, with V/tp rows of the head on this rank; `options` may hold a to_gradient."""
-    x_BSH = _Exchange.apply(tp.gather, tp.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, shared_gradient, tp.group, **options)
+    """The mean loss over all tokens, with V/tp rows of the head on this rank.
+
+    `head_loss_options` is empty, or the argument to_gradient of `head_loss`.
+    """
+    x_BSH = _TokenExchange.apply(tp_ranks.gather, tp_ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
+    return head_loss(x_BSH, weight_VH, targets_BS, shared_gradient, tp_ranks.group, **head_loss_options)
 
 
-def apply_tp(model: Decoder, tp: TensorParallel) -> None:
+def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
     """Cuts `model` over the tp axis, in place, and gives its blocks the products of its precision.
 
     The model has no values yet, so that cutting only makes its parameters smaller. With one rank there is nothing to cut.
     """
-    if tp.group.size() == 1 and not tp.fp8:
+    if tp_ranks.group.size() == 1 and not tp_ranks.fp8:
         return
     for layer in model.layers.values():
         for block in layer.modules():
             if isinstance(block, Block):
-                block.column_products = partial(_Columns.apply, tp)
-                block.row_product = partial(_Row.apply, tp)
-    if tp.group.size() == 1:
+                block.column_products = partial(_ColumnProducts.apply, tp_ranks)
+                block.row_product = partial(_RowProduct.apply, tp_ranks)
+    if tp_ranks.group.size() == 1:
         return
-    for name, module in model.named_modules():
-        if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
+    for module_name, module in model.named_modules():
+        if (dim := CUT_DIM.get(module_name.rpartition(".")[2])) is not None:
             for param_name, param in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                part = param.chunk(tp.group.size(), dim)[0]
-                setattr(module, param_name, nn.Parameter(part.detach().clone()))
+                local_part = param.chunk(tp_ranks.group.size(), dim)[0]
+                setattr(module, param_name, nn.Parameter(local_part.detach().clone()))
     if model.embedding is not None:
-        model.embedding.forward = partial(_look_up, tp, model.embedding)  # type: ignore[method-assign]
+        model.embedding.forward = partial(_look_up, tp_ranks, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
-        model.head.loss = partial(_loss, tp)
+        model.head.loss = partial(_loss, tp_ranks)
     model.tie()
 
 
 def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     """The cuts that turn the full tensor into this rank's part of the parameter `name`: over `group`, then over dp.
 
-    The group is that of tp, or of ep for experts.
+    `group` holds the ranks of tp, or those of ep for experts; `param` is already cut over it.
     """
     dim = cut_dim(name)
-    cut = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
-    return (*cut, *dp_part(param))
+    group_cuts = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
+    return (*group_cuts, *dp_part(param))
 
 
-def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], tp: TensorParallel) -> None:
-    """Sums the gradients of norms and routers over tp, since each rank has other tokens or, for q and k, other heads.
+def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: TensorParallel) -> None:
+    """Sums the gradients of the weights of norm layers and routers over tp.
+
+    Each rank has other tokens, or for the norms of q and k other heads, so that its gradient is a summand.
 
     It is one all-reduce of (2*L*(H + D) + H)/shards elements on the stage with the final norm, and without + H on
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    group, suffixes = tp.group, ("norm", "router") if tp.sequence_parallel else ("q_norm", "k_norm")
-    sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(suffixes))
-    grads = [local_shard(grad) for grad in sums if grad is not None]
-    if group.size() == 1 or not grads:
+    suffixes = ("norm", "router") if tp_ranks.sequence_parallel else ("q_norm", "k_norm")
+    uncut_params = {name: param for name, param in params if cut_dim(name) is None}
+    norm_grads = (p.grad for name, p in uncut_params.items() if name.split(".")[-2].endswith(suffixes))
+    grads = [local_shard(grad) for grad in norm_grads if grad is not None]
+    if tp_ranks.group.size() == 1 or not grads:
         return
     flat_grad = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat_grad, group=group)
+    dist.all_reduce(flat_grad, group=tp_ranks.group)
     for grad, grad_sum in zip(grads, torch.split(flat_grad, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(grad_sum.view_as(grad))

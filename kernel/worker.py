@@ -27,10 +27,10 @@ from ultrabench.kernel.compat import GROUP_TIMEOUT
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh, join_process_group, reduce_over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
-from ultrabench.kernel.rank.clock import timed
+from ultrabench.kernel.rank.clock import run_timed
 from ultrabench.kernel.rank.probe import probe
 from ultrabench.kernel.rank.progress import device_progress
-from ultrabench.kernel.rank.ran import require_requested_options, watched
+from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
 from ultrabench.kernel.rank.trace import trace_steps
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
@@ -39,12 +39,13 @@ from ultrabench.record import from_dict
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 
-DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(STEP_PARTS))
+DATA_PART, FORWARD_BACKWARD_PART, OPTIMIZER_PART = range(len(STEP_PARTS))
+"""Indices of the parts of a step in STEP_PARTS."""
 STOP_REASONS = (None, "interval", "max_steps")
 """Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
 enough, 2 if max_steps were measured."""
 STORE_POLL_S = 0.005
-"""Seconds between two looks for the port of rank 0's store."""
+"""Seconds between two looks for the file with the port of rank 0's store."""
 MAX_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""
 
@@ -54,42 +55,44 @@ class Timing:
 
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
-        self.measure, self.device = task.measure, trainer.device
+        self.limits, self.device = task.measure, trainer.device
+        """How many steps and seconds to warm up and to measure."""
         self.is_measuring = False
         self.has_compiled = False
         """Whether this rank compiled a graph in the last step."""
         self.step_times_s: list[float] = []
         """Seconds of each measured step."""
         self.loss_final: float | None = None
-        self.done_steps = 0
+        self.num_steps = 0
+        """Number of steps that this rank has run."""
 
     def step(self) -> float:
         """Runs one step; returns its seconds, without making its data before and reading its loss after."""
-        number, num_graphs = self.done_steps + 1, self.trainer.compiler.num_graphs
-        self.report.enter_part(DATA, number)
-        batch = self.trainer.batch(number)
-        seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
-        self._record(number, seconds, float(mean_loss))
-        self.has_compiled = self.trainer.compiler.num_graphs > num_graphs
+        step_number, num_graphs_before = self.num_steps + 1, self.trainer.compiler.num_graphs
+        self.report.enter_part(DATA_PART, step_number)
+        batch = self.trainer.batch(step_number)
+        seconds, mean_loss = run_timed(self.device, partial(self._train, step_number, batch))
+        self._record(step_number, seconds, float(mean_loss))
+        self.has_compiled = self.trainer.compiler.num_graphs > num_graphs_before
         return seconds
 
-    def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Forward, backward and optimizer of a step, which are what is timed; returns the mean loss."""
-        self.report.enter_part(FORWARD_BACKWARD, number)
+    def _train(self, step_number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Forward, backward and optimizer of a step, which is the timed part; returns the mean loss."""
+        self.report.enter_part(FORWARD_BACKWARD_PART, step_number)
         mean_loss = self.trainer.accumulate(*batch)
-        self.report.enter_part(OPTIMIZER, number)
+        self.report.enter_part(OPTIMIZER_PART, step_number)
         return self.trainer.update(mean_loss)
 
-    def _record(self, number: int, seconds: float, loss: float) -> None:
+    def _record(self, step_number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
-            raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
+            raise failure.NonFiniteLossError(f"loss is {loss} at step {step_number}")
         tokens, gradient_norm = self.task.spec.tokens_per_step, float(self.trainer.gradient_norm)
-        step_numbers = {"step": number, "seconds": seconds, "loss": loss, "gradient_norm": gradient_norm}
-        self.report.write("step", tokens=tokens, **step_numbers, measured=self.is_measuring)
-        self.done_steps = number
+        step_facts = {"step": step_number, "seconds": seconds, "loss": loss, "gradient_norm": gradient_norm}
+        self.report.write("step", tokens=tokens, **step_facts, measured=self.is_measuring)
+        self.num_steps = step_number
         if self.is_measuring:
             self.step_times_s.append(seconds)
-        if number == self.measure.loss_step:
+        if step_number == self.limits.loss_step:
             self.loss_final = loss
 
     def _value_of_rank_0(self, value: float) -> float:
@@ -100,45 +103,43 @@ class Timing:
 
     def stop_reason(self) -> str | None:
         """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
-        times_s, measure = self.step_times_s, self.measure
-        if len(times_s) < measure.min_steps:
+        limits, num_measured = self.limits, len(self.step_times_s)
+        if num_measured < limits.min_steps:
             return None
-        relative_ci, is_long = ci95_rel(times_s), sum(times_s) >= measure.min_s
-        is_narrow = relative_ci is not None and relative_ci <= measure.target_ci95_rel
-        reason = 0 if not is_long else 1 if is_narrow else 2 if len(times_s) >= measure.max_steps else 0
-        return STOP_REASONS[int(self._value_of_rank_0(reason))]
+        relative_ci95, is_long = ci95_rel(self.step_times_s), sum(self.step_times_s) >= limits.min_s
+        is_narrow = relative_ci95 is not None and relative_ci95 <= limits.target_ci95_rel
+        reason_index = 0 if not is_long else 1 if is_narrow else 2 if num_measured >= limits.max_steps else 0
+        return STOP_REASONS[int(self._value_of_rank_0(reason_index))]
 
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
-        start_s, warmup_steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
-        while self.done_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
+        start_s, warmup_steps, min_s = time.perf_counter(), self.limits.warmup_steps, self.limits.warmup_s
+        while self.num_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining_steps in range(MAX_COMPILING_STEPS, -1, -1):
             if not reduce_over_ranks(self.has_compiled, self.device):
                 return
             if remaining_steps:
                 self.step()
-        compiling_text = (
-            f"step {self.done_steps} still compiled layers ({self.trainer.compiler.num_graphs} graphs so far)"
-        )
-        raise RuntimeError(f"{compiling_text}; use kernel.compile=false")
+        graphs_text = f"layers ({self.trainer.compiler.num_graphs} graphs so far); use kernel.compile=false"
+        raise RuntimeError(f"step {self.num_steps} still compiled {graphs_text}")
 
-    def _flops_of_a_step(self) -> float:
+    def _count_step_flops(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""
-        with ExecutedFlops() as executed:
+        with ExecutedFlops() as flop_counter:
             self.step()
-        return reduce_over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
+        return reduce_over_ranks(flop_counter.flops, self.device, dist.ReduceOp.SUM)
 
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
-        with watched(self.trainer) as watch:
+        with observe_steps(self.trainer) as observations:
             self.step()
-        self.report.write("ran", options=require_requested_options(self.trainer, watch))
+        self.report.write("ran", options=require_requested_options(self.trainer, observations))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hides_flops = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
-        flops = None if hides_flops or self.measure.warmup_steps == 1 else self._flops_of_a_step()
+        hardware_flops = None if hides_flops or self.limits.warmup_steps == 1 else self._count_step_flops()
         self._warm_up()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
@@ -156,20 +157,20 @@ class Timing:
         require_equal_replicas(self.trainer)
         if self.task.profile:
             self.report.phase(TRACE_PHASE)
-            trace_steps(self.trainer, self.done_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
+            trace_steps(self.trainer, self.num_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
         self.report.write(
             "done",
             stopped=stop_reason,
             ci_reached=stop_reason == "interval",
             loss_final=self.loss_final,
-            hardware_flops_per_step=flops,
+            hardware_flops_per_step=hardware_flops,
             omp_num_threads=torch.get_num_threads(),
             graphs=self.trainer.compiler.num_graphs,
         )
         if self.task.checkpoint:
-            self._checkpoint(Path(self.task.checkpoint))
+            self._measure_checkpoint(Path(self.task.checkpoint))
 
-    def _checkpoint(self, folder: Path) -> None:
+    def _measure_checkpoint(self, folder: Path) -> None:
         """Measures checkpoints; it comes after all else is reported, and whatever fails here is reported alone."""
         from ultrabench.kernel.rank import checkpoint  # other runs save its memory and 0.1 s
 
@@ -178,12 +179,12 @@ class Timing:
         self.is_measuring = False
         gc.disable()
         try:
-            saves = checkpoint.Checkpoint(self.trainer, folder)
-            results: dict[str, Any] = saves.save_and_load()
-            results |= saves.save_during_training(self.step, median(self.step_times_s))
+            measurement = checkpoint.CheckpointMeasurement(self.trainer, folder)
+            results: dict[str, Any] = measurement.save_and_load()
+            results |= measurement.save_during_training(self.step, median(self.step_times_s))
         except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
             traceback.print_exc()
-            results = {"message": failure.one_line(checkpoint.first_failure(error))}
+            results = {"message": failure.error_line(checkpoint.first_failure(error))}
         self.report.write("checkpoint", **results)
 
 
@@ -192,7 +193,7 @@ def run(task: Task, report: Report) -> None:
     report.phase("process_group")
     device = environment.use_device(task.device, int(os.environ.get("LOCAL_RANK", 0)))
     report.write("memory", **memory.usage())
-    _join(report, device)
+    _join_default_group(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
     if task.probe or task.spec.kernel.kind == "probe":
@@ -203,7 +204,7 @@ def run(task: Task, report: Report) -> None:
     dist.destroy_process_group()
 
 
-def _join(report: Report, device: torch.device) -> None:
+def _join_default_group(report: Report, device: torch.device) -> None:
     """Makes the default process group, whose store the agent tells to all ranks if there is an agent."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store_path, store = os.environ.get("ULTRABENCH_STORE"), None
@@ -211,20 +212,20 @@ def _join(report: Report, device: torch.device) -> None:
         while rank and not Path(store_path).exists():
             time.sleep(STORE_POLL_S)
         # The store of rank 0 takes a free port, which the agent tells the other ranks.
-        port = int(Path(store_path).read_text()) if rank else 0
-        host, is_master = os.environ["MASTER_ADDR"], rank == 0
-        store = dist.TCPStore(host, port, world_size, is_master, GROUP_TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
-        if is_master:
+
+        host_and_port = os.environ["MASTER_ADDR"], int(Path(store_path).read_text()) if rank else 0
+        store = dist.TCPStore(*host_and_port, world_size, rank == 0, GROUP_TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
+        if rank == 0:
             report.write("store", port=store.port)
     join_process_group(device, store, rank, world_size)
 
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:
     report.phase("probe")
-    settings = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
+    probe_settings = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
     if task.probe:
-        settings = short_probe(task.device, experts=task.spec.shape.num_experts > 0)
-    rates = probe(device, task.spec.gpus_per_node, settings, report.microbatch)
+        probe_settings = short_probe(task.device, experts=task.spec.shape.num_experts > 0)
+    rates = probe(device, task.spec.gpus_per_node, probe_settings, report.microbatch)
     if dist.get_rank() == 0:
         report.write("probe", **rates)
     report.write("done", stopped="probe")
@@ -255,8 +256,8 @@ def main() -> int:
         task = from_dict(Task, json.loads(Path(os.environ["ULTRABENCH_SPEC"]).read_text()))
         run(task, report)
     except Exception as error:
-        kind, message = failure.kind_of(error), failure.one_line(error)
-        failure_facts = {"kind": kind, "message": message, "traceback": traceback.format_exc()}
+        failure_kind, failure_text = failure.kind_of(error), failure.error_line(error)
+        failure_facts = {"kind": failure_kind, "message": failure_text, "traceback": traceback.format_exc()}
         report.write("error", **failure_facts, **memory.usage())
         traceback.print_exc()
         return 1

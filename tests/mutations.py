@@ -26,7 +26,7 @@ from tests.parity.planted import FAULTS
 from tests.parity.server import compared_replicas
 from tests.parity.test_layouts import spec_of
 from ultrabench.kernel.check.parity import run_check
-from ultrabench.kernel.requests import TOLERANCE, CheckResult
+from ultrabench.kernel.requests import FP64_TOLERANCE, CheckResult
 
 PAGE = ROOT / "tests" / "mutations.md"
 RULE = "|---|---|---|---|---|---|\n"
@@ -90,9 +90,9 @@ def compared(server: Server, where: str) -> Found:
     answer = server.ask(test.worst_difference, where)
     if isinstance(answer, str):
         return Found("an error", answer)
-    difference_text = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
+    told = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
     return Found(
-        "transformers" if answer >= TOLERANCE else None, f"{difference_text}, allowed {TOLERANCE:.0e}"
+        "transformers" if answer >= FP64_TOLERANCE else None, f"{told}, allowed {FP64_TOLERANCE:.0e}"
     )
 
 

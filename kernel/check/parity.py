@@ -4,9 +4,9 @@
 torch but never computes and never uses a GPU: children that are forked after a matrix product in the parent hang,
 and CUDA does not work in a child of a process that has used it.
 
-How much of a difference is allowed: in fp64 at most TOLERANCE. In fp32 and bf16 rounding alone makes differences
+How much of a difference is allowed: in fp64 at most FP64_TOLERANCE. In fp32 and bf16 rounding alone makes differences
 that depend on the model, so they are measured. The single process trains the plain model in that precision as
-well, and for each tensor a layout may differ from fp64 by ROUNDING times what this differs from it. Both are L2
+well, and for each tensor a layout may differ from fp64 by ALLOWED_ROUNDINGS times what this differs from it. Both are L2
 norms over the elements of the tensor: rounding errors of many elements are independent, so that their norm hardly
 depends on the order of sums, in which layouts differ, while the largest error of a single element does. The
 parameters after AdamW are taken together: where a gradient is nearly 0, rounding decides about the sign of a
@@ -35,12 +35,12 @@ from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import make_batch
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import build_mesh, join_process_group, local_shard, part_view
-from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
-from ultrabench.kernel.moe import LEARNED, balances, update_balance
+from ultrabench.kernel.model import TIED_PARAMETER_NAME, Decoder, cross_entropy
+from ultrabench.kernel.moe import LEARNED_ROUTING, router_biases, update_router_biases
 from ultrabench.kernel.rank import environment
-from ultrabench.kernel.rank.ran import require_requested_options, watched
-from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
-from ultrabench.kernel.step import BETAS, CLIP_NORM, WEIGHT_DECAY, TrainStep, learning_rate
+from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
+from ultrabench.kernel.requests import FP64_TOLERANCE, CheckResult, CheckSpec
+from ultrabench.kernel.step import ADAMW_BETAS, CLIP_NORM, WEIGHT_DECAY, TrainStep, learning_rate
 from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec
@@ -50,7 +50,7 @@ TIMEOUT_S = {"cpu": 120.0, "cuda": 600.0}
 """Device type -> seconds for all of a training; on GPUs compiling the layers takes most of them."""
 UNREACHED_NORM = 1e3
 """A gradient norm that no step reaches, so that nothing is clipped; finite, since torch multiplies by its inverse."""
-ROUNDING = {"loss": 8.0, "grad": 3.0, "param": 3.0}
+ALLOWED_ROUNDINGS = {"loss": 8.0, "grad": 3.0, "param": 3.0}
 """Largest difference of a layout in units of the rounding error of one process in the same precision.
 
 Correct layouts show 1.0 to 1.3 for gradients, and up to 2.2 for the loss, which is only a few numbers.
@@ -61,18 +61,18 @@ def run_check(spec: CheckSpec) -> CheckResult:
     """Runs one check with forked ranks; the caller may have imported torch, but must not have used it."""
     start_s, ranks = time.monotonic(), range(spec.layout.world_size)
     with tempfile.TemporaryDirectory(prefix="ultrabench-check-") as folder_name:
-        folder, limit_s = Path(folder_name), TIMEOUT_S[spec.device]
-        bodies = {f"rank {rank}": partial(_train_rank, spec, rank, folder) for rank in ranks}
+        folder, timeout_s = Path(folder_name), TIMEOUT_S[spec.device]
+        functions = {f"rank {rank}": partial(_train_rank, spec, rank, folder) for rank in ranks}
         for precision in {"fp64", spec.precision}:
-            bodies[f"one process in {precision}"] = partial(_train_plain, spec, precision, folder)
+            functions[f"one process in {precision}"] = partial(_train_plain, spec, precision, folder)
         try:
             if spec.device == "cuda":
-                num_gpus = run_forked({"GPUs": torch.cuda.device_count}, limit_s)["GPUs"]
+                num_gpus = run_forked({"GPUs": torch.cuda.device_count}, timeout_s)["GPUs"]
                 if num_gpus < len(ranks):
                     gpus_text = f"torch sees {counted(num_gpus, 'GPU')} here"
                     return CheckResult(refused=f"{spec.layout.label()} needs {len(ranks)} GPUs; {gpus_text}")
-            run_forked(bodies, limit_s)
-            results = run_forked({"comparison": partial(_compare, spec, folder)}, limit_s)
+            run_forked(functions, timeout_s)
+            results = run_forked({"comparison": partial(_compare, spec, folder)}, timeout_s)
             result: CheckResult = results["comparison"]
         except ChildError as error:
             result = CheckResult(error=str(error))
@@ -99,15 +99,15 @@ class _PlainStep:
         self.model = Decoder(shape, split_stages(shape, 1)[0], positions, run.kernel.routing).to(device)
         if precision == "fp8":
             round_products(self.model)
-        self.models, self.params = [self.model], dict(self.model.named_parameters())
+        self.clip_norm, self.models = CLIP_NORM, [self.model]
+        self.params = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.model.initial_value(name, param.shape, run.workload.seed, device))
         lr = learning_rate(shape)
         self.optimizer = torch.optim.AdamW(
-            self.params.values(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.params.values(), lr=lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY
         )
-        self.clip_norm = CLIP_NORM
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of the whole global batch in `step`."""
@@ -126,8 +126,8 @@ class _PlainStep:
         torch.nn.utils.clip_grad_norm_(self.params.values(), self.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.run.shape.num_experts and self.run.kernel.routing == LEARNED:
-            update_balance(self.models, self.run.shape.num_hidden_layers)
+        if self.run.shape.num_experts and self.run.kernel.routing == LEARNED_ROUTING:
+            update_router_biases(self.models, self.run.shape.num_hidden_layers)
         return loss
 
 
@@ -143,11 +143,11 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
     join_process_group(device, store, rank, spec.layout.world_size)
     mesh = build_mesh(spec.layout, device.type)
-    compiler = "inductor" if device.type == "cuda" else "aot_eager"
-    trainer = TrainStep(spec.run, device, mesh, backend=compiler)
-    with watched(trainer) as watch:
+    compile_backend = "inductor" if device.type == "cuda" else "aot_eager"
+    trainer = TrainStep(spec.run, device, mesh, compile_backend=compile_backend)
+    with observe_steps(trainer) as observations:
         tensors_by_kind = _train_steps(spec, trainer)
-    require_requested_options(trainer, watch)
+    require_requested_options(trainer, observations)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.num_graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
@@ -169,7 +169,7 @@ def _train_steps(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, 
         losses.append(trainer.update(loss).item())
     values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
-        values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
+        values |= {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
 
 
@@ -181,6 +181,8 @@ def _l2_diff(a: Tensor, b: Tensor) -> float:
 def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     """The differences between each rank's parts and one process in fp64, and what is allowed for each tensor.
 
+    Here `exact` and `rounded` are what the single process holds after training in fp64 and in the precision of the
+    layout, `assembled` is made of the parts of the ranks; each maps loss, grad and param to tensors by name.
     Each rank is compared with its parts of the full tensors, so that replicas which differ are found. An
     element that no rank holds has an infinite difference.
     """
@@ -188,43 +190,43 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     exact, rounded = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
     tensors_by_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(spec.layout.world_size)]
     assembled: dict[str, dict[str, Tensor]] = {}
-    comparison: dict[str, Any] = {"passed": True}
+    result: dict[str, Any] = {"passed": True}
     for kind, exact_values in exact.items():
-        assembled[kind] = {name: torch.full_like(full, torch.nan) for name, full in exact_values.items()}
+        assembled[kind] = {name: torch.full_like(value, torch.nan) for name, value in exact_values.items()}
         diffs = dict.fromkeys(exact_values, 0.0)
         for rank_tensors in tensors_by_rank:
-            for name, values in rank_tensors[kind].items():
+            for name, rank_values in rank_tensors[kind].items():
                 is_tied = spec.shape.tie_word_embeddings and name == "head.weight"
-                full_name, part = TIED_NAME if is_tied else name, rank_tensors["parts"].get(name, ())
-                part_view(assembled[kind][full_name], part).copy_(values)
-                diff = _l2_diff(part_view(exact_values[full_name], part), values)
-                diffs[full_name] = max(diffs[full_name], diff)
-        for name, full in assembled[kind].items():
-            diffs[name] = max(diffs[name], _l2_diff(exact_values[name], full))
-        rounding = {name: _l2_diff(full, rounded[kind][name]) for name, full in exact_values.items()}
+                full_name = TIED_PARAMETER_NAME if is_tied else name
+                part = rank_tensors["parts"].get(name, ())
+                part_view(assembled[kind][full_name], part).copy_(rank_values)
+                part_diff = _l2_diff(part_view(exact_values[full_name], part), rank_values)
+                diffs[full_name] = max(diffs[full_name], part_diff)
+        for name, assembled_value in assembled[kind].items():
+            diffs[name] = max(diffs[name], _l2_diff(exact_values[name], assembled_value))
+        roundings = {name: _l2_diff(value, rounded[kind][name]) for name, value in exact_values.items()}
         if kind == "param":
-            diffs, rounding = (
-                {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding)
-            )
+            diffs, roundings = ({"all": math.hypot(*norms.values())} for norms in (diffs, roundings))
         # In fp32 and bf16 an update of one element may have the other sign.
-        sign_flip = 2 * learning_rate(spec.shape)
-        smallest_allowed = sign_flip if kind == "param" and spec.precision != "fp64" else TOLERANCE
-        allowed = {name: max(smallest_allowed, ROUNDING[kind] * error) for name, error in rounding.items()}
+        min_allowed = FP64_TOLERANCE
+        if kind == "param" and spec.precision != "fp64":
+            min_allowed = 2 * learning_rate(spec.shape)
+        allowed = {name: max(min_allowed, ALLOWED_ROUNDINGS[kind] * diff) for name, diff in roundings.items()}
         worst_name = max(diffs, key=lambda name: diffs[name] / allowed[name])
-        comparison[f"{kind}_diff"] = diffs[worst_name] if math.isfinite(diffs[worst_name]) else None
-        comparison[f"{kind}_allowed"] = allowed[worst_name]
-        comparison["passed"] &= diffs[worst_name] <= allowed[worst_name]
+        result[f"{kind}_diff"] = diffs[worst_name] if math.isfinite(diffs[worst_name]) else None
+        result[f"{kind}_allowed"] = allowed[worst_name]
+        result["passed"] &= diffs[worst_name] <= allowed[worst_name]
         if kind == "grad":
-            comparison["worst_parameter"] = worst_name
+            result["worst_parameter"] = worst_name
     if spec.dump is not None:
         torch.save(exact, Path(spec.dump) / "reference.pt")
         torch.save(assembled, Path(spec.dump) / "check.pt")
     missing_grads = list[str]()
     for rank, rank_tensors in enumerate(tensors_by_rank):
         missing_grads += [f"rank {rank}: {n}" for n in rank_tensors["parts"] if n not in rank_tensors["grad"]]
-    comparison["passed"] &= not missing_grads
-    comparison["graphs"] = max(rank_tensors["graphs"] for rank_tensors in tensors_by_rank)
-    return CheckResult(**comparison, missing_gradients=tuple(missing_grads))
+    result["passed"] &= not missing_grads
+    result["graphs"] = max(rank_tensors["graphs"] for rank_tensors in tensors_by_rank)
+    return CheckResult(**result, missing_gradients=tuple(missing_grads))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def round_rows(matrix: Tensor) -> Tensor:
     return torch.ldexp(torch.ldexp(matrix.double(), exponent).float().to(dtype).double(), -exponent).float()
 
 
-class _Linear(torch.autograd.Function):
+class _RoundedLinear(torch.autograd.Function):
     """A linear layer without bias, whose three products have rounded factors."""
 
     @staticmethod
@@ -37,8 +37,8 @@ class _Linear(torch.autograd.Function):
 
 def rounded_linear(x_BSK: Tensor, weight_NK: Tensor) -> Tensor:
     """The product of x with a weight, with rounded factors in forward and backward."""
-    product: Tensor = _Linear.apply(x_BSK, weight_NK)  # type: ignore[no-untyped-call]
-    return product
+    y_BSN: Tensor = _RoundedLinear.apply(x_BSK, weight_NK)  # type: ignore[no-untyped-call]
+    return y_BSN
 
 
 def round_products(model: Decoder) -> None:

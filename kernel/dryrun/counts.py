@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ultrabench.kernel.compat import WAIT, group_name, storage_of
-from ultrabench.kernel.compile import OPERATORS
+from ultrabench.kernel.compat import WAIT_OPERATOR, group_name, storage_of
+from ultrabench.kernel.compile import FUNCTION_BY_OPERATOR
 
 _OPERATION_NAMES = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
@@ -46,17 +46,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if function := OPERATORS.get(func):
+        if plain_implementation := FUNCTION_BY_OPERATOR.get(func):
             with self:
-                return function(*args)
+                return plain_implementation(*args)
         if isinstance(func, HigherOrderOperator):
             # Compiled recomputation: an operator that may draw random numbers, after their state if that is given.
-            start = next(i for i, argument in enumerate(args) if isinstance(argument, OpOverload))
+            operator_index = next(i for i, argument in enumerate(args) if isinstance(argument, OpOverload))
             with self:
-                out = args[start](*args[start + 1 :], **kwargs)
-                return out if start else (torch.empty(0), out)
+                out = args[operator_index](*args[operator_index + 1 :], **kwargs)
+                return out if operator_index else (torch.empty(0), out)
         out = func(*args, **kwargs)
-        if func is WAIT:
+        if func is WAIT_OPERATOR:
             out = args[0]
         self.record(func, args, kwargs, out)
         return out
@@ -76,36 +76,36 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, experts: DeviceMesh | None = None
+        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, expert_mesh: DeviceMesh | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls_and_bytes = defaultdict[str, list[int]](lambda: [0, 0])
-        groups = {axis: m.get_group(axis) for m in (experts, mesh) if m for axis in m.mesh_dim_names or ()}
-        self._axes: dict[Any, str] = {
-            str(g.group_name): axis for axis, g in {**groups, "cp": cp_group}.items() if g
-        }
+        meshes = [expert_mesh, mesh] if expert_mesh else [mesh]
+        axes_and_groups = [(axis, m.get_group(axis)) for m in meshes for axis in m.mesh_dim_names or ()]
+        axes_and_groups += [("cp", cp_group)] if cp_group else []
+        self._axis_by_group: dict[Any, str] = {str(group.group_name): axis for axis, group in axes_and_groups}
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
-        name = func._schema.name.partition("::")[2]
-        if name not in _OPERATION_NAMES:
+        operator_name = func._schema.name.partition("::")[2]
+        if (operation := _OPERATION_NAMES.get(operator_name)) is None:
             return
-        leaves = tree_leaves((args, kwargs))
-        axis = next((self._axes[g] for g in map(group_name, leaves) if g in self._axes), "world")
-        payload_bytes = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
-        axis = "ep" if _OPERATION_NAMES[name] == "all_to_all" else axis
-        if name == "all_gather_into_tensor":
-            payload_bytes *= next(n for n in leaves if isinstance(n, int))
-        totals = self.calls_and_bytes[f"{axis} {_OPERATION_NAMES[name]}"]
-        totals[0] += 1
-        totals[1] += payload_bytes
+        argument_leaves = tree_leaves((args, kwargs))
+        axes = (self._axis_by_group.get(group_name(leaf)) for leaf in argument_leaves)
+        payload_bytes = max((t.nbytes for t in argument_leaves if isinstance(t, Tensor)), default=0)
+        if operator_name == "all_gather_into_tensor":
+            payload_bytes *= next(n for n in argument_leaves if isinstance(n, int))
+        axis = "ep" if operation == "all_to_all" else next(filter(None, axes), "world")
+        num_calls_and_bytes = self.calls_and_bytes[f"{axis} {operation}"]
+        num_calls_and_bytes[0] += 1
+        num_calls_and_bytes[1] += payload_bytes
 
 
-_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+_LEFT_FACTOR_INDEX = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix product -> index of the argument that is the left factor."""
-_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+_FUSED_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 
 
 class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
@@ -124,20 +124,20 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
         """Counts `func` if it is a matrix product or attention."""
         if func.namespace != "aten":
             return
-        name = func._schema.name.partition("::")[2].removesuffix("_")
-        if name in _FIRST_FACTOR:
-            output = out if isinstance(out, Tensor) else out[0]
-            self.flops += 2 * output.numel() * int(args[_FIRST_FACTOR[name]].shape[-1])
-        elif name == "_grouped_mm":
+        operator_name = func._schema.name.partition("::")[2].removesuffix("_")
+        if operator_name in _LEFT_FACTOR_INDEX:
+            product = out if isinstance(out, Tensor) else out[0]
+            self.flops += 2 * product.numel() * int(args[_LEFT_FACTOR_INDEX[operator_name]].shape[-1])
+        elif operator_name == "_grouped_mm":
             self.flops += 2 * args[0].numel() * int(args[1].shape[-1])
-        elif name.startswith(_ATTENTION):
-            is_backward = "backward" in name
+        elif operator_name.startswith(_FUSED_ATTENTION):
+            is_backward = "backward" in operator_name
             q, k = args[1:3] if is_backward else args[:2]
             self.flops += (5 if is_backward else 2) * 2 * q.numel() * int(k.shape[2])
 
 
 class _CountedStorage:
-    """A storage that is counted; it stays in the record of the peak after its memory is freed."""
+    """The record of a storage; it stays among those of the peak after the memory of the storage is freed."""
 
     kind = "activation"
 
@@ -152,39 +152,39 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live_bytes = self.peak_bytes = 0
-        self._live_storages: dict[int, _CountedStorage] = {}
-        """Storages by their id, which a later storage may have again."""
-        self._sizes: dict[_CountedStorage, int] = {}
-        self._sizes_at_peak: dict[_CountedStorage, int] | None = None
-        """The sizes at the peak; None while these are the sizes now."""
-        self._paused = False
+        self._storage_by_id: dict[int, _CountedStorage] = {}
+        """Id of a storage -> its record; a later storage may get the same id."""
+        self._bytes_by_storage: dict[_CountedStorage, int] = {}
+        self._peak_bytes_by_storage: dict[_CountedStorage, int] | None = None
+        """The bytes at the peak; None while the peak is now."""
+        self._is_paused = False
         self._freed_ids: list[int] = []
         """Ids of storages that were freed, perhaps by another thread, and are not yet subtracted."""
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out what operators return inside the `with` block."""
-        self._paused = True
+    def pause(self) -> Iterator[None]:
+        """Does not count what operators return inside the `with` block."""
+        self._is_paused = True
         yield
-        self._paused = False
+        self._is_paused = False
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts the storages that `func` made."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and not (tensor.is_meta or self._paused):
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or self._is_paused):
                 storage = storage_of(tensor)
                 self._subtract_freed()  # its id may have belonged to a freed storage
-                if id(storage) not in self._live_storages:
-                    self._live_storages[id(storage)] = counted_storage = _CountedStorage()
+                if id(storage) not in self._storage_by_id:
+                    self._storage_by_id[id(storage)] = counted_storage = _CountedStorage()
                     weakref.finalize(storage, self._freed_ids.append, id(storage))
-                    self._resize(counted_storage, storage.nbytes())
+                    self._set_bytes(counted_storage, storage.nbytes())
 
     def _subtract_freed(self) -> None:
         """Subtracts freed storages; it runs later than they are freed, which may happen in any operation."""
         while self._freed_ids:
-            storage = self._live_storages.pop(self._freed_ids.pop(0))
-            self._resize(storage, 0)
-            del self._sizes[storage]
+            counted_storage = self._storage_by_id.pop(self._freed_ids.pop(0))
+            self._set_bytes(counted_storage, 0)
+            del self._bytes_by_storage[counted_storage]
 
     @property
     def live_bytes(self) -> int:
@@ -195,33 +195,34 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
     def count_resized(self, storage: torch.UntypedStorage) -> None:
         """Counts the new size of a storage whose memory was freed or taken again without an operator."""
         self._subtract_freed()
-        if id(storage) in self._live_storages:
-            self._resize(self._live_storages[id(storage)], storage.nbytes())
+        if id(storage) in self._storage_by_id:
+            self._set_bytes(self._storage_by_id[id(storage)], storage.nbytes())
 
-    def _resize(self, storage: _CountedStorage, new_bytes: int) -> None:
-        added_bytes = new_bytes - self._sizes.get(storage, 0)
-        if added_bytes < 0 and self._sizes_at_peak is None:
-            self._sizes_at_peak = self._sizes.copy()
-        self._sizes[storage] = new_bytes
+    def _set_bytes(self, counted_storage: _CountedStorage, new_bytes: int) -> None:
+        added_bytes = new_bytes - self._bytes_by_storage.get(counted_storage, 0)
+        if added_bytes < 0 and self._peak_bytes_by_storage is None:
+            self._peak_bytes_by_storage = self._bytes_by_storage.copy()
+        self._bytes_by_storage[counted_storage] = new_bytes
         self._live_bytes += added_bytes
         if self._live_bytes > self.peak_bytes:
-            self.peak_bytes, self._sizes_at_peak = self._live_bytes, None
+            self.peak_bytes, self._peak_bytes_by_storage = self._live_bytes, None
 
     def reset_peak(self) -> None:
         """Sets the peak to the storages that are live now."""
-        self.peak_bytes, self._sizes_at_peak = self.live_bytes, None
+        self.peak_bytes, self._peak_bytes_by_storage = self.live_bytes, None
 
     def set_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
         self._subtract_freed()
         for tensor in tensors:
-            storage = self._live_storages.get(id(storage_of(tensor)))
-            if storage is not None:
-                storage.kind = kind
+            counted_storage = self._storage_by_id.get(id(storage_of(tensor)))
+            if counted_storage is not None:
+                counted_storage.kind = kind
 
-    def peak_by_kind(self) -> Counter[str]:
+    def peak_bytes_by_kind(self) -> Counter[str]:
         """The bytes of each kind at the peak; their sum is the peak."""
         bytes_by_kind = Counter[str]()
-        for storage, nbytes in (self._sizes if self._sizes_at_peak is None else self._sizes_at_peak).items():
-            bytes_by_kind[storage.kind] += nbytes
+        peak_bytes = self._peak_bytes_by_storage
+        for storage, num_bytes in (self._bytes_by_storage if peak_bytes is None else peak_bytes).items():
+            bytes_by_kind[storage.kind] += num_bytes
         return bytes_by_kind

@@ -54,25 +54,25 @@ def _send_holding_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work
 
 
 @contextmanager
-def watched_memory(count_resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Lets dispatch modes see the memory of a step as it is.
+def observe_resizes(count_resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Lets dispatch modes see every change of the memory of a step.
 
     It calls `count_resized` with every storage that is resized, which is how fully_shard frees and takes memory,
     and hides from dispatch modes how torch makes meshes of ranks.
     """
     torch_resize = torch.UntypedStorage.resize_
 
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        out = torch_resize(storage, size)
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        resized_storage = torch_resize(storage, num_bytes)
         count_resized(storage)
-        return out
+        return resized_storage
 
     methods_to_hide = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh")]
-    with ExitStack() as stack:
+    with ExitStack() as exit_stack:
         for owner, method_name in methods_to_hide:
             hidden_method = _disable_current_modes()(getattr(owner, method_name))
-            stack.enter_context(patch.object(owner, method_name, hidden_method))
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
+            exit_stack.enter_context(patch.object(owner, method_name, hidden_method))
+        exit_stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
         yield
 
 
@@ -81,20 +81,20 @@ class ShardedTensors:
 
     def __init__(self, models: Sequence[nn.Module], on_gradient: Callable[[Tensor], None]) -> None:
         modules = (m for model in models for m in model.modules() if isinstance(m, FSDPModule))
-        # Norm and head have one state, as they are one group.
-        groups = [state._fsdp_param_group for state in dict.fromkeys(m._get_fsdp_state() for m in modules)]
+        # Norm and head are one group.
+        groups = dict.fromkeys(module._get_fsdp_state()._fsdp_param_group for module in modules)
         self._params = [param for group in groups if group for param in group.fsdp_params]
         for param in self._params:
             param._unsharded_param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda tensor: None if tensor.grad is None else on_gradient(tensor.grad)
             )
 
-    def gathered(self) -> Iterator[Tensor]:
+    def gathered_buffers(self) -> Iterator[Tensor]:
         """The buffers of gathered parameters."""
         for param in self._params:
             yield from param.all_gather_outputs
 
-    def gradients(self) -> Iterator[Tensor]:
+    def waiting_gradients(self) -> Iterator[Tensor]:
         """The gradients that wait for more micro-batches, for their reduction or for the optimizer."""
         for param in self._params:
             grads = (param.sharded_param.grad, param.unsharded_accumulated_grad, param._unsharded_param.grad)

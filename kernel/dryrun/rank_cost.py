@@ -21,7 +21,7 @@ from torch import Tensor
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dp import MASTER_DTYPE
 from ultrabench.kernel.dryrun.counts import CollectiveCounts, ExecutedFlops, LiveBytes
-from ultrabench.kernel.dryrun.fake_world import ShardedTensors, fake_world, watched_memory
+from ultrabench.kernel.dryrun.fake_world import ShardedTensors, fake_world, observe_resizes
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
@@ -29,11 +29,12 @@ from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 
-TIMEOUT_S = 6 * 3600.0
+COST_TIMEOUT_S = 6 * 3600.0
+"""Seconds in which the ranks that run at a time must find their costs."""
 _CPU = torch.device("cpu")
 
 
-def make_states(trainer: TrainStep) -> None:
+def init_optimizer(trainer: TrainStep) -> None:
     """Makes the optimizer's states, which exist from the second step of a real run on."""
     for shard in trainer.shards.values():
         shard.grad = torch.zeros_like(shard)
@@ -41,8 +42,8 @@ def make_states(trainer: TrainStep) -> None:
     trainer.optimizer.zero_grad()
 
 
-def _generated_loss(
-    storages: LiveBytes, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+def _inductor_loss(
+    byte_counter: LiveBytes, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
     """`logits_to_gradient` with the memory of the code that inductor generates of it (torch 2.13, CPU).
 
@@ -51,46 +52,46 @@ def _generated_loss(
     buffers = [torch.empty_like(logits)]
     if group is not None:
         buffers.append(torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32)))
-    with storages.paused():
+    with byte_counter.pause():
         return logits_to_gradient(logits, targets, group)
 
 
-def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_states) -> dict[str, Any]:
-    """The RankCost of this rank of the default process group, as JSON values.
+def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = init_optimizer) -> dict[str, Any]:
+    """The RankCost of this rank of the default process group, as JSON values; `prepare` runs before the counted step.
 
-    Tests call it on real ranks to check dry runs; real ranks `prepare` with a training step.
+    Tests call it on real ranks to check dry runs, with a training step as `prepare`.
     """
-    with LiveBytes() as storages, watched_memory(storages.count_resized):
-        mesh = build_mesh(spec.layout, "cpu")
+    with LiveBytes() as byte_counter, observe_resizes(byte_counter.count_resized):
+        mesh, set_kind = build_mesh(spec.layout, "cpu"), byte_counter.set_kind
         # Without generating code, torch decides as it does on GPUs what a compiled layer keeps.
         trainer = TrainStep(
-            spec, _CPU, mesh, backend="aot_eager",
-            after_microbatch=lambda: storages.set_kind("gradient", sharded.gradients()),
+            spec, _CPU, mesh, compile_backend="aot_eager",
+            after_microbatch=lambda: set_kind("gradient", sharded_tensors.waiting_gradients()),
         )  # fmt: skip
-        sharded = ShardedTensors(trainer.models, lambda grad: storages.set_kind("gradient", [grad]))
+        sharded_tensors = ShardedTensors(trainer.models, lambda grad: set_kind("gradient", [grad]))
         for model in trainer.models:
             if spec.compiles and model.head is not None:
-                model.head.loss = partial(model.head.loss, to_gradient=partial(_generated_loss, storages))
+                model.head.loss = partial(model.head.loss, to_gradient=partial(_inductor_loss, byte_counter))
         prepare(trainer)
         batch = trainer.batch(1)
-        storages.reset_peak()
+        byte_counter.reset_peak()
         with (
-            CollectiveCounts(mesh, trainer.cp_group, trainer.expert_mesh) as collectives,
-            ExecutedFlops() as executed,
+            CollectiveCounts(mesh, trainer.cp_group, trainer.expert_mesh) as collective_counter,
+            ExecutedFlops() as flop_counter,
         ):
             loss = trainer.accumulate(*batch)
-            storages.set_kind("gradient", sharded.gradients())
+            set_kind("gradient", sharded_tensors.waiting_gradients())
             trainer.update(loss)
         del batch, loss
-    storages.set_kind("parameter", [*trainer.shards.values(), *sharded.gathered()])
-    storages.set_kind("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
-    bytes_by_kind = storages.peak_by_kind()
+    set_kind("parameter", [*trainer.shards.values(), *sharded_tensors.gathered_buffers()])
+    set_kind("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
+    bytes_by_kind = byte_counter.peak_bytes_by_kind()
     return {
         "pp_rank": trainer.coordinates.pp, "rank": dist.get_rank(),
-        "static_bytes": storages.live_bytes, "peak_bytes": storages.peak_bytes,
+        "static_bytes": byte_counter.live_bytes, "peak_bytes": byte_counter.peak_bytes,
         **{f"{kind}_bytes": bytes_by_kind[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
-        "hardware_flops": executed.flops,
-        "collectives": dict(sorted(collectives.calls_and_bytes.items())),
+        "hardware_flops": flop_counter.flops,
+        "collectives": dict(sorted(collective_counter.calls_and_bytes.items())),
     }  # fmt: skip
 
 
@@ -106,8 +107,8 @@ def rank_cost(spec: RunSpec, rank: int) -> dict[str, Any]:
     gas, pp = spec.layout.gas, spec.layout.pp
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
         return _fake_step(spec, rank)
-    cost_of_3, cost_of_4 = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
-    return {key: _extrapolate(cost_of_3[key], value, (gas - 4 * pp, pp)) for key, value in cost_of_4.items()}
+    cost_at_3pp, cost_at_4pp = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
+    return _extrapolate(cost_at_3pp, cost_at_4pp, (gas - 4 * pp, pp))  # type: ignore[no-any-return]
 
 
 def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:
@@ -120,13 +121,13 @@ def _with_gas(spec: RunSpec, gas: int) -> RunSpec:
     return replace(spec, layout=layout, workload=replace(spec.workload, gbs=layout.gbs))
 
 
-def _extrapolate(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
-    """`larger` plus the difference of `larger` and `smaller` times the quotient `ratio`, for every number."""
-    if isinstance(larger, dict):
-        return {key: _extrapolate(smaller[key], value, ratio) for key, value in larger.items()}
-    if isinstance(larger, list):
-        return [_extrapolate(x, y, ratio) for x, y in zip(smaller, larger, strict=True)]
-    return larger + (larger - smaller) * ratio[0] // ratio[1]
+def _extrapolate(cost: Any, next_cost: Any, ratio: tuple[int, int]) -> Any:
+    """For every number: `next_cost` + (`next_cost` - `cost`) * ratio[0] / ratio[1]."""
+    if isinstance(next_cost, dict):
+        return {key: _extrapolate(cost[key], value, ratio) for key, value in next_cost.items()}
+    if isinstance(next_cost, list):
+        return [_extrapolate(x, next_x, ratio) for x, next_x in zip(cost, next_cost, strict=True)]
+    return next_cost + (next_cost - cost) * ratio[0] // ratio[1]
 
 
 def main() -> None:
@@ -134,12 +135,12 @@ def main() -> None:
     if not (request := sys.stdin.read()):
         return  # the process that asks was killed before it wrote
     spec = from_dict(RunSpec, json.loads(request))
-    ranks = [spec.layout.first_rank(pp) for pp in range(spec.layout.pp)]
-    cores = len(os.sched_getaffinity(0))
+    first_ranks = [spec.layout.first_rank(pp_rank) for pp_rank in range(spec.layout.pp)]
+    num_cores = len(os.sched_getaffinity(0))
     try:
-        for start in range(0, len(ranks), cores):
-            bodies = {f"rank {rank}": partial(rank_cost, spec, rank) for rank in ranks[start : start + cores]}
-            for cost in run_forked(bodies, TIMEOUT_S).values():
+        for i in range(0, len(first_ranks), num_cores):
+            functions = {f"rank {r}": partial(rank_cost, spec, r) for r in first_ranks[i : i + num_cores]}
+            for cost in run_forked(functions, COST_TIMEOUT_S).values():
                 print(json.dumps(cost), flush=True)
     except ChildError as error:
         print(json.dumps({"error": str(error)}))

@@ -15,20 +15,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ultrabench.kernel.mesh import reduce_over_ranks
-from ultrabench.kernel.moe import balances
-from ultrabench.kernel.rank.clock import Result, timed
+from ultrabench.kernel.moe import router_biases
+from ultrabench.kernel.rank.clock import Result, run_timed
 from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel.tp import cut_dim
 
-SYNC, ASYNC = "sync", "async"
-"""Folders of the two saves inside that of the run."""
+SYNC_FOLDER, ASYNC_FOLDER = "sync", "async"
+"""Names of the folders of the two saves, inside the folder of the checkpoints of a run."""
 
 
 class NotLoadedError(RuntimeError):
     """The loaded state differs from the state that was saved."""
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes files, and names the error of the file system, which torch hides behind an error of its archive."""
 
     def write_data(self, *args: Any) -> Any:
@@ -49,24 +49,25 @@ def sharded_state(trainer: TrainStep) -> dict[str, Tensor]:
     hold copies, which one of them saves. With tp the copies of norms and routers may differ by rounding (see
     `replicas.py`), so that each rank saves its own.
     """
-    tensors = {name: bias for model in trainer.models for name, bias in balances(model).items()}
+    tensors = {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
     for name, shard in trainer.shards.items():
-        place = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
+        place_text = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
         if cut_dim(name) is None and trainer.layout.tp > 1:
-            place = f"rank{dist.get_rank()}"
+            place_text = f"rank{dist.get_rank()}"
         if shard.numel():
-            moments = trainer.optimizer.state[shard]
-            tensors |= {f"{name}@{place}": shard, **{f"{name}@{place}.{k}": v for k, v in moments.items()}}
+            moment_by_key = trainer.optimizer.state[shard]
+            tensors[f"{name}@{place_text}"] = shard
+            tensors |= {f"{name}@{place_text}.{key}": moment for key, moment in moment_by_key.items()}
     return tensors
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def have_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one type hold the same bits, also where these are no numbers."""
     return torch.equal(*(t.cpu().contiguous().flatten().view(torch.uint8) for t in (a, b)))
 
 
-class Checkpoint:
-    """The saves and the load of one run; all ranks have to call every method together."""
+class CheckpointMeasurement:
+    """Measures the saves and the load of one run; all ranks have to call every method together."""
 
     def __init__(self, trainer: TrainStep, folder: Path) -> None:
         """`folder` is a new one that all ranks see; what is saved there is removed again."""
@@ -74,13 +75,13 @@ class Checkpoint:
         # The thread of an async save needs a group of its own, and that of CPUs.
         self.group = dist.new_group(backend="gloo")
 
-    def _timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
+    def _time_all_ranks(self, work: Callable[[], Result]) -> tuple[float, Result]:
         """The seconds of the slowest rank for work that all begin together, and what `work` returns here."""
         dist.barrier()
-        seconds, result = timed(self.device, work)
+        seconds, result = run_timed(self.device, work)
         return reduce_over_ranks(seconds, self.device), result
 
-    def _remove(self, path: Path) -> None:
+    def _remove_folder(self, path: Path) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)  # the agent removes what is left
@@ -92,19 +93,20 @@ class Checkpoint:
             NotLoadedError: a loaded tensor differs in a bit from the saved one.
             CheckpointException: a rank could not write or read; it is no Exception, and has the errors of all ranks.
         """
-        path, tensors, num_bytes = self.folder / SYNC, self.tensors, 0
-        save_s, _ = self._timed(partial(save, tensors, storage_writer=Writer(path), process_group=self.group))
+        save_path, tensors, saved_bytes = self.folder / SYNC_FOLDER, self.tensors, 0
+        writer, group = CheckpointWriter(save_path), self.group
+        save_s, _ = self._time_all_ranks(partial(save, tensors, storage_writer=writer, process_group=group))
         if dist.get_rank() == 0:
-            num_bytes = sum(file.stat().st_size for file in path.iterdir())
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            saved_bytes = sum(file.stat().st_size for file in save_path.iterdir())
+        copy_by_name = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.zero_()
-        load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
-        differing = [name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))]
-        if reduce_over_ranks(len(differing), self.device):
-            raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
-        self._remove(path)
-        return {"save_s": save_s, "load_s": load_s, "bytes": num_bytes}
+        load_s, _ = self._time_all_ranks(partial(load, tensors, checkpoint_id=save_path, process_group=group))
+        differing_names = [n for n, t in tensors.items() if not have_same_bits(t, copy_by_name.pop(n))]
+        if reduce_over_ranks(len(differing_names), self.device):
+            raise NotLoadedError(f"the loaded state differs: {differing_names or 'only on other ranks'}")
+        self._remove_folder(save_path)
+        return {"save_s": save_s, "load_s": load_s, "bytes": saved_bytes}
 
     def save_during_training(self, train_step: Callable[[], float], step_time_s: float) -> dict[str, float]:
         """Saves while training goes on, and trains until all ranks have saved.
@@ -116,25 +118,25 @@ class Checkpoint:
         Raises:
             CheckpointException: as in `save_and_load`.
         """
-        end_times_s, writer = list[float](), Writer(self.folder / ASYNC)
+        end_times_s, writer = list[float](), CheckpointWriter(self.folder / ASYNC_FOLDER)
 
         def begin_save() -> tuple[float, Any]:
             start_s = time.perf_counter()
             return start_s, async_save(self.tensors, storage_writer=writer, process_group=self.group)
 
-        blocking_s, (start_s, pending_save) = self._timed(begin_save)
+        blocking_s, (start_s, pending_save) = self._time_all_ranks(begin_save)
         pending_save.add_done_callback(lambda _: end_times_s.append(time.perf_counter()))
-        step_times_s = [train_step()]
+        disturbed_times_s = [train_step()]
         while reduce_over_ranks(not end_times_s, self.device):
-            step_times_s.append(train_step())
+            disturbed_times_s.append(train_step())
         pending_save.result()
         save_s = reduce_over_ranks(end_times_s[0] - start_s, self.device)
-        self._remove(self.folder)
-        lost_steps = sum(seconds / step_time_s - 1 for seconds in step_times_s)
+        self._remove_folder(self.folder)
+        lost_steps = sum(seconds / step_time_s - 1 for seconds in disturbed_times_s)
         return {"async_blocking_s": blocking_s, "async_s": save_s, "async_lost_steps": lost_steps}
 
 
 def first_failure(error: BaseException) -> BaseException:
     """The first error of a rank, where torch wraps the errors of all ranks."""
-    failures = getattr(error, "failures", None) or {}
-    return next((wrapped for wrapped, _ in failures.values()), error)
+    error_by_rank = getattr(error, "failures", None) or {}
+    return next((rank_error for rank_error, _ in error_by_rank.values()), error)

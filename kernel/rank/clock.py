@@ -9,7 +9,7 @@ import torch
 Result = TypeVar("Result")
 
 
-def timed(device: torch.device, work: Callable[[], Result]) -> tuple[float, Result]:
+def run_timed(device: torch.device, work: Callable[[], Result]) -> tuple[float, Result]:
     """The seconds from an idle device to the end of `work` on it, and what `work` returns."""
     synchronize = torch.get_device_module(device).synchronize
     synchronize()

@@ -16,7 +16,7 @@ class IgnoredOptionError(RuntimeError):
     """A step ran with another option than the one that was asked for."""
 
 
-KINDS: dict[str, tuple[tuple[type[BaseException], ...], tuple[str, ...]]] = {
+ERRORS_BY_KIND: dict[str, tuple[tuple[type[BaseException], ...], tuple[str, ...]]] = {
     "non_finite": ((NonFiniteLossError,), ()),
     "replicas": ((ReplicasDifferError,), ()),
     "option": ((IgnoredOptionError,), ()),
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[tuple[type[BaseException], ...], tuple[str, ...]]] = {
              ("Connection closed by peer", "Connection reset by peer", "Connection refused",
               "Broken pipe", "gloo/transport", "Timed out waiting", "NCCL error")),
 }  # fmt: skip
-"""Kind -> the types and the texts of its exceptions."""
+"""Kind of failure -> the types of its exceptions, and parts of the messages of others."""
 
 
 def kind_of(error: BaseException) -> str:
@@ -36,14 +36,14 @@ def kind_of(error: BaseException) -> str:
     """
     cause: BaseException | None = error
     while cause is not None:
-        for kind, (types, texts) in KINDS.items():
-            if isinstance(cause, types) or any(text in str(cause) for text in texts):
+        for kind, (error_types, message_parts) in ERRORS_BY_KIND.items():
+            if isinstance(cause, error_types) or any(text in str(cause) for text in message_parts):
                 return kind
         cause = cause.__cause__
     return "exception"
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The first line of the innermost cause, as `Type: text`."""
     while error.__cause__ is not None:
         error = error.__cause__

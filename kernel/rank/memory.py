@@ -8,9 +8,9 @@ import torch
 
 
 def _status_bytes(field: str) -> int:
-    """A size from /proc/self/status, which is in KiB there, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"\n{field}:")[2].split()[0]) * 1024
+    """The size `field` in /proc/self/status, in bytes; the file has KiB."""
+    status_text = Path("/proc/self/status").read_text()
+    return int(status_text.partition(f"\n{field}:")[2].split()[0]) * 1024
 
 
 def limit_cpu_memory(rank_mem_bytes: int) -> None:
@@ -19,11 +19,11 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
     RLIMIT_DATA counts private writable memory; RLIMIT_AS would count reserved address space, of which torch
     reserves far more than it uses.
     """
-    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    soft_limit = _status_bytes("VmData") + rank_mem_bytes
-    if hard_limit != resource.RLIM_INFINITY:
-        soft_limit = min(soft_limit, hard_limit)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
+    hard_limit_bytes = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft_limit_bytes = _status_bytes("VmData") + rank_mem_bytes
+    if hard_limit_bytes != resource.RLIM_INFINITY:
+        soft_limit_bytes = min(soft_limit_bytes, hard_limit_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit_bytes, hard_limit_bytes))
 
 
 def usage() -> dict[str, int]:
@@ -67,6 +67,6 @@ def peak(device: torch.device) -> dict[str, int | None]:
     """
     if device.type != "cuda":
         return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM"), "allocator_retries": None}
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    return {"allocated_bytes": allocated, "reserved_bytes": reserved, "allocator_retries": num_retries}
+    peak_bytes = {"allocated_bytes": torch.cuda.max_memory_allocated()}
+    peak_bytes["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return {**peak_bytes, "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"]}

@@ -16,16 +16,16 @@ from ultrabench.model_shape import ModelShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Precision -> dtype of as many bits, the narrowest first."""
-MAX_SAMPLED = 1024
+MAX_READ_VALUES = 1024
 """Largest number of values of a tensor that are read."""
 
 
-def sample(tensor: Tensor) -> Tensor:
+def leading_values(tensor: Tensor) -> Tensor:
     """A copy of the first values of a tensor, so few that their memory does not count."""
-    return tensor.detach().flatten()[:MAX_SAMPLED].clone()
+    return tensor.detach().flatten()[:MAX_READ_VALUES].clone()
 
 
-def of_values(tensors: Iterable[Tensor]) -> str | None:
+def value_precision(tensors: Iterable[Tensor]) -> str | None:
     """The precision of fewest bits that holds all values exactly; None where all of them are 0."""
     tensors = [tensor for tensor in tensors if tensor.any()]
     for precision, dtype in DTYPES.items():
@@ -34,26 +34,30 @@ def of_values(tensors: Iterable[Tensor]) -> str | None:
     return None
 
 
-def of_rotations(cos: Tensor, sin: Tensor, positions: Sequence[range], shape: ModelShape) -> str:
+def rotation_precision(cos: Tensor, sin: Tensor, positions: Sequence[range], shape: ModelShape) -> str:
     """The precision in which the angles were computed whose cosines and sines these are."""
-    tables = torch.stack((cos, sin))
-    return _nearest(tables, lambda dtype: torch.stack(rope_tables(positions, shape, cos, computed_in=dtype)))
+    cos_and_sin = torch.stack((cos, sin))
+    return _nearest_precision(cos_and_sin, lambda d: torch.stack(rope_tables(positions, shape, cos, d)))
 
 
-def of_norm(norm: RmsNorm, like: Tensor) -> str:
-    """The precision in which a norm computes for an input with the dtype and the device of `like`."""
-    x = torch.randn((2, MAX_SAMPLED), generator=torch.Generator().manual_seed(0)).to(like)
+def norm_precision(norm: RmsNorm, input_like: Tensor) -> str:
+    """The precision in which a norm computes for an input with the dtype and the device of `input_like`."""
+    x = torch.randn((2, MAX_READ_VALUES), generator=torch.Generator().manual_seed(0)).to(input_like)
 
-    def normed(dtype: torch.dtype) -> Tensor:
+    def reference_norm(dtype: torch.dtype) -> Tensor:
         converted_x = x.to(dtype)
         return converted_x * torch.rsqrt(converted_x.square().mean(-1, keepdim=True) + norm.eps)
 
-    return _nearest(functional_call(norm, {"weight": torch.ones_like(x[0])}, (x,)), normed)
+    return _nearest_precision(functional_call(norm, {"weight": torch.ones_like(x[0])}, (x,)), reference_norm)
 
 
-def _nearest(result: Tensor, reference: Callable[[torch.dtype], Tensor]) -> str:
-    """The narrow precision if the result is nearly that of the narrow reference, else the wide one of its dtype."""
-    narrow, wide = [name for name in DTYPES if name != "fp64" or result.dtype == torch.float64][-2:]
-    references = {name: reference(DTYPES[name]).to(result.dtype).double() for name in (narrow, wide)}
-    difference = (references[wide] - references[narrow]).norm()
-    return narrow if (result.double() - references[narrow]).norm() < difference / 2 else wide
+def _nearest_precision(result: Tensor, compute_reference: Callable[[torch.dtype], Tensor]) -> str:
+    """The precision in which a result was computed: fp32 or fp64 for a result in fp64, else bf16 or fp32.
+
+    `compute_reference` computes the same in a given dtype. The narrower precision is returned if the result is nearer
+    to its reference than half the distance of the two references.
+    """
+    precisions = [name for name in DTYPES if name != "fp64" or result.dtype == torch.float64][-2:]
+    narrow, wide = (compute_reference(DTYPES[name]).to(result.dtype).double() for name in precisions)
+    is_narrow = (result.double() - narrow).norm() < (wide - narrow).norm() / 2
+    return precisions[0] if is_narrow else precisions[1]

@@ -15,46 +15,50 @@ from torch import Tensor
 
 from ultrabench.device_rates import ProbeSettings, crossing_share
 from ultrabench.kernel.cp import RingTransfer
-from ultrabench.kernel.rank.clock import timed
+from ultrabench.kernel.rank.clock import run_timed
 
-GEMM_EDGE = {"cuda": 8192, "cpu": 512}
+GEMM_ROWS = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
-CLOCK_CALLS = 50
+NUM_CLOCK_GEMMS = 50
 """Matrix products that a GPU computes while its clock is read, about 80 ms of an H100."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
 """Bytes of a copy; they are more than any cache holds."""
-COPY_SHARE = 1 / 3
+COPY_TIME_SHARE = 1 / 3
 """Seconds spent on copies, as a share of the seconds spent on matrix products."""
 ELEMENT_BYTES = 4
 """Bytes of an element of the buffers, which are fp32."""
 
+Call = Callable[[], object]
+"""One product, copy or collective, which is launched and timed."""
 Group = dist.ProcessGroup | None
 """The ranks that take part; None stands for all ranks."""
-Rows = list[dict[str, float]]
+BandwidthRows = list[dict[str, float]]
 """One row for each size: bytes (the S of the bus bandwidth), median seconds, and the median, 5th and 95th
 percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-def _calls(gathered: Tensor, received: Tensor, part: Tensor, group: Group) -> dict[str, Callable[[], object]]:
-    """Operation -> a call of it; `gathered` and `received` have the size of all ranks' parts together."""
+def _collectives(
+    all_parts: Tensor, receive_buffer: Tensor, own_part: Tensor, group: Group
+) -> dict[str, Call]:
+    """Operation -> a call of it; `all_parts` and `receive_buffer` have the size of all ranks' parts together."""
     return {
-        "allreduce": partial(dist.all_reduce, gathered, group=group),
-        "allgather": partial(dist.all_gather_into_tensor, gathered, part, group=group),
-        "reducescatter": partial(dist.reduce_scatter_tensor, part, gathered, group=group),
-        "alltoall": partial(dist.all_to_all_single, received, gathered, group=group),
-        "sendrecv": lambda: RingTransfer(gathered, received, group).wait(),
+        "allreduce": partial(dist.all_reduce, all_parts, group=group),
+        "allgather": partial(dist.all_gather_into_tensor, all_parts, own_part, group=group),
+        "reducescatter": partial(dist.reduce_scatter_tensor, own_part, all_parts, group=group),
+        "alltoall": partial(dist.all_to_all_single, receive_buffer, all_parts, group=group),
+        "sendrecv": lambda: RingTransfer(all_parts, receive_buffer, group).wait(),
     }
 
 
 def probe(
-    device: torch.device, gpus_per_node: int, settings: ProbeSettings, progress: Callable[[], None]
+    device: torch.device, gpus_per_node: int, settings: ProbeSettings, report_progress: Callable[[], None]
 ) -> dict[str, Any]:
     """Measures all devices and the links between them; returns the same JSON value on every rank.
 
     Every rank of the default process group has to call it. Ranks are numbered node by node.
 
     Args:
-        progress: called after each measurement, on every rank.
+        report_progress: called after each measurement, on every rank.
 
     Returns:
         gemm_flops_per_s: rate of square matrix products by rank, all ranks at once (bf16 on GPUs, fp32 on
@@ -68,15 +72,15 @@ def probe(
     num_ranks = dist.get_world_size()
     assert num_ranks % gpus_per_node == 0, f"{num_ranks} ranks on nodes of {gpus_per_node}"
     rates = _gemm_rates(device, settings.device_s)
-    progress()
-    rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_SHARE)
-    progress()
-    intra_node = all_ranks = _measure_collectives(device, None, settings, progress)
+    report_progress()
+    rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_TIME_SHARE)
+    report_progress()
+    intra_node = all_ranks = _measure_collectives(device, None, settings, report_progress)
     if 1 < gpus_per_node < num_ranks:
         # Every rank has to make the groups of all nodes, in the same order.
-        node_ranks = [range(first, first + gpus_per_node) for first in range(0, num_ranks, gpus_per_node)]
+        node_ranks = [range(r, r + gpus_per_node) for r in range(0, num_ranks, gpus_per_node)]
         node_group = [dist.new_group(list(node)) for node in node_ranks][dist.get_rank() // gpus_per_node]
-        intra_node = _measure_collectives(device, node_group, settings, progress)
+        intra_node = _measure_collectives(device, node_group, settings, report_progress)
         dist.destroy_process_group(node_group)
     collectives = {
         name: {"all": all_ranks[name], "intra_node": intra_node[name] if gpus_per_node > 1 else None}
@@ -85,32 +89,32 @@ def probe(
     return {**rates, "collectives": collectives}
 
 
-def _seconds(device: torch.device, call: Callable[[], object], num_calls: int) -> float:
+def _mean_call_s(device: torch.device, call: Call, num_calls: int) -> float:
     """The mean seconds of a call on this rank."""
 
     def call_all() -> None:
         for _ in range(num_calls):
             call()
 
-    return timed(device, call_all)[0] / num_calls
+    return run_timed(device, call_all)[0] / num_calls
 
 
 def _gemm_rates(device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """2 * edge^3 / median time of a matrix product, by rank, so that a throttled device is noticed; and its clock on GPUs."""
-    edge = GEMM_EDGE[device.type]
+    """2 * num_rows^3 / median time of a matrix product, by rank, so that a throttled device is noticed; and its clock on GPUs."""
+    num_rows = GEMM_ROWS[device.type]
     # The values are random, since a product of zeros takes less power and so runs at a higher clock.
-    left_matrix, right_matrix = torch.randn(2, edge, edge, device=device).to(GEMM_DTYPE[device.type])
+    left_matrix, right_matrix = torch.randn(2, num_rows, num_rows, device=device).to(GEMM_DTYPE[device.type])
     multiply = partial(torch.mm, left_matrix, right_matrix)
-    rates = {"gemm_flops_per_s": _rates(device, multiply, 2 * edge**3, seconds)}
+    rates = {"gemm_flops_per_s": _rates_by_rank(device, multiply, 2 * num_rows**3, seconds)}
     if device.type == "cuda":
-        for _ in range(CLOCK_CALLS):
+        for _ in range(NUM_CLOCK_GEMMS):
             multiply()
-        if all(clock_by_rank := _gather_by_rank(device, _clock_hz(device))):
+        if all(clock_by_rank := _gather_by_rank(device, _present_clock_hz(device))):
             rates["gemm_sm_clock_hz"] = clock_by_rank
     return rates
 
 
-def _clock_hz(device: torch.device) -> float:
+def _present_clock_hz(device: torch.device) -> float:
     """The present clock of a GPU; 0 where its driver does not report it."""
     try:
         return torch.cuda.clock_rate(device) * 1e6
@@ -121,53 +125,53 @@ def _clock_hz(device: torch.device) -> float:
 def _copy_rates(device: torch.device, seconds: float) -> list[float]:
     """Bytes read and written / median time of a copy, by rank."""
     source, target = torch.zeros(2, COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    return _rates(device, partial(target.copy_, source), 2 * source.numel(), seconds)
+    return _rates_by_rank(device, partial(target.copy_, source), 2 * source.numel(), seconds)
 
 
-def _rates(device: torch.device, call: Callable[[], object], work: float, seconds: float) -> list[float]:
-    """`work` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
+def _rates_by_rank(device: torch.device, call: Call, work_per_call: float, seconds: float) -> list[float]:
+    """`work_per_call` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
     num_calls = 5 if device.type == "cuda" else 1
-    _seconds(device, call, 1)
+    _mean_call_s(device, call, 1)
     dist.barrier()
     times_s, end_s = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end_s or len(times_s) < 3:
-        times_s.append(_seconds(device, call, num_calls))
-    return _gather_by_rank(device, work / median(times_s))
+        times_s.append(_mean_call_s(device, call, num_calls))
+    return _gather_by_rank(device, work_per_call / median(times_s))
 
 
 def _gather_by_rank(device: torch.device, value: float) -> list[float]:
     """The values of all ranks."""
-    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
-    values[dist.get_rank()] = value
-    dist.all_reduce(values)
-    return [float(value) for value in values.tolist()]
+    value_by_rank = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    value_by_rank[dist.get_rank()] = value
+    dist.all_reduce(value_by_rank)
+    return [float(value) for value in value_by_rank.tolist()]
 
 
 def _measure_collectives(
-    device: torch.device, group: Group, settings: ProbeSettings, progress: Callable[[], None]
-) -> dict[str, Rows]:
+    device: torch.device, group: Group, settings: ProbeSettings, report_progress: Callable[[], None]
+) -> dict[str, BandwidthRows]:
     """Measures every operation in every size over `group`; returns no rows for a group of one rank."""
-    rows_by_operation: dict[str, Rows] = {name: [] for name in settings.operations}
+    rows_by_operation: dict[str, BandwidthRows] = {operation: [] for operation in settings.operations}
     num_ranks = dist.get_world_size(group)
-    for size in settings.sizes_bytes if num_ranks > 1 else ():
-        num_elements = max(1, size // ELEMENT_BYTES // num_ranks)
-        gathered, received = torch.zeros(2, num_elements * num_ranks, device=device)
-        calls = _calls(gathered, received, torch.zeros(num_elements, device=device), group)
-        for name in settings.operations:
+    for requested_bytes in settings.sizes_bytes if num_ranks > 1 else ():
+        elements_per_rank = max(1, requested_bytes // ELEMENT_BYTES // num_ranks)
+        all_parts, receive_buffer = torch.zeros(2, elements_per_rank * num_ranks, device=device)
+        calls = _collectives(all_parts, receive_buffer, torch.zeros(elements_per_rank, device=device), group)
+        for operation in settings.operations:
             rounds = range(settings.warmup + settings.iterations)
-            times_s = [_seconds(device, calls[name], settings.calls) for _ in rounds]
+            times_s = [_mean_call_s(device, calls[operation], settings.calls) for _ in rounds]
             # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
-            slowest_times = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
-            dist.all_reduce(slowest_times, dist.ReduceOp.MAX)
-            size_bytes = gathered.numel() * ELEMENT_BYTES
-            rows_by_operation[name].append(
-                _row(size_bytes, size_bytes * crossing_share(name, num_ranks), slowest_times.tolist())
-            )
-            progress()
+            slowest_times_s = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest_times_s, dist.ReduceOp.MAX)
+            size_bytes = all_parts.numel() * ELEMENT_BYTES
+            crossing_bytes = size_bytes * crossing_share(operation, num_ranks)
+            row = _bandwidth_row(size_bytes, crossing_bytes, slowest_times_s.tolist())
+            rows_by_operation[operation].append(row)
+            report_progress()
     return rows_by_operation
 
 
-def _row(size_bytes: int, crossing_bytes: float, times_s: list[float]) -> dict[str, float]:
+def _bandwidth_row(size_bytes: int, crossing_bytes: float, times_s: list[float]) -> dict[str, float]:
     percentiles_5_to_95 = quantiles(times_s, n=20, method="inclusive")
     return {
         "bytes": size_bytes,

@@ -18,7 +18,7 @@ def device_progress(device: torch.device, count_microbatch: Callable[[], None]) 
     """
     if device.type != "cuda":
         return count_microbatch
-    unfinished_events, pause = deque[torch.cuda.Event](), threading.Event()
+    unfinished_events, poll_pause = deque[torch.cuda.Event](), threading.Event()
 
     def record_launch() -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -27,7 +27,7 @@ def device_progress(device: torch.device, count_microbatch: Callable[[], None]) 
 
     def count_finished() -> None:
         torch.cuda.set_device(device)  # the thread would begin a context on GPU 0, which takes memory there
-        while not pause.wait(POLL_S):
+        while not poll_pause.wait(POLL_S):
             while unfinished_events and unfinished_events[0].query():  # type: ignore[no-untyped-call]
                 unfinished_events.popleft()
                 count_microbatch()

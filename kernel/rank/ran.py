@@ -24,7 +24,7 @@ from ultrabench.kernel.fp8 import SCALED_PRODUCTS
 from ultrabench.kernel.mesh import local_shard
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward
-from ultrabench.kernel.pp import SCHEDULES
+from ultrabench.kernel.pp import SCHEDULE_CLASSES
 from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
 from ultrabench.kernel.recompute import recompute_of
@@ -33,62 +33,63 @@ from ultrabench.kernel_config import PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 
-_PRECISIONS = {(MASTER_DTYPE[name], COMPUTE_DTYPE[name]): name for name in PRECISIONS if name != "fp8"}
+_PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
-LINEAR_LAYERS = 7
+NUM_LINEAR_LAYERS = 7
 """Number of the weights of a decoder layer without experts: q, k, v, out, gate, up and down."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the two moments in the state of AdamW."""
+MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
+"""Keys of the two moments in the optimizer states of AdamW."""
 TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 """The variable with which a user asks torch to round fp32 products to TF32."""
 
-Forward = tuple[torch.Size, list[ShardState]]
-"""One forward of a model: the size of the tensor that it got, and the state of each layer at its end."""
+ForwardRecord = tuple[torch.Size, list[ShardState]]
+"""One forward of a model: the shape of the tensor that it got, and the state of each layer at its end."""
 
 
 @dataclass(slots=True)
-class Watch:
+class StepObservations:
     """What a rank did in some steps."""
 
-    forwards: list[Forward] = field(default_factory=list)
-    steps: int = 0
-    graph_calls: int = 0
-    """How often a forward of a layer was a call of a compiled graph."""
+    forward_records: list[ForwardRecord] = field(default_factory=list)
+    num_steps: int = 0
+    num_graph_calls: int = 0
+    """Number of forwards of layers that were calls of a compiled graph."""
     scaled_products: Counter[str] = field(default_factory=Counter)
     """Purpose -> number of products of fp8: output or gradient."""
     gradients: list[Tensor] = field(default_factory=list)
-    """Some gradients of each layer in the last step, before they were clipped."""
+    """The first values of the gradient of each matrix of a layer in the last step, before clipping."""
     rotations: tuple[Tensor, Tensor] | None = None
     """The cosines and sines that the layers got."""
-    tokens: int = 0
-    """Length of the sequences in the input of a layer."""
+    num_layer_tokens: int = 0
+    """Number of tokens of each sequence in the input of a layer."""
 
 
 @contextmanager
-def watched(trainer: TrainStep) -> Iterator[Watch]:
-    """Watches all steps of this rank inside the `with` block."""
-    watch, graph_calls_before, train_update = Watch(), trainer.compiler.num_calls, trainer.update
-    scaled_before = SCALED_PRODUCTS + trainer.compiler.scaled_products
+def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
+    """Observes all steps of this rank inside the `with` block."""
+    observations, compiler, train_update = StepObservations(), trainer.compiler, trainer.update
+    products_before, num_calls_before = SCALED_PRODUCTS + compiler.scaled_products, compiler.num_calls
 
     def see_forward(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
-        watch.forwards.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
+        observations.forward_records.append((args[0].shape, [*map(shard_state, model.layers.values())]))
 
-    def see_gradients(loss: Tensor) -> Tensor:
-        grads = {name: p.grad for name, p in trainer.params.items() if p.grad is not None}
-        watch.gradients = [precisions.sample(local_shard(g)) for n, g in grads.items() if _is_matrix(n)]
-        watch.steps += 1
-        return train_update(loss)
+    def see_gradients(loss_summand: Tensor) -> Tensor:
+        grads = (param.grad for name, param in trainer.params.items() if _is_matrix(name))
+        shards = (local_shard(grad) for grad in grads if grad is not None)
+        observations.gradients = [*map(precisions.leading_values, shards)]
+        observations.num_steps += 1
+        return train_update(loss_summand)
 
     def see_rotations(_: Any, args: tuple[Tensor, ...]) -> None:
-        watch.tokens, watch.rotations = args[0].shape[1], (args[1], args[2])
+        observations.num_layer_tokens, observations.rotations = args[0].shape[1], (args[1], args[2])
 
     hooks = [model.register_forward_hook(see_forward) for model in trainer.models]
     hooks += [layer.register_forward_pre_hook(see_rotations) for layer in layers_of(trainer)[:1]]
     trainer.update = see_gradients  # type: ignore[method-assign]
-    yield watch
+    yield observations
     del trainer.update  # that of the class again
-    watch.scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products - scaled_before
-    watch.graph_calls = trainer.compiler.num_calls - graph_calls_before
+    observations.scaled_products = SCALED_PRODUCTS + compiler.scaled_products - products_before
+    observations.num_graph_calls = compiler.num_calls - num_calls_before
     for hook in hooks:
         hook.remove()
 
@@ -103,100 +104,100 @@ def layers_of(trainer: TrainStep) -> list[Any]:
     return [layer for model in trainer.models for layer in model.layers.values()]
 
 
-def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
-    """Option -> its value in the steps that were watched.
+def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, Any]:
+    """Option -> its value in the observed steps.
 
     An option that differs between layers or micro-batches has all its values, such as `full and none`. What a
     pipeline stage without layers cannot know is absent.
     """
-    forwards, gas = watch.forwards, len(watch.forwards) // (watch.steps * len(trainer.models))
+    records, num_models = observations.forward_records, len(trainer.models)
     options = {
         "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "mbs": _common_value(size[0] for size, _ in forwards),
-        "gas": gas,
+        "mbs": _common_value(x_shape[0] for x_shape, _ in records),
+        "gas": (gas := len(records) // (observations.num_steps * num_models)),
     }
     if pipeline := getattr(trainer, "pipeline", None):
         num_stages = len(pipeline.stages)
-        schedule_by_kind = {kind: schedule for schedule, kind in SCHEDULES.items()}
+        schedule_by_kind = {schedule_class: schedule for schedule, schedule_class in SCHEDULE_CLASSES.items()}
         options |= {"pp": pipeline.stages[0].num_stages // num_stages, "virtual_stages": num_stages}
         options["pp_schedule"] = schedule_by_kind[type(pipeline.schedule)]
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
     tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
-    num_rows = [len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
-    if num_rows or not shape.num_experts:
-        all_rows = shape.num_experts * shape.moe_intermediate_size
-        options["ep"] = _common_value(all_rows // rows for rows in num_rows) if num_rows else 1
+    sparse_ffns = [layer.ffn for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
+    if sparse_ffns or not shape.num_experts:
+        num_gate_rows = shape.num_experts * shape.moe_intermediate_size
+        ep_degrees = [num_gate_rows // len(ffn.experts.gate) for ffn in sparse_ffns]
+        options["ep"] = _common_value(ep_degrees or [1])
         options["routing"] = _common_value(model.routing.name for model in trainer.models)
-    assert watch.rotations is not None
-    num_token_parts = len(watch.rotations[0]) // watch.tokens
+    assert observations.rotations is not None
+    num_token_parts = len(observations.rotations[0]) // observations.num_layer_tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
-    cp_degrees = [seq_len // (size[1] * num_token_parts ** (len(size) - 2)) for size, _ in forwards]
-    states = [state for _, layer_states in forwards for state in layer_states]
+    cp_degrees = [seq_len // (x_shape[1] * num_token_parts ** (len(x_shape) - 2)) for x_shape, _ in records]
+    states = [state for _, layer_states in records for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    later_states = [s for n, (_, layer_states) in enumerate(forwards) for s in layer_states if n % gas]
+    later_states = [s for i, (_, layer_states) in enumerate(records) for s in layer_states if i % gas]
     stage_if_sharded = 2 if not pipeline and later_states and all(s.has_reduced for s in later_states) else 1
     if not pipeline:
-        last_states = [state for _, layer_states in forwards[gas - 1 :: gas] for state in layer_states]
+        last_states = [state for _, layer_states in records[gas - 1 :: gas] for state in layer_states]
         options["dp_overlap"] = _common_value("on" if state.reduces_next else "off" for state in last_states)
-    attention_args: list[tuple[str, ...]] = [
-        getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
-    ]
-    return options | _precisions(trainer, watch) | {
+    attention_functions = (unwrap(layer.attention.core) for layer in layers)
+    attention_args: list[tuple[str, ...]] = [getattr(f, "args", ("any",)) for f in attention_functions]
+    return options | _precisions(trainer, observations) | {
         "tp": _common_value(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
         "cp": _common_value(cp_degrees),
         "dp": _common_value(s.num_ranks // cp_degrees[0] for s in states),
         "dp_shard": _common_value(s.num_shards if 1 < s.num_shards < s.num_ranks else 0 for s in states),
         "zero_stage": _common_value(3 if s.is_sharded else stage_if_sharded if s.num_shards > 1 else 0 for s in states),
-        "precision": _precision_of_products(_common_value(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
+        "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes, s.dtypes) for s in states), observations, len(states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": _compile_value(watch.graph_calls, len(states)),
+        "compile": _compile_value(observations.num_graph_calls, len(states)),
         "attention": _common_value(args[-1] for args in attention_args),
         "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in attention_args),
     }  # fmt: skip
 
 
-def _precision_of_products(precision: str, watch: Watch, num_forwards: int) -> str:
+def _precision_of_products(precision: str, observations: StepObservations, num_forwards: int) -> str:
     """fp8 if all products of layers were; else the precision of what layers get, with the number of those that were.
 
     A forward of a layer has an output of each linear layer, which recomputation may repeat, and two gradients of each.
     """
-    num_outputs, num_gradients = (watch.scaled_products[purpose] for purpose in ("output", "gradient"))
-    num_products = LINEAR_LAYERS * num_forwards
+    num_outputs, num_gradients = (observations.scaled_products[purpose] for purpose in ("output", "gradient"))
+    num_products = NUM_LINEAR_LAYERS * num_forwards
     if precision == "bf16" and num_outputs >= num_products and num_gradients == 2 * num_products:
         return "fp8"
     counts_text = f" with {num_outputs} of {num_products} outputs and {num_gradients} of {2 * num_products} gradients in fp8"
     return precision + counts_text * bool(num_outputs or num_gradients)
 
 
-def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
-    """What was computed -> its precision; what is 0 everywhere is absent."""
+def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str, str]:
+    """Kind of numbers -> the precision in which they were computed; kinds that are 0 everywhere are absent."""
     matrices = [shard for name, shard in trainer.shards.items() if _is_matrix(name) and shard.numel()]
-    states = [trainer.optimizer.state[matrix] for matrix in matrices]
-    tensors_by_kind = {
-        "gradients": [watch.gradients],
-        "masters": [[precisions.sample(matrix) for matrix in matrices]],
-        "moments": [[precisions.sample(state[name]) for state in states if state] for name in MOMENTS],
+    states = [state for matrix in matrices if (state := trainer.optimizer.state[matrix])]
+    tensor_lists_by_kind = {
+        "gradients": [observations.gradients],
+        "masters": [[precisions.leading_values(matrix) for matrix in matrices]],
+        "moments": [[precisions.leading_values(state[key]) for state in states] for key in MOMENT_KEYS],
     }
-    precisions_by_kind = {
-        kind: [*filter(None, map(precisions.of_values, groups))] for kind, groups in tensors_by_kind.items()
-    }
-    assert watch.rotations is not None
-    cos, sin = watch.rotations
-    return {kind: _common_value(group) for kind, group in precisions_by_kind.items() if group} | {
-        "angles": precisions.of_rotations(cos, sin, trainer.positions, trainer.spec.shape),
-        "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
+    precision_by_kind = dict[str, str]()
+    for kind, tensor_lists in tensor_lists_by_kind.items():
+        if list_precisions := [*filter(None, map(precisions.value_precision, tensor_lists))]:
+            precision_by_kind[kind] = _common_value(list_precisions)
+    assert observations.rotations is not None
+    cos, sin = observations.rotations
+    return precision_by_kind | {
+        "angles": precisions.rotation_precision(cos, sin, trainer.positions, trainer.spec.shape),
+        "norms": precisions.norm_precision(layers_of(trainer)[0].ffn_norm, cos),
     }
 
 
-def _compile_value(graph_calls: int, num_forwards: int) -> bool | str:
+def _compile_value(num_graph_calls: int, num_forwards: int) -> bool | str:
     """Whether the forwards of layers were calls of compiled graphs; a text where only some of them were."""
-    return graph_calls == num_forwards or (
-        graph_calls > 0 and f"in {graph_calls} of {num_forwards} forwards of layers"
-    )
+    counts_text = f"in {num_graph_calls} of {num_forwards} forwards of layers"
+    return num_graph_calls == num_forwards or (num_graph_calls > 0 and counts_text)
 
 
 def _common_value(values: Iterable[Any]) -> Any:
@@ -205,25 +206,26 @@ def _common_value(values: Iterable[Any]) -> Any:
     return " and ".join(map(str, (first_value, *other_values))) if other_values else first_value
 
 
-def require_requested_options(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
+def require_requested_options(trainer: TrainStep, observations: StepObservations) -> dict[str, Any]:
     """The options that ran, as `options_of` says; they are those asked for. All ranks have to call it.
 
     Raises:
         IgnoredOptionError: on every rank if any option differs on any; it names the first rank's differences.
     """
-    ran, layout = options_of(trainer, watch), trainer.layout
+    options, layout = options_of(trainer, observations), trainer.layout
     requested, num_copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
-    requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention, "fused_optimizer": True}
-    requested["tf32"] = os.environ.get(TF32_VARIABLE) == "1"
-    wide_dtype = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
-    requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_dtype)
+    requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention_backend}
+    requested |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
+    wide_precision = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
+    requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)
     if num_copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
-        requested["gradients"] = ran.get("gradients")
+        requested["gradients"] = options.get("gradients")
     if layout.zero_stage < 3 and 1 in (num_copies, layout.gas):
         requested["zero_stage"] = min(layout.zero_stage, int(num_copies > 1))  # these stages do the same
-    differences = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
-    if "ep" in ran:  # a stage without layers, or without experts of a model that has some, knows few options
-        unsupported = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
+    differing_names = [name for name, value in options.items() if value != requested[name]]
+    differences = [f"requested {name}={requested[name]}, but ran {options[name]}" for name in differing_names]
+    if "ep" in options:  # stages without layers, or without the experts of their model, know few options
+        unsupported = [name for name in AXES if name not in options and requested[name] != NEUTRAL.get(name)]
         differences += [
             f"requested {name}={requested[name]}, which this kernel does not support" for name in unsupported
         ]
@@ -231,4 +233,4 @@ def require_requested_options(trainer: TrainStep, watch: Watch) -> dict[str, Any
     dist.all_gather_object(difference_by_rank, "; ".join(differences))
     if difference := next(filter(None, difference_by_rank), None):
         raise IgnoredOptionError(difference)
-    return ran
+    return options

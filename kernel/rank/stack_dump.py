@@ -13,7 +13,7 @@ import torch
 from ultrabench.kernel.rank.flight_recorder import last_collectives
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, Report
 
-_kept_open: list[IO[str]] = []
+_open_stack_files: list[IO[str]] = []
 
 
 def dump_on_signals(report: Report) -> None:
@@ -23,32 +23,32 @@ def dump_on_signals(report: Report) -> None:
     may hold. Call it in the main thread; it starts one thread, which sleeps. Other programs may use it too.
     """
     stacks_file = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
-    _kept_open.append(stacks_file)
+    _open_stack_files.append(stacks_file)
     faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
-    signal_reader, signal_writer = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(signal_writer, False)
+    signal_read_fd, signal_write_fd = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(signal_write_fd, False)
     # A handler in Python would wait for the main thread, which may be blocked in a collective. C code writes
     # a byte to the pipe instead, in whichever thread the signal arrives.
-    signal.set_wakeup_fd(signal_writer, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(signal_write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.siginterrupt(signal.SIGUSR2, False)
     dump_path = Path(f"{report.path}{COLLECTIVES_SUFFIX}")
-    threading.Thread(target=_answer_signals, args=(signal_reader, dump_path), daemon=True).start()
+    threading.Thread(target=_answer_signals, args=(signal_read_fd, dump_path), daemon=True).start()
     report.write("stack_dump", pid=os.getpid())
 
 
-def _answer_signals(signal_reader: int, dump_path: Path) -> None:
-    while signal_byte := os.read(signal_reader, 1):
+def _answer_signals(signal_read_fd: int, dump_path: Path) -> None:
+    while signal_byte := os.read(signal_read_fd, 1):
         if signal_byte[0] != signal.SIGUSR2:
             continue
-        memory = _device_memory()
-        dump = {"groups": last_collectives(), "memory": memory}
-        new_path = dump_path.with_name(f"{dump_path.name}.new")
-        new_path.write_text(json.dumps(dump))
-        new_path.rename(dump_path)
+        memory_bytes = _device_memory_bytes()
+        dump = {"groups": last_collectives(), "memory": memory_bytes}
+        temporary_path = dump_path.with_name(f"{dump_path.name}.new")
+        temporary_path.write_text(json.dumps(dump))
+        temporary_path.rename(dump_path)
 
 
-def _device_memory() -> dict[str, int]:
+def _device_memory_bytes() -> dict[str, int]:
     """Bytes of the caching allocator; the driver is not asked, since it may hang.
 
     From then on this thread uses the GPU whose memory the process holds. It would look at GPU 0 otherwise, and

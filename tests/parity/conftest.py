@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ultrabench.agent.ranks.fork_server import ForkServer
-from ultrabench.kernel.requests import SINGLE_THREADED
+from ultrabench.kernel.requests import SINGLE_THREAD_ENV
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ class Server:
         program = f"from tests.parity.server import serve; serve({theirs.fileno()})"
         with theirs:
             self._process = subprocess.Popen(
-                (sys.executable, "-c", program), env={**os.environ, **SINGLE_THREADED}, cwd=ROOT,
+                (sys.executable, "-c", program), env={**os.environ, **SINGLE_THREAD_ENV}, cwd=ROOT,
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
         self.pid = self._process.pid

@@ -26,19 +26,19 @@ __all__ = ["FAULTS"]
 
 
 @planted(
-    step, "sum_norm_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16", replicas="tp=2 gas=2"
+    step, "sum_norm_layer_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16", replicas="tp=2 gas=2"
 )  # fmt: skip
 def drop_tp_all_reduce(right, *_):
     """Gradients of norms, summands on each rank of tp, pass for sums."""
 
 
-@planted(step, "sum_norm_gradients", parity="tp=2 qwen")
+@planted(step, "sum_norm_layer_gradients", parity="tp=2 qwen")
 def forgotten_head_norms(right, params, ranks):
     """Only norms of tokens are summed over tp, not those of queries and keys."""
     right([(n, p) for n, p in params if n.split(".")[-2] not in ("q_norm", "k_norm")], ranks)
 
 
-@planted(step, "sum_norm_gradients", parity="tp=2 gas=2 biased")
+@planted(step, "sum_norm_layer_gradients", parity="tp=2 gas=2 biased")
 def summed_biases(right, params, ranks):
     """Gradients of biases, of which each rank of tp has all of its columns, are summed over tp."""
     right(params, ranks)
@@ -97,7 +97,7 @@ def copied_tokens(right, tensor, group):
     return right(tensor.clone(), group)
 
 
-@planted(step, "sum_norm_gradients", counts="test_tensor_parallel 1")
+@planted(step, "sum_norm_layer_gradients", counts="test_tensor_parallel 1")
 def norms_one_by_one(right, params, ranks):
     """Each norm has an all-reduce of its own."""
     for one in params:

@@ -8,7 +8,7 @@ CLOCK = "test_timing.test_a_step_is_timed_from_an_idle_device_to_an_idle_device"
 PEAK = "test_timing.test_the_peak_is_the_largest_of_the_steps"
 
 
-@planted(worker, "timed", unit=CLOCK)
+@planted(worker, "run_timed", unit=CLOCK)
 def busy_start(right, device, work):
     """The clock starts while the device still works on what came before."""
     start = clock.time.perf_counter()
@@ -17,7 +17,7 @@ def busy_start(right, device, work):
     return clock.time.perf_counter() - start, out
 
 
-@planted(worker, "timed", unit=CLOCK)
+@planted(worker, "run_timed", unit=CLOCK)
 def busy_end(right, device, work):
     """The clock is read while the device still works on the step."""
     clock.torch.get_device_module(device).synchronize()

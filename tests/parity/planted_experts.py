@@ -62,7 +62,7 @@ def shifted_expert_gradients(right, *args):
     return right(*args).roll(1, 0)
 
 
-@planted(step, "sum_norm_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
+@planted(step, "sum_norm_layer_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
 def router_of_own_tokens(right, params, ranks):
     """Gradients of routers, summands on each rank of tp, pass for sums."""
     right([(name, param) for name, param in params if ".router." not in name], ranks)

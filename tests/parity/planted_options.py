@@ -20,7 +20,7 @@ def full_for_selective(right, decoder, layout):
     right(decoder, replace(layout, recompute="full"))
 
 
-@planted(pp, "SCHEDULES", ignored="pp=2 gas=2")
+@planted(pp, "SCHEDULE_CLASSES", ignored="pp=2 gas=2")
 def other_schedule(right):
     """Under 1f1b all forwards run first."""
     return right | {"1f1b": right["afab"]}

@@ -50,7 +50,7 @@ def in_precision(spec: CheckSpec, precision: str) -> RunSpec:
 def trained_a_step(run: RunSpec, rank: int, folder: Path) -> TrainStep:
     """A rank after its first step, which makes optimizer states and warms caches."""
     join_ranks(rank, run.layout.world_size, folder)
-    trainer = TrainStep(run, torch.device("cpu"), build_mesh(run.layout, "cpu"), backend="aot_eager")
+    trainer = TrainStep(run, torch.device("cpu"), build_mesh(run.layout, "cpu"), compile_backend="aot_eager")
     trainer.update(trainer.accumulate(*trainer.batch(1)))
     return trainer
 
@@ -114,13 +114,13 @@ def _checkpointed(blind: bool, spec: CheckSpec, rank: int, folder: Path) -> tupl
         trainer.update(trainer.accumulate(*trainer.batch(next(steps))))
         return 1.0
 
-    saves = checkpoint.Checkpoint(trainer, folder / "checkpoint")
+    saves = checkpoint.CheckpointMeasurement(trainer, folder / "checkpoint")
     if blind:
         saves.tensors = {re.sub("@[^.]*", "", name): tensor for name, tensor in saves.tensors.items()}
     before = {name: tensor.clone() for name, tensor in saves.tensors.items()}
     saves.save_and_load()
     loaded = {name: tensor.clone() for name, tensor in saves.tensors.items()}
-    saves._remove = lambda path: None  # type: ignore[method-assign]
+    saves._remove_folder = lambda path: None  # type: ignore[method-assign]
     saves.save_during_training(train, 1.0)
     checkpoint.load(saves.tensors, checkpoint_id=folder / "checkpoint/async", process_group=saves.group)
     pairs = ((name, state[name]) for state in (loaded, saves.tensors) for name in before)

@@ -12,7 +12,7 @@ from tests.parity.planted import FAULTS
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline, slowness, wait_until
 from ultrabench.kernel.check.parity import run_check
-from ultrabench.kernel.requests import TOLERANCE
+from ultrabench.kernel.requests import FP64_TOLERANCE
 from ultrabench.processes import descendants
 
 pytestmark = pytest.mark.parity
@@ -48,7 +48,7 @@ def test_rounding_is_allowed(server, case, most):
     """Layouts that add up in another order than one process pass, where fp64's tolerance would fail them."""
     result = server.ask(run_check, spec_of(case))
     assert result.passed, result
-    assert TOLERANCE < result.grad_diff < result.grad_allowed < most
+    assert FP64_TOLERANCE < result.grad_diff < result.grad_allowed < most
 
 
 def test_what_torch_gets_wrong_without_a_word_is_caught(server):

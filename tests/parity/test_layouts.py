@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ultrabench.kernel.check.parity import run_check
-from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
+from ultrabench.kernel.requests import FP64_TOLERANCE, TINY, CheckSpec
 from ultrabench.layout import PP_SCHEDULES, RECOMPUTE, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import RopeScaling
 from ultrabench.sweep.running.outliers import TOLERANCE as LOSS_TOLERANCE
@@ -194,7 +194,7 @@ def test_layout_equals_one_process(server, case):
     result = server.ask(run_check, spec)
     assert result.error is None
     assert not result.missing_gradients
-    assert result.passed, f"{result} (tolerance {TOLERANCE})"
+    assert result.passed, f"{result} (tolerance {FP64_TOLERANCE})"
     kinds = 2 if spec.layout.full_every > 1 or spec.shape.num_experts else 1
     assert result.graphs == kinds * spec.run.compiles
 

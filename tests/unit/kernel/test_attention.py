@@ -69,7 +69,7 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
 )  # fmt: skip
 def test_what_runs(monkeypatch, asked, precision, head_width, device, has_cudnn, runs):
     """`has_cudnn` is whether torch prefers cuDNN on that GPU."""
-    monkeypatch.setattr(attention, "has_cudnn_attention", lambda _: has_cudnn)
+    monkeypatch.setattr(attention, "prefers_cudnn_attention", lambda _: has_cudnn)
     kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
     assert attention.choose_backend(kernel, head_width, device) == runs
 

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ultrabench.kernel.model import sparse_feed_forward
-from ultrabench.kernel.moe import static_experts, update_balance
+from ultrabench.kernel.moe import static_experts, update_router_biases
 from ultrabench.model_shape import ModelShape
 
 H, E, K, M = 16, 8, 2, 12
@@ -125,6 +125,6 @@ def test_the_bias_of_an_expert_follows_its_tokens():
     block = model.layers["0"].ffn
     block.balance.zero_()
     block.token_counts.copy_(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
-    update_balance([model], 1)
+    update_router_biases([model], 1)
     assert block.balance.tolist() == pytest.approx([-1e-3, 1e-3, 0, 0, 0, 0, 0, 0])
     assert not block.token_counts.any()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parity.planted import FAULTS
 from ultrabench.kernel.model import Decoder, cross_entropy
-from ultrabench.kernel.moe import balances
+from ultrabench.kernel.moe import router_biases
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.checkpoint import shape_of
 
@@ -108,7 +108,7 @@ def models(name):
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).double()
     state = {key: value for key, value in ours.state_dict().items() if not key.endswith("counts")}
     if shape.scoring_func == "sigmoid":  # the bias of an expert changes the choice, but no weight
-        for balance in balances(ours).values():
+        for balance in router_biases(ours).values():
             balance.copy_(torch.linspace(0, 0.5, shape.num_experts))
     else:
         state = {key: value for key, value in state.items() if not key.endswith("balance")}

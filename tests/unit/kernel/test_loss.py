@@ -15,8 +15,8 @@ def plain_loss(x, weight, targets):
 
 def found(monkeypatch, compute, dtype, logits=10**9, tokens=TOKENS):
     """A third of the loss of random values, and its gradients of x and of the head, in chunks of so many logits."""
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", logits)
-    monkeypatch.setattr(loss, "SOFTMAX_LOGITS", logits // 2)
+    monkeypatch.setattr(loss, "MAX_CHUNK_LOGITS", logits)
+    monkeypatch.setattr(loss, "MAX_SOFTMAX_LOGITS", logits // 2)
     generator = torch.Generator().manual_seed(1)
     sizes, targets = ((2, tokens // 2, HIDDEN), (VOCABULARY, HIDDEN)), torch.arange(tokens) % VOCABULARY
     own = [torch.randn(size, generator=generator).bfloat16().to(dtype).requires_grad_() for size in sizes]
@@ -78,5 +78,5 @@ def test_pending_gradients_are_one_sum_and_no_logits_are_kept():
             one.backward()
         grads.append(weight.grad)
     assert (grads[0] - grads[1]).abs().max() < 1e-13
-    assert shared_sum.total is None
+    assert shared_sum.grad_sum is None
     assert sum(kept) == 2 * xs.numel() + 3 * weight.numel()

@@ -14,10 +14,10 @@ from ultrabench.kernel.rank.failure import (
     IgnoredOptionError,
     NonFiniteLossError,
     ReplicasDifferError,
+    error_line,
     kind_of,
-    one_line,
 )
-from ultrabench.kernel.rank.timeline import Span, merge, most_allocated, summarize, total_us
+from ultrabench.kernel.rank.timeline import Span, merge_spans, peak_allocated_bytes, summarize, total_us
 
 
 def test_variables_that_steer_a_run_are_recorded(monkeypatch):
@@ -96,7 +96,7 @@ def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypat
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    assert stack_dump._device_memory() == {"allocated_bytes": 20, "reserved_bytes": 30}
+    assert stack_dump._device_memory_bytes() == {"allocated_bytes": 20, "reserved_bytes": 30}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypat
 def test_failures_are_told_apart_by_type_and_text(error, kind):
     """Directly, and as the cause of what a pipeline stage raises."""
     wrapped = RuntimeError("failed to run forward\nin a stage")
-    assert one_line(wrapped) == "RuntimeError: failed to run forward"
+    assert error_line(wrapped) == "RuntimeError: failed to run forward"
     wrapped.__cause__ = error
     assert kind_of(error) == kind_of(wrapped) == kind
-    assert one_line(wrapped) == f"{type(error).__name__}: {error}".removesuffix(": ")
+    assert error_line(wrapped) == f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def test_memory_that_was_freed_before_the_report_counts():
@@ -173,10 +173,10 @@ def test_of_a_cpu_an_operator_counts_without_those_it_calls_and_a_wait_is_no_wor
 def test_the_most_memory_is_that_of_the_host():
     told = [(0, 10), (0, 30), (1, 99), (0, 20)]
     events = [{"name": "[memory]", "args": {"Device Type": d, "Total Allocated": b}} for d, b in told]
-    assert [most_allocated({"traceEvents": some}) for some in (events, [])] == [30, 0]
+    assert [peak_allocated_bytes({"traceEvents": some}) for some in (events, [])] == [30, 0]
 
 
 def test_spans_that_touch_or_hold_each_other_are_one():
     spans = [Span(5, 6, "c"), Span(0, 4, "a"), Span(1, 2, "b"), Span(4, 5, "d"), Span(8, 9, "e")]
-    assert [(s.start, s.end) for s in merge(spans)] == [(0, 6), (8, 9)]
-    assert total_us(merge(spans)) == 7
+    assert [(s.start_us, s.end_us) for s in merge_spans(spans)] == [(0, 6), (8, 9)]
+    assert total_us(merge_spans(spans)) == 7

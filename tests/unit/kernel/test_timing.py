@@ -30,8 +30,8 @@ class Compiling(Timing):
 
     def step(self):
         """One more step."""
-        self.done_steps += 1
-        self.has_compiled = self.done_steps <= self.last
+        self.num_steps += 1
+        self.has_compiled = self.num_steps <= self.last
         self.trainer.compiler.num_graphs += self.has_compiled
 
 
@@ -72,7 +72,7 @@ def test_the_warm_up_goes_on_while_graphs_are_compiled(one_rank, last, steps):
     """So that no measured step compiles."""
     timing = Compiling(last)
     timing._warm_up()
-    assert timing.done_steps == steps
+    assert timing.num_steps == steps
 
 
 def test_compilation_without_an_end_is_told(one_rank):
@@ -157,7 +157,7 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "reduce_over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
+        "reduce_over_ranks": lambda value, *_: value, "observe_steps": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ultrabench.kernel.pp import SCHEDULES
+from ultrabench.kernel.pp import SCHEDULE_CLASSES
 from ultrabench.layout import Layout
 from ultrabench.sweep.predict.pipeline import COST, bubble_share, loads, order, timeline
 from ultrabench.sweep.predict.stage_memory import in_flight
@@ -50,7 +50,7 @@ class Recorder:
 
 def torch_order(layout):
     """The passes of each rank in torch's schedule of a layout."""
-    make, gas = SCHEDULES[layout.pp_schedule], layout.gas
+    make, gas = SCHEDULE_CLASSES[layout.pp_schedule], layout.gas
     if layout.virtual_stages == 1:
         stages = [Recorder(layout, rank) for rank in range(layout.pp)]
         for stage in stages:
@@ -58,7 +58,7 @@ def torch_order(layout):
         return [stage.passes for stage in stages]
     here = {"group_size": layout.pp, "group_rank": 0, "num_stages": layout.num_stages}
     first = [SimpleNamespace(**here, stage_index=n, submod=torch.nn.Identity()) for n in layout.stages_of(0)]
-    schedule = SCHEDULES[layout.pp_schedule](first, n_microbatches=gas)
+    schedule = SCHEDULE_CLASSES[layout.pp_schedule](first, n_microbatches=gas)
     return [
         [(KINDS[a.computation_type.name], a.microbatch_index, layout.stages_of(rank).index(a.stage_index))
          for a in actions if a.computation_type.name in KINDS]
