@@ -6,7 +6,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from ultrabench.errors import MAX_NAMES, ConfigError, most_similar, require_know
 T = TypeVar("T")
 CHOICES_KEY = "names"
 """Key in the `extra` of a rule whose values are a few texts -> these texts."""
+_is_record: Callable[[Any], bool] = dataclasses.is_dataclass
 
 
 # These results are cached, because finding the types of a class takes longer than reading a record.
@@ -113,7 +114,7 @@ def _require_known_fields(record: Any, values: Any, where: str) -> None:
     elif isinstance(record, dict):
         for key, part in record.items():
             _require_known_fields(part, values[key], f"{where}.{key}")
-    elif dataclasses.is_dataclass(record) and isinstance(values, Mapping):
+    elif _is_record(record) and isinstance(values, Mapping):
         fields = field_types(record.__class__)
         if not values.keys() <= fields.keys():
             require_known(f"field of {where}", fields, *values, setting=where)
@@ -128,7 +129,7 @@ def _fields_with_records(cls: Any) -> frozenset[str]:
 
 
 def _holds_record(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint) or any(map(_holds_record, typing.get_args(hint)))
+    return _is_record(hint) or any(map(_holds_record, typing.get_args(hint)))
 
 
 def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> Any:
@@ -139,7 +140,7 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
     """
     cls, rule = _class_and_rule(hint)
     type_origin, type_args = typing.get_origin(cls), typing.get_args(cls)
-    if dataclasses.is_dataclass(cls) and isinstance(value, Mapping):
+    if _is_record(cls) and isinstance(value, Mapping):
         hints = field_types(cls)
         if not skip_unknown:
             require_known(f"field of {where}", hints, *value, setting=where)

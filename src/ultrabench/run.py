@@ -61,11 +61,10 @@ class RunSpec:
     """Arguments that the flags of the variant add to the command; the variant names them in run_id."""
 
     def __post_init__(self) -> None:
-        num_gpus = self.nodes * self.gpus_per_node
-        if self.layout.world_size != num_gpus:
+        if self.layout.world_size != self.nodes * self.gpus_per_node:
             ranks_text = f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}"
             nodes_text = f"{counted(self.nodes, 'node')} of {self.gpus_per_node}"
-            raise ConfigError(f"{ranks_text}; {nodes_text} have {num_gpus}")
+            raise ConfigError(f"{ranks_text}; {nodes_text} have {self.nodes * self.gpus_per_node}")
         if self.layout.gbs != self.workload.gbs:
             batch_text = f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs}"
             raise ConfigError(f"{batch_text} sequences; gbs={self.workload.gbs}")
