@@ -25,7 +25,7 @@ from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
-from ultrabench.sweep.predict.predict import Predictor, too_large
+from ultrabench.sweep.predict.predict import Predictor, too_large_text
 from ultrabench.sweep.refusals import refusal
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, Value, Variant
 
@@ -310,7 +310,7 @@ class CellPlan:
         rule, reason = next(rejections(config, spec), (None, None))
         prediction = self.predictor.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
-            rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
+            rule, reason = PRUNED, too_large_text(prediction, prediction.p_oom)
         return Candidate(
             run_id=spec.run_id,
             spec=spec,

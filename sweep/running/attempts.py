@@ -69,7 +69,7 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
     for cell in outcomes(runs, state, max_p_oom):
         reason_by_run |= reasons(cell.runs, cell.tried)
         if cell.other_runs and cell.is_over():
-            begun_ids = cell.tried_others.begun
+            begun_ids = cell.tried_others.begun_ids
             unpromising = (run.run_id for run in cell.other_runs if run.run_id not in begun_ids)
             reason_by_run |= dict.fromkeys(unpromising, _OTHER_VARIANT)
     return reason_by_run
@@ -111,7 +111,7 @@ def expected(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, bat
     future_runs = list[Candidate]()
     for cell in outcomes(open_run_by_id.values(), state, max_p_oom):
         searched_runs = [*expected_runs(cell.runs, cell.tried, batch)]
-        is_over = not searched_runs and not cell.tried.pending
+        is_over = not searched_runs and not cell.tried.pending_ids
         future_runs += searched_runs + (cell.further() if is_over else cell.expected_further())
     return [open_run_by_id[run.run_id] for run in future_runs]
 

@@ -15,10 +15,10 @@ from ultrabench.record import from_dict
 from ultrabench.result import Status
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate, by_cell
-from ultrabench.sweep.predict.network import LINKS, network
+from ultrabench.sweep.predict.network import LINK_RATE_COLUMNS, network
 from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
-from ultrabench.sweep.predict.search import BETTER, Tried, propose
+from ultrabench.sweep.predict.search import MIN_GAIN, TriedRuns, propose
 from ultrabench.sweep.running import outliers
 from ultrabench.variant import Value
 
@@ -34,15 +34,15 @@ class SearchedCell(NamedTuple):
 
     runs: list[Candidate]
     """Its runs of the variant whose layouts are searched."""
-    tried: Tried
+    tried: TriedRuns
     """How those of them that were tried ended."""
     other_runs: list[Candidate]
     """Its runs of other variants."""
-    tried_others: Tried
+    tried_others: TriedRuns
 
     def is_over(self) -> bool:
         """Whether nothing is left to make or to wait for, neither of its layouts nor of its other variants."""
-        return not (propose(self.runs, self.tried) or self.tried.pending or self.further())
+        return not (propose(self.runs, self.tried) or self.tried.pending_ids or self.further())
 
     def further(self) -> list[Candidate]:
         """The runs of other variants to make next, once the search of layouts is over."""
@@ -54,7 +54,7 @@ class SearchedCell(NamedTuple):
 
     def _worth_trying(self, predicted_s: Mapping[str, float]) -> list[Candidate]:
         times_s = {**predicted_s, **self.tried.times_s, **self.tried_others.times_s}
-        return worth_trying(self.runs, self.other_runs, times_s, self.tried_others.begun)
+        return worth_trying(self.runs, self.other_runs, times_s, self.tried_others.begun_ids)
 
 
 def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> Iterator[SearchedCell]:
@@ -73,7 +73,7 @@ def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> 
 
 def _tried(
     runs: Sequence[Candidate], attempts_by_run: Mapping[str, list[AttemptState]], max_p_oom: float
-) -> Tried:
+) -> TriedRuns:
     """How the runs that were tried ended."""
     tries = {run.run_id: attempts_by_run.get(run.run_id, []) for run in runs}
     medians = {i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries}
@@ -82,7 +82,9 @@ def _tried(
     failures = {i: tries[i][-1].result for i in tries.keys() - times_s.keys() - pending_ids if tries[i]}
     oom_ids = {i for i, result in failures.items() if result and result.status == Status.OOM}
     failed_ids = failures.keys() - oom_ids
-    return Tried(times_s=times_s, oom=oom_ids, failed=failed_ids, pending=pending_ids, max_p_oom=max_p_oom)
+    return TriedRuns(
+        times_s=times_s, oom_ids=oom_ids, failed_ids=failed_ids, pending_ids=pending_ids, max_p_oom=max_p_oom
+    )
 
 
 def on_measured_links(
@@ -98,7 +100,7 @@ def on_measured_links(
         rates: what `preflight_rates` returns.
     """
     nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
-    latest_rates = [[*rates.get((nodes, column), {}).values()][-NUM_LATEST:] for column in LINKS]
+    latest_rates = [[*rates.get((nodes, column), {}).values()][-NUM_LATEST:] for column in LINK_RATE_COLUMNS]
     medians = (median(link_rates) if link_rates else None for link_rates in latest_rates)
     if any(latest_rates) and peak is not None:
         with contextlib.suppress(ConfigError, KeyError):
@@ -159,7 +161,7 @@ def _changes(run: Candidate, base: Candidate) -> dict[str, Value]:
 def _faster(
     runs: Sequence[Candidate], base_by_layout: Mapping[Layout, Candidate], times_s: Mapping[str, float]
 ) -> Iterator[tuple[str, Value]]:
-    """The best value of each option that makes layouts faster by the share BETTER, on average over those measured."""
+    """The best value of each option that makes layouts faster by the share MIN_GAIN, on average over those measured."""
     logs_by_option: dict[str, dict[Value, list[float]]] = {}
     for run in runs:
         if run.run_id in times_s:
@@ -169,5 +171,5 @@ def _faster(
             logs_by_option.setdefault(name, {}).setdefault(value, []).append(log_ratio)
     for name, logs_by_value in logs_by_option.items():
         value = min(logs_by_value, key=lambda value: fmean(logs_by_value[value]))
-        if fmean(logs_by_value[value]) < math.log(1 - BETTER):
+        if fmean(logs_by_value[value]) < math.log(1 - MIN_GAIN):
             yield name, value

@@ -58,7 +58,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     run_predictor = predictor(config, spec.nodes, peak)
     stages = run_predictor.stages(spec)
     time_parts = run_predictor.step_time(spec, stages)
-    prediction = run_predictor.of_parts(spec, stages, time_parts)
+    prediction = run_predictor.predict_from(spec, stages, time_parts)
     peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
     rate = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
     flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
