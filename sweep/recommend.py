@@ -20,7 +20,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
+from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, layouts, shards_of, why_none
 from ultrabench.sweep.plan import CellPlan, narrowed, planned_cells, processes, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
@@ -108,7 +108,7 @@ class Search:
     def _by_sharding(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
         """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
         axes, layout = self.planned.config.axes.layout, spec.layout
-        free_axes = [name for name in axes if name not in DERIVED]
+        free_axes = [name for name in axes if name not in DERIVED_AXES]
         ranks_in_node = max(1, spec.gpus_per_node // layout.tp)
         num_copies = layout.dp * layout.cp
         for zero_stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
