@@ -74,15 +74,13 @@ def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gb
         if gpus_left or sequences_left:
             continue
         ranks_in_node = max(1, gpus_per_node // value_by_axis["tp"])
-        shard_counts = [
-            shards_of(shard_option, dp * value_by_axis["cp"], ranks_in_node, value_by_axis["zero_stage"])
-            for shard_option in axes.layout["dp_shard"]
+        shards = [
+            shards_of(shard_value, dp * value_by_axis["cp"], ranks_in_node, value_by_axis["zero_stage"])
+            for shard_value in axes.layout["dp_shard"]
         ]
-        schedules_and_stages = _schedules_and_stages(axes, value_by_axis["pp"], gas)
-        ep_values = _ep_values(axes, num_gpus // value_by_axis["pp"], shape)
-        for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(
-            product(schedules_and_stages, shard_counts, ep_values)
-        ):
+        pipelines = _pipelines(axes, value_by_axis["pp"], gas)
+        eps = _ep_values(axes, num_gpus // value_by_axis["pp"], shape)
+        for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(product(pipelines, shards, eps)):
             value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages}
             yield Layout(dp=dp, gas=gas, dp_shard=dp_shard, ep=ep, **value_by_axis)
 
@@ -97,14 +95,14 @@ def _ep_values(axes: Axes, num_ranks: int, shape: ModelShape) -> list[int]:
     return [*chain(*(powers_of_two if value == "auto" else [value] for value in axes.layout["ep"]))]
 
 
-def shards_of(shard_option: int | str, num_copies: int, ranks_in_node: int, zero_stage: int) -> int:
+def shards_of(shard_value: int | str, num_copies: int, ranks_in_node: int, zero_stage: int) -> int:
     """The dp_shard of a layout for a value of the axis; `node` means all where that is the same."""
-    if shard_option == "node":
+    if shard_value == "node":
         return ranks_in_node if zero_stage and ranks_in_node < num_copies else 0
-    return 0 if shard_option == "all" else int(shard_option)
+    return 0 if shard_value == "all" else int(shard_value)
 
 
-def _schedules_and_stages(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
+def _pipelines(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     """The pairs of schedule and virtual stages that the axes ask for."""
     for schedule_name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
         if schedule_name == "interleaved":
@@ -139,22 +137,15 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.dp_shard and num_copies % layout.dp_shard:
         common_divisor = gcd(layout.dp_shard, num_copies)
         problem = f"{shards_text} does not divide dp*cp={num_copies} (dp={layout.dp}, cp={layout.cp})"
-        yield (
-            "dp_shard_divides_dp",
-            f"{problem}; use dp_shard={common_divisor if 1 < common_divisor < num_copies else 'all'}",
-        )
+        advice = f"use dp_shard={common_divisor if 1 < common_divisor < num_copies else 'all'}"
+        yield "dp_shard_divides_dp", f"{problem}; {advice}"
     if layout.dp_overlap == "off" and num_copies == 1:
         yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"
-    for name, axis_value in values_of(layout).items():
-        if details_of(name) and axis_value == NEUTRAL.get(name):
-            for detail in details_of(name):
-                if (detail_value := getattr(layout, detail)) != NEUTRAL[
-                    detail
-                ] and detail not in DERIVED_AXES:
-                    yield (
-                        f"{detail}_needs_{name}",
-                        f"{detail}={detail_value} has no effect with {name}={axis_value}",
-                    )
+    for axis, axis_value in values_of(layout).items():
+        details = details_of(axis) if axis_value == NEUTRAL.get(axis) else ()
+        for detail in (detail for detail in details if detail not in DERIVED_AXES):
+            if (value := getattr(layout, detail)) != NEUTRAL[detail]:
+                yield f"{detail}_needs_{axis}", f"{detail}={value} has no effect with {axis}={axis_value}"
     for axis, degrees in DIVIDES.items():
         num_ranks, axis_value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
         if num_ranks % axis_value:
@@ -198,9 +189,8 @@ def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
             return all(gpus % degree for gpus, degree in product(gpu_counts, degrees[axis]))
 
         axis = next(filter(divides_none, degrees), None)
-        factor_text = (
-            _values_text({axis: degrees[axis]}) if axis else f"{OTHER_DEGREES} with {_values_text(degrees)}"
-        )
+        all_text = f"{OTHER_DEGREES} with {_values_text(degrees)}"
+        factor_text = _values_text({axis: degrees[axis]}) if axis else all_text
         return f"{' or '.join(map(str, gpu_counts))} GPUs are not divisible by {factor_text}"
     dp_and_mbs = {"dp": sorted(dp_values)} | {"mbs": values_by_axis["mbs"]}
     if all(workload.gbs % (dp * mbs) for dp, mbs in product(*dp_and_mbs.values())):
@@ -225,14 +215,12 @@ def without_candidates(
     for nodes in sorted({*axes.nodes} - {nodes for nodes, _ in candidates}):
         yield "nodes", nodes, why_none(replace(axes, nodes=(nodes,)), gpus_per_node, workload)
     for axis in (*DEGREES[1:], *BATCH, *details_of("pp")):
-        listed_values = axes.layout.get(axis, ())
-        for value in sorted(
-            {*listed_values} - {getattr(layout, axis) for _, layout in candidates} - {"auto"}
-        ):
+        listed = axes.layout.get(axis, ())
+        for value in sorted({*listed} - {getattr(layout, axis) for _, layout in candidates} - {"auto"}):
             if axis == "pp_schedule":
                 yield axis, value, "no candidate has pp > 1"
             elif axis != "virtual_stages":
                 single_value = replace(axes, layout={**axes.layout, axis: (value,)})
                 yield axis, value, why_none(single_value, gpus_per_node, workload)
-            elif len(listed_values) > 1:  # a single value is usually the default, which only interleaved uses
+            elif len(listed) > 1:  # a single value is usually the default, which only interleaved uses
                 yield axis, value, "no candidate has pp_schedule=interleaved"

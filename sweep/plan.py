@@ -65,10 +65,8 @@ class Plan:
             cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, []))
             for _, cell in planned_cells(config)
         ]
-        value_by_option = {
-            option: values[0] if len(values) == 1 else [*values]
-            for option, values in config.options.values.items()
-        }
+        all_values = config.options.values.items()
+        value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_values}
         return {
             "sweep": config.name,
             "hardware": config.hardware.name,
@@ -118,7 +116,7 @@ def make_plan(
     *,
     core_flops_per_s: float | None = None,
     cores: int = 2,
-    advance: Callable[[int, int], None] = lambda done, num_candidates: None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """The plan of a sweep: all candidates with reasons and predictions, in the order in which they run.
 
@@ -133,10 +131,8 @@ def make_plan(
     require_countable(config.axes, config.models, config.options.values)
     layout_parts = [*_layout_batches(config, core_flops_per_s, cores)]
     num_variants = sum(1 for _ in variants_of(config.options))
-    num_candidates, candidates = (
-        sum(len(part_layouts) for _, part_layouts in layout_parts) * num_variants,
-        list[Candidate](),
-    )
+    num_candidates = sum(len(part_layouts) for _, part_layouts in layout_parts) * num_variants
+    candidates = list[Candidate]()
     if not num_candidates:
         axes, workload = next(batches(config))
         reason = why_none(axes, config.hardware.gpus_per_node, workload)
@@ -215,7 +211,7 @@ def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
     )
     for node_group, gbs in product(node_groups, config.options.values["gbs"]):
         workload = replace(config.workload, gbs=int(config.gbs_on(node_group[0], gbs)))
-        yield replace(config.axes, node_counts=node_group), workload
+        yield replace(config.axes, nodes=node_group), workload
 
 
 def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
@@ -246,14 +242,12 @@ def _layout_batches(
 
 def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
     """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
-    values_by_option = {
-        option: values_by_option[:1] for option, values_by_option in config.options.values.items()
-    }
+    values_by_option = {option: values[:1] for option, values in config.options.values.items()}
     values_by_option |= {option: (getattr(cell, option),) for option in CELL_OPTIONS}
     return replace(
         config,
         scaling="strong",
-        options=replace(config.options, values_by_option=values_by_option),
+        options=replace(config.options, values=values_by_option),
         workload=replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs),
         kernel=replace(config.kernel, precision=cell.precision),
     )
@@ -261,8 +255,8 @@ def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
 
 def variants_of(options: Options) -> Iterator[dict[str, Value]]:
     """All combinations of the options of variants; that of the first values is the first."""
-    options_, values = [*options.of_variants], options.of_variants.values()
-    return (dict(zip(options_, combination, strict=True)) for combination in product(*values))
+    names, values = [*options.of_variants], options.of_variants.values()
+    return (dict(zip(names, combination, strict=True)) for combination in product(*values))
 
 
 def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelConfig:

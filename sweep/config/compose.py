@@ -17,7 +17,7 @@ import yaml
 from ultrabench.errors import ConfigError, nearest_name, require_once, unknown_name
 from ultrabench.layout import AXES
 from ultrabench.sweep.config.files import (
-    GROUPS,
+    CONFIG_GROUPS,
     files,
     read_text,
     read_yaml,
@@ -25,13 +25,13 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
-from ultrabench.sweep.config.options import EXAMPLES, NAME, NAME_RULE, SWEEP_KEYS
+from ultrabench.sweep.config.options import EXAMPLES, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
 from ultrabench.sweep.config.sweep_config import SWEEP_NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
 Sentence = Callable[..., str]
 """Makes one line from the named parts of a mistake."""
-_ANY_GROUP = "|".join(GROUPS)
+_ANY_GROUP = "|".join(CONFIG_GROUPS)
 _GROUP = rf"(?P<group>{_ANY_GROUP})"
 _LIST_KEY = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
 """Pattern of the keys whose values are lists."""
@@ -51,7 +51,7 @@ def as_list(value: str) -> str:
 
 def _advice_for_word(override: str, **_: str) -> str:
     """One line for an argument that is not KEY=VALUE; it names the group that has a file of this name."""
-    group = next((group for group in GROUPS if override in files(group)), None)
+    group = next((group for group in CONFIG_GROUPS if override in files(group)), None)
     advice = f"{group}={override}" if group else "KEY=VALUE without spaces, such as sweep.nodes=[1,2]"
     return f"{override!r} is not an override; write {advice}"
 
@@ -86,7 +86,7 @@ def _key_with_space(override: str, key: str, value: str, **_: str) -> str:
 
 _MISTAKES: tuple[tuple[str, Sentence], ...] = (
     (r"(?s)[^=\"'\[{]*\s[^=\"'\[{]*=.*", _key_with_space),
-    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
+    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME_PATTERN}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
     (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
@@ -202,8 +202,8 @@ def _settings() -> dict[str, list[str]]:
     """
     package = search_path()[-1]
     sweep_keys = yaml.safe_load((package / "config.yaml").read_text()).keys() - {"defaults"}
-    options: dict[str, list[str]] = {key: [] for key in (*sorted(sweep_keys), *GROUPS)}
-    for group in GROUPS[:-1]:
+    options: dict[str, list[str]] = {key: [] for key in (*sorted(sweep_keys), *CONFIG_GROUPS)}
+    for group in CONFIG_GROUPS[:-1]:
         for path in sorted((package / group).glob("*.yaml")):
             values = yaml.safe_load(path.read_text()) or {}
             # The file of a sweep may set other groups, too; these do not count.
@@ -291,7 +291,7 @@ def _probable_setting(key: str, settings: Mapping[str, Any]) -> str | None:
     similar = (
         [name for name in settings if last_parts[name] == last_part],
         with_unit if len(with_unit) == 1 and key in (last_part, f"launcher.{last_part}") else [],
-        foreign[:1] if group not in GROUPS else [],
+        foreign[:1] if group not in CONFIG_GROUPS else [],
         [name for name in settings if last_parts[name] == nearest],
     )
     names = next(filter(None, similar), [])
@@ -309,7 +309,7 @@ def _override_text(name: str, value: object) -> str:
 def _require_global(path: Path) -> None:
     """Raises ConfigError when the file of a sweep sets whole groups but lacks `# @package _global_`."""
     values = {} if "# @package _global_" in read_text(path) else read_yaml(path)
-    nested = sorted({*GROUPS, "name", "repeats"}.intersection(values))
+    nested = sorted({*CONFIG_GROUPS, "name", "repeats"}.intersection(values))
     if isinstance(values, dict) and nested:
         raise ConfigError(f"{path} sets {nested[0]}: and needs this first line: # @package _global_")
 
@@ -379,7 +379,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise _error_of_hydra(error, overrides) from error
     assert isinstance(tree, dict)
-    return {**tree, "names": {group: choices[group] for group in GROUPS if group in choices}}
+    return {**tree, "names": {group: choices[group] for group in CONFIG_GROUPS if group in choices}}
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
 from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, parts_of, unknown_override
 from ultrabench.sweep.config.files import (
-    FOLDERS,
-    GROUPS,
+    CONFIG_GROUPS,
+    FOLDER_BY_NAME,
     file_of_user,
     files,
     read_text,
@@ -32,12 +32,18 @@ from ultrabench.sweep.config.files import (
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
-from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
+from ultrabench.sweep.config.sweep_config import (
+    SBATCH_TEXT_FIELDS,
+    Axes,
+    LauncherConfig,
+    RetryPolicy,
+    SweepConfig,
+)
 from ultrabench.sweep.predict.profile import Profile
 
 UNCHANGED_KEYS = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
-KEYS = frozenset({*GROUPS[:-1], *UNCHANGED_KEYS, "name", "names", "profile"})
+KEYS = frozenset({*CONFIG_GROUPS[:-1], *UNCHANGED_KEYS, "name", "names", "profile"})
 """Keys of a composed configuration."""
 WORKLOAD = field_types(Workload)
 """Key of `sweep` that says what one step trains on -> its type."""
@@ -47,7 +53,9 @@ _NO_AXES = frozenset({*WORKLOAD, *SELECTION_KEYS, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""
 _COMPILE = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
-CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *TEXTS})
+CLUSTER_KEYS = frozenset(
+    {"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *SBATCH_TEXT_FIELDS}
+)
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
 
 
@@ -140,7 +148,7 @@ def _require_settings(tree: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key that no composed configuration has, or for a group that holds no settings."""
     for key in sorted(tree.keys() - KEYS):
         raise ConfigError(unknown_override(key, tree[key]), setting=key)
-    for group in GROUPS[:-1]:
+    for group in CONFIG_GROUPS[:-1]:
         if not isinstance(settings := tree.get(group), dict):
             raise ConfigError(f"{group}: {settings!r} holds no settings; {in_defaults(group)}", setting=group)
         for key, value in settings.items():
@@ -207,7 +215,9 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
     The options of sbatch of the launcher are added to those of the cluster.
     """
     settings = {key: None if value == "" else value for key, value in values.items()}
-    settings |= {k: str(settings[k]) for k in TEXTS if type(settings.get(k)) is int}  # an account may be 1234
+    settings |= {
+        k: str(settings[k]) for k in SBATCH_TEXT_FIELDS if type(settings.get(k)) is int
+    }  # an account may be 1234
     settings |= {k: [] for k in ("python", "setup", "environment", "srun") if settings.get(k, ()) is None}
     if isinstance(settings.get("python"), str):
         settings["python"] = [settings["python"]]
@@ -279,7 +289,7 @@ def _load(group: str, name: str, read: Callable[[Mapping[str, Any]], T], advice:
     Raises:
         ConfigError: there is no such file, or it holds no settings, or one that cannot be used.
     """
-    path = files(FOLDERS[group]).get(name)
+    path = files(FOLDER_BY_NAME[group]).get(name)
     if path is None:
         raise ConfigError(unknown_option(group, name) + advice)
     if not isinstance(values := read_yaml(path), dict):

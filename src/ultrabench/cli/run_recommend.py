@@ -21,7 +21,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import narrowed
 from ultrabench.sweep.predict.predict import largest_loss
-from ultrabench.sweep.recommend import Recommendation, cell_search, rate, recommendations
+from ultrabench.sweep.recommend import Recommendation, cell_search, recommendations, tokens_per_s_per_gpu
 
 Row = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -87,10 +87,10 @@ def _rows(
     if not cell.runs:
         yield {**cell_row, "layout": None, "reason": cell.reason}
     best_rate = best_published(narrowed(config, cell.cell)) if cell.runs else None
-    predictor = cell_search(config, cell.shape, cell.cell).planned.predictor
+    predictor = cell_search(config, cell.shape, cell.cell).cell_plan.predictor
     for run in cell.runs:
         prediction, spec = run.prediction, run.spec
-        gpu_rate = rate(spec, prediction.step_time_s)
+        gpu_rate = tokens_per_s_per_gpu(spec, prediction.step_time_s)
         lost_to, lost_share = largest_loss(predictor.step_time(spec, predictor.stages(spec)))
         yield {
             **cell_row,

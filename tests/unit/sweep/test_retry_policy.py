@@ -16,7 +16,7 @@ from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.attempts import dominator_by_run, next_attempts, log_options_changed
+from ultrabench.sweep.running.attempts import dominator_by_run, log_options_changed, next_attempts
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes
 
 POLICY = retry()

@@ -13,9 +13,9 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 
-DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
+DEFAULTS = {name: PREDICTION_DEFAULTS[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
 MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 

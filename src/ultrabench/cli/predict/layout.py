@@ -22,7 +22,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import SweepFolder
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
@@ -37,7 +37,7 @@ NUM_NEAREST = 3
 
 def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
     """Prints the predicted memory and step time of one layout, and measured runs like it."""
-    spec, config = read_run(arguments, PREDICTED)
+    spec, config = read_run(arguments, PREDICTION_DEFAULTS)
     prediction = document(spec, config)
     prediction["nearest"] = [*_nearest(spec, config, results_dir)]
     if as_json:

@@ -29,10 +29,10 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml
-from ultrabench.sweep.config.framework import MODEL, Framework, text_of
+from ultrabench.sweep.config.framework import ALL_SIZES_WORD, Framework, text_of
 from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.refusals import ROUTED, unsupported
+from ultrabench.sweep.refusals import ROUTING_FLAG, unsupported
 from ultrabench.variant import texts, variables_of
 
 IMPLIED = ("name", *FOLLOWING, "gbs")
@@ -131,7 +131,7 @@ def _spec_of_plan(path: Path, run: str) -> tuple[str, RunSpec]:
 
 def spec_there(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
     """The run as `kernel` trains it, with its flag for the routing of our run, if it has one."""
-    flags = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
+    flags = kernel.flags.get(ROUTING_FLAG, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
     their_kernel = without_other_models(spec, kernel)
     # They come before other flags, of which torchtitan takes that of recompute last.
     return replace(spec, arguments=(), kernel=replace(their_kernel, command=(*their_kernel.command, *flags)))
@@ -179,9 +179,9 @@ def not_expressed(
         other_flags = " ".join(flag for table in tables for flags in table for flag in flags)
         remedy = f"register one with {_sizes(spec.shape)} and add the flag that selects it"
         yield f"the model, because {other_flags} selects another; {remedy}"
-    if MODEL in elsewhere:
+    if ALL_SIZES_WORD in elsewhere:
         expressed_words |= model.keys()
-        yield f"the model: {elsewhere[MODEL]}, with {_sizes(spec.shape)}"
+        yield f"the model: {elsewhere[ALL_SIZES_WORD]}, with {_sizes(spec.shape)}"
     if "dp_shard_size" in words:
         yield from _shards_lacking(spec.layout)
     for record in (spec.layout, spec.shape, spec.workload):
@@ -192,7 +192,7 @@ def not_expressed(
             elif name not in {*expressed_words, *elsewhere} and value != defaults[name]:
                 yield f"{name}={values[name]}: its {noun} has no such setting"
     routing = spec.kernel.routing_of(spec.shape)
-    if routing and routing not in kernel.flags.get(ROUTED, ()):
+    if routing and routing not in kernel.flags.get(ROUTING_FLAG, ()):
         yield f"routing={routing}: its own router chooses the experts of each token"
     in_braces = words_in(own_kernel, with_tables=False)
     for name in ("precision", "compile", "attention"):
