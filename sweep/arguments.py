@@ -116,17 +116,13 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     nodes, pp, gpus_per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    num_gpus, other_degree = nodes * gpus_per_node, max(1, other_degrees(values))
+    num_gpus, others = nodes * gpus_per_node, max(1, other_degrees(values))
     gpus_text = f"{counted(num_gpus, 'GPU')} ({counted(nodes, 'node')} of {gpus_per_node})"
-    if num_gpus % other_degree:
-        raise ConfigError(
-            f"{OTHER_DEGREES}={other_degree} does not divide {gpus_text}; choose degrees that do"
-        )
-    usual_dp = num_gpus // other_degree
+    if num_gpus % others:
+        raise ConfigError(f"{OTHER_DEGREES}={others} does not divide {gpus_text}; choose degrees that do")
+    usual_dp = num_gpus // others
     if (dp := values.get("dp", usual_dp)) != usual_dp:
-        problem = (
-            f"dp={dp} with {OTHER_DEGREES}={other_degree} needs {dp * other_degree} GPUs, not {gpus_text}"
-        )
+        problem = f"dp={dp} with {OTHER_DEGREES}={others} needs {dp * others} GPUs, not {gpus_text}"
         raise ConfigError(f"{problem}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
     workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)

@@ -49,10 +49,8 @@ def best_published(config: SweepConfig) -> BestRate | None:
 
 def published_mfu(spec: RunSpec, step_time_s: float, peak_flops_per_s: float, best: BestRate | None) -> float:
     """The MFU of a step time, a fraction, counted with the formula of the best published rate."""
-    flops_per_token = spec.shape.flops_per_token(
-        spec.workload.seq_len, best.flops_formula if best else "megatron"
-    )
-    return spec.tokens_per_step / step_time_s / spec.layout.world_size * flops_per_token / peak_flops_per_s
+    flops = spec.shape.flops_per_token(spec.workload.seq_len, best.flops_formula if best else "megatron")
+    return spec.tokens_per_step / step_time_s / spec.layout.world_size * flops / peak_flops_per_s
 
 
 def against_published(config: SweepConfig, mfu: float, best: BestRate | None) -> str | None:

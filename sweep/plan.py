@@ -61,10 +61,8 @@ class Plan:
         count_by_rule = Counter(c.rule for c in self.candidates if not c.valid)
         count_by_refusal = Counter(c.reason for c in self.candidates if c.rule == "kernel")
         candidates_by_cell, config = by_cell(self.candidates), self.config
-        cells = [
-            cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, []))
-            for _, cell in planned_cells(config)
-        ]
+        cells = [cell for _, cell in planned_cells(config)]
+        cells_json = [cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, [])) for cell in cells]
         all_values = config.options.values.items()
         value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_values}
         return {
@@ -78,7 +76,7 @@ class Plan:
             "rejected": dict(sorted(count_by_rule.items())),
             "refused_by_kernel": dict(sorted(count_by_refusal.items())),
             "without_candidates": [*self._without_candidates()],
-            "cells": cells,
+            "cells": cells_json,
         }
 
     def _without_candidates(self) -> Iterator[dict[str, Any]]:
@@ -206,9 +204,8 @@ def pairs_of(run: Candidate) -> set[object]:
 def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
     """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes has its own batches."""
     node_counts = sorted({*config.axes.nodes})
-    node_groups = (
-        [(num_nodes,) for num_nodes in node_counts] if config.scaling == WEAK else [tuple(node_counts)]
-    )
+    single_nodes = [(num_nodes,) for num_nodes in node_counts]
+    node_groups = single_nodes if config.scaling == WEAK else [tuple(node_counts)]
     for node_group, gbs in product(node_groups, config.options.values["gbs"]):
         workload = replace(config.workload, gbs=int(config.gbs_on(node_group[0], gbs)))
         yield replace(config.axes, nodes=node_group), workload
@@ -261,10 +258,8 @@ def variants_of(options: Options) -> Iterator[dict[str, Value]]:
 
 def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelConfig:
     """The kernel of a sweep with the options of one run."""
-    kernel_options: dict[str, Any] = {
-        option: variant[option] for option in KERNEL_OPTIONS if option in variant
-    }
-    return replace(kernel, precision=precision, **kernel_options)
+    run_options: dict[str, Any] = {option: variant[option] for option in KERNEL_OPTIONS if option in variant}
+    return replace(kernel, precision=precision, **run_options)
 
 
 @dataclass(frozen=True, kw_only=True)

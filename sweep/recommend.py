@@ -194,9 +194,7 @@ class Recommendation:
 class Remedy:
     """Finds the best run on other nodes or with other values of axes, and looks for each only once."""
 
-    best_runs: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(
-        default_factory=dict
-    )
+    best: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(default_factory=dict)
     """Cell and values of axes -> the best run that is advised; None where none is."""
 
     def __call__(
@@ -207,10 +205,10 @@ class Remedy:
         axes = replace(config.axes, nodes=(nodes,), layout=layout)
         changed_config = replace(config, axes=axes, models=(shape,))
         key = next(planned_cells(changed_config))[1], tuple(values.items())
-        if key not in self.best_runs:
+        if key not in self.best:
             runs, _ = _advised(changed_config, shape, key[0], max_p_oom=max_p_oom)
-            self.best_runs[key] = next(iter(runs), None)
-        return self.best_runs[key]
+            self.best[key] = next(iter(runs), None)
+        return self.best[key]
 
 
 def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
@@ -240,7 +238,7 @@ def recommendation(
     """The `count` best runs of a cell."""
     runs, search = _advised(config, shape, cell, count)
     remedy = remedy or Remedy()
-    remedy.best_runs[cell, ()] = next(iter(runs), None)
+    remedy.best[cell, ()] = next(iter(runs), None)
     reason = None if runs else _why_none(config, search, remedy)
     return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason)
 

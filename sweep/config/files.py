@@ -30,9 +30,7 @@ def search_path() -> list[Path]:
     They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
     """
     groups = (*FOLDER_BY_NAME.values(), "published")
-    folders = [
-        folder for folder in _user_folders() if any(any((folder / group).glob("*.yaml")) for group in groups)
-    ]
+    folders = [path for path in _user_folders() if any(any((path / g).glob("*.yaml")) for g in groups)]
     return [*folders, (Path(ultrabench.__file__).parent / "configs").resolve()]
 
 
@@ -72,10 +70,8 @@ def unknown_option(group: str, name: str) -> str:
     for folder in _user_folders():
         if (path := folder / FOLDER_BY_NAME[group] / f"{name}.yml").is_file():
             return f"{group}={name}: {path} is not read, because its name does not end in .yaml; rename it"
-    login_advice = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
-    return unknown_name(group, name, files(FOLDER_BY_NAME[group])) + (
-        login_advice if group == "cluster" else ""
-    )
+    advice = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
+    return unknown_name(group, name, files(FOLDER_BY_NAME[group])) + (advice if group == "cluster" else "")
 
 
 def describe(group: str) -> dict[str, str]:

@@ -99,9 +99,7 @@ class Options:
     def arguments_of(self, variant: Variant) -> tuple[str, ...]:
         """The arguments that the flags of a variant add to the command."""
         flags = in_group(variant, FLAGS)
-        return tuple(
-            argument for name, value in flags.items() for argument in self.arguments[name][str(value)]
-        )
+        return tuple(word for name, value in flags.items() for word in self.arguments[name][str(value)])
 
 
 def values_in(value: Any) -> list[Any]:
@@ -153,12 +151,10 @@ def read_options(
     values |= {f"{WORDS}.{name}": listed for name, listed in words.items()}
     place_options = [name for name in PLACE_OPTIONS if sweep.get(name) is not None]
     values |= {name: _option_values(sweep[name], name, Line) for name in place_options}
-    numeric_names = [
-        name for name, listed in words.items() if all(isinstance(v, int | float) for v in listed)
-    ]
+    number_words = [name for name, listed in words.items() if all(isinstance(v, int | float) for v in listed)]
     for rule in rules:
         what = f"numeric word in sweep.rules {rule.text!r}:"
-        require_known(what, (*numeric_names, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
+        require_known(what, (*number_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
     if kernel.kind == "embedded":
         _require_different_attention(kernel_options, hardware)
     for precision in kernel_options["precision"]:
@@ -185,10 +181,8 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
     value_by_received: dict[object, str] = {}
     for value, received in received_by_value:
         if received in value_by_received:
-            problem = f"{setting}: {value_by_received[received]} and {value} are the same for the program"
-            raise ConfigError(
-                problem, "leave one out, or the same run would be measured twice", setting=setting
-            )
+            fact = f"{setting}: {value_by_received[received]} and {value} are the same for the program"
+            raise ConfigError(fact, "leave one out, or the same run would be measured twice", setting=setting)
         value_by_received[received] = value
 
 
@@ -196,10 +190,8 @@ def _require_different_attention(kernel_options: Mapping[str, tuple[Value, ...]]
     """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
     for precision in kernel_options["precision"]:
         auto_attention = hardware.auto_attention(precision in IN_16_BITS) or "auto"
-        received_by_value = {
-            str(v): auto_attention if v == "auto" else v for v in kernel_options["attention"]
-        }
-        _require_different("kernel.attention", received_by_value.items())
+        text_by_value = {str(v): auto_attention if v == "auto" else v for v in kernel_options["attention"]}
+        _require_different("kernel.attention", text_by_value.items())
 
 
 def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) -> dict[str, Any]:
@@ -264,10 +256,8 @@ def _require_used(words: Mapping[str, Any], arguments: _ArgumentsByFlag, kernel:
     for name in (name for name in words if name not in names_in_braces):
         known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
         unknown_words = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
-        nearest = nearest_name(f"{{{name}}}", unknown_words, 0.55)
-        reason = (
-            f"the command has {nearest} instead" if nearest else f"the command does not contain {{{name}}}"
-        )
+        like = nearest_name(f"{{{name}}}", unknown_words, 0.55)
+        reason = f"the command has {like} instead" if like else f"the command does not contain {{{name}}}"
         problem, setting = f"sweep.{WORDS}.{name} has no effect: {reason}", f"sweep.{WORDS}.{name}"
         raise ConfigError(problem, f"use {{{name}}} in kernel.command", setting=setting)
 
@@ -280,9 +270,7 @@ def _words_of_runs() -> tuple[str, ...]:
 def _numeric_words_of_runs() -> tuple[str, ...]:
     """Those of them that are numbers in every run."""
     shape_fields = field_types(ModelShape).items()
-    sizes = [
-        name for name, field_type in shape_fields if getattr(field_type, "__origin__", field_type) is int
-    ]
+    sizes = [name for name, kind in shape_fields if getattr(kind, "__origin__", kind) is int]
     layout_axes = [name for name in AXES if name not in TEXT_AXES]
     return (*layout_axes, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
 

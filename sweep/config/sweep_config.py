@@ -33,7 +33,7 @@ from ultrabench.variant import CONTAINER_WORD
 
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
 WINDOW_RULE = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
-SBATCH_TEXT_FIELDS = ("partition", "account", "qos", "exclude", "gres", "mem")
+SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
 _SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                                 "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
@@ -229,12 +229,10 @@ class SweepConfig:
             problem = f"sweep.container has no effect: no command contains {CONTAINER_WORD}; set {advice}"
             raise ConfigError(problem, setting="sweep.container")
         for nodes, gbs in product(sorted({*self.axes.nodes}), self.options.values.get("gbs", ())):
-            if (scaled_batch := self.gbs_on(nodes, gbs)).denominator > 1:
+            if (scaled := self.gbs_on(nodes, gbs)).denominator > 1:
                 smallest_text = counted(min(self.axes.nodes), "node")
-                problem = f"sweep.scaling=weak with gbs={gbs} on {smallest_text} gives gbs={float(scaled_batch):g} on {nodes} nodes"
-                raise ConfigError(
-                    f"{problem}; use a multiple of {scaled_batch.denominator}", setting="sweep.gbs"
-                )
+                problem = f"sweep.scaling=weak with gbs={gbs} on {smallest_text} gives gbs={float(scaled):g} on {nodes} nodes"
+                raise ConfigError(f"{problem}; use a multiple of {scaled.denominator}", setting="sweep.gbs")
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
             raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
@@ -248,12 +246,10 @@ class SweepConfig:
             problem = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own kernel measures by seconds; set measure.warmup_steps and measure.max_steps"
             raise ConfigError(f"{problem} with kernel={self.kernel.name}; {advice}")
-        for model, other_model in combinations(self.models, 2):
-            if replace(model, name=other_model.name) == other_model:
-                raise ConfigError(
-                    f"models {model.name} and {other_model.name} are the same model; name it once"
-                )
-            if model.name == other_model.name:
+        for model, second in combinations(self.models, 2):
+            if replace(model, name=second.name) == second:
+                raise ConfigError(f"models {model.name} and {second.name} are the same model; name it once")
+            if model.name == second.name:
                 raise ConfigError(f"sweep.models: two models are called {model.name}; rename one of them")
 
     def gbs_on(self, nodes: int, gbs: int) -> Fraction:

@@ -190,9 +190,8 @@ def _layer_times(
     more_traffic_s = traffic_s * (c.recompute_traffic - 1) * (more_gemm_s > 0)
     if rates.cast_bytes:
         # Both operands of three products are cast in forward and backward, a third of them in forward.
-        num_operands = (
-            _num_operands(tokens, (q + 2 * kv) / tp, h) + _num_operands(tokens, h, q / tp) + ffn.num_operands
-        )
+        projections = _num_operands(tokens, (q + 2 * kv) / tp, h) + _num_operands(tokens, h, q / tp)
+        num_operands = projections + ffn.num_operands
         cast_s = 2 * num_operands * rates.cast_bytes / hbm_bytes_per_s
         traffic_s, more_traffic_s = traffic_s + cast_s, more_traffic_s + cast_s / 3 * more_gemm_s / forward_s
     tp_s, cp_s = call_s * c.tp_calls, _ring_wait_s(work, 3.5 * attention_s, links, c)

@@ -49,9 +49,7 @@ def dp_time_and_overlap(
         element_bytes: bytes of one parameter while it is gathered.
     """
     gas, zero_stage = layout.gas, layout.zero_stage
-    group_times_s = [
-        _group_s(layout, group, element_bytes, links, c) for group in groups if group.num_ranks > 1
-    ]
+    group_times_s = [_group_s(layout, g, element_bytes, links, c) for g in groups if g.num_ranks > 1]
     if not group_times_s:
         return 0.0, 1.0, 0.0
     total_s, gathers_s = map(sum, zip(*group_times_s, strict=True))
@@ -73,7 +71,7 @@ def _group_s(
     grad_bytes = c.gradient_bytes * num_params
 
     def sum_s(num_bytes: float, num_ranks: int, stride: int = group_stride) -> float:
-        return _transfer_s(num_bytes, num_ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+        return _transfer_s(num_bytes, num_ranks, stride, links, (c.dp_probe, links.allreduce_bytes_per_s), c)
 
     if layout.zero_stage == 0:
         total_s = 2 * sum_s(grad_bytes, num_ranks)
@@ -82,10 +80,8 @@ def _group_s(
             total_s += grad_bytes / c.dp_bucket_bytes * bucket_hops * links.allreduce_hop_s
         return total_s, 0.0
     num_reduces, num_gathers = num_reduces_and_gathers(layout)
-    probe_weight, probe_bytes_per_s = c.dp_gather_probe, links.allgather_bytes_per_s
-    gather_s = _transfer_s(
-        element_bytes * num_params, num_shards, group_stride, links, probe_weight, probe_bytes_per_s, c
-    )
+    probe = c.dp_gather_probe, links.allgather_bytes_per_s
+    gather_s = _transfer_s(element_bytes * num_params, num_shards, group_stride, links, probe, c)
     total_s = num_reduces * c.zero_crossings * sum_s(grad_bytes, num_shards) + num_gathers * gather_s
     if num_shards < num_ranks:
         total_s += 2 * sum_s(grad_bytes / num_shards, num_ranks // num_shards, group_stride * num_shards)
@@ -101,26 +97,21 @@ def num_reduces_and_gathers(layout: Layout) -> tuple[int, int]:
 
 
 def _transfer_s(
-    num_bytes: float,
-    num_ranks: int,
-    stride: int,
-    links: Network,
-    probe_weight: float,
-    probe_bytes_per_s: float,
-    c: TimeConstants,
+    num_bytes: float, num_ranks: int, stride: int, links: Network, probe: tuple[float, ...], c: TimeConstants
 ) -> float:
     """Seconds in which `num_bytes` bytes travel once round a ring of `num_ranks` ranks that are `stride` apart.
 
     Inside a node, the ring has the links of its GPUs. Between nodes, rings share the links of each node by the number
-    of their ranks on it, and a ring takes longer by `probe_weight` times the seconds that the bytes would take at
-    `probe_bytes_per_s`, the bus bandwidth that the probe measured.
+    of their ranks on it, and a ring takes longer by a share of the seconds that the bytes would take in the probe;
+    `probe` is that share and the bus bandwidth that the probe measured, in bytes per second.
     """
     moved_bytes = (num_ranks - 1) / num_ranks * num_bytes
     if num_ranks * stride <= links.gpus_per_node:
         return moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
     node_share = _node_share(stride, links)
     node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
-    added_s = probe_weight * moved_bytes / (probe_bytes_per_s * math.sqrt(node_share))
+    probe_share, probe_bytes_per_s = probe
+    added_s = probe_share * moved_bytes / (probe_bytes_per_s * math.sqrt(node_share))
     return moved_bytes / (node_bytes_per_s * node_share) + added_s
 
 

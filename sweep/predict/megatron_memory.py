@@ -69,7 +69,7 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
         num_sparse = shape.num_sparse_layers(stage.first_layer, stage.num_layers)
         kept_bytes = dense_bytes[1] * (stage.num_layers - num_sparse) + sparse_bytes[1] * num_sparse
         activation_bytes = in_flight(layout, pp_rank) * kept_bytes
-        head_bytes = logit_bytes if stage.has_head else 0.0
+        head_bytes = logit_bytes * stage.has_head
         layer_bytes, kept_layer_bytes = sparse_bytes if num_sparse else dense_bytes
         buffer_bytes = layer_bytes if kept_layer_bytes < layer_bytes else 0.0
         reserve_bytes = c.base_bytes + c.fragmentation * activation_bytes

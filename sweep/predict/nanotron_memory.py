@@ -128,24 +128,22 @@ def _rank_memory(spec: RunSpec, c: NanotronMemory, batch_bytes: _MicroBatch, sta
     layout, pp_rank = spec.layout, stage.index
     n, num_shards = stage.num_params(spec.shape) / layout.tp, layout.zero_shards
     num_in_flight = in_flight(layout, pp_rank)
-    batch_activations = batch_bytes.layer * stage.num_layers
-    activations, gathered_tokens = num_in_flight * batch_activations, 0.0
+    batch_kept = batch_bytes.layer * stage.num_layers
+    activations, gathered_tokens = num_in_flight * batch_kept, 0.0
     if c.version == "old" and layout.pp == 1:
         num_forwards: float = min(MAX_AHEAD_FORWARDS, stage.num_layers)
         num_forwards = num_forwards if layout.gas == 1 else (num_forwards + MAX_AHEAD_FORWARDS) / 2
         gathered_tokens = batch_bytes.gathered * num_forwards
     elif c.version == "run-ahead" and layout.pp > 1:
         num_forwards = min(MAX_AHEAD_FORWARDS, stage.num_layers * max(0.0, num_in_flight - 2))
-        gathered_tokens = batch_bytes.gathered * num_forwards + c.run_ahead * batch_activations * (
-            layout.tp > 1
-        )
+        gathered_tokens = batch_bytes.gathered * num_forwards + c.run_ahead * batch_kept * (layout.tp > 1)
     work = batch_bytes.work + (batch_bytes.embedding if stage.has_embedding else 0.0)
     logits = batch_bytes.logits if stage.has_head and batch_bytes.logits > work else 0.0
     grads, late_grads = (6 * n, 0.0) if num_shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
     gathered_params = 4 * n if num_shards > 1 else 0.0
     # What each phase holds beyond the static bytes, and what the allocator holds besides.
     forward_end = activations + (logits or work)
-    backward = late_grads + activations - batch_activations + work
+    backward = late_grads + activations - batch_kept + work
     temporary = forward_end + gathered_tokens
     backward_unfreed = gathered_tokens * (layout.pp > 1) + c.backward_slack * temporary
     optimizer_phase = gathered_params + c.optimizer_slack * temporary
@@ -156,7 +154,7 @@ def _rank_memory(spec: RunSpec, c: NanotronMemory, batch_bytes: _MicroBatch, sta
         parts = weights, grads, optimizer, activations, logits, buffers, reserved - forward_end
         return StageMemory(pp_rank, FORWARD, *parts)
     if backward >= gathered_params:
-        left_activations = activations - batch_activations
+        left_activations = activations - batch_kept
         parts = weights, grads + late_grads, optimizer, left_activations, 0.0, work, reserved - backward
         return StageMemory(pp_rank, BACKWARD, *parts)
     parts = weights, grads, optimizer, 0.0, 0.0, gathered_params, reserved - gathered_params

@@ -115,12 +115,10 @@ class Predictor:
 
     def occupancy(self, stages: Sequence[StageMemory]) -> Occupancy:
         """How full the rank is that needs most memory."""
-        mem_bytes, peak_bytes = self.hardware.mem_bytes, max(stage.peak_bytes for stage in stages)
+        gpu_bytes, peak = self.hardware.mem_bytes, max(stage.peak_bytes for stage in stages)
         # The limit of a process counts from what it held before its tensors.
         base_bytes = self.memory.base_bytes if self.hardware.device == "cpu" else 0.0
-        return Occupancy(
-            peak_bytes, peak_bytes / (mem_bytes + base_bytes), p_oom(stages, mem_bytes, self.memory)
-        )
+        return Occupancy(peak, peak / (gpu_bytes + base_bytes), p_oom(stages, gpu_bytes, self.memory))
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
@@ -144,10 +142,8 @@ class Predictor:
         """The prediction of a run that measures devices and links."""
         hardware, settings = self.hardware, long_probe(self.hardware.device, 0, 1)
         peak_bytes, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
-        probe_memory_share, start_time_s = (
-            peak_bytes / hardware.mem_bytes,
-            start_s(hardware, spec.nodes) + 2 * settings.device_s,
-        )
+        probe_memory_share = peak_bytes / hardware.mem_bytes
+        start_time_s = start_s(hardware, spec.nodes) + 2 * settings.device_s
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s,

@@ -69,7 +69,7 @@ class Run(Protocol):
 _Run = TypeVar("_Run", bound=Run)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TriedRuns:
     """How the runs of a cell that were tried so far ended, by run_id; sets hold run_ids."""
 
@@ -122,7 +122,7 @@ class Belief:
         return (1 - self.p_oom) * sd * (log_gap * _NORMAL.cdf(log_gap) + _NORMAL.pdf(log_gap))
 
 
-_COORDINATE_BY_AXIS: dict[str, Callable[[Layout], float]] = {
+_AXIS_COORDINATES: dict[str, Callable[[Layout], float]] = {
     "zero_stage": lambda layout: LENGTH_SCALE * layout.zero_stage,
     # The replicas of each shard, which are 1 without ZeRO.
     "dp_shard": lambda axes: math.log2(axes.dp * axes.cp // axes.zero_shards) * (axes.zero_stage > 0),
@@ -138,26 +138,23 @@ def coordinates(layout: Layout) -> tuple[float, ...]:
     """The place of a layout in the space in which the search measures distances, one coordinate for each number.
 
     Raises:
-        ValueError: a number without an entry in _COORDINATE_BY_AXIS is 0, so that it has no number of doublings.
+        ValueError: a number without an entry in _AXIS_COORDINATES is 0, so that it has no number of doublings.
     """
-    return tuple(_COORDINATE_BY_AXIS.get(axis, partial(_doublings, axis))(layout) for axis in _NUMBER_AXES)
+    return tuple(_AXIS_COORDINATES.get(axis, partial(_doublings, axis))(layout) for axis in _NUMBER_AXES)
 
 
 def _doublings(axis: str, layout: Layout) -> float:
     value = getattr(layout, axis)
     if value < 1:
-        raise ValueError(
-            f"{axis}={value} has no number of doublings; give {axis} an entry in _COORDINATE_BY_AXIS"
-        )
+        advice = f"give {axis} an entry in _AXIS_COORDINATES"
+        raise ValueError(f"{axis}={value} has no number of doublings; {advice}")
     return math.log2(value)
 
 
 def words(layout: Layout) -> tuple[str, ...]:
     """The words of a layout that the search compares, one for each axis of words."""
-    value_by_axis = {axis: getattr(layout, axis) for axis in _WORD_AXES}
-    return tuple(
-        "" if value in _EQUAL_WORDS.get(axis, ()) else value for axis, value in value_by_axis.items()
-    )
+    values = ((axis, getattr(layout, axis)) for axis in _WORD_AXES)
+    return tuple("" if value in _EQUAL_WORDS.get(axis, ()) else value for axis, value in values)
 
 
 def _prior_belief(run: Run, p_oom: float) -> Belief:
@@ -265,10 +262,8 @@ def _open_beliefs(beliefs: Mapping[str, Belief], tried: TriedRuns) -> list[Belie
 
 def _best_time_s(beliefs: Mapping[str, Belief], tried: TriedRuns) -> float:
     """The best step time of a cell, measured or of a pending run expected, in seconds."""
-    expected_times_s = (
-        math.exp(beliefs[run_id].log_time) for run_id in tried.pending_ids if run_id in beliefs
-    )
-    return min((*tried.times_s.values(), *expected_times_s), default=math.inf)
+    pending_times_s = (math.exp(beliefs[i].log_time) for i in tried.pending_ids if i in beliefs)
+    return min((*tried.times_s.values(), *pending_times_s), default=math.inf)
 
 
 def _choose(untried: Sequence[Belief], best_s: float, num_successes: int, max_p_oom: float) -> Belief | None:

@@ -116,12 +116,10 @@ class _PipelineRank(NamedTuple):
     """Number of parameters of all experts of these stages."""
     num_ranks: int = 1
 
-    def seconds(
-        self, dense_s: float, again_s: float, head_s: float, sparse_s: float, sparse_again_s: float
-    ) -> float:
+    def sum_s(self, dense_s: float, again_s: float, head_s: float, moe_s: float, moe_again_s: float) -> float:
         """The seconds of the blocks of this rank, from those of one block of each kind."""
         dense_and_head_s = dense_s * self.num_dense + again_s * self.num_dense_again + head_s * self.num_heads
-        return dense_and_head_s + (sparse_s * self.num_sparse + sparse_again_s * self.num_sparse_again)
+        return dense_and_head_s + (moe_s * self.num_sparse + moe_again_s * self.num_sparse_again)
 
 
 @lru_cache(maxsize=4096)
@@ -153,7 +151,7 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) 
     )
 
 
-class _GradSumSeconds(NamedTuple):
+class _GradSums(NamedTuple):
     """Seconds in which memory adds a micro-batch's gradient of one parameter to the sum of those before."""
 
     per_param: float
@@ -166,24 +164,20 @@ class _GradSumSeconds(NamedTuple):
 
 
 def _rank_times(
-    ranks: tuple[_PipelineRank, ...],
-    blocks: BlockTimes,
-    grad_s: _GradSumSeconds,
-    layer_host_s: float,
-    c: TimeConstants,
+    ranks: tuple[_PipelineRank, ...], blocks: BlockTimes, grad_s: _GradSums, host_s: float, c: TimeConstants
 ) -> tuple[_PipelineRank, float, float, float]:
     """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
 
-    Those of a rank contain what its GPU waits for the host, which needs `layer_host_s` seconds for each layer.
+    Those of a rank contain what its GPU waits for the host, which needs `host_s` seconds for each layer.
     """
     slowest, slowest_gpu_s, slowest_s, all_ranks_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        gpu_s = rank.seconds(*blocks.total) + grad_s.of_rank(rank)
+        gpu_s = rank.sum_s(*blocks.total) + grad_s.of_rank(rank)
         # A forward that is repeated is launched again; it is a third of forward and backward.
-        host_s = (rank.num_dense + rank.num_dense_again / 3) * layer_host_s
-        host_s += rank.num_stages * c.micro_batch_launch_s
-        host_s += (rank.num_sparse + rank.num_sparse_again / 3) * (layer_host_s + c.sparse_launch_s)
-        rank_s = _smooth_max(gpu_s, host_s, c.smooth_power)
+        rank_host_s = (rank.num_dense + rank.num_dense_again / 3) * host_s
+        rank_host_s += rank.num_stages * c.micro_batch_launch_s
+        rank_host_s += (rank.num_sparse + rank.num_sparse_again / 3) * (host_s + c.sparse_launch_s)
+        rank_s = _smooth_max(gpu_s, rank_host_s, c.smooth_power)
         all_ranks_s += rank.num_ranks * rank_s
         if rank_s > slowest_s:
             slowest, slowest_gpu_s, slowest_s = rank, gpu_s, rank_s
@@ -192,7 +186,7 @@ def _rank_times(
 
 def _micro_batch_work(
     spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, c: TimeConstants
-) -> tuple[LayerWork, BlockTimes, tuple[_PipelineRank, ...], _GradSumSeconds]:
+) -> tuple[LayerWork, BlockTimes, tuple[_PipelineRank, ...], _GradSums]:
     """What a layer works on, the times of its blocks, the work of each pipeline rank, and seconds of sums of gradients."""
     layout, shape, tp, recompute = spec.layout, spec.shape, spec.layout.tp, spec.layout.recompute
     work = LayerWork(
@@ -215,7 +209,7 @@ def _micro_batch_work(
     )
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
     grad_s = (c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep))
-    return work, blocks, ranks, _GradSumSeconds(*grad_s)
+    return work, blocks, ranks, _GradSums(*grad_s)
 
 
 def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeConstants) -> Rates:
@@ -259,18 +253,15 @@ def predict_step_time(
     # and pipeline ranks exchange meanwhile.
     exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, links, c)
     waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
-    gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = (
-        num_busy_passes * slowest.seconds(*block_s) for block_s in blocks[:-1]
-    )
+    parts_s = [num_busy_passes * slowest.sum_s(*block_s) for block_s in blocks[:-1]]
+    gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = parts_s
     groups = _param_groups(ranks, layout)
     num_layers = max(rank.num_dense + rank.num_sparse for rank in ranks)
     dp_total_s, num_passes, hidden_share = dp_time_and_overlap(layout, groups, work.element_bytes, links, c)
     dp_s = max(dp_total_s - hidden_share * num_passes * slowest_s, c.dp_exposed * dp_total_s)
     zero_host_s = c.zero_layer_s * num_layers * sum(num_reduces_and_gathers(layout)) / 2
-    update_s = sum(
-        (c.optimizer_bytes / group.num_shards + c.clip_bytes) * group.num_params / hbm_bytes_per_s
-        for group in groups
-    )
+    update_bytes = [(c.optimizer_bytes / g.num_shards + c.clip_bytes) * g.num_params for g in groups]
+    update_s = sum(num_bytes / hbm_bytes_per_s for num_bytes in update_bytes)
     pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
     step_time = StepTime(
         gemm=gemm_s,
@@ -304,10 +295,8 @@ def communication_ratios(
     """The ratios of communication to computing of a run, hidden or not."""
     work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, constants)
     slowest = _rank_times(ranks, blocks, grad_s, 0.0, constants)[0]
-    gemm_s, attention_s, memory_bound_s, tp_s, _, ep_s = (
-        slowest.seconds(*block_s) for block_s in blocks[:-1]
-    )
-    compute_s = gemm_s + attention_s + memory_bound_s + grad_s.of_rank(slowest)
+    gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(*part_s) for part_s in blocks[:-1])
+    compute_s = gemm_s + attention_s + memory_s + grad_s.of_rank(slowest)
     groups = _param_groups(ranks, spec.layout)
     dp_s, num_passes, _ = dp_time_and_overlap(spec.layout, groups, work.element_bytes, links, constants)
     cp_s = sum(ring_s(work, links, constants)) if work.cp > 1 else 0.0

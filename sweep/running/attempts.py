@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError
@@ -99,9 +99,7 @@ def skips(runs: Sequence[Candidate], state: SweepState) -> dict[str, Skip]:
     return skip_by_run | {run_id: Skip(reason) for run_id, reason in reason_by_run.items()}
 
 
-def runs_to_come(
-    runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int
-) -> list[Candidate]:
+def later_runs(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
     """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
 
     They have the predictions of the plan, since prices are those of the data sheet whatever links were measured.
@@ -267,7 +265,7 @@ def contender_ids(runs: Iterable[Candidate], state: SweepState, device: str) -> 
     return frozenset(best.run_id for ranking in rankings for best in near_best(ranking, MAX_CONTENDERS))
 
 
-def log_options_changed(attempt: AttemptState, kernel: KernelConfig) -> bool:
+def has_old_patterns(attempt: AttemptState, kernel: KernelConfig) -> bool:
     """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
     if attempt.result is None or attempt.result.cause != UNMEASURED:
         return False
@@ -300,34 +298,30 @@ class _AttemptFinder:
         groups = groupby(self.attempts_by_run.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         attempts_by_repeat = {repeat: [*attempts] for repeat, attempts in groups}
         begun_attempts, accepts = self.launch.begun_attempts, self.launch.accepts
-        environment_counts = Counter(
-            ok.environment for repeat in attempts_by_repeat.values() for a in repeat if (ok := a.ok)
-        )
+        attempts = chain.from_iterable(attempts_by_repeat.values())
+        environment_counts = Counter(a.ok.environment for a in attempts if a.ok)
         usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
         last_index, num_suspect, num_unusual = -1, 0, 0
         for repeat in range(len(attempts_by_repeat) + num_repeats):
             attempts = attempts_by_repeat.get(repeat, [])
-            ok_by_key = {a.key: a.ok for a in attempts if a.ok}
-            accepted_keys = {key for key, ok in ok_by_key.items() if key not in begun_attempts or accepts(ok)}
-            if ok_by_key and not accepted_keys:
+            oks = {a.key: a.ok for a in attempts if a.ok}
+            if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            is_suspect = bool(ok_by_key) and ok_by_key.keys() <= self.suspect_keys
+            is_suspect = bool(oks) and oks.keys() <= self.suspect_keys
             if is_suspect and num_suspect < self.policy.attempts["suspect"]:
                 num_suspect += 1
                 continue
-            environments = {ok.environment for ok in ok_by_key.values()}
-            is_unusual = bool(ok_by_key) and environments.isdisjoint(usual_environments)
+            environments = {ok.environment for ok in oks.values()}
+            is_unusual = bool(oks) and environments.isdisjoint(usual_environments)
             if is_unusual and num_unusual < num_repeats:
                 num_unusual += 1
                 continue
             last_index += 1
             if last_index == counted_index:
-                return None if ok_by_key else self._follow_up(run, repeat, attempts)
+                return None if oks else self._retry(run, repeat, attempts)
         return None
 
-    def _follow_up(
-        self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]
-    ) -> PlannedAttempt | None:
+    def _retry(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
         """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""
         if not attempts:
             return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
@@ -336,9 +330,7 @@ class _AttemptFinder:
             # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last_attempt.key)
         pause_s, memory_share = 0.0, run.prediction.memory_share
-        if last_attempt.key not in self.state.retried and not log_options_changed(
-            last_attempt, run.spec.kernel
-        ):
+        if last_attempt.key not in self.state.retried and not has_old_patterns(last_attempt, run.spec.kernel):
             decision = decide_retry(
                 attempts, self.policy, old_attempts=self.launch.old_attempts, memory_share=memory_share
             )

@@ -82,12 +82,7 @@ def decide(
 
 
 def _submit(
-    plan: Plan,
-    state: SweepState,
-    jobs_seen: JobsSeen,
-    limits: JobLimits,
-    origin: Origin,
-    attempts_left: AttemptsLeft,
+    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, origin: Origin, todo: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
     live_allocations = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
@@ -99,7 +94,7 @@ def _submit(
     num_free_nodes = limits.max_nodes - sum(allocation.nodes for allocation in open_allocations)
     used_gpu_hours = committed_gpu_hours(plan, state, jobs_seen.alive, jobs_seen.held_s)
     chosen_jobs: list[PlannedJob] = []
-    for job in planned_jobs(plan, attempts_left, state, limits.max_limit_s, jobs_seen.held_s):
+    for job in planned_jobs(plan, todo, state, limits.max_limit_s, jobs_seen.held_s):
         if len(chosen_jobs) >= num_free_jobs or job.nodes > num_free_nodes:
             break
         next_gpu_hours = used_gpu_hours + job.gpu_hours
@@ -121,10 +116,8 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    launch_allocations = [a for a in state.allocations.values() if a.submission[0] == launch.name]
-    ended_allocations = [
-        a for a in launch_allocations if a.ended is not None and a.name not in launch.excused
-    ]
+    submitted = [a for a in state.allocations.values() if a.submission[0] == launch.name]
+    ended_allocations = [a for a in submitted if a.ended is not None and a.name not in launch.excused]
     ended_allocations.sort(key=lambda allocation: allocation.submission)
     num_without_run = num_without_requested = 0
     for allocation in ended_allocations:

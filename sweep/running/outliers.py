@@ -73,11 +73,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
     measure = state.config.get("measure", {})
     max_foreign_load = measure.get("max_foreign_load") if isinstance(measure, dict) else None
     doubts_by_attempt = {
-        key: [
-            *_result_doubts(ok, factor, max_foreign_load),
-            *doubts.get(allocation, ()),
-            *doubts.get(key, ()),
-        ]
+        key: [*_own_doubts(ok, factor, max_foreign_load), *doubts.get(allocation, ()), *doubts.get(key, ())]
         for key, allocation, ok in ok_results
     }
     return {key: all_doubts for key, all_doubts in doubts_by_attempt.items() if all_doubts}
@@ -135,7 +131,7 @@ def control_times(state: SweepState) -> dict[str, float]:
     return times_s
 
 
-def _result_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
+def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
     """Reasons for doubt that the result itself gives."""
     if max_foreign_load is not None:
         if (load := result.foreign_load or 0.0) > max_foreign_load:
@@ -147,10 +143,8 @@ def _result_doubts(result: RunResult, factor: float, max_foreign_load: float | N
         yield Doubt("throttled", f"throttled: {result.throttled}")
     ranks_by_time = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
     if ranks_by_time and ranks_by_time[-1][1] > (1 + RANK_TOLERANCE * factor) * ranks_by_time[0][1]:
-        (fast_rank, low_s), (slow_rank, high_s) = ranks_by_time[0], ranks_by_time[-1]
-        yield Doubt(
-            "slow_rank", f"rank {slow_rank} took {high_s / low_s:.2f} x the step time of rank {fast_rank}"
-        )
+        (fast, low_s), (slow, high_s) = ranks_by_time[0], ranks_by_time[-1]
+        yield Doubt("slow_rank", f"rank {slow} took {high_s / low_s:.2f} x the step time of rank {fast}")
 
 
 def _clock_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey, Doubt]]:

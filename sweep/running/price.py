@@ -20,8 +20,8 @@ from ultrabench.sweep.running.attempts import (
     AttemptsLeft,
     Launch,
     PlannedAttempt,
+    later_runs,
     next_attempts,
-    runs_to_come,
 )
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.standings import best_of_cells
@@ -310,9 +310,11 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
         submitted_ids = {attempt.key.run_id for attempt in todo}
-        later_runs = runs_to_come(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
-        later_todo = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later_runs]
-        todo = (*todo, *(t for t in later_todo if t.key.run_id not in submitted_ids))
+        searched_runs = later_runs(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
+        searched_todo = [
+            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in searched_runs
+        ]
+        todo = (*todo, *(t for t in searched_todo if t.key.run_id not in submitted_ids))
     confirming_attempts = _confirmations(plan, todo)
     attempts_left = AttemptsLeft(todo=(*todo, *confirming_attempts), num_waiting=0)
     requested_keys = {attempt.key for attempt in attempts_left.todo}

@@ -13,7 +13,7 @@ from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
-from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, runs_to_come, skips
+from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
 
@@ -142,30 +142,26 @@ def progress_of(
     for run in plan_runs:
         by_nodes[run.nodes][status_by_run[run.run_id]] += 1
     dominated_ids = {run_id for run_id, skip in skipped.items() if skip.dominator}
-    failed_runs = [
-        run_by_id[i] for i, a in attempt_by_run.items() if a.result and not a.ok and i not in dominated_ids
-    ]
-    pause_by_key = {
-        attempt_by_run[t.key.run_id].key: t.pause_s for t in attempts_after(failed_runs, state, old_attempts)
-    }
+    failed_ids = {i for i, a in attempt_by_run.items() if a.result and not a.ok} - dominated_ids
+    failed_runs = [run_by_id[run_id] for run_id in attempt_by_run if run_id in failed_ids]
+    next_attempts = attempts_after(failed_runs, state, old_attempts)
+    pause_by_key = {attempt_by_run[t.key.run_id].key: t.pause_s for t in next_attempts}
     unsettled_ids = {i for i, s in status_by_run.items() if s in UNSETTLED}
     unsettled_ids |= {key.run_id for key in pause_by_key}
     settled_ids = frozenset(run_by_id.keys() - unsettled_ids)
     if is_adaptive(state):
         config = state.config
         max_p_oom, batch = float(config.get("max_p_oom", 1.0)), int(config["sweep"].get("batch", 1))
-        future_ids = {run.run_id for run in runs_to_come(plan_runs, state, max_p_oom, batch)}
+        future_ids = {run.run_id for run in later_runs(plan_runs, state, max_p_oom, batch)}
         unsettled_ids &= attempt_by_run.keys() | future_ids
     left_s = sum(run_by_id[run_id].prediction.duration_s for run_id in unsettled_ids)
-    ok_durations = ((run_by_id[i], a.ok.duration_s) for i, a in attempt_by_run.items() if a.ok)
-    duration_ratios = [
-        duration_s / run.prediction.duration_s for run, duration_s in ok_durations if duration_s
-    ]
+    ok_runs_s = ((run_by_id[i], a.ok.duration_s) for i, a in attempt_by_run.items() if a.ok)
+    ratios = [duration_s / run.prediction.duration_s for run, duration_s in ok_runs_s if duration_s]
     have_started = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
     num_at_work = have_started.count(True)
     eta_s = None if unsettled_ids else 0.0
-    if duration_ratios:
-        eta_s = left_s * median(duration_ratios) / max(1, num_at_work)
+    if ratios:
+        eta_s = left_s * median(ratios) / max(1, num_at_work)
     return SweepProgress(
         sweep=sweep,
         runs=len(run_by_id),
@@ -176,9 +172,7 @@ def progress_of(
         settled=settled_ids,
         pause_by_key=pause_by_key,
         retried_by_status=Counter(status_by_run[key.run_id] for key in pause_by_key),
-        skipped={
-            run_id: skip.reason for run_id, skip in skipped.items() if status_by_run[run_id] == Status.SKIPPED
-        },
+        skipped={i: skip.reason for i, skip in skipped.items() if status_by_run[i] == Status.SKIPPED},
         running=tuple((run_by_id[i], attempt_by_run[i]) for i, s in status_by_run.items() if s == RUNNING),
         num_waiting=have_started.count(False),
         num_at_work=num_at_work,
@@ -190,11 +184,9 @@ def progress_of(
         runs_per_hour=_runs_per_hour(state),
         best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
         width_by_run={
-            run_id: rel_half_width
+            run_id: half_width
             for run_id, a in attempt_by_run.items()
-            if a.ok
-            and a.ok.ci_reached is False
-            and (rel_half_width := ci95_rel(a.ok.step_times_s)) is not None
+            if a.ok and a.ok.ci_reached is False and (half_width := ci95_rel(a.ok.step_times_s)) is not None
         },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         suspects=suspect_reasons,
@@ -203,15 +195,11 @@ def progress_of(
 
 
 def _latest_failures(
-    run_by_id: Mapping[str, Candidate], attempt_by_run: Mapping[str, AttemptState]
+    runs: Mapping[str, Candidate], attempts: Mapping[str, AttemptState]
 ) -> tuple[tuple[Candidate, AttemptState], ...]:
     """The field `failures` of the progress."""
-    no_failure_statuses = {Status.OK, *INTERRUPTED}
-    failures = [
-        (run_by_id[i], a)
-        for i, a in attempt_by_run.items()
-        if a.result and a.result.status not in no_failure_statuses
-    ]
+    no_failure = {Status.OK, *INTERRUPTED}
+    failures = [(runs[i], a) for i, a in attempts.items() if a.result and a.result.status not in no_failure]
     return tuple(sorted(failures, key=lambda run_and_attempt: run_and_attempt[1].time or 0.0)[-5:])
 
 

@@ -54,12 +54,10 @@ def decide_retry(
     elif host_texts := _hosts_of_same_failure(results):
         return RetryDecision(retry=False, why=f"the same failure on {host_texts[0]} and on {host_texts[1]}")
     num_failures = len(same_kind_keys)
-    label = last_result.cause if kind == last_result.cause else last_result.status.value
+    name = last_result.cause if kind == last_result.cause else last_result.status.value
     if num_failures > num_allowed:
-        return RetryDecision(
-            retry=False, why=f"{label}: {num_failures} of at most {num_allowed + 1} failures"
-        )
-    why = f"{label}: attempt {num_failures + 1} of {num_allowed + 1}"
+        return RetryDecision(retry=False, why=f"{name}: {num_failures} of at most {num_allowed + 1} failures")
+    why = f"{name}: attempt {num_failures + 1} of {num_allowed + 1}"
     pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
     return RetryDecision(retry=True, why=why, pause_s=pause_s if STATUSES[last_result.status].pause else 0.0)
 
@@ -147,18 +145,16 @@ def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     return {host: reason_by_host[host] for host in ranked_hosts[: policy.max_excluded]}
 
 
-def breaker_reason(
-    state: SweepState, policy: RetryPolicy, ended_ago_s: Mapping[AttemptKey, float]
-) -> str | None:
+def breaker_reason(state: SweepState, policy: RetryPolicy, ages_s: Mapping[AttemptKey, float]) -> str | None:
     """The reason to stop the sweep: the latest runs of this launch all failed in the same way, or no step of its program is known.
 
     Args:
-        ended_ago_s: seconds since this launch saw each attempt end. They give the order of the ends, because
+        ages_s: seconds since this launch saw each attempt end. They give the order of the ends, because
             the clocks of nodes may differ.
     """
     if policy.breaker is None:
         return None
-    keys_by_end = sorted((-ago_s, key) for key, ago_s in ended_ago_s.items() if key in state.attempts)
+    keys_by_end = sorted((-ago_s, key) for key, ago_s in ages_s.items() if key in state.attempts)
     results = (state.attempts[key].result for _, key in keys_by_end)
     counted_results = [r for r in results if r and not STATUSES[r.status].passed_over]
     measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}

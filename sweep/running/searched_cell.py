@@ -76,18 +76,14 @@ def _tried(
 ) -> TriedRuns:
     """How the runs that were tried ended."""
     tries = {run.run_id: attempts_by_run.get(run.run_id, []) for run in runs}
-    medians_s = {
-        i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries
-    }
-    times_s = {run_id: median(run_medians_s) for run_id, run_medians_s in medians_s.items() if run_medians_s}
+    medians = {i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries}
+    times_s = {run_id: median(run_medians_s) for run_id, run_medians_s in medians.items() if run_medians_s}
     pending_ids = {i for i in tries if any(a.result is None for a in tries[i])} - times_s.keys()
     failed_or_new_ids = tries.keys() - times_s.keys() - pending_ids
     last_results = {i: tries[i][-1].result for i in failed_or_new_ids if tries[i]}
     oom_ids = {i for i, result in last_results.items() if result and result.status == Status.OOM}
     failed_ids = last_results.keys() - oom_ids
-    return TriedRuns(
-        times_s=times_s, oom_ids=oom_ids, failed_ids=failed_ids, pending_ids=pending_ids, max_p_oom=max_p_oom
-    )
+    return TriedRuns(times_s, oom_ids, failed_ids, pending_ids, max_p_oom)
 
 
 def with_measured_links(
@@ -103,7 +99,7 @@ def with_measured_links(
         rates: what `preflight_rates` returns.
     """
     nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
-    all_rates = ([*rates.get((nodes, column), {}).values()] for column in LINK_RATE_COLUMNS)
+    all_rates = ([*rates.get((nodes, name), {}).values()] for name in LINK_RATE_COLUMNS)
     latest_rates = [column_rates[-NUM_LATEST_ALLOCATIONS:] for column_rates in all_rates]
     median_rates = (median(link_rates) if link_rates else None for link_rates in latest_rates)
     if any(latest_rates) and peak is not None:

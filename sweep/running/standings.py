@@ -128,9 +128,7 @@ def best_of_cells(
     return {cell: ranking[0] for cell, ranking in sorted(standings_by_cell.items()) if ranking[0].best}
 
 
-def rate_by_measured_run(
-    runs: Iterable[Candidate], state: SweepState, device: str
-) -> dict[str, float | None]:
+def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[str, float | None]:
     """run_id of each run that was ok -> its tokens/s/GPU in its best environment; None where it may not win its cell."""
     rate_by_run: dict[str, float | None] = {}
     for standing in chain(*standings_of(runs, state, device).values()):

@@ -13,7 +13,7 @@ from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.progress import gpu_hours, progress_of
-from ultrabench.sweep.running.standings import rate_by_measured_run, standings_of
+from ultrabench.sweep.running.standings import measured_rates, standings_of
 
 RUNS = PLANNED = PLAN.runs
 ONE = next(r for r in RUNS if r.nodes == 1)
@@ -98,7 +98,7 @@ def test_runs_no_longer_planned_do_not_count():
     rest = [r for r in PLANNED if r.run_id != ONE.spec.run_id]
     now = progress_of("s", rest, state, "cuda")
     assert now.by_status == {"pending": len(rest)}
-    assert rate_by_measured_run(rest, state, "cuda") == {}
+    assert measured_rates(rest, state, "cuda") == {}
     assert now.eta_s is None
 
 
@@ -115,7 +115,7 @@ def test_every_planned_run_is_counted_once(ends):
     assert sum(sum(counts.values()) for counts in now.by_nodes.values()) == len(PLANNED)
     oks = {k.run_id for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
     assert now.by_status.get("ok", 0) == len(oks)
-    assert set(rate_by_measured_run(PLANNED, state, "cuda")) == oks
+    assert set(measured_rates(PLANNED, state, "cuda")) == oks
     nodes = {r.run_id: r.nodes for r in RUNS}
     hours = sum(nodes[k.run_id] * GPUS / 3600 for k, a in state.attempts.items() if a.result)
     assert now.useful_gpu_hours + now.wasted_gpu_hours == pytest.approx(hours)

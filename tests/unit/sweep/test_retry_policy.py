@@ -16,7 +16,7 @@ from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.attempts import dominator_by_run, log_options_changed, next_attempts
+from ultrabench.sweep.running.attempts import dominator_by_run, has_old_patterns, next_attempts
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes
 
 POLICY = retry()
@@ -57,9 +57,9 @@ def test_a_run_without_steps_is_read_again_by_another_pattern_only():
     kernel = load_config(["kernel=megatron"]).kernel
     (attempt,) = failed(result("invalid", cause="unmeasured"))
     attempt.spec_json = raw_json({"kernel": kernel})
-    assert not log_options_changed(attempt, kernel)
-    assert log_options_changed(attempt, replace(kernel, step_rank=0))
-    assert not log_options_changed(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
+    assert not has_old_patterns(attempt, kernel)
+    assert has_old_patterns(attempt, replace(kernel, step_rank=0))
+    assert not has_old_patterns(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
-from ultrabench.sweep.running.standings import rate_by_measured_run
+from ultrabench.sweep.running.standings import measured_rates
 
 COUNTS = {
     "candidates": "candidates",
@@ -101,7 +101,7 @@ def show_plan(
         write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
-    rates = rate_by_measured_run(plan.runs, state, config.hardware.device)
+    rates = measured_rates(plan.runs, state, config.hardware.device)
     best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
     price = price_of(plan, state)
     summary = _summary(plan, price, progress)
