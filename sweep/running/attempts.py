@@ -298,8 +298,8 @@ class _AttemptFinder:
         groups = groupby(self.attempts_by_run.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         attempts_by_repeat = {repeat: [*attempts] for repeat, attempts in groups}
         begun_attempts, accepts = self.launch.begun_attempts, self.launch.accepts
-        attempts = chain.from_iterable(attempts_by_repeat.values())
-        environment_counts = Counter(a.ok.environment for a in attempts if a.ok)
+        all_attempts = chain.from_iterable(attempts_by_repeat.values())
+        environment_counts = Counter(a.ok.environment for a in all_attempts if a.ok)
         usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
         last_index, num_suspect, num_unusual = -1, 0, 0
         for repeat in range(len(attempts_by_repeat) + num_repeats):
