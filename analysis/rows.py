@@ -33,9 +33,9 @@ from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.plan_table import (
     RUN_COLUMNS,
+    columns_of_run,
     formula_of,
-    place_of,
-    price_of,
+    price_per_gpu_hour,
     read_plan,
     rows_of,
     runs_of,
@@ -173,12 +173,16 @@ def _rows(
         name: _circumstances(allocation, sweep.cluster) for name, allocation in state.allocations.items()
     }
     control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
-    shapes, formula, price = shapes_of(sweep, state), formula_of(sweep, state), price_of(sweep, state)
+    shapes, formula, price = (
+        shapes_of(sweep, state),
+        formula_of(sweep, state),
+        price_per_gpu_hour(sweep, state),
+    )
     candidates = [*rows_of(plan, _OF_CANDIDATES)]
     is_run = [row["decision"] == "run" and row["model"] in shapes for row in candidates]
     # Only a run without an attempt can be skipped; where all were tried, the runs need not be made.
     has_untried = any(row["run_id"] not in attempts for row in compress(candidates, is_run))
-    runs = [*runs_of(sweep, rows_of(plan, RUN_COLUMNS, kept=is_run), state)] if has_untried else []
+    runs = [*runs_of(sweep, rows_of(plan, RUN_COLUMNS, is_kept=is_run), state)] if has_untried else []
     skipped = skips(runs, state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
@@ -278,7 +282,7 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
         return _base(sweep, sweep.kernel, {}, None), None
-    place = place_of(spec) | _variant_columns(spec.variant)
+    place = columns_of_run(spec) | _variant_columns(spec.variant)
     return _base(sweep, spec.kernel, place, spec.shape), spec.shape
 
 

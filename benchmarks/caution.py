@@ -1,13 +1,13 @@
 """The caution of the adaptive search, chosen on some cells of a finished sweep and judged on the others.
 
-`python benchmarks/caution.py FILE.parquet` replays the search with each value of CHANCE, the chance to be faster at
+`python benchmarks/caution.py FILE.parquet` replays the search with each value of MIN_CHANCE, the chance to be faster at
 which a cell goes on. No cell is searched with constants that were fitted to it: the profile is fitted without its
 model, and once more without its number of nodes. For each of the two, the table has
 
 - all cells: hours of the exhaustive sweep, cells that end within 2 % of their best, and the largest regret;
 - halves: how many random parts of the cells, with a half of their layouts each, end within 2 % of their best, which is
   another layout in most of them;
-- the choice: for each cell, the largest CHANCE with which all other cells end within 2 %, and what these choices give;
+- the choice: for each cell, the largest MIN_CHANCE with which all other cells end within 2 %, and what these choices give;
   and the largest one with which ENOUGH of the halves of all other cells do.
 """
 
@@ -32,7 +32,7 @@ BATCHES = (1, 8, 16)
 NEAR = 0.02
 """Regret up to which a cell counts as found."""
 ENOUGH = 0.95
-"""Share of halves within NEAR by which a CHANCE is chosen."""
+"""Share of halves within NEAR by which a MIN_CHANCE is chosen."""
 DRAWS, SEED = 20, 1
 """Random halves of each cell."""
 Cells = Mapping[CellKey, Sequence[ReplayedRun]]
@@ -63,15 +63,15 @@ def halves(cells: Cells) -> dict[CellKey, list[dict[float, bool]]]:
 
 
 def near_by_chance(runs: Sequence[ReplayedRun], max_p_oom: float) -> dict[float, bool]:
-    """CHANCE -> whether a search ends within NEAR of the best run, if it makes one run after the other.
+    """MIN_CHANCE -> whether a search ends within NEAR of the best run, if it makes one run after the other.
 
-    It is replayed once, since CHANCE does not change the order of its runs but only where it ends.
+    It is replayed once, since MIN_CHANCE does not change the order of its runs but only where it ends.
     """
     cell, best_by_chance = Replay(runs, max_p_oom), dict[float, float]()
-    search.CHANCE = min(CHANCES)
+    search.MIN_CHANCE = min(CHANCES)
     while proposed := search.propose(runs, tried := cell.tried()):
         beliefs = search.beliefs_of(runs, tried)
-        untried = [beliefs[r.run_id] for r in runs if r.run_id not in tried.begun and cell.possible(r)]
+        untried = [beliefs[r.run_id] for r in runs if r.run_id not in tried.begun_ids and cell.possible(r)]
         promising = max(b.p_better(cell.best_s) for b in untried if b.p_oom <= tried.max_p_oom)
         if tried.times_s:
             best_by_chance |= {c: cell.best_s for c in CHANCES if c > promising and c not in best_by_chance}
@@ -81,7 +81,7 @@ def near_by_chance(runs: Sequence[ReplayedRun], max_p_oom: float) -> dict[float,
 
 
 def replayed(cells: Cells, chance: float, batch: int) -> dict[str, Any]:
-    search.CHANCE = chance
+    search.MIN_CHANCE = chance
     return replay(cells, "adaptive", batch, load_config().max_p_oom)
 
 
@@ -97,7 +97,7 @@ def choose(
     documents: Mapping[float, Mapping[str, Any]],
     parts: Mapping[CellKey, list[dict[float, bool]]] | None,
 ) -> None:
-    """Prints the CHANCE that the other cells choose for each cell, and what these choices give together.
+    """Prints the MIN_CHANCE that the other cells choose for each cell, and what these choices give together.
 
     Args:
         parts: the halves of the cells, if these choose.

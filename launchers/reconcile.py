@@ -117,14 +117,14 @@ class Reconciler:
         if self._decision and self._decision[1] == observations and now - self._decision[0] < REDECIDE_S:
             return self._decision[2]
         ended_s = {key: now - ended_at for key, ended_at in memory.ended_at.items()}
-        launch = replace(memory.launch, ended_s=ended_s)
+        launch = replace(memory.launch, since_end_s=ended_s)
         actions = decide(self.sweep.plan, state, jobs_seen, self.limits, launch, time.time())
         self._decision = (now, observations, actions)
         return actions
 
     def _act(self, actions: Actions, state: SweepState, jobs_seen: JobsSeen) -> bool:
         """Carries out the decided actions; returns whether there is anything to wait for."""
-        self.stopped, self.over_budget = actions.stopped, actions.over_budget
+        self.stopped, self.over_budget = actions.stop_reason, actions.over_budget
         if actions.dead_end:
             raise ClusterError(self._message_of(actions.dead_end))
         if actions.end_jobs:

@@ -24,14 +24,14 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.refusals import refusal
 
-OF_KERNEL = ("precision", "compile", "routing")
+KERNEL_SETTINGS = ("precision", "compile", "routing")
 """Arguments that are settings of the kernel; None is what hardware and kernel usually have."""
-TEXTS = TEXT_AXES | {"attention", "model", "hardware", *OF_KERNEL, "kernel", "profile"}
+TEXT_ARGUMENTS = TEXT_AXES | {"attention", "model", "hardware", *KERNEL_SETTINGS, "kernel", "profile"}
 """Arguments whose value is a text; the value of any other is a whole number."""
 
-PREDICTED: dict[str, Any] = {
+PREDICTION_DEFAULTS: dict[str, Any] = {
     "model": "llama3-8b", "hardware": "h100x8", "kernel": "embedded", "profile": None, "nodes": 1, "seq_len": 4096,
-    **dict.fromkeys(OF_KERNEL),
+    **dict.fromkeys(KERNEL_SETTINGS),
 }  # fmt: skip
 """The arguments of a prediction beside those of layouts, with their usual values; a dry run has some of them."""
 
@@ -46,34 +46,34 @@ _ADVICE_BY_NAME = {
 """Name that one of the commands does not take -> what to do instead."""
 
 
-def read_arguments(arguments: Sequence[str], options: Collection[str], example: str) -> dict[str, Any]:
-    """Name -> value of all arguments; a name is an axis of a layout or one of `options`.
+def read_arguments(arguments: Sequence[str], other_names: Collection[str], example: str) -> dict[str, Any]:
+    """Name -> value of all arguments; a name is an axis of a layout or one of `other_names`.
 
     Raises:
         ConfigError: an argument is not NAME=VALUE, its name is unknown or given twice, or its value is not an
             integer.
     """
     require_once(arguments)
-    known_names = (*AXES, *options)
+    known_names = (*AXES, *other_names)
     values: dict[str, Any] = {}
     for argument in arguments:
-        name, eq, value = argument.partition("=")
-        if not eq:
+        name, equals_sign, value = argument.partition("=")
+        if not equals_sign:
             raise ConfigError(f"{argument!r} is not NAME=VALUE; write, for example, {example}")
         if name in _ADVICE_BY_NAME and name not in known_names:
             raise ConfigError(f"{argument}: {_ADVICE_BY_NAME[name]}")
         require_known("argument", known_names, name)
         try:
-            values[name] = value if name in TEXTS else int(value)
+            values[name] = value if name in TEXT_ARGUMENTS else int(value)
         except ValueError:
-            fact = f"{name}={value!r} is not an integer"
-            raise ConfigError(f"{fact}; give one layout, such as {name}=2") from None
+            problem = f"{name}={value!r} is not an integer"
+            raise ConfigError(f"{problem}; give one layout, such as {name}=2") from None
     return values
 
 
 def layout_of(values: Mapping[str, Any]) -> Layout:
     """The layout that the axes among `values` give; schedule and stages have the usual defaults."""
-    axes = {name: values[name] for name in AXES if name in values}
+    axes = {axis: values[axis] for axis in AXES if axis in values}
     schedule = axes.setdefault("pp_schedule", default_schedule(axes.get("pp", 1), axes.get("gas", 1)))
     return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
 
@@ -90,17 +90,17 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    words = read_arguments(arguments, defaults, "model=llama3-8b nodes=8 tp=8")
-    values = {**defaults, **words}
+    given_values = read_arguments(arguments, defaults, "model=llama3-8b nodes=8 tp=8")
+    values = {**defaults, **given_values}
     config = config_of(values)
     return run_of(values, config), config
 
 
 def config_of(values: Mapping[str, Any]) -> SweepConfig:
     """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and settings of the kernel."""
-    run_arguments = {*AXES, "nodes", "seq_len", *OF_KERNEL}
+    run_arguments = {*AXES, "nodes", "seq_len", *KERNEL_SETTINGS}
     overrides = {key: value for key, value in values.items() if key not in run_arguments}
-    overrides |= {f"kernel.{name}": values.get(name) for name in OF_KERNEL}
+    overrides |= {f"kernel.{name}": values.get(name) for name in KERNEL_SETTINGS}
     if routing := values.get("routing"):
         overrides["kernel.routing"] = override_value(routing)
     return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
@@ -116,16 +116,14 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     nodes, pp, gpus_per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    num_gpus, model_parallel = nodes * gpus_per_node, max(1, model_parallel_degree(values))
-    gpu_counts = f"{counted(num_gpus, 'GPU')} ({counted(nodes, 'node')} of {gpus_per_node})"
-    if num_gpus % model_parallel:
-        raise ConfigError(
-            f"{OTHER_DEGREES}={model_parallel} does not divide {gpu_counts}; choose degrees that do"
-        )
-    usual_dp = num_gpus // model_parallel
+    num_gpus, others = nodes * gpus_per_node, max(1, model_parallel_degree(values))
+    gpus_text = f"{counted(num_gpus, 'GPU')} ({counted(nodes, 'node')} of {gpus_per_node})"
+    if num_gpus % others:
+        raise ConfigError(f"{OTHER_DEGREES}={others} does not divide {gpus_text}; choose degrees that do")
+    usual_dp = num_gpus // others
     if (dp := values.get("dp", usual_dp)) != usual_dp:
-        fact = f"dp={dp} with {OTHER_DEGREES}={model_parallel} needs {dp * model_parallel} GPUs, not {gpu_counts}"
-        raise ConfigError(f"{fact}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
+        problem = f"dp={dp} with {OTHER_DEGREES}={others} needs {dp * others} GPUs, not {gpus_text}"
+        raise ConfigError(f"{problem}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
     workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)
     spec = RunSpec(
@@ -146,13 +144,13 @@ def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = Non
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.
     """
-    _, impossible = next(broken_rules(spec.layout, spec.shape), (None, None))
+    _, broken_rule = next(broken_rules(spec.layout, spec.shape), (None, None))
 
     def refusal_of(kernel: KernelConfig, layout: Layout) -> str | None:
         return refusal(kernel, layout, spec.shape, spec.workload.seq_len, device, hardware)
 
-    if reason := impossible or refusal_of(spec.kernel, spec.layout):
+    if reason := broken_rule or refusal_of(spec.kernel, spec.layout):
         advice = "" if refusal_of(spec.kernel, Layout(dp=1)) else "choose another layout"
-        if not impossible and advice and not refusal_of(replace(spec.kernel, precision="bf16"), spec.layout):
+        if not broken_rule and advice and not refusal_of(replace(spec.kernel, precision="bf16"), spec.layout):
             advice = "choose another layout, or precision bf16"
         raise LayoutError(spec.layout.label(), reason, advice)

@@ -124,8 +124,8 @@ def expected_rate(rate: float, p_oom: float) -> float:
 
 def cell_columns(cells: Iterable[CellKey]) -> list[str]:
     """The names that tell cells apart in a table: model, nodes, and the others that have several values."""
-    columns = zip(CellKey._fields, zip(*cells, strict=True), strict=False)
-    return [name for name, values in columns if name in ("model", "nodes") or len({*values}) > 1]
+    values_by_column = zip(CellKey._fields, zip(*cells, strict=True), strict=False)
+    return [name for name, values in values_by_column if name in ("model", "nodes") or len({*values}) > 1]
 
 
 def cell_label(cell: CellKey, columns: Sequence[str] = ()) -> str:
@@ -134,16 +134,16 @@ def cell_label(cell: CellKey, columns: Sequence[str] = ()) -> str:
     Args:
         columns: what `cell_columns` returns for the cells that are named together.
     """
-    options = [f"{name}={getattr(cell, name)}" for name in CELL_OPTIONS if name in columns]
-    return ", ".join((f"{cell.model} on {counted(cell.nodes, 'node')}", *options))
+    option_texts = [f"{column}={getattr(cell, column)}" for column in CELL_OPTIONS if column in columns]
+    return ", ".join((f"{cell.model} on {counted(cell.nodes, 'node')}", *option_texts))
 
 
 def by_cell(candidates: Iterable[Candidate]) -> dict[CellKey, list[Candidate]]:
     """CellKey -> its candidates among these, in their order."""
-    cells: dict[CellKey, list[Candidate]] = {}
+    candidates_by_cell: dict[CellKey, list[Candidate]] = {}
     for candidate in candidates:
-        cells.setdefault(candidate.cell, []).append(candidate)
-    return cells
+        candidates_by_cell.setdefault(candidate.cell, []).append(candidate)
+    return candidates_by_cell
 
 
 NO_ROOM = "no room for the allocator's reserve"

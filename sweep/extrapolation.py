@@ -40,9 +40,9 @@ def best_published(config: SweepConfig) -> BestRate | None:
         ConfigError: a value in the file is missing or cannot be used.
     """
     for path in files("published").values():
-        content = read_yaml(path)
-        best = content.get("best", {}).get(config.kernel.precision)
-        if best and content.get("gpu") == config.hardware.gpu:
+        file_content = read_yaml(path)
+        best = file_content.get("best", {}).get(config.kernel.precision)
+        if best and file_content.get("gpu") == config.hardware.gpu:
             return from_dict(BestRate, best, where=f"best of {path.name}")
     return None
 
@@ -75,9 +75,9 @@ def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str
     """
     values_by_feature = dict[str, set[int | str]]()
     for spec in (spec for spec in specs if spec.kernel.kind != "probe"):
-        for name, value in profile.unmeasured(spec, gpu).items():
-            values_by_feature.setdefault(name, set()).add(value)
+        for feature, value in profile.unmeasured(spec, gpu).items():
+            values_by_feature.setdefault(feature, set()).add(value)
     return [
-        f"{name}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} ({profile.fitted_to(name)})"
-        for name, values in values_by_feature.items()
+        f"{feature}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} ({profile.fitted_to(feature)})"
+        for feature, values in values_by_feature.items()
     ]

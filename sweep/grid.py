@@ -44,20 +44,20 @@ def require_countable(
     Raises:
         ConfigError: the axes have more than MAX_COMBINATIONS combinations.
     """
-    sizes = {name: len(set(values)) for name, values in axes.layout.items() if name != "gas"}
+    num_values = {axis: len(set(values)) for axis, values in axes.layout.items() if axis != "gas"}
     # ep=auto has no value that the degrees rule out; there are as many as the model has that allows most.
-    sizes["ep"] = max((len({*_ep_values(axes, MAX_EP, shape)}) for shape in models), default=1)
-    sizes |= {"models": len(models), "nodes": len(set(axes.nodes))}
-    sizes |= {name: len(values) for name, values in options.items()}
-    num_combinations = prod(sizes.values())
+    num_values["ep"] = max((len({*_ep_values(axes, MAX_EP, shape)}) for shape in models), default=1)
+    num_values |= {"models": len(models), "nodes": len(set(axes.nodes))}
+    num_values |= {axis: len(values) for axis, values in options.items()}
+    num_combinations = prod(num_values.values())
     if num_combinations > MAX_COMBINATIONS:
-        longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-        longest_axes = ", ".join(f"sweep.{name} ({sizes[name]:,} values)" for name in longest)
-        rule = f"a sweep may have at most {MAX_COMBINATIONS:,}: narrow {longest_axes}"
+        longest_axes = sorted(num_values, key=lambda axis: -num_values[axis])[:3]
+        longest_text = ", ".join(f"sweep.{axis} ({num_values[axis]:,} values)" for axis in longest_axes)
+        rule = f"a sweep may have at most {MAX_COMBINATIONS:,}: narrow {longest_text}"
         raise ConfigError(f"the axes have {num_combinations:,} combinations; {rule}")
 
 
-DERIVED = (FOLLOWING[-1], *SWEEP_VALUES)
+DERIVED_AXES = (FOLLOWING[-1], *SWEEP_VALUES)
 """Axes whose values in a layout depend on those of other axes."""
 
 
@@ -66,7 +66,7 @@ def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gb
 
     dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
-    free_axes = [name for name in axes.layout if name not in DERIVED]
+    free_axes = [name for name in axes.layout if name not in DERIVED_AXES]
     for values in product(*(sorted(set(axes.layout[name])) for name in free_axes)):
         value_by_axis = dict(zip(free_axes, values, strict=True))
         dp, gpus_left = divmod(num_gpus, model_parallel_degree(value_by_axis))
@@ -78,9 +78,9 @@ def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gb
             shards_of(shard_value, dp * value_by_axis["cp"], ranks_in_node, value_by_axis["zero_stage"])
             for shard_value in axes.layout["dp_shard"]
         ]
-        schedules = _schedules(axes, value_by_axis["pp"], gas)
-        ep_values = _ep_values(axes, num_gpus // value_by_axis["pp"], shape)
-        for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(product(schedules, shards, ep_values)):
+        pipelines = _pipelines(axes, value_by_axis["pp"], gas)
+        eps = _ep_values(axes, num_gpus // value_by_axis["pp"], shape)
+        for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(product(pipelines, shards, eps)):
             value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages}
             yield Layout(dp=dp, gas=gas, dp_shard=dp_shard, ep=ep, **value_by_axis)
 
@@ -90,8 +90,8 @@ def _ep_values(axes: Axes, num_ranks: int, shape: ModelShape) -> list[int]:
 
     auto means 1 and, for a model with experts, all powers of two that divide their number and the ranks, up to MAX_EP.
     """
-    largest = gcd(shape.num_experts, num_ranks, MAX_EP) if shape.num_experts else 1
-    powers_of_two = [2**n for n in range(largest.bit_length())]
+    largest_ep = gcd(shape.num_experts, num_ranks, MAX_EP) if shape.num_experts else 1
+    powers_of_two = [2**n for n in range(largest_ep.bit_length())]
     return [*chain(*(powers_of_two if value == "auto" else [value] for value in axes.layout["ep"]))]
 
 
@@ -102,13 +102,13 @@ def shards_of(shard_value: int | str, num_copies: int, ranks_in_node: int, zero_
     return 0 if shard_value == "all" else int(shard_value)
 
 
-def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
+def _pipelines(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     """The pairs of schedule and virtual stages that the axes ask for."""
-    for name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
-        if name == "interleaved":
-            yield from ((name, virtual_stages) for virtual_stages in axes.layout["virtual_stages"])
+    for schedule_name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
+        if schedule_name == "interleaved":
+            yield from ((schedule_name, virtual_stages) for virtual_stages in axes.layout["virtual_stages"])
         else:
-            schedule = default_schedule(pp, gas) if name == "auto" else name
+            schedule = default_schedule(pp, gas) if schedule_name == "auto" else schedule_name
             yield schedule, default_virtual_stages(schedule)
 
 
@@ -119,9 +119,9 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     """
     # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
     size_by_rule = {"tp_divides_heads": "num_attention_heads", "tp_divides_kv_heads": "num_key_value_heads"}
-    for rule, size in size_by_rule.items():
-        if getattr(shape, size) % layout.tp:
-            yield rule, f"tp={layout.tp} does not divide {size}={getattr(shape, size)}"
+    for rule, size_name in size_by_rule.items():
+        if getattr(shape, size_name) % layout.tp:
+            yield rule, f"tp={layout.tp} does not divide {size_name}={getattr(shape, size_name)}"
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
@@ -130,32 +130,27 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.dp_shard and layout.zero_stage == 0:
         yield "dp_shard_divides_dp", f"{shards_text} needs zero_stage > 0; zero_stage=0 shards nothing"
     if layout.dp_shard == 1:
-        fact = f"{shards_text} shards nothing (dp_shard=node means 1 where tp={layout.tp} fills a node)"
-        yield "dp_shard_divides_dp", f"{fact}; use a smaller tp or dp_shard=all"
+        problem = f"{shards_text} shards nothing (dp_shard=node means 1 where tp={layout.tp} fills a node)"
+        yield "dp_shard_divides_dp", f"{problem}; use a smaller tp or dp_shard=all"
     if layout.dp_shard == num_copies:
         yield "dp_shard_divides_dp", f"{shards_text} equals dp*cp={num_copies}; leave dp_shard out or use all"
     if layout.dp_shard and num_copies % layout.dp_shard:
         common_divisor = gcd(layout.dp_shard, num_copies)
-        fact = f"{shards_text} does not divide dp*cp={num_copies} (dp={layout.dp}, cp={layout.cp})"
-        yield (
-            "dp_shard_divides_dp",
-            f"{fact}; use dp_shard={common_divisor if 1 < common_divisor < num_copies else 'all'}",
-        )
+        problem = f"{shards_text} does not divide dp*cp={num_copies} (dp={layout.dp}, cp={layout.cp})"
+        advice = f"use dp_shard={common_divisor if 1 < common_divisor < num_copies else 'all'}"
+        yield "dp_shard_divides_dp", f"{problem}; {advice}"
     if layout.dp_overlap == "off" and num_copies == 1:
         yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"
-    for name, value in values_of(layout).items():
-        if details_of(name) and value == NEUTRAL.get(name):
-            for detail in details_of(name):
-                if (detail_value := getattr(layout, detail)) != NEUTRAL[detail] and detail not in DERIVED:
-                    yield (
-                        f"{detail}_needs_{name}",
-                        f"{detail}={detail_value} has no effect with {name}={value}",
-                    )
+    for axis, axis_value in values_of(layout).items():
+        details = details_of(axis) if axis_value == NEUTRAL.get(axis) else ()
+        for detail in (detail for detail in details if detail not in DERIVED_AXES):
+            if (value := getattr(layout, detail)) != NEUTRAL[detail]:
+                yield f"{detail}_needs_{axis}", f"{detail}={value} has no effect with {axis}={axis_value}"
     for axis, degrees in DIVIDES.items():
-        num_ranks, value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
-        if num_ranks % value:
+        num_ranks, axis_value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
+        if num_ranks % axis_value:
             rule = f"{axis}_divides_{'_'.join(degrees)}"
-            yield rule, f"{axis}={value} does not divide {'*'.join(degrees)}={num_ranks}"
+            yield rule, f"{axis}={axis_value} does not divide {'*'.join(degrees)}={num_ranks}"
     yield from _broken_by_experts(layout, shape)
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
@@ -163,8 +158,8 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     stages_text = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_blocks == 0:
-            fact = f"{stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
-            yield "no_empty_stage", fact
+            problem = f"{stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+            yield "no_empty_stage", problem
 
 
 def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -176,34 +171,37 @@ def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str,
         # Each rank holds whole experts.
         yield "ep_divides_experts", f"ep={ep} does not divide num_experts={shape.num_experts}"
     # The ranks that share the experts fill shard groups, or a shard group fills several of them.
-    num_sharing = layout.zero_shards * layout.tp
-    if shape.num_experts and layout.zero_stage and num_sharing % ep and ep % num_sharing:
-        shards_text = f"tp*{'dp_shard' if layout.dp_shard else 'dp*cp'}={num_sharing}"
+    num_sharing_ranks = layout.zero_shards * layout.tp
+    if shape.num_experts and layout.zero_stage and num_sharing_ranks % ep and ep % num_sharing_ranks:
+        shards_text = f"tp*{'dp_shard' if layout.dp_shard else 'dp*cp'}={num_sharing_ranks}"
         yield "ep_fits_dp_shard", f"ep={ep} neither divides {shards_text} nor is a multiple of it"
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
     """The reason why axes give no candidate, with the numbers that do not divide one another."""
     gpu_counts, values_by_axis = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
-    degrees = {name: values_by_axis[name] for name in DEGREES[1:]}
-    dp_values = {g // p for g in gpu_counts for p in map(prod, product(*degrees.values())) if g % p == 0}
+    degrees = {axis: values_by_axis[axis] for axis in DEGREES[1:]}
+    other_products = [*map(prod, product(*degrees.values()))]
+    dp_values = {gpus // other for gpus, other in product(gpu_counts, other_products) if gpus % other == 0}
     if not dp_values:
-        dividing_none = (
-            name for name, values in degrees.items() if all(g % v for g, v in product(gpu_counts, values))
-        )
-        name = next(dividing_none, None)
-        factor = _values({name: degrees[name]}) if name else f"{OTHER_DEGREES} with {_values(degrees)}"
-        return f"{' or '.join(map(str, gpu_counts))} GPUs are not divisible by {factor}"
+
+        def divides_none(axis: str) -> bool:
+            return all(gpus % degree for gpus, degree in product(gpu_counts, degrees[axis]))
+
+        axis = next(filter(divides_none, degrees), None)
+        all_text = f"{OTHER_DEGREES} with {_values_text(degrees)}"
+        factor_text = _values_text({axis: degrees[axis]}) if axis else all_text
+        return f"{' or '.join(map(str, gpu_counts))} GPUs are not divisible by {factor_text}"
     dp_and_mbs = {"dp": sorted(dp_values)} | {"mbs": values_by_axis["mbs"]}
     if all(workload.gbs % (dp * mbs) for dp, mbs in product(*dp_and_mbs.values())):
-        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values(dp_and_mbs)}"
-    return f"gbs={workload.gbs} is not dp*mbs*gas with {_values(dp_and_mbs | {'gas': values_by_axis['gas']})}"
+        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values_text(dp_and_mbs)}"
+    return f"gbs={workload.gbs} is not dp*mbs*gas with {_values_text(dp_and_mbs | {'gas': values_by_axis['gas']})}"
 
 
-def _values(axes: Mapping[str, Sequence[int]]) -> str:
+def _values_text(axes: Mapping[str, Sequence[int]]) -> str:
     """The values of axes as a text such as `tp=3, pp in [1, 2]`."""
-    listed_values = ((name, [*values]) for name, values in axes.items())
-    return ", ".join(f"{name}={v[0]}" if len(v) == 1 else f"{name} in {v}" for name, v in listed_values)
+    texts = (f"={values[0]}" if len(values) == 1 else f" in {[*values]}" for values in axes.values())
+    return ", ".join(map("".join, zip(axes, texts, strict=True)))
 
 
 def without_candidates(
@@ -216,13 +214,13 @@ def without_candidates(
     """
     for nodes in sorted({*axes.nodes} - {nodes for nodes, _ in candidates}):
         yield "nodes", nodes, why_none(replace(axes, nodes=(nodes,)), gpus_per_node, workload)
-    for name in (*DEGREES[1:], *BATCH, *details_of("pp")):
-        listed = axes.layout.get(name, ())
-        for value in sorted({*listed} - {getattr(layout, name) for _, layout in candidates} - {"auto"}):
-            if name == "pp_schedule":
-                yield name, value, "no candidate has pp > 1"
-            elif name != "virtual_stages":
-                single_value = replace(axes, layout={**axes.layout, name: (value,)})
-                yield name, value, why_none(single_value, gpus_per_node, workload)
+    for axis in (*DEGREES[1:], *BATCH, *details_of("pp")):
+        listed = axes.layout.get(axis, ())
+        for value in sorted({*listed} - {getattr(layout, axis) for _, layout in candidates} - {"auto"}):
+            if axis == "pp_schedule":
+                yield axis, value, "no candidate has pp > 1"
+            elif axis != "virtual_stages":
+                single_value = replace(axes, layout={**axes.layout, axis: (value,)})
+                yield axis, value, why_none(single_value, gpus_per_node, workload)
             elif len(listed) > 1:  # a single value is usually the default, which only interleaved uses
-                yield name, value, "no candidate has pp_schedule=interleaved"
+                yield axis, value, "no candidate has pp_schedule=interleaved"

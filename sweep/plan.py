@@ -25,13 +25,13 @@ from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
-from ultrabench.sweep.predict.predict import Predictor, too_large
+from ultrabench.sweep.predict.predict import Predictor, too_large_text
 from ultrabench.sweep.refusals import refusal
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, Value, Variant
 
-PARALLEL_FROM = 10_000
+MIN_PARALLEL_CANDIDATES = 10_000
 """Number of candidates from which a plan is made by one process for each core; fewer take less than five seconds."""
-PART = 250
+CANDIDATES_PER_TASK = 250
 """Number of candidates that a process makes at a time."""
 
 
@@ -60,24 +60,23 @@ class Plan:
         """The document of `sweep plan --json`."""
         count_by_rule = Counter(c.rule for c in self.candidates if not c.valid)
         count_by_refusal = Counter(c.reason for c in self.candidates if c.rule == "kernel")
-        by_key, config = by_cell(self.candidates), self.config
-        cells = [cell._asdict() | _counts(by_key.get(cell, [])) for _, cell in planned_cells(config)]
-        options = {
-            name: values[0] if len(values) == 1 else [*values]
-            for name, values in config.options.values.items()
-        }
+        candidates_by_cell, config = by_cell(self.candidates), self.config
+        cells = [cell for _, cell in planned_cells(config)]
+        cells_json = [cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, [])) for cell in cells]
+        all_values = config.options.values.items()
+        value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_values}
         return {
             "sweep": config.name,
             "hardware": config.hardware.name,
-            **{name: options.pop(name) for name in CELL_OPTIONS},
+            **{option: value_by_option.pop(option) for option in CELL_OPTIONS},
             "scaling": config.scaling,
-            "options": options,
+            "options": value_by_option,
             "kernel": config.kernel.name,
-            **_counts(self.candidates),
+            **_candidate_counts(self.candidates),
             "rejected": dict(sorted(count_by_rule.items())),
             "refused_by_kernel": dict(sorted(count_by_refusal.items())),
             "without_candidates": [*self._without_candidates()],
-            "cells": cells,
+            "cells": cells_json,
         }
 
     def _without_candidates(self) -> Iterator[dict[str, Any]]:
@@ -85,14 +84,14 @@ class Plan:
         config, all_batches = self.config, [*batches(self.config)]
         num_batches_without = Counter[tuple[str, int | str]]()
         for axes, workload in all_batches:
-            pairs = [
+            nodes_and_layouts = [
                 (c.nodes, c.layout)
                 for c in self.candidates
                 if c.nodes in axes.nodes
                 and (c.spec.workload.gbs == workload.gbs or config.kernel.kind == "probe")
             ]
-            per_node = config.hardware.gpus_per_node
-            for axis, value, reason in without_candidates(axes, per_node, workload, pairs):
+            gpus_per_node = config.hardware.gpus_per_node
+            for axis, value, reason in without_candidates(axes, gpus_per_node, workload, nodes_and_layouts):
                 num_batches_without[axis, value] += 1
                 if num_batches_without[axis, value] == sum(
                     axis != "nodes" or value in batch_axes.nodes for batch_axes, _ in all_batches
@@ -100,7 +99,7 @@ class Plan:
                     yield {"axis": axis, "value": value, "reason": reason}
 
 
-def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:
+def _candidate_counts(candidates: Sequence[Candidate]) -> dict[str, int]:
     return {
         "candidates": len(candidates),
         "valid": sum(c.valid for c in candidates),
@@ -128,24 +127,22 @@ def make_plan(
         ConfigError: the axes give no candidate.
     """
     require_countable(config.axes, config.models, config.options.values)
-    parts = [*_layout_parts(config, core_flops_per_s, cores)]
+    layout_parts = [*_layout_batches(config, core_flops_per_s, cores)]
     num_variants = sum(1 for _ in variants_of(config.options))
-    total, candidates = (
-        sum(len(layouts_of_part) for _, layouts_of_part in parts) * num_variants,
-        list[Candidate](),
-    )
-    if not total:
+    num_candidates = sum(len(part_layouts) for _, part_layouts in layout_parts) * num_variants
+    candidates = list[Candidate]()
+    if not num_candidates:
         axes, workload = next(batches(config))
         reason = why_none(axes, config.hardware.gpus_per_node, workload)
         raise ConfigError(f"no candidate: {reason}; choose divisors")
-    with processes(os.cpu_count() or 1 if total >= PARALLEL_FROM else 1) as map_parts:
-        for batch in map_parts(_candidates, parts):
-            candidates += batch
-            advance(len(candidates), total)
+    with processes(os.cpu_count() or 1 if num_candidates >= MIN_PARALLEL_CANDIDATES else 1) as map_parts:
+        for part_candidates in map_parts(_candidates, layout_parts):
+            candidates += part_candidates
+            advance(len(candidates), num_candidates)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
         fill_in(candidates[0].spec, AttemptKey(candidates[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
-    runs = sorted((c for c in candidates if c.runs), key=_order)
+    runs = sorted((c for c in candidates if c.runs), key=_run_order)
     if config.max_runs is not None:
         runs = selected_runs(runs, config.max_runs)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
@@ -166,7 +163,7 @@ def processes(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _order(run: Candidate) -> tuple[bool, float]:
+def _run_order(run: Candidate) -> tuple[bool, float]:
     """Sort key: GPU hours of a run that fits; a run that does not fit comes later, sorted by memory."""
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
@@ -178,75 +175,76 @@ def selected_runs(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
     of a form of parallelism shows where it is used alone or together with one other form, so a small
     selection should cover the pairs.
     """
-    pairs_of_run, covered, selected = [pairs_of(run) for run in runs], set[object](), set[int]()
+    pairs_of_run, covered_pairs, selected_indices = [pairs_of(run) for run in runs], set[object](), set[int]()
     # A run adds no more pairs later than now, so its entry needs an update only when it comes first.
     queue = [(-len(pairs), index) for index, pairs in enumerate(pairs_of_run)]
     heapq.heapify(queue)
-    while queue and len(selected) < max_runs:
-        num_new, index = len(pairs_of_run[queue[0][1]] - covered), queue[0][1]
+    while queue and len(selected_indices) < max_runs:
+        num_new, index = len(pairs_of_run[queue[0][1]] - covered_pairs), queue[0][1]
         if num_new == -queue[0][0]:
             heapq.heappop(queue)
-            selected.add(index)
-            covered |= pairs_of_run[index]
+            selected_indices.add(index)
+            covered_pairs |= pairs_of_run[index]
         else:
             heapq.heapreplace(queue, (-num_new, index))
     reason = f"not among the sweep.max_runs={max_runs} that cover most pairs of axis values"
     return [
-        run if index in selected else replace(run, rule=UNSELECTED, reason=reason)
+        run if index in selected_indices else replace(run, rule=UNSELECTED, reason=reason)
         for index, run in enumerate(runs)
     ]
 
 
 def pairs_of(run: Candidate) -> set[object]:
     """The values and pairs of values of the axes of a run in its cell; of dp and batch, whether they are 1."""
-    values = {name: getattr(run.layout, name) for name in AXES}
-    values |= {name: values[name] > 1 for name in (DEGREES[0], *BATCH)}
-    return {(run.cell, *pair) for pair in combinations_with_replacement(values.items(), 2)}
+    value_by_axis = {axis: getattr(run.layout, axis) for axis in AXES}
+    value_by_axis |= {axis: value_by_axis[axis] > 1 for axis in (DEGREES[0], *BATCH)}
+    return {(run.cell, *pair) for pair in combinations_with_replacement(value_by_axis.items(), 2)}
 
 
 def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
     """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes has its own batches."""
-    nodes = sorted({*config.axes.nodes})
-    groups = [(number,) for number in nodes] if config.scaling == WEAK else [tuple(nodes)]
-    for group, gbs in product(groups, config.options.values["gbs"]):
-        workload = replace(config.workload, gbs=int(config.gbs_on(group[0], gbs)))
-        yield replace(config.axes, nodes=group), workload
+    node_counts = sorted({*config.axes.nodes})
+    single_nodes = [(num_nodes,) for num_nodes in node_counts]
+    node_groups = single_nodes if config.scaling == WEAK else [tuple(node_counts)]
+    for node_group, gbs in product(node_groups, config.options.values["gbs"]):
+        workload = replace(config.workload, gbs=int(config.gbs_on(node_group[0], gbs)))
+        yield replace(config.axes, nodes=node_group), workload
 
 
 def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
     """All cells of a sweep with their models, in their order."""
     option_values = config.options.values
-    options = [*product(*(option_values[name] for name in CELL_OPTIONS))]
+    option_combinations = [*product(*(option_values[name] for name in CELL_OPTIONS))]
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
-            for seq_len, gbs, precision in options:
+            for seq_len, gbs, precision in option_combinations:
                 # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
-                is_probe, ranks = config.kernel.kind == "probe", nodes * config.hardware.gpus_per_node
-                batch = ranks if is_probe else int(config.gbs_on(nodes, gbs))
-                yield shape, CellKey(shape.name, nodes, seq_len, batch, precision)
+                is_probe, num_ranks = config.kernel.kind == "probe", nodes * config.hardware.gpus_per_node
+                cell_gbs = num_ranks if is_probe else int(config.gbs_on(nodes, gbs))
+                yield shape, CellKey(shape.name, nodes, seq_len, cell_gbs, precision)
 
 
-def _layout_parts(
+def _layout_batches(
     config: SweepConfig, core_flops_per_s: float | None, cores: int
 ) -> Iterator[tuple["CellPlan", list[Layout]]]:
     """All layouts of the grid, in its order, some at a time with what makes their candidates."""
-    per_node = config.hardware.gpus_per_node
+    gpus_per_node = config.hardware.gpus_per_node
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
         cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
-        cell_layouts = [*layouts(config.axes, shape, cell.nodes * per_node, per_node, cell.gbs)]
-        for start in range(0, len(cell_layouts), PART):
-            yield cell_plan, cell_layouts[start : start + PART]
+        cell_layouts = [*layouts(config.axes, shape, cell.nodes * gpus_per_node, gpus_per_node, cell.gbs)]
+        for first_index in range(0, len(cell_layouts), CANDIDATES_PER_TASK):
+            yield cell_plan, cell_layouts[first_index : first_index + CANDIDATES_PER_TASK]
 
 
 def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
     """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
-    values = {name: values[:1] for name, values in config.options.values.items()}
-    values |= {name: (getattr(cell, name),) for name in CELL_OPTIONS}
+    values_by_option = {option: values[:1] for option, values in config.options.values.items()}
+    values_by_option |= {option: (getattr(cell, option),) for option in CELL_OPTIONS}
     return replace(
         config,
         scaling="strong",
-        options=replace(config.options, values=values),
+        options=replace(config.options, values=values_by_option),
         workload=replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs),
         kernel=replace(config.kernel, precision=cell.precision),
     )
@@ -260,8 +258,8 @@ def variants_of(options: Options) -> Iterator[dict[str, Value]]:
 
 def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelConfig:
     """The kernel of a sweep with the options of one run."""
-    options: dict[str, Any] = {name: variant[name] for name in KERNEL_OPTIONS if name in variant}
-    return replace(kernel, precision=precision, **options)
+    run_options: dict[str, Any] = {option: variant[option] for option in KERNEL_OPTIONS if option in variant}
+    return replace(kernel, precision=precision, **run_options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +308,7 @@ class CellPlan:
         rule, reason = next(rejections(config, spec), (None, None))
         prediction = self.predictor.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
-            rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
+            rule, reason = PRUNED, too_large_text(prediction, prediction.p_oom)
         return Candidate(
             run_id=spec.run_id,
             spec=spec,
@@ -322,10 +320,10 @@ class CellPlan:
         )
 
 
-def _candidates(part: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
+def _candidates(plan_and_layouts: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
     """The candidates of a part of the grid."""
-    cell_plan, layouts_of_part = part
-    return [cell_plan.candidate(spec) for layout in layouts_of_part for spec in cell_plan.specs(layout)]
+    cell_plan, part_layouts = plan_and_layouts
+    return [cell_plan.candidate(spec) for layout in part_layouts for spec in cell_plan.specs(layout)]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:

@@ -28,23 +28,23 @@ from ultrabench.sweep.predict.predict import Prediction
 
 Row = dict[str, Any]
 """Column name -> value."""
-_PREDICTED = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
+_COLUMN_BY_FIELD = {f.name: "predicted_" * (f.name != "p_oom") + f.name for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
-    *_PREDICTED.values(),
+    *_COLUMN_BY_FIELD.values(),
 ]  # fmt: skip
 """Columns that `runs_of` reads."""
 
-NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string(), "variant": pa.string()})
+NULLABLE_TYPES = pa.schema({"rule": pa.string(), "reason": pa.string(), "variant": pa.string()})
 """Types of the columns in which all values may be null, which would leave them without a type."""
 
 
-_DEFAULTS = NEUTRAL | {"precision": None, "variant": None}
+_OLDER_VALUES = NEUTRAL | {"precision": None, "variant": None}
 """Column that an older plan may lack -> its value there; a precision that is None is that of sweep.json."""
 
 
-def place_of(spec: RunSpec) -> Row:
+def columns_of_run(spec: RunSpec) -> Row:
     """The columns that tell on what a run is measured: model, nodes, layout and batch."""
     return {
         "model": spec.shape.name,
@@ -62,46 +62,45 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     """The candidates as a table, in the order given."""
     rows = [
         {
-            "order": order,
+            "order": position,
             "run_id": c.run_id,
-            **place_of(c.spec),
+            **columns_of_run(c.spec),
             "compile": c.spec.compiles,
             "valid": c.valid,
             "rule": c.rule,
             "reason": c.reason,
             "decision": "run" if c.runs else "skipped" if c.trainable else "rejected",
-            **{column: getattr(c.predicted, name, None) for name, column in _PREDICTED.items()},
+            **{column: getattr(c.predicted, field, None) for field, column in _COLUMN_BY_FIELD.items()},
             "predicted_to_fit": c.fits if c.valid else None,
             "predicted_gpu_hours": c.gpu_hours if c.valid else None,
         }
-        for order, c in enumerate(candidates)
+        for position, c in enumerate(candidates)
     ]
-    text_types = {name: pa.string() for name, value in rows[0].items() if isinstance(value, str)}
-    types = pa.unify_schemas([NULLABLE, pa.schema(text_types)])
+    text_types = {field: pa.string() for field, value in rows[0].items() if isinstance(value, str)}
+    types = pa.unify_schemas([NULLABLE_TYPES, pa.schema(text_types)])
     # Table.from_pylist would import pandas, which takes longer.
-    lines = pa.py_buffer(msgspec.json.Encoder().encode_lines(rows))
-    return read_json(pa.BufferReader(lines), parse_options=ParseOptions(explicit_schema=types)).select(
-        [*rows[0]]
-    )
+    json_lines = pa.py_buffer(msgspec.json.Encoder().encode_lines(rows))
+    options = ParseOptions(explicit_schema=types)
+    return read_json(pa.BufferReader(json_lines), parse_options=options).select([*rows[0]])
 
 
 HARDWARE_KEY, KERNEL_KEY = b"ultrabench.hardware", b"ultrabench.kernel"
 """Keys of the names of hardware and kernel in the metadata of a plan."""
 
 
-def write_plan(candidates: Sequence[Candidate], path: Path, hardware: str = "") -> None:
+def write_plan(candidates: Sequence[Candidate], path: Path, hardware_name: str = "") -> None:
     """Writes the plan to a temporary file beside `path` and renames it to `path`.
 
     Args:
-        hardware: the name of the hardware, if the file is to be drawn without its sweep.
+        hardware_name: the name of the hardware, if the file is to be drawn without its sweep.
 
     Raises:
         SweepFolderError: the file cannot be written.
     """
     buffer = pa.BufferOutputStream()
     kernel = candidates[0].spec.kernel.name if candidates else ""
-    names = {HARDWARE_KEY: hardware.encode(), KERNEL_KEY: kernel.encode()}
-    pq.write_table(plan_table(candidates).replace_schema_metadata(names), buffer)
+    metadata = {HARDWARE_KEY: hardware_name.encode(), KERNEL_KEY: kernel.encode()}
+    pq.write_table(plan_table(candidates).replace_schema_metadata(metadata), buffer)
     try:
         write_whole(path, buffer.getvalue().to_pybytes())
     except OSError as error:
@@ -116,10 +115,10 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """
     try:
         # read_table would import pandas, which takes longer, and pyarrow takes no name that is not UTF-8
-        file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
+        parquet_file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
         # A thread of pyarrow that lets go of the bytes while Python exits ends the process with SIGABRT.
-        table = file.read(columns=columns, use_threads=False)
-        return _with_added_columns(table, (*AXES, *_DEFAULTS) if columns is None else columns)
+        table = parquet_file.read(columns=columns, use_threads=False)
+        return _with_added_columns(table, (*AXES, *_OLDER_VALUES) if columns is None else columns)
     except FileNotFoundError:
         raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
     except (OSError, pa.ArrowException) as error:
@@ -131,34 +130,34 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 def _with_added_columns(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
     """The plan with a column for each axis and option; one from before an axis was added knows its neutral value only."""
-    for name in columns:
-        if name in _DEFAULTS and name not in plan.column_names:
-            column_type = pa.string() if _DEFAULTS[name] is None else None
-            plan = plan.append_column(name, pa.array([_DEFAULTS[name]] * len(plan), column_type))
+    for column in columns:
+        if column in _OLDER_VALUES and column not in plan.column_names:
+            column_type = pa.string() if _OLDER_VALUES[column] is None else None
+            plan = plan.append_column(column, pa.array([_OLDER_VALUES[column]] * len(plan), column_type))
     return plan
 
 
 def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
     """The rows of `read_plan`; with `runs_only`, only runs and what `runs_of` reads of them."""
     table = read_plan(path, RUN_COLUMNS if runs_only else None)
-    runs = (decision == "run" for decision in table["decision"].to_pylist()) if runs_only else None
-    return [*rows_of(table, kept=runs)]
+    is_run_by_row = (decision == "run" for decision in table["decision"].to_pylist()) if runs_only else None
+    return [*rows_of(table, is_kept=is_run_by_row)]
 
 
 def rows_of(
-    table: pa.Table, columns: Sequence[str] | None = None, kept: Iterable[bool] | None = None
+    table: pa.Table, columns: Sequence[str] | None = None, is_kept: Iterable[bool] | None = None
 ) -> Iterator[Row]:
-    """The rows of a table, all or those that are `kept`, with all columns or some; `to_pylist` takes longer."""
-    names = [name for name in table.column_names if columns is None or name in columns]
-    rows: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in names), strict=True)
-    rows = rows if kept is None else compress(rows, kept)
-    return (dict(zip(names, row, strict=True)) for row in rows)
+    """The rows of a table, all or those that are `is_kept`, with all columns or some; `to_pylist` takes longer."""
+    column_names = [name for name in table.column_names if columns is None or name in columns]
+    rows: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in column_names), strict=True)
+    rows = rows if is_kept is None else compress(rows, is_kept)
+    return (dict(zip(column_names, row_values, strict=True)) for row_values in rows)
 
 
 def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
     """Model name -> shape, for the models of sweep.json and of the latest launch, which wrote the plan."""
     try:
-        launched_shapes = [from_dict(ModelShape, model) for model in state.config.get("models") or []]
+        launched_shapes = [from_dict(ModelShape, sizes) for sizes in state.config.get("models") or []]
     except ConfigError:
         launched_shapes = []
     return {shape.name: shape for shape in (*sweep.models, *launched_shapes)}
@@ -174,7 +173,7 @@ def formula_of(sweep: SweepJson, state: SweepState) -> str:
     return str((state.config or sweep.config).get("measure", {}).get("flops_formula", "palm"))
 
 
-def price_of(sweep: SweepJson, state: SweepState) -> float | None:
+def price_per_gpu_hour(sweep: SweepJson, state: SweepState) -> float | None:
     """The price of an hour of one GPU, as the file of the cluster gave it at the latest launch; None where it gave none."""
     price = ((state.config or sweep.config).get("cluster") or {}).get("price_per_gpu_hour")
     return None if price is None else float(price)
@@ -189,7 +188,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     Raises:
         SweepFolderError: neither sweep.json nor the latest launch has the shape of a model.
     """
-    shapes, trains_model = shapes_of(sweep, state), sweep.kernel.kind != "probe"
+    shape_by_name, trains_model = shapes_of(sweep, state), sweep.kernel.kind != "probe"
     formula = formula_of(sweep, state)
     # Many runs have equal parts; checking each part once takes a third of the time.
     axes_of = operator.itemgetter(*AXES)
@@ -201,14 +200,14 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     for row in rows:
         if row["decision"] != "run":
             continue
-        if row["model"] not in shapes:
+        if row["model"] not in shape_by_name:
             raise SweepFolderError(f"the sizes of model={row['model']} are unknown; launch the sweep again")
         precision = row["precision"] or sweep.kernel.precision
         peak = peak_of(row["nodes"], precision)
         yield Candidate(
             run_id=row["run_id"],
             spec=RunSpec(
-                shape=shapes[row["model"]],
+                shape=shape_by_name[row["model"]],
                 workload=workload_of(row["seq_len"], row["gbs"]),
                 layout=layout_of(axes_of(row)),
                 kernel=program_of(precision, row["variant"]),
@@ -216,7 +215,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],
             ),
-            predicted=Prediction(**{name: row[column] for name, column in _PREDICTED.items()}),
+            predicted=Prediction(**{field: row[column] for field, column in _COLUMN_BY_FIELD.items()}),
             peak_flops_per_s=peak.flops_per_s if peak else None,
             flops_formula=formula,
         )

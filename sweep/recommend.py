@@ -20,7 +20,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
+from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, layouts, shards_of, why_none
 from ultrabench.sweep.plan import CellPlan, narrowed, planned_cells, processes, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
@@ -32,7 +32,7 @@ Entry = tuple[float, tuple[int | str, ...], Branch]
 """Entry of a heap: minus the bound of the expected rate, the position of the layout in the grid, and the branch."""
 
 
-def rate(spec: RunSpec, step_time_s: float) -> float:
+def tokens_per_s_per_gpu(spec: RunSpec, step_time_s: float) -> float:
     """The tokens/s/GPU of a run with this step time."""
     return spec.tokens_per_step / spec.layout.world_size / step_time_s
 
@@ -41,7 +41,7 @@ def rate(spec: RunSpec, step_time_s: float) -> float:
 class Search:
     """The search for the best runs of one cell."""
 
-    planned: CellPlan
+    cell_plan: CellPlan
     max_p_oom: float
     """P(OOM) above which no run is taken."""
     max_memory_share: float = 1.0
@@ -57,7 +57,7 @@ class Search:
 
     def best(self, count: int = 1) -> list[Candidate]:
         """The `count` best runs that are advised, in the order of the plan; fewer where fewer are advised."""
-        heap, runs = [*self._groups()], list[Candidate]()
+        heap, runs = [*self._group_entries()], list[Candidate]()
         heapify(heap)
         while heap and len(runs) < count:
             branch = heappop(heap)[2]
@@ -68,90 +68,92 @@ class Search:
                 heappush(heap, entry)
         return runs
 
-    def _groups(self) -> Iterator[Entry]:
+    def _group_entries(self) -> Iterator[Entry]:
         """All groups that can hold a layout."""
-        config, cell, axes = self.planned.config, self.planned.cell, self.planned.config.axes
+        config, cell, axes = self.cell_plan.config, self.cell_plan.cell, self.cell_plan.config.axes
         fastest_values = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
         gpus_per_node, gas_values = config.hardware.gpus_per_node, axes.layout.get("gas")
         num_gpus, axes = cell.nodes * gpus_per_node, replace(axes, layout=fastest_values)
-        for index, layout in enumerate(layouts(axes, self.planned.shape, num_gpus, gpus_per_node, cell.gbs)):
+        all_layouts = layouts(axes, self.cell_plan.shape, num_gpus, gpus_per_node, cell.gbs)
+        for index, layout in enumerate(all_layouts):
             if gas_values and layout.gas not in gas_values:
                 continue
-            for variant, spec in enumerate(self.planned.specs(layout)):
-                if reason := self._reason_of_group(spec):
+            for variant_index, spec in enumerate(self.cell_plan.specs(layout)):
+                if reason := self._group_rejection(spec):
                     self.count_by_reason[reason] += 1
                     continue
-                split_group = partial(self._by_recomputation, spec, index, variant)
-                yield -self._bound(spec), (0, index, variant), split_group
+                split_group = partial(self._split_by_recomputation, spec, index, variant_index)
+                yield -self._rate_bound(spec), (0, index, variant_index), split_group
 
-    def _reason_of_group(self, spec: RunSpec) -> str | None:
+    def _group_rejection(self, spec: RunSpec) -> str | None:
         """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""
         for _, reason in broken_rules(spec.layout, spec.shape):
             return reason
-        hardware, kernel = self.planned.config.hardware, spec.kernel
+        hardware, kernel = self.cell_plan.config.hardware, spec.kernel
         if kernel.kind != "embedded":  # it may lack exactly these values
             return None
         return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
 
-    def _by_recomputation(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+    def _split_by_recomputation(self, spec: RunSpec, index: int, variant_index: int) -> Iterator[Entry]:
         """The parts of a group by recomputation."""
-        for recompute in {*self.planned.config.axes.layout["recompute"]}:
-            recomputing = replace(spec, layout=replace(spec.layout, recompute=recompute))
-            split_part = partial(self._by_sharding, recomputing, index, variant)
-            yield -self._bound(recomputing), (0, index, variant, recompute), split_part
+        for recompute in {*self.cell_plan.config.axes.layout["recompute"]}:
+            recomputing_spec = replace(spec, layout=replace(spec.layout, recompute=recompute))
+            split_part = partial(self._split_by_sharding, recomputing_spec, index, variant_index)
+            yield -self._rate_bound(recomputing_spec), (0, index, variant_index, recompute), split_part
 
-    def _bound(self, spec: RunSpec) -> float:
+    def _rate_bound(self, spec: RunSpec) -> float:
         """A rate that no ZeRO stage of the layout exceeds."""
-        times = self.planned.predictor.step_time(spec, ())
-        return rate(spec, times.total - times.dp - times.optimizer)
+        times = self.cell_plan.predictor.step_time(spec, ())
+        return tokens_per_s_per_gpu(spec, times.total - times.dp - times.optimizer)
 
-    def _by_sharding(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+    def _split_by_sharding(self, spec: RunSpec, index: int, variant_index: int) -> Iterator[Entry]:
         """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
-        axes, layout = self.planned.config.axes.layout, spec.layout
-        free_axes = [name for name in axes if name not in DERIVED]
+        axes, layout = self.cell_plan.config.axes.layout, spec.layout
+        free_axes = [name for name in axes if name not in DERIVED_AXES]
         ranks_in_node = max(1, spec.gpus_per_node // layout.tp)
         num_copies = layout.dp * layout.cp
-        for zero_stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
+        for zero_stage in {*axes["zero_stage"]} if self._may_fit(spec, variant_index) else ():
             shards = (shards_of(value, num_copies, ranks_in_node, zero_stage) for value in axes["dp_shard"])
             for shard_index, dp_shard in enumerate(dict.fromkeys(shards)):
-                run = replace(spec, layout=replace(layout, zero_stage=zero_stage, dp_shard=dp_shard))
-                if rejection := next(rejections(self.planned.config, run), None):
+                run_spec = replace(spec, layout=replace(layout, zero_stage=zero_stage, dp_shard=dp_shard))
+                if rejection := next(rejections(self.cell_plan.config, run_spec), None):
                     self.count_by_reason[rejection[1]] += 1
                     continue
-                free_values = (getattr(run.layout, name) for name in free_axes)
-                position = (*free_values, index, shard_index, variant)
-                bound = rate(run, self.planned.predictor.step_time(run, ()).total)
-                yield -bound, position, partial(self._predicted, run, position)
+                free_values = (getattr(run_spec.layout, name) for name in free_axes)
+                position = (*free_values, index, shard_index, variant_index)
+                step_time_s = self.cell_plan.predictor.step_time(run_spec, ()).total
+                rate_bound = tokens_per_s_per_gpu(run_spec, step_time_s)
+                yield -rate_bound, position, partial(self._predicted_entry, run_spec, position)
 
-    def _predicted(self, spec: RunSpec, position: tuple[int | str, ...]) -> Iterator[Entry]:
+    def _predicted_entry(self, spec: RunSpec, position: tuple[int | str, ...]) -> Iterator[Entry]:
         """The run with its rate, if it is advised."""
-        run = self.planned.candidate(spec)
-        prediction = run.prediction
+        candidate = self.cell_plan.candidate(spec)
+        prediction = candidate.prediction
         occupancy = Occupancy(prediction.peak_mem_bytes, prediction.memory_share, prediction.p_oom)
-        if self._is_acceptable(occupancy) and run.runs:
-            yield -expected_rate(rate(spec, prediction.step_time_s), prediction.p_oom), position, run
+        if self._is_acceptable(occupancy) and candidate.runs:
+            rate = tokens_per_s_per_gpu(spec, prediction.step_time_s)
+            yield -expected_rate(rate, prediction.p_oom), position, candidate
 
-    def _may_fit(self, spec: RunSpec, variant: int) -> bool:
+    def _may_fit(self, spec: RunSpec, variant_index: int) -> bool:
         """Whether the layout fits with ZeRO-3, whose need of memory grows with mbs and falls with recomputation."""
-        layout, min_mbs = spec.layout, min(self.planned.config.axes.layout["mbs"])
+        layout, min_mbs = spec.layout, min(self.cell_plan.config.axes.layout["mbs"])
         gas, sequences_left = divmod(layout.mbs * layout.gas, min_mbs)
         with_min_mbs = layout if sequences_left else replace(layout, mbs=min_mbs, gas=gas)
         smallest = replace(with_min_mbs, recompute="full")
-        if not self._fits_by_layout.get((smallest, variant), True):
+        if not self._fits_by_layout.get((smallest, variant_index), True):
             return False
-        if self._fits(spec, with_min_mbs, variant):
-            return self._fits(spec, layout, variant)
-        self._fits(spec, smallest, variant)  # so that the rest of its group need not be looked at
+        if self._fits(spec, with_min_mbs, variant_index):
+            return self._fits(spec, layout, variant_index)
+        self._fits(spec, smallest, variant_index)  # so that the rest of its group need not be looked at
         return False
 
-    def _fits(self, spec: RunSpec, layout: Layout, variant: int) -> bool:
+    def _fits(self, spec: RunSpec, layout: Layout, variant_index: int) -> bool:
         """Whether a layout fits with ZeRO-3."""
-        if (layout, variant) not in self._fits_by_layout:
-            sharded = replace(spec, layout=replace(layout, zero_stage=3))
-            self._fits_by_layout[layout, variant] = self._is_acceptable(
-                self.planned.predictor.smallest_occupancy(sharded)
-            )
-        return self._fits_by_layout[layout, variant]
+        if (layout, variant_index) not in self._fits_by_layout:
+            sharded_spec = replace(spec, layout=replace(layout, zero_stage=3))
+            occupancy = self.cell_plan.predictor.smallest_occupancy(sharded_spec)
+            self._fits_by_layout[layout, variant_index] = self._is_acceptable(occupancy)
+        return self._fits_by_layout[layout, variant_index]
 
     def _is_acceptable(self, occupancy: Occupancy) -> bool:
         if occupancy.p_oom <= self.max_p_oom and occupancy.memory_share <= self.max_memory_share:
@@ -171,10 +173,9 @@ def cell_search(
 ) -> Search:
     """The search for the best runs of a cell."""
     peak = config.hardware.peak(cell.precision, cell.nodes, None, os.cpu_count() or 1)
-    planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
-    return Search(
-        planned=planned, max_p_oom=min(max_p_oom, config.max_p_oom), max_memory_share=max_memory_share
-    )
+    cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
+    max_p_oom = min(max_p_oom, config.max_p_oom)
+    return Search(cell_plan=cell_plan, max_p_oom=max_p_oom, max_memory_share=max_memory_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,14 +213,13 @@ class Remedy:
 
 def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
     """The `count` best runs of each cell, in the order of the cells; two cores look at half of the cells each."""
-    groups = defaultdict[tuple[object, ...], list[tuple[ModelShape, CellKey]]](list)
+    cells_by_group = defaultdict[tuple[object, ...], list[tuple[ModelShape, CellKey]]](list)
     cells = [*planned_cells(config)]
     for shape, cell in cells:
-        groups[cell._replace(nodes=0)].append((shape, cell))
-    with processes(len(groups)) as map_groups:
-        groups_of_recommendations = map_groups(
-            partial(_group_recommendations, config, count), groups.values()
-        )
+        cells_by_group[cell._replace(nodes=0)].append((shape, cell))
+    with processes(len(cells_by_group)) as map_groups:
+        recommend_group = partial(_group_recommendations, config, count)
+        groups_of_recommendations = map_groups(recommend_group, cells_by_group.values())
         by_cell = {advice.cell: advice for advice in chain.from_iterable(groups_of_recommendations)}
     return [by_cell[cell] for _, cell in cells]
 
@@ -255,14 +255,13 @@ def _advised(
 
 
 def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
-    planned = search.planned
-    shape, cell, limit_gib = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
+    cell_plan = search.cell_plan
+    shape, cell, limit_gib = cell_plan.shape, cell_plan.cell, config.hardware.mem_bytes / GIB
     if search.min_bytes < inf:
         changes = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.max_p_oom, remedy))
-        fact = f"no layout is likely to fit into {limit_gib:.4g} GiB; a GPU needs at least {search.min_bytes / GIB:,.1f} GiB with the allocator's reserve"
-        return f"{fact}; try {changes or 'a smaller model'}"
+        problem = f"no layout is likely to fit into {limit_gib:.4g} GiB; a GPU needs at least {search.min_bytes / GIB:,.1f} GiB with the allocator's reserve"
+        return f"{problem}; try {changes or 'a smaller model'}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
-    return next((reason for reason, _ in search.count_by_reason.most_common(1)), None) or why_none(
-        axes, config.hardware.gpus_per_node, workload
-    )
+    most_common = next((reason for reason, _ in search.count_by_reason.most_common(1)), None)
+    return most_common or why_none(axes, config.hardware.gpus_per_node, workload)

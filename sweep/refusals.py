@@ -12,7 +12,7 @@ from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 
-ROUTED = "routing"
+ROUTING_FLAG = "routing"
 """The word of kernel.flags for runs of ours, since a program of the user chooses the experts of a token itself."""
 FP8_MULTIPLE = 16
 """What divides all dims of a product of fp8 on GPUs; each is the sum of one of the three products of a layer (torch._scaled_mm)."""
@@ -30,14 +30,14 @@ def schedule_refusals(layout: Layout) -> Iterator[str]:
     # Torch cuts gas into gas // pp rounds of equal size.
     num_rounds = max(1, gas // pp)
     if layout.pp_schedule == "interleaved" and gas % num_rounds:
-        gas_text = " or ".join(str(number) for number in _interleaved_near(gas, pp))
-        yield f"interleaved needs gas divisible by gas // pp = {num_rounds}; gas={gas}, pp={pp}: use gas={gas_text}"
+        gas_values_text = " or ".join(map(str, _gas_near(gas, pp)))
+        yield f"interleaved needs gas divisible by gas // pp = {num_rounds}; gas={gas}, pp={pp}: use gas={gas_values_text}"
 
 
-def _interleaved_near(gas: int, pp: int) -> Iterator[int]:
+def _gas_near(gas: int, pp: int) -> Iterator[int]:
     """The nearest smaller and the nearest larger number of micro-batches that interleaved can run."""
-    for numbers in (range(gas, 0, -1), range(gas, 2 * gas + pp)):
-        yield next(number for number in numbers if number % max(1, number // pp) == 0)
+    for gas_candidates in (range(gas, 0, -1), range(gas, 2 * gas + pp)):
+        yield next(n for n in gas_candidates if n % max(1, n // pp) == 0)
 
 
 def refusal(
@@ -56,11 +56,12 @@ def refusal(
     """
     if kernel.kind != "embedded":
         return next(chain(unsupported(kernel, layout, shape), _missing_word_refusals(kernel, layout)), None)
-    of_attention = _attention_refusals(kernel, layout, device)
-    of_accelerator = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
-    of_layout, of_routing = _layout_refusals(layout, shape, seq_len), _routing_refusals(kernel, layout, shape)
-    of_fp8 = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
-    return next(chain(of_layout, of_routing, of_fp8, of_attention, of_accelerator), None)
+    attention_refusals = _attention_refusals(kernel, layout, device)
+    gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
+    layout_refusals = _layout_refusals(layout, shape, seq_len)
+    fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
+    other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
+    return next(chain(layout_refusals, *other_refusals), None)
 
 
 def _routing_refusals(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
@@ -82,12 +83,12 @@ def _fp8_refusals(
         yield hardware.fp8_refusal
     if shape.num_experts:
         yield f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: use precision=bf16"
-    sizes = {
+    size_by_name = {
         "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
         "num_attention_heads*head_dim/tp": shape.q_width // layout.tp, "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
         "num_key_value_heads*head_dim/tp": shape.kv_width // layout.tp,
     }  # fmt: skip
-    for name, size in sizes.items():
+    for name, size in size_by_name.items():
         if size % FP8_MULTIPLE:
             yield f"precision=fp8 needs matrix sizes that are multiples of {FP8_MULTIPLE}; {name}={size}: use precision=bf16"
 
@@ -103,9 +104,9 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
-    for index in stages_without_params(shape, layout.num_stages):
+    for stage_index in stages_without_params(shape, layout.num_stages):
         depth_text = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
-        yield f"{depth_text}: stage {index} has no parameters"
+        yield f"{depth_text}: stage {stage_index} has no parameters"
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
@@ -119,11 +120,11 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
-    sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
+    size_by_name = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
     if layout.sequence_parallel == "on":
-        sizes["seq_len/cp"] = seq_len // layout.cp
-    sizes["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
-    for name, size in sizes.items():
+        size_by_name["seq_len/cp"] = seq_len // layout.cp
+    size_by_name["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
+    for name, size in size_by_name.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
     if shape.num_experts and layout.sequence_parallel == "off":
@@ -160,12 +161,10 @@ def _accelerator_refusals(
     compute_capability, attention = hardware.compute_capability, kernel.attention
     if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
         return
-    if needed_text := _missing_feature(
-        "flash" if attention == "auto" else attention, compute_capability, head_width
-    ):
-        has_flash = attention not in ("auto", "flash") and not _missing_feature(
-            "flash", compute_capability, head_width
-        )
+    implementation = "flash" if attention == "auto" else attention
+    if needed_text := _missing_feature(implementation, compute_capability, head_width):
+        lacks_flash = bool(_missing_feature("flash", compute_capability, head_width))
+        has_flash = attention not in ("auto", "flash") and not lacks_flash
         fallback = "auto" if has_flash else "math"
         gpu_text = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
         yield f"attention={attention} needs {needed_text}; {gpu_text}: use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
@@ -196,38 +195,35 @@ def _missing_feature(attention: str, compute_capability: int | None, head_width:
 
 
 def unsupported(
-    kernel: KernelConfig, layout: Layout, shape: ModelShape, program: str | None = None
+    kernel: KernelConfig, layout: Layout, shape: ModelShape, program_text: str | None = None
 ) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say.
 
     Args:
-        program: what the reasons call it; None for `kernel NAME`.
+        program_text: what the reasons call it; None for `kernel NAME`.
     """
-    program = program or f"kernel {kernel.name}"
-    for name, allowed_values in (kernel.flags | kernel.supports).items():
-        if name == ROUTED:
+    program_text = program_text or f"kernel {kernel.name}"
+    for word, allowed_values in (kernel.flags | kernel.supports).items():
+        if word == ROUTING_FLAG:
             continue
-        model_value = getattr(shape, name, layout)
-        value = kernel.precision if name == "precision" else getattr(layout, name, model_value)
+        model_value = getattr(shape, word, layout)
+        value = kernel.precision if word == "precision" else getattr(layout, word, model_value)
         if value is layout:
-            yield f"kernel.supports or kernel.flags names {name!r}, which is not a word of a layout or a model"
+            yield f"kernel.supports or kernel.flags names {word!r}, which is not a word of a layout or a model"
             continue
         if isinstance(value, RopeScaling):
             value = values_of(value)
-        is_trivial = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        is_supported = (
-            value in allowed_values
-            if name in kernel.supports
-            else str(value) in allowed_values or ANY in allowed_values
-        )
-        if not is_supported and not is_trivial and not _has_no_effect(layout, name):
+        is_trivial = word == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
+        is_value_of_flag = str(value) in allowed_values or ANY in allowed_values
+        is_supported = value in allowed_values if word in kernel.supports else is_value_of_flag
+        if not is_supported and not is_trivial and not _has_no_effect(layout, word):
             allowed_text = ", ".join(map(str, allowed_values))
-            yield f"{program} supports {name} in [{allowed_text}]; {name}={value}"
+            yield f"{program_text} supports {word} in [{allowed_text}]; {word}={value}"
 
 
-def _has_no_effect(layout: Layout, name: str) -> bool:
+def _has_no_effect(layout: Layout, word: str) -> bool:
     """Whether a word is an axis without effect on a layout, because another axis has its neutral value."""
-    return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
+    return any(word in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
 
 
 def _missing_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
@@ -235,12 +231,10 @@ def _missing_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str
 
     A command of the user may say it elsewhere, so that nothing is refused.
     """
-    values = values_of(layout).items()
-    non_neutral = [
-        (name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]
-    ]
-    words = words_in(kernel) if non_neutral else ()
-    for name, value in non_neutral:
-        if name not in words and is_command_of_package(kernel.name, kernel.command):
-            rule_text = f"and would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
-            yield f"kernel {kernel.name} has no word for {name}={value} {rule_text}"
+    values = ((axis, value) for axis, value in values_of(layout).items() if axis not in FOLLOWING)
+    non_neutral_axes = [(axis, value) for axis, value in values if value != NEUTRAL[axis]]
+    command_words = words_in(kernel) if non_neutral_axes else ()
+    for axis, value in non_neutral_axes:
+        if axis not in command_words and is_command_of_package(kernel.name, kernel.command):
+            rule_text = f"and would run as {axis}={NEUTRAL[axis]}: add {axis} to kernel.flags"
+            yield f"kernel {kernel.name} has no word for {axis}={value} {rule_text}"

@@ -17,7 +17,7 @@ from ultrabench.layout import BATCH, DEGREES, NEUTRAL, details_of
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_model
-from ultrabench.sweep.running.outliers import impossible
+from ultrabench.sweep.running.outliers import rate_doubts
 
 _PARAM_COLUMNS = ["num_params", "num_active_params"]
 _COUNT_COLUMNS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
@@ -140,7 +140,7 @@ def _impossible(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     texts = "number of GPUs does not match the layout: gpus=" + _text(frame["gpus"][other_ranks.index])
     yield "other_gpus", texts + f", {_RANKS_PRODUCT}=" + _text(other_ranks)
     for row, mfu in frame["mfu"][frame["mfu"] > 1].items():
-        yield from ((doubt.code, pd.Series({row: doubt.sentence})) for doubt in impossible(mfu))
+        yield from ((doubt.code, pd.Series({row: doubt.sentence})) for doubt in rate_doubts(mfu))
     for name in {*frame["hardware"].dropna()} & files("hardware").keys():
         mem_bytes = load_hardware(name).mem_bytes
         used_bytes = frame.loc[frame["hardware"] == name, _PEAK_COLUMNS].max(axis=1)

@@ -13,7 +13,7 @@ from ultrabench.result import SIZE_DOUBT_CODES, Status
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_hardware, load_profile, usual_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-from ultrabench.sweep.predict.network import LINKS, Network, network
+from ultrabench.sweep.predict.network import LINK_RATE_COLUMNS, Network, network
 from ultrabench.sweep.predict.predict import reserved_share
 from ultrabench.sweep.predict.profile import Profile, regime
 from ultrabench.sweep.predict.stage_memory import LARGEST
@@ -86,7 +86,7 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
         peak = Peak(flops_per_s=flops_per_s, source="row")
     else:
         peak = hardware.peak(spec.kernel.precision, spec.nodes, None, 1)
-    links = network(hardware, spec.nodes, *(getattr(run, column) for column in LINKS))
+    links = network(hardware, spec.nodes, *(getattr(run, column) for column in LINK_RATE_COLUMNS))
     return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))
 
 

@@ -15,7 +15,7 @@ from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction
 from ultrabench.sweep.predict.profile import Profile
-from ultrabench.sweep.predict.search import Tried, propose
+from ultrabench.sweep.predict.search import TriedRuns, propose
 from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 
 START_S = 60.0
@@ -84,12 +84,12 @@ class Replay:
         self.gpu_s += sum(run.cost(best_s) for run in runs)
         self.runs_made += runs
 
-    def tried(self) -> Tried:
+    def tried(self) -> TriedRuns:
         """What the search knows of the cell."""
         times_s = {run.run_id: run.step_time_s for run in self.runs_made if run.step_time_s}
         oom_ids = {run.run_id for run in self.runs_made if run.oom}
         failed_ids = {run.run_id for run in self.runs_made} - oom_ids - times_s.keys()
-        return Tried(times_s=times_s, oom=oom_ids, failed=failed_ids, max_p_oom=self.max_p_oom)
+        return TriedRuns(times_s=times_s, oom_ids=oom_ids, failed_ids=failed_ids, max_p_oom=self.max_p_oom)
 
     def possible(self, run: ReplayedRun) -> bool:
         """Whether no run that ran out of memory shows that this one would, too."""

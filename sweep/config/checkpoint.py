@@ -51,7 +51,7 @@ Only models of these types can be trained. The layers for multi-token prediction
 read and left out, as transformers leaves them out in training.
 Source: LlamaConfig, MistralConfig and so on of transformers, which also give the values of DEFAULTS.
 """
-FIXED: dict[str, dict[str, Any]] = {
+FIXED_VALUES: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
     "olmoe": {"qk_norm": True, "qk_norm_across_heads": True},
@@ -63,19 +63,19 @@ FIXED: dict[str, dict[str, Any]] = {
 
 Source: Qwen2Attention, Glm4MoeTopkRouter and so on of transformers.
 """
-SIZES_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 """The sizes that a file of a model_type which reads them must have."""
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
 """Keys of multi-head latent attention, whose sizes no ModelShape can have."""
-_MAX_CHARACTERS = 60
+_MAX_VALUE_CHARS = 60
 """Number of characters of a value in a message."""
-_TYPO_SIMILARITY = 0.9
+_MIN_TYPO_SIMILARITY = 0.9
 """Similarity of difflib from which a key is a typing error of another one: num_local_expert, not num_hidden_layers."""
 _UNSTATED_FEATURES = {"gpt_oss": "its attention has sinks"}
 """model_type -> what no key says of a model that ultrabench does not train."""
-SIZES_ALONE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
+SIZES_ADVICE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train."""
-PLAIN: dict[str, Any] = {
+TRAINED_VALUES: dict[str, Any] = {
     "hidden_act": "silu", "rope_type": "llama3", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm"), False),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
@@ -117,8 +117,8 @@ def _cached_config(name: str) -> Path:
         path = folder / "snapshots" / (folder / "refs/main").read_text().strip() / "config.json"
         if path.is_file():
             return path
-    fact = f"model={name} is neither a path nor in the Hugging Face cache ({folder})"
-    raise ConfigError(fact, f"run: hf download {name} config.json, or {_MODEL_ADVICE}")
+    problem = f"model={name} is neither a path nor in the Hugging Face cache ({folder})"
+    raise ConfigError(problem, f"run: hf download {name} config.json, or {_MODEL_ADVICE}")
 
 
 def read_checkpoint_config(location: str) -> ModelShape:
@@ -154,14 +154,14 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     """
     model_type, values = values.get("model_type"), {**values, **_rope_settings(values)}
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        facts = [f"{key} is {_abbreviated(values[key])}" for key in _untrained_settings(values)]
-        facts += filter(None, [_UNSTATED_FEATURES.get(str(model_type))])
-        facts_text, similar_type = f" ({', '.join(facts)})", nearest_name(str(model_type), MODEL_TYPES)
-        hint = f" did you mean {similar_type}?" if similar_type and not facts else ""
-        unsupported = f"unsupported model_type {model_type!r}{facts_text if facts else ''};{hint}"
+        fact_texts = [f"{key} is {_abbreviated(values[key])}" for key in _untrained_settings(values)]
+        fact_texts += filter(None, [_UNSTATED_FEATURES.get(str(model_type))])
+        facts_text, similar_type = f" ({', '.join(fact_texts)})", nearest_name(str(model_type), MODEL_TYPES)
+        hint = f" did you mean {similar_type}?" if similar_type and not fact_texts else ""
+        unsupported = f"unsupported model_type {model_type!r}{facts_text if fact_texts else ''};{hint}"
         rule = f"ultrabench trains {', '.join(MODEL_TYPES)}"
         raise ConfigError(f"model={where}: {unsupported} {rule}", _remedy(values))
-    defaults, fixed_values = {**DEFAULTS, **MODEL_TYPES[model_type]}, FIXED.get(model_type, {})
+    defaults, fixed_values = {**DEFAULTS, **MODEL_TYPES[model_type]}, FIXED_VALUES.get(model_type, {})
     for key, trained_value in _untrained_settings(values, {*defaults, *fixed_values}).items():
         rule = f"ultrabench trains {model_type} models only with {key} {trained_value}"
         raise ConfigError(f"model={where}: {key} is {_abbreviated(values[key])}; {rule}", _remedy(values))
@@ -173,47 +173,48 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     settings = {key: values.get(key, value) for key, value in defaults.items()}
     if settings.get("num_experts"):
         settings.setdefault("moe_intermediate_size", settings["intermediate_size"])
-    scaling = {key: values[key] for key in field_types(RopeScaling) if key in values}
-    derived = {
+    rope_scaling = {key: values[key] for key in field_types(RopeScaling) if key in values}
+    derived_values = {
         "num_key_value_heads": settings["num_key_value_heads"] or settings["num_attention_heads"],
         "sliding_window": _sliding_window(settings),
-        "rope_scaling": scaling if values["rope_type"] else None,
+        "rope_scaling": rope_scaling if values["rope_type"] else None,
     }
-    sizes = settings | fixed_values | derived
-    fields = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
+    sizes = settings | fixed_values | derived_values
+    field_values = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
     for field, key in key_by_field.items():  # so that a refusal of this value has the name of the file
         value_from(field_types(ModelShape)[field], values[key], f"model={where}.{key}")
     try:
-        return shape_from({"name": name, **fields}, f"model={where}")
+        return shape_from({"name": name, **field_values}, f"model={where}")
     except ShapeError as error:
-        names = {field: key_by_field.get(field, field) for field in RENAMED.values()}
-        raise ShapeError(f"model={where}", error.rule, names) from error
+        shown_keys = {field: key_by_field.get(field, field) for field in RENAMED.values()}
+        raise ShapeError(f"model={where}", error.rule, shown_keys) from error
 
 
 def _abbreviated(value: Any) -> str:
     """A value as JSON has it; of a long one its beginning."""
     text = json.dumps(value)
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS].rpartition(' ')[0]} ..."
+    start = text[:_MAX_VALUE_CHARS].rpartition(" ")[0]
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{start} ..."
 
 
 def _remedy(values: Mapping[str, Any]) -> str:
     """What a user can do with a model that ultrabench does not train, as far as its sizes are those of a ModelShape."""
     if any(values.get(key) for key in _LATENT_ATTENTION_KEYS):
         return "choose another model, since ultrabench has no sizes for multi-head latent attention"
-    return SIZES_ALONE
+    return SIZES_ADVICE
 
 
 def _require_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for a size of experts that models of this type have and the file lacks."""
-    for size in (size for size in SIZES_OF_EXPERTS if size in defaults):
-        keys = [size, *(key for key, field in RENAMED.items() if field == size)]
-        if size == "n_shared_experts" and size in values:  # null: there are none
+    for size_name in (size_name for size_name in EXPERT_SIZES if size_name in defaults):
+        keys = [size_name, *(key for key, field in RENAMED.items() if field == size_name)]
+        if size_name == "n_shared_experts" and size_name in values:  # null: there are none
             continue
         if all(values.get(key) is None for key in keys):
-            unread_keys = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *defaults}
-            similar_keys = (nearest_name(key, unread_keys, _TYPO_SIMILARITY) for key in keys)
-            typing_error = next(filter(None, similar_keys), None)
-            hint = f"is {typing_error} a misspelling?" if typing_error else "add it"
+            unread_keys = values.keys() - {*EXPERT_SIZES, *RENAMED, *defaults}
+            similar_keys = (nearest_name(key, unread_keys, _MIN_TYPO_SIMILARITY) for key in keys)
+            misspelled = next(filter(None, similar_keys), None)
+            hint = f"is {misspelled} a misspelling?" if misspelled else "add it"
             raise ConfigError(f"model={where} lacks {' or '.join(keys)} (a size of its experts); {hint}")
 
 
@@ -226,10 +227,10 @@ def _sliding_window(settings: Mapping[str, Any]) -> Any:
 
 def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of rotations in a config.json; newer ones call them rope_parameters."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    rope = rope if isinstance(rope, dict) else {"rope_type": rope}
-    rope_type = rope.get("rope_type") or rope.get("type")
-    return {**rope, "rope_type": None if rope_type == "default" else rope_type}
+    rope_values = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope_values = rope_values if isinstance(rope_values, dict) else {"rope_type": rope_values}
+    rope_type = rope_values.get("rope_type") or rope_values.get("type")
+    return {**rope_values, "rope_type": None if rope_type == "default" else rope_type}
 
 
 def _untrained_settings(values: Mapping[str, Any], read_keys: Collection[str] = ()) -> dict[str, str]:
@@ -238,7 +239,8 @@ def _untrained_settings(values: Mapping[str, Any], read_keys: Collection[str] = 
     Args:
         read_keys: the keys that a shape is made from, by the names of its fields; they may have any value.
     """
-    trained_values = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read_keys}
+    read_fields = {key for key in TRAINED_VALUES if RENAMED.get(key, key) in read_keys}
+    trained_values = {key: value for key, value in TRAINED_VALUES.items() if key not in read_fields}
     trained_text_by_key = {
         key: json.dumps(value)
         for key, value in trained_values.items()
@@ -252,7 +254,7 @@ def _untrained_settings(values: Mapping[str, Any], read_keys: Collection[str] = 
     return trained_text_by_key
 
 
-def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_field_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The settings of a model in YAML, with the names of the fields of a ModelShape for the keys of RENAMED.
 
     Raises:

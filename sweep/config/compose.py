@@ -1,7 +1,7 @@
 """Turns Hydra overrides into plain values; the only module that imports Hydra, and only when it composes.
 
 A mistake is found at one of three places, each with its table of patterns and sentences: in the override itself
-(_MISTAKES), in a message of Hydra (_HYDRA_MESSAGES), or in a key that does not exist (_MOVED, _NOT_OVERRIDDEN, _FOREIGN).
+(_OVERRIDE_MISTAKES), in a message of Hydra (_HYDRA_MESSAGES), or in a key that does not exist (_MOVED_SETTINGS, _FILE_ONLY_SETTINGS, _FOREIGN_NAMES).
 """
 
 import functools
@@ -17,7 +17,7 @@ import yaml
 from ultrabench.errors import ConfigError, nearest_name, require_once, unknown_name
 from ultrabench.layout import AXES
 from ultrabench.sweep.config.files import (
-    GROUPS,
+    CONFIG_GROUPS,
     files,
     read_text,
     read_yaml,
@@ -25,14 +25,14 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
-from ultrabench.sweep.config.options import EXAMPLES, NAME, NAME_RULE, SWEEP_KEYS
+from ultrabench.sweep.config.options import EXAMPLES, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
 from ultrabench.sweep.config.sweep_config import SWEEP_NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
 Sentence = Callable[..., str]
 """Makes one line from the named parts of a mistake."""
-_ANY_GROUP = "|".join(GROUPS)
-_GROUP = rf"(?P<group>{_ANY_GROUP})"
+_GROUP_NAMES = "|".join(CONFIG_GROUPS)
+_GROUP_PATTERN = rf"(?P<group>{_GROUP_NAMES})"
 _LIST_KEY = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
 """Pattern of the keys whose values are lists."""
 _LIST_OR_VALUE = rf"(?:{_LIST_KEY}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
@@ -44,22 +44,22 @@ def parts_of(overrides: Iterable[str]) -> dict[str, str]:
     return {key: value for key, _, value in (o.lstrip("+~").partition("=") for o in overrides)}
 
 
-def as_list(value: str) -> str:
+def as_hydra_list(value: str) -> str:
     """The values as one list that Hydra reads: `1 2`, `(1,2)` and `[1;2]` become `[1,2]`."""
     return f"[{','.join(re.sub(r'[][(){},;]', ' ', value).split())}]"
 
 
 def _advice_for_word(override: str, **_: str) -> str:
     """One line for an argument that is not KEY=VALUE; it names the group that has a file of this name."""
-    group = next((group for group in GROUPS if override in files(group)), None)
+    group = next((group for group in CONFIG_GROUPS if override in files(group)), None)
     advice = f"{group}={override}" if group else "KEY=VALUE without spaces, such as sweep.nodes=[1,2]"
     return f"{override!r} is not an override; write {advice}"
 
 
 def _range_override(override: str, key: str, low: str, high: str, **_: str) -> str:
     low_value, high_value = int(low), int(high)
-    count = (high_value // low_value).bit_length() if low_value else min(high_value, 3) + 1
-    values = ",".join(str(low_value << n if low_value else n) for n in range(count))
+    num_values = (high_value // low_value).bit_length() if low_value else min(high_value, 3) + 1
+    values = ",".join(str(low_value << n if low_value else n) for n in range(num_values))
     return f"{override}: ranges are not supported; write a list, such as {key}=[{values}]"
 
 
@@ -71,11 +71,11 @@ def _path_of_option(override: str, group: str, value: str, **_: str) -> str:
 
 def _several_values(key: str, value: str, **_: str) -> str:
     """One line for an override with several values, such as hardware=a,b, of a setting that is no list."""
-    if key not in _settings() and key[0] != "+":
+    if key not in _options_by_setting() and key[0] != "+":
         return unknown_override(key, value)
     if re.match(r"\+?(launcher|kernel)\b", key):  # such as two partitions, or a list of nodes
         return f"{key}={value}: a value with a comma needs quotes: '{key}=\"{value}\"'"
-    overrides = [f"{key}={option}" for option in as_list(value)[1:-1].split(",")]
+    overrides = [f"{key}={single_value}" for single_value in as_hydra_list(value)[1:-1].split(",")]
     return f"{key}={value}: a sweep has one {key}; run the command once for each: {', '.join(overrides)}"
 
 
@@ -84,27 +84,27 @@ def _key_with_space(override: str, key: str, value: str, **_: str) -> str:
     return f"{override!r}: a key has no spaces or line breaks; write {shlex.quote(plain)}"
 
 
-_MISTAKES: tuple[tuple[str, Sentence], ...] = (
+_OVERRIDE_MISTAKES: tuple[tuple[str, Sentence], ...] = (
     (r"(?s)[^=\"'\[{]*\s[^=\"'\[{]*=.*", _key_with_space),
-    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
-    (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
+    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME_PATTERN}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
+    (rf"[+~]+(?P<group>{_GROUP_NAMES})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
      "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: {key}={items}".format),
     (r"[^=~]*|=.*", _advice_for_word),
-    (rf"{_GROUP}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
-    (rf"(?!model){_GROUP}=(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))",
+    (rf"{_GROUP_PATTERN}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
+    (rf"(?!model){_GROUP_PATTERN}=(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))",
      "{override}: a sweep always has a {group}; choose one (see ultrabench configs {group})".format),
     (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
     (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range_override),
-    (rf"({_ANY_GROUP})=\[[\w.,\s-]+\]", _several_values),
+    (rf"({_GROUP_NAMES})=\[[\w.,\s-]+\]", _several_values),
     (r"sweep\..*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list needs commas; write {key}={items}".format),
     (rf"{_LIST_OR_VALUE}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
      "{override}: a list needs brackets and commas; write {key}={items}".format),
-    (rf"{_GROUP}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
+    (rf"{_GROUP_PATTERN}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
      "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
-    (rf"(?!model){_GROUP}=(.*/.*|.*\.ya?ml)", _path_of_option),
+    (rf"(?!model){_GROUP_PATTERN}=(.*/.*|.*\.ya?ml)", _path_of_option),
     (r"hardware\.gpu=.*", "{override}: a file holds the GPU and its rates; choose the file with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
     (r"\+?launcher\.sbatch\.-.*", "{key}; write the option's name without leading dashes".format),
@@ -118,10 +118,10 @@ def _require_usable(overrides: Sequence[str]) -> None:
     for index, override in enumerate(overrides):
         key, _, value = override.partition("=")
         list_text = " ".join((value, *overrides[index + 1 :])).partition("]")[0] if "[" in value else value
-        for pattern, sentence in _MISTAKES:
+        for pattern, make_line in _OVERRIDE_MISTAKES:
             if match := re.fullmatch(pattern, override):
-                parts = {"override": override, "key": key, "value": value, "items": as_list(list_text)}
-                raise ConfigError(sentence(**parts | match.groupdict()))
+                parts = {"override": override, "key": key, "value": value, "items": as_hydra_list(list_text)}
+                raise ConfigError(make_line(**parts | match.groupdict()))
 
 
 def in_defaults(group: str, **_: str) -> str:
@@ -138,10 +138,10 @@ def _list_or_settings(override: str, key: str, **_: str) -> str:
 
 
 _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
-    (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )(?P<group>{_ANY_GROUP})\b", in_defaults),
+    (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )(?P<group>{_GROUP_NAMES})\b", in_defaults),
     (r"Could not load 'sweep/override /?(?P<group>\w+)", in_defaults),
     (r"Could not load 'sweep/(?P<name>[^']+)'", lambda name, **_: f"defaults: {unknown_option('sweep', name)}"),
-    (rf"Could not find '(?P<group>{_ANY_GROUP})/(?P<name>[^'/]+)'", lambda group, name, **_: unknown_option(group, name)),
+    (rf"Could not find '(?P<group>{_GROUP_NAMES})/(?P<name>[^'/]+)'", lambda group, name, **_: unknown_option(group, name)),
     (r"Could not override '(?P<key>[^']+)'", lambda key, values, **_: unknown_override(key, values.get(key))),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
@@ -159,51 +159,51 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
 
 def _error_of_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """What was given, which values are known, and what to do, as far as the message of Hydra tells it."""
-    for pattern, sentence in _HYDRA_MESSAGES:
+    for pattern, make_line in _HYDRA_MESSAGES:
         if match := re.search(pattern, str(error)):
-            line = sentence(**match.groupdict(), values=parts_of(overrides))
-            return ConfigError(line, setting=match[1] if match.re.groups else None)
+            text = make_line(**match.groupdict(), values=parts_of(overrides))
+            return ConfigError(text, setting=match[1] if match.re.groups else None)
     if (override := getattr(error, "override", None)) is not None:  # of an OverrideParseException
         return ConfigError(_advice_for_unreadable(override))
     if isinstance(error, yaml.YAMLError):
         fault = " ".join(str(error).split())
         return ConfigError(f"a configuration file is not valid YAML: {fault}; fix it there")
-    line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
-    return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {line}")
+    text = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
+    return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {text}")
 
 
 def _advice_for_unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = " ".join(override.split()).partition("=")
     rule_text = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
-    if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
+    if (plain_value := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
         rule_text = "on the command line, a name before a colon takes no quotes"
-    mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
-    readable = mapping if value.startswith("{") else _quoted(value)
-    readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
+    mapping = re.sub(r"\[[^][]*\]", lambda bracketed: _quoted(bracketed[0]), plain_value)
+    readable_value = mapping if value.startswith("{") else _quoted(value)
+    readable_value = "{NAME: [VALUE, VALUE]}" if readable_value == value else readable_value
     override_text = repr(override) if "\n" in override else override
-    return f"{override_text}: {rule_text}; write {shlex.quote(f'{key}={readable}')}"
+    return f"{override_text}: {rule_text}; write {shlex.quote(f'{key}={readable_value}')}"
 
 
 def _quoted(value: str) -> str:
     """The value in a form that Hydra reads: a list with quotes around its items that need them, else one text."""
-    plain = value.replace('"', "")
-    if not re.fullmatch(r"\[[^[]*\]", plain):
-        return f'"{plain}"'
-    elements = filter(None, map(str.strip, plain.strip("[]").split(",")))
+    unquoted = value.replace('"', "")
+    if not re.fullmatch(r"\[[^[]*\]", unquoted):
+        return f'"{unquoted}"'
+    elements = filter(None, map(str.strip, unquoted.strip("[]").split(",")))
     quoted = (e if re.fullmatch(r"[\w./=+-]+", e, re.ASCII) else f'"{e}"' for e in elements)
     return f"[{','.join(quoted)}]"
 
 
-def _settings() -> dict[str, list[str]]:
+def _options_by_setting() -> dict[str, list[str]]:
     """Dotted key in the files of the package -> the options of its group that have it, such as launcher=slurm.
 
     Keys of the whole sweep come first, then those of the groups in their order; the sizes of models are left out.
     """
     package = search_path()[-1]
     sweep_keys = yaml.safe_load((package / "config.yaml").read_text()).keys() - {"defaults"}
-    options: dict[str, list[str]] = {key: [] for key in (*sorted(sweep_keys), *GROUPS)}
-    for group in GROUPS[:-1]:
+    options: dict[str, list[str]] = {key: [] for key in (*sorted(sweep_keys), *CONFIG_GROUPS)}
+    for group in CONFIG_GROUPS[:-1]:
         for path in sorted((package / group).glob("*.yaml")):
             values = yaml.safe_load(path.read_text()) or {}
             # The file of a sweep may set other groups, too; these do not count.
@@ -219,7 +219,7 @@ def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _dotted_keys(value, f"{prefix}{key}.")
 
 
-_MOVED: tuple[tuple[str, str], ...] = (
+_MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
     (r"kernel\.recompute", "{key} is an axis of layouts; write sweep.recompute=[full]"),
     (r"(?:sweep\.)?dp", "{key} is not an axis; dp follows from the GPUs, dp = GPUs/(tp*pp*cp): change sweep.nodes, "
      "sweep.tp, sweep.pp or sweep.cp"),
@@ -230,18 +230,18 @@ _MOVED: tuple[tuple[str, str], ...] = (
      "sbatch: {{NAME: VALUE}} in the file of a cluster"),
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
-_NOT_OVERRIDDEN: tuple[tuple[str, str], ...] = (
+_FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
     (r"launcher\.sbatch\b.*", "{key}: a new option of sbatch needs a leading +; write +launcher.sbatch.NAME=VALUE"),
     *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
       for group, example in EXAMPLES.items()),
     (r"sweep\.(?:env|flags|words)\..*", "{key} is not a setting of the chosen sweep; add it: +{key}=[VALUE,VALUE]"),
     (r"kernel\.env\..*", "{key}: a new variable needs a leading +; write +kernel.env.NAME=VALUE"),
-    (rf"model\b.*|(?!(?:{_ANY_GROUP})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
+    (rf"model\b.*|(?!(?:{_GROUP_NAMES})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
      "unknown override '{key}'; the sizes of a model are in its file: write ultrabench/model/NAME.yaml and give "
      "model=NAME, or give model=PATH of a config.json"),
 )  # fmt: skip
 """Pattern of a key that only files or added overrides set -> what to write."""
-_FOREIGN = {
+_FOREIGN_NAMES = {
     r"micro_?batch|local_?batch": "sweep.mbs", r"batch": "sweep.gbs", r"schedule": "sweep.pp_schedule",
     r"tensor|^tp_": "sweep.tp", r"pipeline|^pp_": "sweep.pp", r"context_p|^cp_": "sweep.cp",
     r"data_?parallel|world_size|^dp_": "sweep.dp", r"accum": "sweep.gas", r"zero|fsdp": "sweep.zero_stage",
@@ -251,9 +251,9 @@ _FOREIGN = {
 """Pattern in the name of a setting of Megatron-LM, torchtitan or DeepSpeed -> the same setting here."""
 
 
-def moved(key: str, table: Sequence[tuple[str, str]] = _MOVED) -> str | None:
+def moved_advice(key: str, patterns_and_advice: Sequence[tuple[str, str]] = _MOVED_SETTINGS) -> str | None:
     """One line for a `key` that is a setting elsewhere: an option of sbatch or an axis; None for others."""
-    matches = ((re.fullmatch(pattern, str(key)), sentence) for pattern, sentence in table)
+    matches = ((re.fullmatch(pattern, str(key)), sentence) for pattern, sentence in patterns_and_advice)
     return next((sentence.format(key=key, **match.groupdict()) for match, sentence in matches if match), None)
 
 
@@ -263,9 +263,9 @@ def unknown_override(key: str, value: object = None) -> str:
     Args:
         value: the value that was given, which is repeated in the form that the setting needs.
     """
-    if advice := moved(key, (*_MOVED, *_NOT_OVERRIDDEN)):
+    if advice := moved_advice(key, (*_MOVED_SETTINGS, *_FILE_ONLY_SETTINGS)):
         return advice
-    settings, group = _settings(), key.partition(".")[0]
+    settings, group = _options_by_setting(), key.partition(".")[0]
     key_parts = key.split(".", 2)
     if len(key_parts) == 3 and group == "sweep" and (nearest := nearest_name(key_parts[1], EXAMPLES, 0.6)):
         return f"unknown override {key!r}; did you mean +sweep.{nearest}.{key_parts[2]}?"
@@ -277,7 +277,7 @@ def unknown_override(key: str, value: object = None) -> str:
         return unknown_name("override", key, group_settings or [name for name in settings if "." not in name])
     options = settings.get(probable_key, []) if probable_key.startswith(("kernel.", "launcher.")) else []
     hint = f", with {options[0]}" if len(options) == 1 else ""
-    return f"unknown override {key!r}; {moved(probable_key) or f'did you mean {_override_text(probable_key, value)}{hint}?'}"
+    return f"unknown override {key!r}; {moved_advice(probable_key) or f'did you mean {_override_text(probable_key, value)}{hint}?'}"
 
 
 def _probable_setting(key: str, settings: Mapping[str, Any]) -> str | None:
@@ -286,15 +286,15 @@ def _probable_setting(key: str, settings: Mapping[str, Any]) -> str | None:
     last_parts = {name: name.rpartition(".")[2] for name in settings}
     # A unit may be missing, such as that of launcher.time_minutes.
     with_unit = [name for name in settings if name.startswith(f"launcher.{last_part}_")]
-    foreign = [name for pattern, name in _FOREIGN.items() if re.search(pattern, key.lower())]
+    foreign_names = [name for pattern, name in _FOREIGN_NAMES.items() if re.search(pattern, key.lower())]
     nearest = nearest_name(key, last_parts.values(), 0.75)
-    similar = (
+    candidates = (
         [name for name in settings if last_parts[name] == last_part],
         with_unit if len(with_unit) == 1 and key in (last_part, f"launcher.{last_part}") else [],
-        foreign[:1] if group not in GROUPS else [],
+        foreign_names[:1] if group not in CONFIG_GROUPS else [],
         [name for name in settings if last_parts[name] == nearest],
     )
-    names = next(filter(None, similar), [])
+    names = next(filter(None, candidates), [])
     return min(names, key=lambda name: (name.partition(".")[0] != group, name.count(".")), default=None)
 
 
@@ -302,24 +302,24 @@ def _override_text(name: str, value: object) -> str:
     """The override that gives `name` this value, as a user can type it; only the name for a mapping or no value."""
     if value is None or isinstance(value, dict):
         return name
-    override = f"{name}={as_list(str(value)) if re.fullmatch(_LIST_KEY, name) else value}"
+    override = f"{name}={as_hydra_list(str(value)) if re.fullmatch(_LIST_KEY, name) else value}"
     return override if re.fullmatch(r"[\w.,=\[\]/:+@%-]*", override) else shlex.quote(override)
 
 
 def _require_global(path: Path) -> None:
     """Raises ConfigError when the file of a sweep sets whole groups but lacks `# @package _global_`."""
     values = {} if "# @package _global_" in read_text(path) else read_yaml(path)
-    nested = sorted({*GROUPS, "name", "repeats"}.intersection(values))
+    nested = sorted({*CONFIG_GROUPS, "name", "repeats"}.intersection(values))
     if isinstance(values, dict) and nested:
         raise ConfigError(f"{path} sets {nested[0]}: and needs this first line: # @package _global_")
 
 
 def _require_readable(overrides: Sequence[str], sweep: Path | None) -> None:
     """Raises ConfigError for a file of the user that cannot be read, if an override or the file of the sweep names it."""
-    names = " ".join((*overrides, read_text(sweep) if sweep else ""))
+    words = " ".join((*overrides, read_text(sweep) if sweep else ""))
     for folder in search_path()[:-1]:
         for path in filter(Path.is_file, folder.rglob("*.yaml")):
-            if re.search(rf"\b{re.escape(path.stem)}\b", names):
+            if re.search(rf"\b{re.escape(path.stem)}\b", words):
                 require_few_values(path)
 
 
@@ -379,7 +379,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise _error_of_hydra(error, overrides) from error
     assert isinstance(tree, dict)
-    return {**tree, "names": {group: choices[group] for group in GROUPS if group in choices}}
+    return {**tree, "names": {group: choices[group] for group in CONFIG_GROUPS if group in choices}}
 
 
 @functools.cache

@@ -14,13 +14,13 @@ import yaml
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
 
-GROUPS = ("sweep", "kernel", "launcher", "measure", "retry", "cluster", "hardware", "model")
+CONFIG_GROUPS = ("sweep", "kernel", "launcher", "measure", "retry", "cluster", "hardware", "model")
 """The groups of a configuration. Where several have a key of the same name, the first of them is probably meant."""
-OVERRIDES = {group: group for group in sorted(GROUPS)} | {"profile": "profiles"}
+FOLDER_BY_OVERRIDE = {group: group for group in sorted(CONFIG_GROUPS)} | {"profile": "profiles"}
 """What an override such as profile=NAME names -> the folder of its files."""
-FOLDERS = OVERRIDES | {"framework": "framework"}
+FOLDER_BY_NAME = FOLDER_BY_OVERRIDE | {"framework": "framework"}
 """What users can name -> the folder of its files; a framework is named by `sweep show --as`."""
-MAX_VALUES = 100_000
+MAX_YAML_VALUES = 100_000
 """Largest number of values that a YAML file may stand for; a few aliases of aliases stand for billions."""
 
 
@@ -29,8 +29,8 @@ def search_path() -> list[Path]:
 
     They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
     """
-    groups = (*FOLDERS.values(), "published")
-    folders = [f for f in _user_folders() if any(any((f / group).glob("*.yaml")) for group in groups)]
+    groups = (*FOLDER_BY_NAME.values(), "published")
+    folders = [path for path in _user_folders() if any(any((path / g).glob("*.yaml")) for g in groups)]
     return [*folders, (Path(ultrabench.__file__).parent / "configs").resolve()]
 
 
@@ -49,11 +49,11 @@ def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
     """Whether a command is that of a kernel of the package which starts a program of others; it says all that it reads."""
     path = search_path()[-1] / "kernel" / f"{kernel}.yaml"
     is_hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
-    return not is_hidden and path.is_file() and _command(path) == [*command]
+    return not is_hidden and path.is_file() and _command_in_file(path) == [*command]
 
 
 @functools.cache
-def _command(path: Path) -> list[str] | None:
+def _command_in_file(path: Path) -> list[str] | None:
     """The command in the file of a kernel, if it has one."""
     command = read_yaml(path).get("command")
     return [*map(str, command)] if isinstance(command, list) else None
@@ -68,10 +68,10 @@ def files(group: str) -> dict[str, Path]:
 def unknown_option(group: str, name: str) -> str:
     """One line for a group that has no option of this name; it tells of a file with another ending."""
     for folder in _user_folders():
-        if (path := folder / FOLDERS[group] / f"{name}.yml").is_file():
+        if (path := folder / FOLDER_BY_NAME[group] / f"{name}.yml").is_file():
             return f"{group}={name}: {path} is not read, because its name does not end in .yaml; rename it"
-    login_advice = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
-    return unknown_name(group, name, files(FOLDERS[group])) + (login_advice if group == "cluster" else "")
+    advice = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
+    return unknown_name(group, name, files(FOLDER_BY_NAME[group])) + (advice if group == "cluster" else "")
 
 
 def describe(group: str) -> dict[str, str]:
@@ -95,8 +95,8 @@ def usable(group: str) -> dict[Path, dict[str, Any]]:
     settings: dict[Path, dict[str, Any]] = {}
     for path in files(group).values():
         with contextlib.suppress(ConfigError):
-            if isinstance(values := read_yaml(path), dict):
-                settings[path] = values
+            if isinstance(file_settings := read_yaml(path), dict):
+                settings[path] = file_settings
     return settings
 
 
@@ -145,21 +145,21 @@ def require_few_values(path: Path) -> None:
     """Raises ConfigError if the aliases of a YAML file stand for more than MAX_VALUES values."""
     values_by_node: dict[int, int] = {}
 
-    def count(node: yaml.Node | None) -> int:
+    def num_values_of(node: yaml.Node | None) -> int:
         """How many values a node stands for, each alias counted as what it repeats."""
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in values_by_node:
-            values_by_node[id(node)] = MAX_VALUES  # until it is counted: a node may contain itself
+            values_by_node[id(node)] = MAX_YAML_VALUES  # until it is counted: a node may contain itself
             is_mapping = isinstance(node, yaml.MappingNode)
-            parts = itertools.chain.from_iterable(node.value) if is_mapping else node.value
-            values_by_node[id(node)] = 1 + sum(map(count, parts))
+            child_nodes = itertools.chain.from_iterable(node.value) if is_mapping else node.value
+            values_by_node[id(node)] = 1 + sum(map(num_values_of, child_nodes))
         return values_by_node[id(node)]
 
     try:
-        values = count(yaml.compose(read_text(path), yaml.SafeLoader))
+        num_values = num_values_of(yaml.compose(read_text(path), yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError):
         return  # whoever reads it says what is wrong
-    if values > MAX_VALUES:
-        rule = f"a file may have at most {MAX_VALUES:,}"
-        raise ConfigError(f"{path}: its aliases expand to {values:,} values; {rule}: use fewer aliases")
+    if num_values > MAX_YAML_VALUES:
+        rule = f"a file may have at most {MAX_YAML_VALUES:,}"
+        raise ConfigError(f"{path}: its aliases expand to {num_values:,} values; {rule}: use fewer aliases")

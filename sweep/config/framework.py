@@ -15,7 +15,7 @@ from ultrabench.record import field_types, from_dict
 from ultrabench.run import Workload
 from ultrabench.sweep.config.files import settings_tree
 
-MODEL = "model"
+ALL_SIZES_WORD = "model"
 """The word of `elsewhere` for all sizes of a model."""
 
 
@@ -31,7 +31,7 @@ class Framework:
     """Word of a layout, a model or a batch, or MODEL -> why the file does not say it."""
 
     def __post_init__(self) -> None:
-        words = (*AXES, *field_types(ModelShape), *field_types(Workload), MODEL)
+        words = (*AXES, *field_types(ModelShape), *field_types(Workload), ALL_SIZES_WORD)
         require_known("word of elsewhere", words, *self.elsewhere)
 
 

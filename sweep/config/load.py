@@ -18,11 +18,17 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import T, field_types, from_dict, missing_fields, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redact_env
-from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
-from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, parts_of, unknown_override
+from ultrabench.sweep.config.checkpoint import read_checkpoint_config, shape_from, with_field_names
+from ultrabench.sweep.config.compose import (
+    compose_tree,
+    in_defaults,
+    moved_advice,
+    parts_of,
+    unknown_override,
+)
 from ultrabench.sweep.config.files import (
-    FOLDERS,
-    GROUPS,
+    CONFIG_GROUPS,
+    FOLDER_BY_NAME,
     file_of_user,
     files,
     read_text,
@@ -32,22 +38,22 @@ from ultrabench.sweep.config.files import (
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
-from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
+from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 
 UNCHANGED_KEYS = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
-KEYS = frozenset({*GROUPS[:-1], *UNCHANGED_KEYS, "name", "names", "profile"})
+TREE_KEYS = frozenset({*CONFIG_GROUPS[:-1], *UNCHANGED_KEYS, "name", "names", "profile"})
 """Keys of a composed configuration."""
-WORKLOAD = field_types(Workload)
+WORKLOAD_TYPES = field_types(Workload)
 """Key of `sweep` that says what one step trains on -> its type."""
 SELECTION_KEYS = ("strategy", "batch", "max_runs", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
-_NO_AXES = frozenset({*WORKLOAD, *SELECTION_KEYS, *SWEEP_KEYS})
+_NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""
-_COMPILE = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
+_CompileSetting = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
-CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *TEXTS})
+CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *SBATCH_TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
 
 
@@ -65,23 +71,23 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     try:
         tree = compose_tree(overrides)
         options = tree["names"]
-        names = tree["sweep"].pop("models", None) if isinstance(tree.get("sweep"), dict) else None
-        tree["models"] = [to_dict(load_model(str(name))) for name in values_in(names or [])]
+        model_names = tree["sweep"].pop("models", None) if isinstance(tree.get("sweep"), dict) else None
+        tree["models"] = [to_dict(load_model(str(name))) for name in values_in(model_names or [])]
         return config_from_tree(tree)
     except ConfigError as error:
-        prefix = _file_of(error.setting, options, overrides) if error.setting else ""
-        raise ConfigError(f"{prefix}{error}", setting=error.setting) from error
+        file_prefix = _file_of(error.setting, options, overrides) if error.setting else ""
+        raise ConfigError(f"{file_prefix}{error}", setting=error.setting) from error
 
 
 def _file_of(setting: str, options: Mapping[str, str], overrides: Sequence[str]) -> str:
     """The prefix `FILE: ` for a message about a setting in a file of the user; empty where an override gives it."""
-    group, name = setting.partition(".")[0], setting.rpartition(".")[2]
-    path, sweep_path = (file_of_user(kind, options.get(kind, "")) for kind in (group, "sweep"))
-    if path and not any(key.startswith(f"{group}.") for key in parts_of(overrides)):
-        return f"{path}: "
-    if sweep_path is None or any(name in o for o in overrides):
+    group, last_part = setting.partition(".")[0], setting.rpartition(".")[2]
+    group_path, sweep_path = (file_of_user(g, options.get(g, "")) for g in (group, "sweep"))
+    if group_path and not any(key.startswith(f"{group}.") for key in parts_of(overrides)):
+        return f"{group_path}: "
+    if sweep_path is None or any(last_part in o for o in overrides):
         return ""
-    return f"{sweep_path}: " if re.search(rf"\b{re.escape(name)}\b", read_text(sweep_path)) else ""
+    return f"{sweep_path}: " if re.search(rf"\b{re.escape(last_part)}\b", read_text(sweep_path)) else ""
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -98,37 +104,33 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         kernel["env"], secrets = redact_env(kernel["env"])
         tree = tree | {"kernel": kernel}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
-    options_of_kernel = _kernel_options(kernel, hardware)
-    first_values = {option: values[0] for option, values in options_of_kernel.items()}
+    kernel_options = _kernel_options(kernel, hardware)
+    first_values = {option: values[0] for option, values in kernel_options.items()}
     settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
     kernel_values = {"name": names["kernel"]} | settings | first_values
     kernel_config = from_dict(KernelConfig, kernel_values, where="kernel")
-    workload = {
-        key: read_list(sweep[key], kind, f"sweep.{key}")[0] for key, kind in WORKLOAD.items() if key in sweep
-    }
+    workload_types = {key: key_type for key, key_type in WORKLOAD_TYPES.items() if key in sweep}
+    workload = {key: read_list(sweep[key], kind, f"sweep.{key}")[0] for key, kind in workload_types.items()}
     profile = profile_of(tree, hardware.device)
-    kind = kernel.get("kind", "embedded")
-    default_s = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
-    types = field_types(SweepConfig)
-    usual_launcher = {"preflight": kind != "command" or hardware.device == "cuda"}
+    kernel_kind = kernel.get("kind", "embedded")
+    is_embedded, types = kernel_kind == "embedded", field_types(SweepConfig)
+    default_seconds = {k: getattr(hardware, k) if is_embedded else 0.0 for k in ("warmup_s", "min_s")}
+    selection_keys = [key for key in SELECTION_KEYS if sweep.get(key) is not None]
+    launcher_defaults = {"preflight": kernel_kind != "command" or hardware.device == "cuda"}
     values = {
         **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
-        **{
-            k: value_from(types[k], sweep[k], f"sweep.{k}")
-            for k in SELECTION_KEYS
-            if sweep.get(k) is not None
-        },
+        **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in selection_keys},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
         "hardware": hardware,
         "kernel": kernel_config,
-        "measure": from_dict(Measure, _filled(tree["measure"], default_s), where="measure"),
-        "launcher": _launcher(_filled(tree["launcher"], usual_launcher), cluster),
+        "measure": from_dict(Measure, _with_defaults(tree["measure"], default_seconds), where="measure"),
+        "launcher": _launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
-        "axes": _axes({key: value for key, value in sweep.items() if key not in _NO_AXES}),
+        "axes": _axes({key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}),
         "workload": from_dict(Workload, workload, where="sweep"),
-        "options": read_options(sweep, options_of_kernel, kernel_config, hardware),
+        "options": read_options(sweep, kernel_options, kernel_config, hardware),
         "profile": profile,
         "resolved": tree | {"hardware": to_dict(hardware), "profile": to_dict(profile)},
         "secrets": secrets,
@@ -138,21 +140,21 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
 
 def _require_settings(tree: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key that no composed configuration has, or for a group that holds no settings."""
-    for key in sorted(tree.keys() - KEYS):
+    for key in sorted(tree.keys() - TREE_KEYS):
         raise ConfigError(unknown_override(key, tree[key]), setting=key)
-    for group in GROUPS[:-1]:
+    for group in CONFIG_GROUPS[:-1]:
         if not isinstance(settings := tree.get(group), dict):
             raise ConfigError(f"{group}: {settings!r} holds no settings; {in_defaults(group)}", setting=group)
         for key, value in settings.items():
-            if value is not None and (advice := moved(f"{group}.{key}")):
+            if value is not None and (advice := moved_advice(f"{group}.{key}")):
                 raise ConfigError(advice, setting=f"{group}.{key}")
-    kind = f"key of cluster={tree['names'].get('cluster')}"
-    require_known(kind, CLUSTER_KEYS, *sorted(tree["cluster"], key=str), setting="cluster")
+    what = f"key of cluster={tree['names'].get('cluster')}"
+    require_known(what, CLUSTER_KEYS, *sorted(tree["cluster"], key=str), setting="cluster")
 
 
-def _filled(values: dict[str, Any], by_hardware: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, with those of `by_hardware` for its keys that are null or absent."""
-    return values | {key: value for key, value in by_hardware.items() if values.get(key) is None}
+def _with_defaults(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, with those of `defaults` for its keys that are null or absent."""
+    return values | {key: value for key, value in defaults.items() if values.get(key) is None}
 
 
 def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, tuple[Any, ...]]:
@@ -160,20 +162,20 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
 
     compile=auto means true on GPUs.
     """
-    kinds = field_types(KernelConfig) | {"compile": _COMPILE}
-    meanings: dict[str, dict[Any, Any]] = {
+    type_by_option = field_types(KernelConfig) | {"compile": _CompileSetting}
+    meaning_by_option: dict[str, dict[Any, Any]] = {
         "precision": {None: hardware.precision}, "attention": {None: "auto"},
         "compile": {None: False, "auto": hardware.device == "cuda"},
     }  # fmt: skip
     options = {}
-    for name, meaning in meanings.items():
-        setting = f"kernel.{name}"
-        listed = dict.fromkeys(read_list(values.get(name), kinds[name] | None, setting))
-        if len(listed) > 1 and name != "precision" and values.get("kind", "embedded") != "embedded":
+    for option, meaning in meaning_by_option.items():
+        setting = f"kernel.{option}"
+        listed_values = dict.fromkeys(read_list(values.get(option), type_by_option[option] | None, setting))
+        if len(listed_values) > 1 and option != "precision" and values.get("kind", "embedded") != "embedded":
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
-            fact = f"kernel.{name} lists several values, which only ultrabench's own kernel supports"
-            raise ConfigError(fact, remedy, setting=setting)
-        options[name] = tuple(dict.fromkeys(meaning.get(value, value) for value in listed))
+            problem = f"kernel.{option} lists several values, which only ultrabench's own kernel supports"
+            raise ConfigError(problem, remedy, setting=setting)
+        options[option] = tuple(dict.fromkeys(meaning.get(value, value) for value in listed_values))
     return options
 
 
@@ -181,7 +183,7 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
     values_by_axis = {name: values_in(values) for name, values in sweep.items() if values is not None}
     require_known(
-        "field of sweep", ("nodes", *AXES[1:], "models", *_NO_AXES), *values_by_axis, setting="sweep"
+        "field of sweep", ("nodes", *AXES[1:], "models", *_NON_AXIS_KEYS), *values_by_axis, setting="sweep"
     )
     if "nodes" not in values_by_axis:
         raise ConfigError("sweep lacks nodes; give a list, such as sweep.nodes=[1,2]", setting="sweep")
@@ -189,14 +191,12 @@ def _axes(sweep: dict[str, Any]) -> Axes:
         advice = "write sweep.gas=null to derive gas from the batch"
         raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & values_by_axis.keys():
-        values_by_axis[name] = [
-            choice_text(value) if NEUTRAL[name] == "on" else str(value) for value in values_by_axis[name]
-        ]
+        to_text = choice_text if NEUTRAL[name] == "on" else str
+        values_by_axis[name] = [to_text(value) for value in values_by_axis[name]]
     types = {"nodes": Count, **TYPES_IN_SWEEP}
     axes = {name: read_list(values, types[name], f"sweep.{name}") for name, values in values_by_axis.items()}
-    usual_values: dict[str, Any] = {
-        name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING
-    }
+    neutral_values = ((name, (value,)) for name, value in NEUTRAL.items() if name not in FOLLOWING)
+    usual_values: dict[str, Any] = dict(neutral_values)
     usual_values |= {name: (in_sweep.default,) for name, in_sweep in SWEEP_VALUES.items()}
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
 
@@ -207,7 +207,8 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
     The options of sbatch of the launcher are added to those of the cluster.
     """
     settings = {key: None if value == "" else value for key, value in values.items()}
-    settings |= {k: str(settings[k]) for k in TEXTS if type(settings.get(k)) is int}  # an account may be 1234
+    # An account may be 1234.
+    settings |= {k: str(settings[k]) for k in SBATCH_TEXTS if type(settings.get(k)) is int}
     settings |= {k: [] for k in ("python", "setup", "environment", "srun") if settings.get(k, ()) is None}
     if isinstance(settings.get("python"), str):
         settings["python"] = [settings["python"]]
@@ -257,21 +258,23 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         ConfigError: a value cannot be used, or no file has rates of the GPU.
     """
     if "gpu" in values and "source" not in values:
-        rated = {path: row for path, row in usable("hardware").items() if {"gpu", "source"} <= row.keys()}
-        paths = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
+        files_of_hardware = usable("hardware").items()
+        rated_files = {path: rates for path, rates in files_of_hardware if {"gpu", "source"} <= rates.keys()}
+        paths = [path for path, rates in rated_files.items() if rates["gpu"] == values["gpu"]]
         if not paths:
-            unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
+            known_gpus = {rates["gpu"] for rates in rated_files.values()}
+            unknown_text = unknown_name("hardware.gpu", values["gpu"], known_gpus)
             advice = f"for a new GPU, add to its file: {', '.join(missing_fields(Hardware, values))}"
-            raise ConfigError(unknown, advice, setting="hardware.gpu")
+            raise ConfigError(unknown_text, advice, setting="hardware.gpu")
         if len(paths) > 1:
-            fact = f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}"
-            raise ConfigError(fact, "rename one of them")
-        values = rated[paths[0]] | {k: v for k, v in values.items() if v is not None}
+            problem = f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}"
+            raise ConfigError(problem, "rename one of them")
+        values = rated_files[paths[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
 
 
-def _load(group: str, name: str, read: Callable[[Mapping[str, Any]], T], advice: str = "") -> T:
-    """What `read` makes of the settings in the file of this name, with the name.
+def _load_named(group: str, name: str, make_record: Callable[[Mapping[str, Any]], T], advice: str = "") -> T:
+    """What `make_record` makes of the settings in the file of this name, with the name.
 
     Args:
         advice: what a user can do who has no such file.
@@ -279,13 +282,13 @@ def _load(group: str, name: str, read: Callable[[Mapping[str, Any]], T], advice:
     Raises:
         ConfigError: there is no such file, or it holds no settings, or one that cannot be used.
     """
-    path = files(FOLDERS[group]).get(name)
+    path = files(FOLDER_BY_NAME[group]).get(name)
     if path is None:
         raise ConfigError(unknown_option(group, name) + advice)
     if not isinstance(values := read_yaml(path), dict):
         raise ConfigError(f"{path} holds no settings; write them as in configs/{path.parent.name}/")
     try:
-        return read({"name": name, **values})
+        return make_record({"name": name, **values})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -297,7 +300,7 @@ def load_hardware(name: str) -> Hardware:
         ConfigError: there is no such hardware, or a value of its file cannot be used.
     """
     advice = "; for other hardware, write its rates to ./ultrabench/hardware/NAME.yaml"
-    return _load("hardware", name, read_hardware, advice)
+    return _load_named("hardware", name, read_hardware, advice)
 
 
 def load_model(name: str) -> ModelShape:
@@ -313,7 +316,7 @@ def load_model(name: str) -> ModelShape:
     if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
         return read_checkpoint_config(name)
     where = f"model {name}"
-    return _load("model", name, lambda values: shape_from(in_our_words(values, where), where))
+    return _load_named("model", name, lambda values: shape_from(with_field_names(values, where), where))
 
 
 def load_profile(name: str) -> Profile:
@@ -323,7 +326,7 @@ def load_profile(name: str) -> Profile:
         ConfigError: there is no such profile, or a constant is missing or cannot be used.
     """
     advice = "; `ultrabench predict calibrate` fits a profile to your runs"
-    return _load("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
+    return _load_named("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
 
 
 def load_framework(name: str) -> Framework:
@@ -332,4 +335,4 @@ def load_framework(name: str) -> Framework:
     Raises:
         ConfigError: there is no such framework, or a value of its file cannot be used.
     """
-    return _load("framework", name, framework_from)
+    return _load_named("framework", name, framework_from)

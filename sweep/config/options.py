@@ -34,10 +34,10 @@ EXAMPLES = {
     ENV: "{NCCL_ALGO: [null, Ring]}", FLAGS: "{overlap: {on: [--overlap], off: []}}", WORDS: "{etp: [1, 8]}",
 }  # fmt: skip
 """Group of options -> what a sweep may list there."""
-GROUPS = (*EXAMPLES,)
-SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *JOB_OPTIONS)
+OPTION_GROUPS = (*EXAMPLES,)
+SWEEP_KEYS = (*CELL_OPTIONS[:2], *OPTION_GROUPS, "rules", *JOB_OPTIONS)
 """Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
-NAME = r"[A-Za-z_]\w*"
+NAME_PATTERN = r"[A-Za-z_]\w*"
 NAME_RULE = "a name consists of letters, digits and '_' and does not start with a digit"
 """What NAME allows the names of options that a user chooses."""
 _RULE = re.compile(r"(?P<left>[\w* ]+?) +(?P<relation>divides|<=|>=|==) +(?P<right>[\w* ]+)")
@@ -46,10 +46,10 @@ _RELATIONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "<=": (operator.le, "is more than"), ">=": (operator.ge, "is less than"), "==": (operator.eq, "is not"),
 }  # fmt: skip
 """Relation of a rule -> whether it holds, and how the reason of a rejection says that it does not."""
-_Scalar = Annotated[
+_OptionValue = Annotated[
     str | int | float | bool | None, Meta(description="a text, a number, true, false or null")
 ]
-_Arguments = dict[str, dict[str, tuple[str, ...]]]
+_ArgumentsByFlag = dict[str, dict[str, tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +63,12 @@ class WordRule:
 
     def broken(self, values: Mapping[str, Any]) -> str | None:
         """Why the values of a run break the rule; None where they do not."""
-        sides = ((float(values.get(name, name)) for name in side) for side in (self.left, self.right))
-        left, right = map(math.prod, sides)
-        holds, negation = _RELATIONS[self.relation]
-        if holds(left, right):
+        factors = ((float(values.get(name, name)) for name in side) for side in (self.left, self.right))
+        left_product, right_product = map(math.prod, factors)
+        relation_holds, negation = _RELATIONS[self.relation]
+        if relation_holds(left_product, right_product):
             return None
-        return f"{'*'.join(self.left)}={left:g} {negation} {'*'.join(self.right)}={right:g}"
+        return f"{'*'.join(self.left)}={left_product:g} {negation} {'*'.join(self.right)}={right_product:g}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class Options:
     def arguments_of(self, variant: Variant) -> tuple[str, ...]:
         """The arguments that the flags of a variant add to the command."""
         flags = options_in_group(variant, FLAGS)
-        return tuple(part for name, value in flags.items() for part in self.arguments[name][str(value)])
+        return tuple(word for name, value in flags.items() for word in self.arguments[name][str(value)])
 
 
 def values_in(value: Any) -> list[Any]:
@@ -107,14 +107,14 @@ def values_in(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def read_list(values: Any, kind: Any, setting: str) -> tuple[Any, ...]:
+def read_list(values: Any, value_type: Any, setting: str) -> tuple[Any, ...]:
     """What `values_in` returns, each value turned into this type.
 
     Raises:
         ConfigError: the list is empty, or its type forbids a value.
     """
     if value_list := values_in(values):
-        return tuple(value_from(kind, value, setting) for value in value_list)
+        return tuple(value_from(value_type, value, setting) for value in value_list)
     raise ConfigError(f"{setting} is empty; list at least one value", setting=setting)
 
 
@@ -139,20 +139,22 @@ def read_options(
     }
     values |= {"precision": kernel_options["precision"]}
     values |= {name: kernel_options[name] for name in KERNEL_OPTIONS if len(kernel_options[name]) > 1}
-    for name, items in _mapping(sweep, ENV, kernel).items():
-        texts = _texts(items, f"{ENV}.{name}", text_of=_in_environment)
-        values[f"{ENV}.{name}"] = tuple(None if value is None else _in_environment(value) for value in texts)
-    arguments = read_flags(_mapping(sweep, FLAGS, kernel))
-    values |= {f"{FLAGS}.{name}": tuple(table) for name, table in arguments.items()}
-    rules = tuple(map(_rule, values_in(sweep.get("rules") or [])))
-    words = {name: _texts(items, f"{WORDS}.{name}") for name, items in _mapping(sweep, WORDS, kernel).items()}
+    for name, listed in _listed_by_name(sweep, ENV, kernel).items():
+        listed_values = _option_values(listed, f"{ENV}.{name}", to_text=_in_environment)
+        values[f"{ENV}.{name}"] = tuple(None if v is None else _in_environment(v) for v in listed_values)
+    arguments = read_flags(_listed_by_name(sweep, FLAGS, kernel))
+    values |= {f"{FLAGS}.{name}": tuple(arguments_by_value) for name, arguments_by_value in arguments.items()}
+    rules = tuple(map(_word_rule, values_in(sweep.get("rules") or [])))
+    listed_by_word = _listed_by_name(sweep, WORDS, kernel)
+    words = {name: _option_values(listed, f"{WORDS}.{name}") for name, listed in listed_by_word.items()}
     _require_used(words, arguments, kernel)
-    values |= {f"{WORDS}.{name}": items for name, items in words.items()}
-    values |= {name: _texts(sweep[name], name, Line) for name in JOB_OPTIONS if sweep.get(name) is not None}
-    numeric_words = [name for name, items in words.items() if all(isinstance(v, int | float) for v in items)]
+    values |= {f"{WORDS}.{name}": listed for name, listed in words.items()}
+    place_options = [name for name in JOB_OPTIONS if sweep.get(name) is not None]
+    values |= {name: _option_values(sweep[name], name, Line) for name in place_options}
+    number_words = [name for name, listed in words.items() if all(isinstance(v, int | float) for v in listed)]
     for rule in rules:
-        kind = f"numeric word in sweep.rules {rule.text!r}:"
-        require_known(kind, (*numeric_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
+        what = f"numeric word in sweep.rules {rule.text!r}:"
+        require_known(what, (*number_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
     if kernel.kind == "embedded":
         _require_different_attention(kernel_options, hardware)
     for precision in kernel_options["precision"]:
@@ -160,39 +162,39 @@ def read_options(
     return Options(values=values, arguments=arguments, rules=rules)
 
 
-def _texts(
-    values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = command_text
+def _option_values(
+    values: Any, name: str, value_type: Any = _OptionValue, to_text: Callable[[Value], str] = command_text
 ) -> tuple[Value, ...]:
-    """The values of an option that a program gets as texts, which `text_of` makes of them.
+    """The values of an option that a program gets as texts, which `to_text` makes of them.
 
     Raises:
         ConfigError: two of them are the same for the program.
     """
-    option_values: tuple[Value, ...] = read_list(values, kind, f"sweep.{name}")
-    received = (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in option_values)
+    option_values: tuple[Value, ...] = read_list(values, value_type, f"sweep.{name}")
+    received = (("null" if v is None else repr(v), v if v is None else to_text(v)) for v in option_values)
     _require_different(f"sweep.{name}", received)
     return option_values
 
 
 def _require_different(setting: str, received_by_value: Iterable[tuple[str, object]]) -> None:
     """Raises ConfigError if a program receives the same for two values, which would be one run twice."""
-    values: dict[object, str] = {}
+    value_by_received: dict[object, str] = {}
     for value, received in received_by_value:
-        if received in values:
-            fact = f"{setting}: {values[received]} and {value} are the same for the program"
+        if received in value_by_received:
+            fact = f"{setting}: {value_by_received[received]} and {value} are the same for the program"
             raise ConfigError(fact, "leave one out, or the same run would be measured twice", setting=setting)
-        values[received] = value
+        value_by_received[received] = value
 
 
 def _require_different_attention(kernel_options: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
     """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
     for precision in kernel_options["precision"]:
-        auto = hardware.auto_attention(precision in PRECISIONS_16_BIT) or "auto"
-        received = ((str(value), auto if value == "auto" else value) for value in kernel_options["attention"])
-        _require_different("kernel.attention", received)
+        auto_attention = hardware.auto_attention(precision in PRECISIONS_16_BIT) or "auto"
+        text_by_value = {str(v): auto_attention if v == "auto" else v for v in kernel_options["attention"]}
+        _require_different("kernel.attention", text_by_value.items())
 
 
-def _mapping(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) -> dict[str, Any]:
+def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) -> dict[str, Any]:
     """NAME -> values of a group of options whose names a user chooses.
 
     Raises:
@@ -200,12 +202,12 @@ def _mapping(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) -> dict
     """
     mapping = sweep.get(group) or {}
     if not isinstance(mapping, dict):
-        fact = f"sweep.{group}={mapping!r} is not a mapping"
-        raise ConfigError(fact, f"write one, such as {EXAMPLES[group]}", setting=f"sweep.{group}")
+        problem = f"sweep.{group}={mapping!r} is not a mapping"
+        raise ConfigError(problem, f"write one, such as {EXAMPLES[group]}", setting=f"sweep.{group}")
     is_variable, set_by_kernel = group == ENV, getattr(kernel, group, {})
     for name in map(str, mapping):
         setting = f"sweep.{group}.{name}"
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(NAME_PATTERN, name):
             raise ConfigError(f"{setting}; {NAME_RULE}", setting=f"sweep.{group}")
         is_foreign = not is_variable and kernel.kind != "command"
         refusals = [
@@ -226,38 +228,38 @@ def _in_environment(value: Value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def read_flags(flags: Mapping[str, Any]) -> _Arguments:
+def read_flags(flags: Mapping[str, Any]) -> _ArgumentsByFlag:
     """Flag -> each of its values -> its arguments, of `sweep.flags`.
 
     Raises:
         ConfigError: a flag has no values, or two with the same arguments.
     """
-    tables: _Arguments = {}
-    for name, table in flags.items():
+    arguments_by_flag: _ArgumentsByFlag = {}
+    for name, arguments_by_value in flags.items():
         setting = f"sweep.{FLAGS}.{name}"
-        if not isinstance(table, dict) or not table:
+        if not isinstance(arguments_by_value, dict) or not arguments_by_value:
             remedy = f"write {{VALUE: [ARGUMENT, ...]}}, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
-            raise ConfigError(
-                f"{setting}={table!r} does not map values to arguments", remedy, setting=setting
-            )
-        parts_by_value = {choice_text(value): parts for value, parts in table.items()}
-        tables[name] = value_from(dict[str, tuple[str, ...]], parts_by_value, setting)
-        _require_different(setting, tables[name].items())
-    return tables
+            problem = f"{setting}={arguments_by_value!r} does not map values to arguments"
+            raise ConfigError(problem, remedy, setting=setting)
+        arguments_by_text = {choice_text(value): arguments for value, arguments in arguments_by_value.items()}
+        arguments_by_flag[name] = value_from(dict[str, tuple[str, ...]], arguments_by_text, setting)
+        _require_different(setting, arguments_by_flag[name].items())
+    return arguments_by_flag
 
 
-def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: KernelConfig) -> None:
+def _require_used(words: Mapping[str, Any], arguments: _ArgumentsByFlag, kernel: KernelConfig) -> None:
     """Raises ConfigError for a word that the command uses nowhere."""
-    tables = (*kernel.flags.values(), *arguments.values())
-    parts = [*kernel.command, *(part for table in tables for added in table.values() for part in added)]
-    names_in_braces = [name for part in parts for name in re.findall(r"\{([^{}]*)\}", part)]
+    argument_tables = (*kernel.flags.values(), *arguments.values())
+    flag_arguments = (part for table in argument_tables for parts in table.values() for part in parts)
+    command_parts = [*kernel.command, *flag_arguments]
+    names_in_braces = [name for part in command_parts for name in re.findall(r"\{([^{}]*)\}", part)]
     for name in (name for name in words if name not in names_in_braces):
         known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
-        unknown = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
-        near = nearest_name(f"{{{name}}}", unknown, 0.55)
-        reason = f"the command has {near} instead" if near else f"the command does not contain {{{name}}}"
-        fact, setting = f"sweep.{WORDS}.{name} has no effect: {reason}", f"sweep.{WORDS}.{name}"
-        raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
+        unknown_words = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
+        like = nearest_name(f"{{{name}}}", unknown_words, 0.55)
+        reason = f"the command has {like} instead" if like else f"the command does not contain {{{name}}}"
+        problem, setting = f"sweep.{WORDS}.{name} has no effect: {reason}", f"sweep.{WORDS}.{name}"
+        raise ConfigError(problem, f"use {{{name}}} in kernel.command", setting=setting)
 
 
 def _words_of_runs() -> tuple[str, ...]:
@@ -267,13 +269,13 @@ def _words_of_runs() -> tuple[str, ...]:
 
 def _numeric_words_of_runs() -> tuple[str, ...]:
     """Those of them that are numbers in every run."""
-    shape = field_types(ModelShape).items()
-    sizes = [name for name, kind in shape if getattr(kind, "__origin__", kind) is int]
+    shape_fields = field_types(ModelShape).items()
+    sizes = [name for name, kind in shape_fields if getattr(kind, "__origin__", kind) is int]
     layout_axes = [name for name in AXES if name not in TEXT_AXES]
     return (*layout_axes, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
 
 
-def _rule(text: Any) -> WordRule:
+def _word_rule(text: Any) -> WordRule:
     match = _RULE.fullmatch(str(text).strip())
     if match is None:
         rule = "write NAME divides NAME, or use <=, >= or ==; a product is NAME*NAME"

@@ -32,8 +32,8 @@ from ultrabench.sweep.predict.profile import Profile
 from ultrabench.variant import CONTAINER_WORD
 
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
-WINDOW = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
-TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
+WINDOW_RULE = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
+SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
 _SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                                 "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
@@ -60,7 +60,7 @@ class LauncherConfig:
     control: bool
     """Whether every allocation begins with its cell's control layout. If so, only one allocation of each
     number of nodes is in flight until a run on that number of nodes has passed."""
-    window: Annotated[str, WINDOW] | None
+    window: Annotated[str, WINDOW_RULE] | None
     """Local time of day in which nodes may be used, such as 19:00-07:00; None means always."""
     track: Annotated[str, one_of("mlflow", "wandb")] | None = None
     """Tracker to which ended runs are logged while a launcher follows the sweep; None means none."""
@@ -110,9 +110,9 @@ class LauncherConfig:
                 raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets this option: {advice}")
 
 
-Attempts = Annotated[int, between(0, 100)]
+NumFurtherAttempts = Annotated[int, between(0, 100)]
 """Number of further attempts that the configuration may allow."""
-ATTEMPTS = (*sorted(FAILURES), "suspect")
+ATTEMPT_KEYS = (*sorted(FAILURES), "suspect")
 """Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is suspect."""
 
 
@@ -120,8 +120,8 @@ ATTEMPTS = (*sorted(FAILURES), "suspect")
 class RetryPolicy:
     """The settings of configs/retry/, whose files explain each of them."""
 
-    attempts: dict[str, Attempts]
-    causes: dict[str, Attempts]
+    attempts: dict[str, NumFurtherAttempts]
+    causes: dict[str, NumFurtherAttempts]
     backoff_s: Annotated[float, at_least(0.0)]
     backoff_max_s: Annotated[float, at_least(0.0)]
     max_excluded: Annotated[int, at_least(0)]
@@ -130,9 +130,9 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         require_allowed(self, "retry.")
-        require_known("status in retry.attempts", ATTEMPTS, *self.attempts)
+        require_known("status in retry.attempts", ATTEMPT_KEYS, *self.attempts)
         require_known("cause in retry.causes", CAUSES, *self.causes)
-        if missing := sorted({*ATTEMPTS} - self.attempts.keys()):
+        if missing := sorted({*ATTEMPT_KEYS} - self.attempts.keys()):
             raise ConfigError(f"retry.attempts lacks {', '.join(missing)}; give a number for each status")
 
     def kind(self, result: RunResult) -> str:
@@ -165,9 +165,9 @@ class Axes:
     """
 
 
-def scaled_gbs(gbs: int, nodes: int, smallest: int, scaling: str) -> Fraction:
-    """The global batch on `nodes` nodes, of a sweep whose `gbs` is that of its `smallest` number of nodes."""
-    return Fraction(gbs * nodes, smallest) if scaling == WEAK else Fraction(gbs)
+def scaled_gbs(gbs: int, nodes: int, min_nodes: int, scaling: str) -> Fraction:
+    """The global batch on `nodes` nodes, of a sweep whose `gbs` is that of its `min_nodes` number of nodes."""
+    return Fraction(gbs * nodes, min_nodes) if scaling == WEAK else Fraction(gbs)
 
 
 SWEEP_NAME = matching(
@@ -220,19 +220,19 @@ class SweepConfig:
     def __post_init__(self) -> None:
         require_allowed(self)
         if self.strategy == "adaptive" and self.kernel.kind == "probe":
-            fact = "sweep.strategy=adaptive with kernel=probe"
-            raise ConfigError(fact, "a probe trains nothing: leave it out", setting="sweep.strategy")
-        start_words = "".join((*self.launcher.python, *self.launcher.srun))
-        if "container" in self.options.values and CONTAINER_WORD not in start_words:
+            problem = "sweep.strategy=adaptive with kernel=probe"
+            raise ConfigError(problem, "a probe trains nothing: leave it out", setting="sweep.strategy")
+        start_command_text = "".join((*self.launcher.python, *self.launcher.srun))
+        if "container" in self.options.values and CONTAINER_WORD not in start_command_text:
             advice = "launcher.srun=['--container-image={container}'] (pyxis) or, for example, "
             advice += "launcher.python=[apptainer,exec,'{container}',python]"
-            fact = f"sweep.container has no effect: no command contains {CONTAINER_WORD}; set {advice}"
-            raise ConfigError(fact, setting="sweep.container")
+            problem = f"sweep.container has no effect: no command contains {CONTAINER_WORD}; set {advice}"
+            raise ConfigError(problem, setting="sweep.container")
         for nodes, gbs in product(sorted({*self.axes.nodes}), self.options.values.get("gbs", ())):
             if (scaled := self.gbs_on(nodes, gbs)).denominator > 1:
-                smallest = counted(min(self.axes.nodes), "node")
-                fact = f"sweep.scaling=weak with gbs={gbs} on {smallest} gives gbs={float(scaled):g} on {nodes} nodes"
-                raise ConfigError(f"{fact}; use a multiple of {scaled.denominator}", setting="sweep.gbs")
+                smallest_text = counted(min(self.axes.nodes), "node")
+                problem = f"sweep.scaling=weak with gbs={gbs} on {smallest_text} gives gbs={float(scaled):g} on {nodes} nodes"
+                raise ConfigError(f"{problem}; use a multiple of {scaled.denominator}", setting="sweep.gbs")
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
             raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
@@ -243,13 +243,13 @@ class SweepConfig:
             advice = "only ultrabench's own kernel saves its state; your own program can report the event checkpoint"
             raise ConfigError(f"measure.checkpoint=true with kernel={self.kernel.name}; {advice}")
         if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
-            fact = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
+            problem = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own kernel measures by seconds; set measure.warmup_steps and measure.max_steps"
-            raise ConfigError(f"{fact} with kernel={self.kernel.name}; {advice}")
-        for model, other in combinations(self.models, 2):
-            if replace(model, name=other.name) == other:
-                raise ConfigError(f"models {model.name} and {other.name} are the same model; name it once")
-            if model.name == other.name:
+            raise ConfigError(f"{problem} with kernel={self.kernel.name}; {advice}")
+        for model, second in combinations(self.models, 2):
+            if replace(model, name=second.name) == second:
+                raise ConfigError(f"models {model.name} and {second.name} are the same model; name it once")
+            if model.name == second.name:
                 raise ConfigError(f"sweep.models: two models are called {model.name}; rename one of them")
 
     def gbs_on(self, nodes: int, gbs: int) -> Fraction:

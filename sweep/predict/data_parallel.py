@@ -12,104 +12,109 @@ BACKWARD_SHARE = 2 / 3
 
 
 class ParamGroup(NamedTuple):
-    """Parameters of a rank that the same ranks share; those of experts are apart from the rest."""
+    """Parameters of a rank whose gradients the same ranks sum: those of its experts, or all others."""
 
-    params: float
-    ranks: int
+    num_params: float
+    """Number of these parameters that the rank holds."""
+    num_ranks: int
     """Number of ranks that sum their gradients."""
-    shards: int
+    num_shards: int
     """Number of these among which a ZeRO stage shards."""
     stride: int
-    """Distance of neighbours among them."""
+    """Difference of the numbers of neighbouring ranks among them."""
 
 
-def param_groups(layout: Layout, params: float, expert_params: float) -> tuple[ParamGroup, ...]:
-    """The groups of a rank's parameters; `expert_params` are those of the experts that it holds."""
-    groups = (ParamGroup(params, layout.dp * layout.cp, layout.zero_shards, layout.tp),)
-    if not expert_params:
+def param_groups(layout: Layout, num_params: float, num_expert_params: float) -> tuple[ParamGroup, ...]:
+    """The groups of a rank's parameters; `num_expert_params` are those of the experts that it holds."""
+    groups = (ParamGroup(num_params, layout.dp * layout.cp, layout.zero_shards, layout.tp),)
+    if not num_expert_params:
         return groups
-    ranks = layout.expert_shards * layout.expert_copies
-    return *groups, ParamGroup(expert_params, ranks, layout.expert_shards, layout.ep)
+    num_ranks = layout.expert_shards * layout.expert_copies
+    return *groups, ParamGroup(num_expert_params, num_ranks, layout.expert_shards, layout.ep)
 
 
-def data_parallel(
-    layout: Layout, groups: tuple[ParamGroup, ...], word_bytes: int, links: Network, c: TimeConstants
+def dp_time_and_overlap(
+    layout: Layout, groups: tuple[ParamGroup, ...], element_bytes: int, links: Network, c: TimeConstants
 ) -> tuple[float, float, float]:
-    """Seconds of the collectives of data parallelism in a step, and what hides them.
+    """Seconds of the collectives of data parallelism in a step, the passes that may hide them, and the hidden share.
 
-    The second value is the number of passes, forward and backward of a micro-batch, beside which they are made; the
-    third one the share of a pass that hides them.
+    A pass is forward and backward of a micro-batch. The second value is the number of passes during which the
+    collectives run, the third one the share of a pass behind which they can hide.
+
+    Below ZeRO-1 one all-reduce sums the gradients. Above, a reduce-scatter gives each shard its part of the sum,
+    an all-reduce adds the parts of the replicas, and all-gathers collect the parameters, several times in ZeRO-3.
 
     Args:
         groups: what `param_groups` returns.
-
-    Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
-    summed over the replicas, and the parameters are gathered, more than once in ZeRO-3.
+        element_bytes: bytes of one parameter while it is gathered.
     """
-    gas, stage = layout.gas, layout.zero_stage
-    times = [_group_s(layout, group, word_bytes, links, c) for group in groups if group.ranks > 1]
-    if not times:
+    gas, zero_stage = layout.gas, layout.zero_stage
+    group_times_s = [_group_s(layout, g, element_bytes, links, c) for g in groups if g.num_ranks > 1]
+    if not group_times_s:
         return 0.0, 1.0, 0.0
-    total_s, gathers_s = map(sum, zip(*times, strict=True))
-    if stage == 0:
-        passes, overlap = BACKWARD_SHARE, 0.0 if links.slow else c.dp_overlap
+    total_s, gathers_s = map(sum, zip(*group_times_s, strict=True))
+    if zero_stage == 0:
+        num_passes, hidden_share = BACKWARD_SHARE, 0.0 if links.slow else c.dp_overlap
     else:
-        reduces, _ = reduces_and_gathers(layout)
-        passes, overlap = float(gas if stage == 3 or reduces > 1 else 1), c.zero_overlap
+        num_reduces, _ = num_reduces_and_gathers(layout)
+        num_passes, hidden_share = float(gas if zero_stage == 3 or num_reduces > 1 else 1), c.zero_overlap
     if layout.dp_overlap == "off":  # only gathers of parameters are left to hide; an estimate
-        overlap *= gathers_s / total_s
-    return total_s, passes, overlap
+        hidden_share *= gathers_s / total_s
+    return total_s, num_passes, hidden_share
 
 
 def _group_s(
-    layout: Layout, group: ParamGroup, word_bytes: int, links: Network, c: TimeConstants
+    layout: Layout, group: ParamGroup, element_bytes: int, links: Network, c: TimeConstants
 ) -> tuple[float, float]:
     """Seconds of all collectives of a group of parameters in a step, and of the gathers among them."""
-    params, ranks, shards, group_stride = group
-    gradients = c.gradient_bytes * params
+    num_params, num_ranks, num_shards, group_stride = group
+    grad_bytes = c.gradient_bytes * num_params
 
-    def summed(size: float, ranks: int, stride: int = group_stride) -> float:
-        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+    def sum_s(num_bytes: float, num_ranks: int, stride: int = group_stride) -> float:
+        return _transfer_s(num_bytes, num_ranks, stride, links, (c.dp_probe, links.allreduce_bytes_per_s), c)
 
     if layout.zero_stage == 0:
-        total_s = 2 * summed(gradients, ranks)
-        if c.dp_bucket_bytes and ranks * group_stride > links.gpus_per_node:
-            hops = c.dp_bucket_hops * ranks / math.sqrt(_share(group_stride, links))
-            total_s += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
+        total_s = 2 * sum_s(grad_bytes, num_ranks)
+        if c.dp_bucket_bytes and num_ranks * group_stride > links.gpus_per_node:
+            bucket_hops = c.dp_bucket_hops * num_ranks / math.sqrt(_node_share(group_stride, links))
+            total_s += grad_bytes / c.dp_bucket_bytes * bucket_hops * links.allreduce_hop_s
         return total_s, 0.0
-    reduces, gathers = reduces_and_gathers(layout)
-    probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
-    gather_s = _crossing_s(word_bytes * params, shards, group_stride, links, probe, busbw, c)
-    total_s = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather_s
-    if shards < ranks:
-        total_s += 2 * summed(gradients / shards, ranks // shards, group_stride * shards)
-    return total_s, gathers * gather_s
+    num_reduces, num_gathers = num_reduces_and_gathers(layout)
+    probe = c.dp_gather_probe, links.allgather_bytes_per_s
+    gather_s = _transfer_s(element_bytes * num_params, num_shards, group_stride, links, probe, c)
+    total_s = num_reduces * c.zero_crossings * sum_s(grad_bytes, num_shards) + num_gathers * gather_s
+    if num_shards < num_ranks:
+        total_s += 2 * sum_s(grad_bytes / num_shards, num_ranks // num_shards, group_stride * num_shards)
+    return total_s, num_gathers * gather_s
 
 
-def reduces_and_gathers(layout: Layout) -> tuple[int, int]:
+def num_reduces_and_gathers(layout: Layout) -> tuple[int, int]:
     """How often a step reduces gradients and gathers parameters with a ZeRO stage."""
-    stage, gas = layout.zero_stage, layout.gas
+    zero_stage, gas = layout.zero_stage, layout.gas
     if layout.pp > 1:  # a backward keeps its parameters for the next forward
-        return 1, 1 + gas if stage == 3 else 1
-    return gas if stage >= 2 else 1, 2 * gas if stage == 3 else 1
+        return 1, 1 + gas if zero_stage == 3 else 1
+    return gas if zero_stage >= 2 else 1, 2 * gas if zero_stage == 3 else 1
 
 
-def _crossing_s(
-    size: float, ranks: int, stride: int, links: Network, probe: float, busbw: float, c: TimeConstants
+def _transfer_s(
+    num_bytes: float, num_ranks: int, stride: int, links: Network, probe: tuple[float, ...], c: TimeConstants
 ) -> float:
-    """Seconds in which `size` bytes cross the links once, in a ring of `ranks` ranks that are `stride` apart.
+    """Seconds in which `num_bytes` bytes travel once round a ring of `num_ranks` ranks that are `stride` apart.
 
-    A ring in a node has the links of its GPUs. One between nodes has the share of the node's links that its
-    ranks on the node are of all, and adds `probe` of the time that the probe's rate `busbw` gives.
+    Inside a node, the ring has the links of its GPUs. Between nodes, rings share the links of each node by the number
+    of their ranks on it, and a ring takes longer by a share of the seconds that the bytes would take in the probe;
+    `probe` is that share and the bus bandwidth that the probe measured, in bytes per second.
     """
-    moved_bytes = (ranks - 1) / ranks * size
-    if ranks * stride <= links.gpus_per_node:
+    moved_bytes = (num_ranks - 1) / num_ranks * num_bytes
+    if num_ranks * stride <= links.gpus_per_node:
         return moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
-    share = _share(stride, links)
+    node_share = _node_share(stride, links)
     node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
-    return moved_bytes / (node_bytes_per_s * share) + probe * moved_bytes / (busbw * math.sqrt(share))
+    probe_share, probe_bytes_per_s = probe
+    added_s = probe_share * moved_bytes / (probe_bytes_per_s * math.sqrt(node_share))
+    return moved_bytes / (node_bytes_per_s * node_share) + added_s
 
 
-def _share(stride: int, links: Network) -> float:
+def _node_share(stride: int, links: Network) -> float:
     """The part of a node's GPUs that are in one group whose ranks are `stride` apart; others have groups of their own."""
     return max(1, links.gpus_per_node // stride) / links.gpus_per_node

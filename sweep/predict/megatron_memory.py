@@ -21,7 +21,7 @@ class MegatronMemory:
     logits: NonNegative
     """Bytes for each logit: the product, its copy in fp32, softmax and gradient."""
     fragmentation: NonNegative
-    """The part of the activations that the allocator holds beyond them."""
+    """What the allocator holds beyond the activations, as a share of them."""
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run."""
     limit: MemoryLimit
@@ -33,7 +33,7 @@ class MegatronMemory:
 def megatron_layer_bytes(
     shape: ModelShape, layout: Layout, seq_len: int, *, is_sparse: bool = False
 ) -> tuple[float, float]:
-    """Bytes that a layer keeps of one micro-batch: without and with its recomputation.
+    """Bytes that a layer keeps for backward of one micro-batch: if it recomputes nothing, and as the layout says.
 
     With sequence parallelism, flash attention and SwiGLU each of T/tp tokens keeps in bf16 the inputs of both norms
     and their outputs (4 h), q, k, v and the output of attention (2 q + 2 kv), gate, up and their product (3 f).
@@ -41,13 +41,14 @@ def megatron_layer_bytes(
     attention compute core attention again, of which flash attention keeps nothing. full keeps the input, h.
     """
     tokens = layout.mbs * seq_len / layout.cp / layout.tp
-    h, width = shape.hidden_size, shape.moe_intermediate_size
-    ffn = 3 * shape.intermediate_size
+    h, expert_width = shape.hidden_size, shape.moe_intermediate_size
+    ffn_numbers = 3 * shape.intermediate_size
     if is_sparse:  # the rows of the chosen experts, and what experts and shared experts keep of them
-        ffn = shape.num_experts_per_tok * (h + 3 * width) + 3 * shape.n_shared_experts * width
-    numbers = 4 * h + 2 * shape.q_width + 2 * shape.kv_width + ffn
-    recomputed = (numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
-    return 2 * tokens * numbers, 2 * tokens * (numbers - recomputed)
+        ffn_numbers = shape.num_experts_per_tok * (h + 3 * expert_width)
+        ffn_numbers += 3 * shape.n_shared_experts * expert_width
+    kept_numbers = 4 * h + 2 * shape.q_width + 2 * shape.kv_width + ffn_numbers
+    dropped_numbers = (kept_numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
+    return 2 * tokens * kept_numbers, 2 * tokens * (kept_numbers - dropped_numbers)
 
 
 def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]:
@@ -58,20 +59,22 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     micro-batches in flight there are the logits or, under recomputation, all activations of one layer.
     """
     shape, layout = spec.shape, spec.layout
-    dense = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
-    sparse = megatron_layer_bytes(shape, layout, spec.workload.seq_len, is_sparse=True)
-    logits = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
-    memory = list[StageMemory]()
-    for rank, stage in enumerate(split_stages(shape, layout.pp)):
-        experts = stage.num_expert_params(shape) / layout.ep
-        rest = (stage.num_params(shape) - stage.num_expert_params(shape)) / layout.tp
+    dense_bytes = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
+    sparse_bytes = megatron_layer_bytes(shape, layout, spec.workload.seq_len, is_sparse=True)
+    logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
+    stage_memories = list[StageMemory]()
+    for pp_rank, stage in enumerate(split_stages(shape, layout.pp)):
+        expert_params = stage.num_expert_params(shape) / layout.ep
+        other_params = (stage.num_params(shape) - stage.num_expert_params(shape)) / layout.tp
         num_sparse = shape.num_sparse_layers(stage.first_layer, stage.num_layers)
-        kept = dense[1] * (stage.num_layers - num_sparse) + sparse[1] * num_sparse
-        activations, head = in_flight(layout, rank) * kept, logits if stage.has_head else 0.0
-        whole, of_layer = sparse if num_sparse else dense
-        buffers = whole if of_layer < whole else 0.0
-        reserve = c.base_bytes + c.fragmentation * activations
-        n, optimizer = rest + experts, 12 * rest / layout.zero_shards + 12 * experts / layout.expert_shards
-        state = 2 * n, 4 * n, optimizer
-        memory.append(StageMemory(rank, FORWARD, *state, activations, head, buffers, reserve))
-    return tuple(memory)
+        kept_bytes = dense_bytes[1] * (stage.num_layers - num_sparse) + sparse_bytes[1] * num_sparse
+        activation_bytes = in_flight(layout, pp_rank) * kept_bytes
+        head_bytes = logit_bytes * stage.has_head
+        layer_bytes, kept_layer_bytes = sparse_bytes if num_sparse else dense_bytes
+        buffer_bytes = layer_bytes if kept_layer_bytes < layer_bytes else 0.0
+        reserve_bytes = c.base_bytes + c.fragmentation * activation_bytes
+        optimizer_bytes = 12 * other_params / layout.zero_shards + 12 * expert_params / layout.expert_shards
+        n = other_params + expert_params
+        part_bytes = 2 * n, 4 * n, optimizer_bytes, activation_bytes, head_bytes, buffer_bytes, reserve_bytes
+        stage_memories.append(StageMemory(pp_rank, FORWARD, *part_bytes))
+    return tuple(stage_memories)

@@ -12,7 +12,7 @@ from ultrabench.sweep.predict.stage_memory import EVERY, StageMemory
 from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, ultrabench_memory
 
 MemoryConstants = UltrabenchMemory | NanotronMemory | MegatronMemory
-FORMS: dict[str, type[MemoryConstants]] = {
+CONSTANTS_BY_FRAMEWORK: dict[str, type[MemoryConstants]] = {
     "ultrabench": UltrabenchMemory, "nanotron": NanotronMemory, "megatron": MegatronMemory,
 }  # fmt: skip
 """Framework -> the constants of its form of memory."""
@@ -24,14 +24,14 @@ def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstan
     Raises:
         ConfigError: a constant is unknown, is missing, or is no number.
     """
-    return from_dict(FORMS[framework], values, where="memory")
+    return from_dict(CONSTANTS_BY_FRAMEWORK[framework], values, where="memory")
 
 
 def predict_memory(spec: RunSpec, constants: MemoryConstants, ranks: str = EVERY) -> tuple[StageMemory, ...]:
     """The memory of each rank of the pipeline axis, in its order; `StageMemory.phase` says what makes its peak.
 
     Args:
-        which: EVERY, LARGEST or ENDS; a form may give more ranks than it is asked for.
+        ranks: EVERY, LARGEST or ENDS; a form may give more ranks than it is asked for.
     """
     if isinstance(constants, UltrabenchMemory):
         return ultrabench_memory(spec, constants, ranks)
@@ -44,7 +44,7 @@ def p_oom(
     stages: Sequence[StageMemory],
     mem_bytes: float,
     constants: MemoryConstants,
-    rank: StageMemory | None = None,
+    only_stage: StageMemory | None = None,
 ) -> float:
     """The probability that a run with this memory does not fit into devices of `mem_bytes`.
 
@@ -52,11 +52,11 @@ def p_oom(
     and the limit and sigma of the constants. What the allocator holds besides does not count.
 
     Args:
-        rank: one of the stages, if only its own probability is meant.
+        only_stage: one of the stages, if only its own probability is meant.
     """
-    largest_bytes = max(stage.allocated_bytes for stage in ([rank] if rank else stages))
-    over = math.log(largest_bytes / (limit_share(stages, constants) * mem_bytes))
-    return 0.5 * math.erfc(-over / (constants.limit.sigma * math.sqrt(2)))
+    most_bytes = max(stage.allocated_bytes for stage in ([only_stage] if only_stage else stages))
+    log_excess = math.log(most_bytes / (limit_share(stages, constants) * mem_bytes))
+    return 0.5 * math.erfc(-log_excess / (constants.limit.sigma * math.sqrt(2)))
 
 
 def limit_share(stages: Sequence[StageMemory], constants: MemoryConstants) -> float:

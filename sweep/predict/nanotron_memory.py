@@ -21,7 +21,7 @@ from ultrabench.sweep.predict.stage_memory import (
 
 VERSIONS = ("latest", "run-ahead", "before-fix", "old")
 """The versions of nanotron and its environment, latest first, that the Ultra-Scale Playbook was measured with."""
-AHEAD_LAYERS = 28
+MAX_AHEAD_FORWARDS = 28
 """Largest number of forwards of a layer by which the host is ahead of the device; a backward counts as two of them."""
 
 
@@ -30,7 +30,7 @@ class NanotronMemory:
     """The constants of nanotron's memory; bytes are for each number, token or parameter that the name says."""
 
     layer_hidden: NonNegative
-    """Bytes for each token and hidden channel that a layer keeps: norms, q, k, v, residual and eager copies."""
+    """Bytes for each token and hidden channel that a layer keeps for backward: norms, q, k, v, residual, eager copies."""
     layer_ffn: NonNegative
     """Bytes for each token and feed-forward channel that a layer keeps."""
     work_hidden: NonNegative
@@ -46,7 +46,7 @@ class NanotronMemory:
     gathered: NonNegative
     """Bytes for each hidden channel, layer and gathered token that runs of some versions do not free in time."""
     run_ahead: NonNegative
-    """The part of the activations by which allocations of tp run ahead of the device in the version run-ahead."""
+    """Memory that tp allocates before the device needs it in the version run-ahead, as a share of the activations."""
     backward_slack: NonNegative
     """The part of all temporary bytes that the allocator cannot use again in backward."""
     optimizer_slack: NonNegative
@@ -96,17 +96,17 @@ class _MicroBatch(NamedTuple):
     """Gathered tokens that a layer keeps in some versions."""
 
 
-def _micro_batch(spec: RunSpec, c: NanotronMemory) -> _MicroBatch:
+def _micro_batch_bytes(spec: RunSpec, c: NanotronMemory) -> _MicroBatch:
     shape, layout = spec.shape, spec.layout
     h, f, tp = shape.hidden_size, shape.intermediate_size, layout.tp
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
-    rank_tokens, gathers = tokens / tp, tp > 1
+    rank_tokens, is_gathering = tokens / tp, tp > 1
     layer = rank_tokens * (c.layer_hidden * h + c.layer_ffn * f + 4 * shape.num_attention_heads)
-    work = rank_tokens * (c.work_hidden * h + c.work_ffn * f) + gathers * c.work_gathered * h * tokens
+    work = rank_tokens * (c.work_hidden * h + c.work_ffn * f) + is_gathering * c.work_gathered * h * tokens
     if full_every := layout.full_every:  # a layer that is computed again keeps its input
-        recomputed = layer - 2 * h * rank_tokens
-        layer, work = layer - recomputed / full_every, work + recomputed
-    logits, gathered = c.logits * rank_tokens * shape.vocab_size, gathers * c.gathered * h * tokens
+        dropped = layer - 2 * h * rank_tokens
+        layer, work = layer - dropped / full_every, work + dropped
+    logits, gathered = c.logits * rank_tokens * shape.vocab_size, is_gathering * c.gathered * h * tokens
     return _MicroBatch(layer, work, c.work_embedding * h * tokens, logits, gathered)
 
 
@@ -118,48 +118,44 @@ def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]
     In the optimizer ZeRO-1 makes 4 n to gather parameters. Static bytes are 18 n, 20 n with the bf16 buckets of DDP
     (ZeRO-0 with dp > 1), or 6 n + 12 n / dp with ZeRO-1, which nanotron has in place of higher stages.
     """
-    batch = _micro_batch(spec, c)
+    batch_bytes = _micro_batch_bytes(spec, c)
     stages = split_stages(spec.shape, spec.layout.pp, ties_advance=c.ties_advance)
-    return tuple(_rank_memory(spec, c, batch, stage) for stage in stages)
+    return tuple(_rank_memory(spec, c, batch_bytes, stage) for stage in stages)
 
 
-def _rank_memory(spec: RunSpec, c: NanotronMemory, batch: _MicroBatch, stage: Stage) -> StageMemory:
-    layout, rank = spec.layout, stage.index
-    n, shards = stage.num_params(spec.shape) / layout.tp, layout.zero_shards
-    num_in_flight = in_flight(layout, rank)
-    kept_once = batch.layer * stage.num_layers
-    kept, gathered = num_in_flight * kept_once, 0.0
+def _rank_memory(spec: RunSpec, c: NanotronMemory, batch_bytes: _MicroBatch, stage: Stage) -> StageMemory:
+    """The memory of the rank of one stage; all values but numbers of something are bytes."""
+    layout, pp_rank = spec.layout, stage.index
+    n, num_shards = stage.num_params(spec.shape) / layout.tp, layout.zero_shards
+    num_in_flight = in_flight(layout, pp_rank)
+    batch_kept = batch_bytes.layer * stage.num_layers
+    activations, gathered_tokens = num_in_flight * batch_kept, 0.0
     if c.version == "old" and layout.pp == 1:
-        forwards = min(AHEAD_LAYERS, stage.num_layers)
-        gathered = batch.gathered * (forwards if layout.gas == 1 else (forwards + AHEAD_LAYERS) / 2)
+        num_forwards: float = min(MAX_AHEAD_FORWARDS, stage.num_layers)
+        num_forwards = num_forwards if layout.gas == 1 else (num_forwards + MAX_AHEAD_FORWARDS) / 2
+        gathered_tokens = batch_bytes.gathered * num_forwards
     elif c.version == "run-ahead" and layout.pp > 1:
-        gathered = batch.gathered * min(AHEAD_LAYERS, stage.num_layers * max(0.0, num_in_flight - 2))
-        gathered += c.run_ahead * kept_once * (layout.tp > 1)
-    work = batch.work + (batch.embedding if stage.has_embedding else 0.0)
-    logits = batch.logits if stage.has_head and batch.logits > work else 0.0
-    gradients, late_gradients = (6 * n, 0.0) if shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
-    parameters = 4 * n if shards > 1 else 0.0
-    # The bytes of each phase beyond the static ones, and those that the allocator holds besides.
-    forward, backward = kept + (logits or work), late_gradients + kept - kept_once + work
-    temporary = forward + gathered
-    backward_unfreed = gathered * (layout.pp > 1) + c.backward_slack * temporary
-    optimizer_phase = parameters + c.optimizer_slack * temporary
-    reserved = c.base_bytes + max(forward + gathered, backward + backward_unfreed, optimizer_phase)
-    weights, optimizer = 2 * n, 12 * n / shards
-    if forward >= backward and forward >= parameters:
+        num_forwards = min(MAX_AHEAD_FORWARDS, stage.num_layers * max(0.0, num_in_flight - 2))
+        gathered_tokens = batch_bytes.gathered * num_forwards + c.run_ahead * batch_kept * (layout.tp > 1)
+    work = batch_bytes.work + (batch_bytes.embedding if stage.has_embedding else 0.0)
+    logits = batch_bytes.logits if stage.has_head and batch_bytes.logits > work else 0.0
+    grads, late_grads = (6 * n, 0.0) if num_shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
+    gathered_params = 4 * n if num_shards > 1 else 0.0
+    # What each phase holds beyond the static bytes, and what the allocator holds besides.
+    forward_end = activations + (logits or work)
+    backward = late_grads + activations - batch_kept + work
+    temporary = forward_end + gathered_tokens
+    backward_unfreed = gathered_tokens * (layout.pp > 1) + c.backward_slack * temporary
+    optimizer_phase = gathered_params + c.optimizer_slack * temporary
+    reserved = c.base_bytes + max(forward_end + gathered_tokens, backward + backward_unfreed, optimizer_phase)
+    weights, optimizer = 2 * n, 12 * n / num_shards
+    if forward_end >= backward and forward_end >= gathered_params:
         buffers = 0.0 if logits else work
-        parts = FORWARD, weights, gradients, optimizer, kept, logits, buffers, reserved - forward
-    elif backward >= parameters:
-        parts = (
-            BACKWARD,
-            weights,
-            gradients + late_gradients,
-            optimizer,
-            kept - kept_once,
-            0.0,
-            work,
-            reserved - backward,
-        )
-    else:
-        parts = OPTIMIZER, weights, gradients, optimizer, 0.0, 0.0, parameters, reserved - parameters
-    return StageMemory(rank, *parts)
+        parts = weights, grads, optimizer, activations, logits, buffers, reserved - forward_end
+        return StageMemory(pp_rank, FORWARD, *parts)
+    if backward >= gathered_params:
+        left_activations = activations - batch_kept
+        parts = weights, grads + late_grads, optimizer, left_activations, 0.0, work, reserved - backward
+        return StageMemory(pp_rank, BACKWARD, *parts)
+    parts = weights, grads, optimizer, 0.0, 0.0, gathered_params, reserved - gathered_params
+    return StageMemory(pp_rank, OPTIMIZER, *parts)

@@ -17,13 +17,13 @@ SHEET_ALLGATHER = 0.6
 SHEET_ALLTOALL = 0.75
 """Share of the rate in a data sheet that a large all-to-all reaches; an estimate, not measured."""
 
-LINKS = (
+LINK_RATE_COLUMNS = (
     "allreduce_busbw_bytes_per_s",
     "allgather_busbw_bytes_per_s",
     "alltoall_busbw_bytes_per_s",
     "alltoall_intra_node_busbw_bytes_per_s",
 )
-"""Columns of the rates that `network` takes from a measurement, in the order of its parameters."""
+"""Columns of the bus bandwidths that `network` takes from a measurement, in the order of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +53,19 @@ class Network:
     @property
     def allreduce_hop_s(self) -> float:
         """Seconds that an all-reduce needs for each of its N ranks beside the transfer of its bytes."""
-        ranks = self.nodes * self.gpus_per_node
-        inside = SHEET_ALLREDUCE * self.link_bytes_per_s
-        return max(0.0, 2 * PROBE_BYTES * (1 / self.allreduce_bytes_per_s - 1 / inside) / ranks)
+        num_ranks = self.nodes * self.gpus_per_node
+        node_bytes_per_s = SHEET_ALLREDUCE * self.link_bytes_per_s
+        return max(0.0, 2 * PROBE_BYTES * (1 / self.allreduce_bytes_per_s - 1 / node_bytes_per_s) / num_ranks)
 
-    def alltoall_s(self, size: float, ranks: int) -> float:
-        """Seconds in which each of `ranks` consecutive ranks sends size / ranks bytes to each of the others.
+    def alltoall_s(self, sent_bytes: float, num_ranks: int) -> float:
+        """Seconds in which each of `num_ranks` consecutive ranks sends `sent_bytes` / `num_ranks` bytes to each of the others.
 
         What stays in a node travels while the rest leaves it, so that the slower of both counts.
         """
-        inside = math.gcd(ranks, self.gpus_per_node)
+        num_in_node = math.gcd(num_ranks, self.gpus_per_node)
         return max(
-            (inside - 1) / ranks * size / self.expert_link_bytes_per_s,
-            (ranks - inside) / ranks * size / self.expert_node_link_bytes_per_s,
+            (num_in_node - 1) / num_ranks * sent_bytes / self.expert_link_bytes_per_s,
+            (num_ranks - num_in_node) / num_ranks * sent_bytes / self.expert_node_link_bytes_per_s,
         )
 
     @property
@@ -98,28 +98,25 @@ def network(
         alltoall_bytes_per_s: the same of an all-to-all.
         alltoall_intra_node_bytes_per_s: bus bandwidth of an all-to-all of the ranks of a node.
     """
-    link = min(hardware.link_bytes_per_s, hardware.node_link_bytes_per_s * hardware.gpus_per_node)
-    sheet = hardware.link_bytes_per_s if nodes == 1 else link
-    hop_s = 0.0
+    gpus_per_node, num_ranks, hop_s = hardware.gpus_per_node, nodes * hardware.gpus_per_node, 0.0
+    node_bytes_per_s = hardware.node_link_bytes_per_s * gpus_per_node if nodes > 1 else math.inf
+    sheet_bytes_per_s = min(hardware.link_bytes_per_s, node_bytes_per_s)
     if allgather_bytes_per_s:
-        inside = SHEET_ALLGATHER * hardware.link_bytes_per_s
-        part = PROBE_BYTES / (nodes * hardware.gpus_per_node)
-        hop_s = max(0.0, part / allgather_bytes_per_s - part / inside)
-    ranks, reduced = (
-        nodes * hardware.gpus_per_node,
-        (allreduce_bytes_per_s or math.inf) / (SHEET_ALLREDUCE * sheet),
-    )
-    leaving = SHEET_ALLTOALL * hardware.node_link_bytes_per_s * min(1.0, reduced)
+        inside_bytes_per_s = SHEET_ALLGATHER * hardware.link_bytes_per_s
+        shard_bytes = PROBE_BYTES / num_ranks
+        hop_s = max(0.0, shard_bytes / allgather_bytes_per_s - shard_bytes / inside_bytes_per_s)
+    allreduce_share = (allreduce_bytes_per_s or math.inf) / (SHEET_ALLREDUCE * sheet_bytes_per_s)
+    leaving_bytes_per_s = SHEET_ALLTOALL * hardware.node_link_bytes_per_s * min(1.0, allreduce_share)
     if alltoall_bytes_per_s and nodes > 1:
-        leaving = alltoall_bytes_per_s * (ranks - hardware.gpus_per_node) / (ranks - 1)
+        leaving_bytes_per_s = alltoall_bytes_per_s * (num_ranks - gpus_per_node) / (num_ranks - 1)
     return Network(
         nodes=nodes,
         gpus_per_node=hardware.gpus_per_node,
         link_bytes_per_s=hardware.link_bytes_per_s,
         node_link_bytes_per_s=hardware.node_link_bytes_per_s,
-        allreduce_bytes_per_s=allreduce_bytes_per_s or SHEET_ALLREDUCE * sheet,
-        allgather_bytes_per_s=allgather_bytes_per_s or SHEET_ALLGATHER * sheet,
+        allreduce_bytes_per_s=allreduce_bytes_per_s or SHEET_ALLREDUCE * sheet_bytes_per_s,
+        allgather_bytes_per_s=allgather_bytes_per_s or SHEET_ALLGATHER * sheet_bytes_per_s,
         expert_link_bytes_per_s=alltoall_intra_node_bytes_per_s or SHEET_ALLTOALL * hardware.link_bytes_per_s,
-        expert_node_link_bytes_per_s=leaving,
+        expert_node_link_bytes_per_s=leaving_bytes_per_s,
         hop_s=hop_s,
     )

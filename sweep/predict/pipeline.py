@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from ultrabench.layout import Layout
 
-COST = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
-"""Kind of a pass -> its time; the forward of a micro-batch through all stages of a rank takes 1.
+PASS_TIME = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
+"""Kind of a pass -> its time, which has no unit; the forward of a micro-batch through all stages of a rank takes 1.
 
 A matrix product in forward has two in backward: one for the gradient of its input and one for that of its weight.
 """
 
-WAY = {"forward": -1, "backward": 1, "input": 1, "weight": 0}
-"""Kind of a pass -> the stage whose pass it waits for, less its own."""
+_SOURCE_OFFSET = {"forward": -1, "backward": 1, "input": 1, "weight": 0}
+"""Kind of a pass -> number of the stage whose pass it waits for, less that of its own stage; 0: it waits for none."""
 
 
 class Pass(NamedTuple):
@@ -33,7 +33,7 @@ class Pass(NamedTuple):
 
 
 class TimedPass(NamedTuple):
-    """A pass with its stage and its time, in the unit of COST."""
+    """A pass with its stage, its start and its end, in the unit of PASS_TIME."""
 
     rank: int
     stage: int
@@ -44,7 +44,7 @@ class TimedPass(NamedTuple):
     end: float
 
 
-def order(layout: Layout) -> list[list[Pass]]:
+def passes_by_rank(layout: Layout) -> list[list[Pass]]:
     """The passes of each rank of the pp axis in the order in which it runs them.
 
     The layout must keep the rules of `ultrabench.sweep.refusals.schedule_refusals`.
@@ -54,47 +54,48 @@ def order(layout: Layout) -> list[list[Pass]]:
 
 def passes_of(layout: Layout, rank: int) -> list[Pass]:
     """The passes of one rank of the pp axis in their order."""
-    kinds_of = _zbv if layout.pp_schedule == "zbv" else _in_turn
-    return [*_numbered(kinds_of(layout, rank), layout.gas)]
+    kinds_and_chunks_of = _zbv_passes if layout.pp_schedule == "zbv" else _alternating_passes
+    return [*_numbered(kinds_and_chunks_of(layout, rank), layout.gas)]
 
 
 def _numbered(kinds_and_chunks: Iterator[tuple[str, int]], gas: int) -> Iterator[Pass]:
     """The passes of the first `gas` micro-batches; a stage has them in their order, for each kind of pass."""
-    counts = Counter[tuple[str, int]]()
+    num_begun = Counter[tuple[str, int]]()
     for kind, chunk in kinds_and_chunks:
-        micro_batch = counts[kind, chunk]
-        counts[kind, chunk] += 1
+        micro_batch = num_begun[kind, chunk]
+        num_begun[kind, chunk] += 1
         if micro_batch < gas:
             yield Pass(kind, micro_batch, chunk)
 
 
-def _in_turn(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
+def _alternating_passes(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     """Kind and chunk of each pass under afab, 1f1b and interleaved: forwards, then one forward and one backward in turn.
 
     The number of forwards before is gas under AFAB, pp-1-rank under 1F1B (arXiv 2006.09503), and with v stages on
     each rank 2*(pp-1-rank) + (v-1)*group (arXiv 2104.04473), where stages take turns after each group of micro-batches.
     """
-    v, gas, hops = layout.virtual_stages, layout.gas, layout.pp - 1 - rank
-    group = gas // max(1, gas // layout.pp)
-    warm_up_forwards = min(gas * v, (2 * hops + (v - 1) * group) if v > 1 else hops)
+    v, gas, later_ranks = layout.virtual_stages, layout.gas, layout.pp - 1 - rank
+    group_size = gas // max(1, gas // layout.pp)
+    warm_up_forwards = min(gas * v, (2 * later_ranks + (v - 1) * group_size) if v > 1 else later_ranks)
     if layout.pp_schedule == "afab":
         warm_up_forwards = gas
-    chunks = [n // group % v for n in range(gas * v)]
-    yield from (("forward", chunk) for chunk in chunks[:warm_up_forwards])
-    for n, chunk in enumerate(chunks):
+    forward_chunks = [n // group_size % v for n in range(gas * v)]
+    yield from (("forward", chunk) for chunk in forward_chunks[:warm_up_forwards])
+    for n, chunk in enumerate(forward_chunks):
         if warm_up_forwards + n < gas * v:
-            yield "forward", chunks[warm_up_forwards + n]
+            yield "forward", forward_chunks[warm_up_forwards + n]
         yield "backward", v - 1 - chunk
 
 
-def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
+def _zbv_passes(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     """Kind and chunk of each pass under ZB-V (arXiv 2401.10241, section 6), for at least 2*pp-1 micro-batches."""
     f0, f1, i0, i1, w0, w1 = product(("forward", "input", "weight"), (0, 1))
-    hops, max_turns = layout.pp - rank, max(2 * layout.pp - 1, layout.gas)
-    fill = max_turns - layout.pp - hops + 1  # turns before the last forward of the first stage
-    warm_up = [f0] * (2 * hops - 1) + [f1, f0] * rank + [f1, i1, w1] * hops
-    turns = [f0, i0, w0, f1, i1, w1] * fill + [i0, w0, f1, i1, w1] * (max_turns - layout.pp - fill)
-    return iter(warm_up + turns + [i0, i1] * rank + [i0, w0] * hops + [w1] * rank + [w0] * rank)
+    ranks_left, num_turns = layout.pp - rank, max(2 * layout.pp - 1, layout.gas)
+    fill_turns = num_turns - layout.pp - ranks_left + 1  # turns before the last forward of the first stage
+    warm_up = [f0] * (2 * ranks_left - 1) + [f1, f0] * rank + [f1, i1, w1] * ranks_left
+    drain_turns = num_turns - layout.pp - fill_turns
+    turn_passes = [f0, i0, w0, f1, i1, w1] * fill_turns + [i0, w0, f1, i1, w1] * drain_turns
+    return iter(warm_up + turn_passes + [i0, i1] * rank + [i0, w0] * ranks_left + [w1] * rank + [w0] * rank)
 
 
 class Work(NamedTuple):
@@ -135,7 +136,8 @@ def loads(
         widens: whether sums of gradients have more bytes than the gradients of a weight half.
     """
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    in_flight, halfway, backwards, summed, unsummed, gathered = ([0] * virtual_stages for _ in range(6))
+    # For each stage of the rank, what `Load` describes, and how many of its backwards are over.
+    in_flight, num_halfway, num_done, is_summed, unsummed, gathered = ([0] * virtual_stages for _ in range(6))
     loads_by_work = defaultdict[Work, dict[Load, None]](dict)
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
@@ -143,74 +145,76 @@ def loads(
         if not (is_first_stage and kind == "input"):
             work_kind = "backward" if is_first_stage and kind == "weight" else kind
             is_last = work_kind == "backward" and micro_batch == gas - 1
-            unreduced = [n != chunk and done < gas for n, done in enumerate(backwards)]
+            unreduced = [index != chunk and n < gas for index, n in enumerate(num_done)]
             other_loads = (
-                map(mul, unreduced, summed),
+                map(mul, unreduced, is_summed),
                 map(mul, unreduced, unsummed),
-                (n != chunk and done == gas for n, done in enumerate(backwards)),
+                (index != chunk and n == gas for index, n in enumerate(num_done)),
                 unreduced,
                 map(mul, unreduced, gathered),
             )
             after_backward = is_zero3 and gathered[chunk] > 0
-            work = Work(work_kind, chunk, bool(summed[chunk]), unsummed[chunk], is_last, after_backward)
-            loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*other_loads)))] = None
+            work = Work(work_kind, chunk, bool(is_summed[chunk]), unsummed[chunk], is_last, after_backward)
+            loads_by_work[work][(*in_flight, *num_halfway, *map(int, chain(*other_loads)))] = None
         in_flight[chunk] -= kind in ("backward", "weight")
-        halfway[chunk] += (kind == "input") - (kind == "weight")
-        backwards[chunk] += kind in ("backward", "weight")
+        num_halfway[chunk] += (kind == "input") - (kind == "weight")
+        num_done[chunk] += kind in ("backward", "weight")
         gathered[chunk] = int(kind != "forward")
         if kind == "input":
-            summed[chunk], unsummed[chunk] = int(summed[chunk] or unsummed[chunk] != 0), 0
+            is_summed[chunk], unsummed[chunk] = int(is_summed[chunk] or unsummed[chunk] != 0), 0
         elif kind == "weight" and widens and not is_first_stage:
             # The last stage, on rank 0, sums all gradients but those of the head at the end of a weight half.
-            unsummed[chunk] = 1 if rank or summed[chunk] else -1
-            summed[chunk] = int(summed[chunk] or rank == 0)
+            unsummed[chunk] = 1 if rank or is_summed[chunk] else -1
+            is_summed[chunk] = int(is_summed[chunk] or rank == 0)
         elif kind != "forward":
-            summed[chunk] = 1
-    heaviest = list[tuple[Work, tuple[Load, ...]]]()
-    for work, of_work in loads_by_work.items():
+            is_summed[chunk] = 1
+    heaviest_loads = list[tuple[Work, tuple[Load, ...]]]()
+    for work, work_loads in loads_by_work.items():
         # A later backward needs no less than the first one does with the same load.
         is_first = work.kind == "backward" and not work.has_sums
         later_loads = loads_by_work.get(work._replace(has_sums=True), ()) if is_first else ()
-        if loads_left := tuple(load for load in of_work if not _is_exceeded(load, of_work, later_loads)):
-            heaviest.append((work, loads_left))
-    return tuple(heaviest)
+        largest_loads = tuple(load for load in work_loads if not _is_exceeded(load, work_loads, later_loads))
+        if largest_loads:
+            heaviest_loads.append((work, largest_loads))
+    return tuple(heaviest_loads)
 
 
 def _is_exceeded(load: Load, work_loads: Iterable[Load], later_loads: Iterable[Load]) -> bool:
-    other_loads = chain((larger for larger in work_loads if larger != load), later_loads)
-    return any(all(map(le, load, larger)) for larger in other_loads)
+    other_loads = chain((other_load for other_load in work_loads if other_load != load), later_loads)
+    return any(all(map(le, load, other_load)) for other_load in other_loads)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:
     """Every pass of one step, at the earliest time that its order and its inputs allow; messages take no time.
 
     A forward waits for that of the stage before, and a backward for that of the stage after. The layout must keep
-    the rules that `order` needs.
+    the rules that `passes_by_rank` needs.
     """
-    queues = [deque(passes) for passes in order(layout)]
-    free_at, ready_ranks, timed_passes = [0.0] * layout.pp, [*range(layout.pp)], list[TimedPass]()
-    ends, waiting_rank = dict[tuple[int, int, int], float](), dict[tuple[int, int, int], int]()
+    queues = [deque(passes) for passes in passes_by_rank(layout)]
+    free_times, ready_ranks, timed_passes = [0.0] * layout.pp, [*range(layout.pp)], list[TimedPass]()
+    end_by_pass, waiting_by_pass = (dict[tuple[int, int, int], float](), dict[tuple[int, int, int], int]())
     while ready_ranks:
         rank = ready_ranks.pop()
-        queue, stages = queues[rank], layout.stages_of(rank)
-        while queue:
-            kind, micro_batch, chunk = queue[0]
-            way, stage = WAY[kind], stages[chunk]
-            source = (way, stage + way, micro_batch)
-            if way and 0 <= source[1] < layout.num_stages and source not in ends:
-                waiting_rank[source] = rank
+        pass_queue, stages = queues[rank], layout.stages_of(rank)
+        while pass_queue:
+            kind, micro_batch, chunk = pass_queue[0]
+            offset, stage = _SOURCE_OFFSET[kind], stages[chunk]
+            source = (offset, stage + offset, micro_batch)
+            if offset and 0 <= source[1] < layout.num_stages and source not in end_by_pass:
+                waiting_by_pass[source] = rank
                 break
-            start = max(free_at[rank], ends.get(source, 0.0))
-            free_at[rank] = ends[way, stage, micro_batch] = start + COST[kind] / layout.virtual_stages
-            timed_passes.append(TimedPass(rank, stage, kind, micro_batch, chunk, start, free_at[rank]))
-            queue.popleft()
-            if (way, stage, micro_batch) in waiting_rank:
-                ready_ranks.append(waiting_rank.pop((way, stage, micro_batch)))
+            start = max(free_times[rank], end_by_pass.get(source, 0.0))
+            end = start + PASS_TIME[kind] / layout.virtual_stages
+            free_times[rank] = end_by_pass[offset, stage, micro_batch] = end
+            timed_passes.append(TimedPass(rank, stage, kind, micro_batch, chunk, start, end))
+            pass_queue.popleft()
+            if (offset, stage, micro_batch) in waiting_by_pass:
+                ready_ranks.append(waiting_by_pass.pop((offset, stage, micro_batch)))
     assert not any(queues), f"the passes of {layout.label()} wait for one another"
-    return sorted(timed_passes, key=lambda timed: (timed.rank, timed.start))
+    return sorted(timed_passes, key=lambda timed_pass: (timed_pass.rank, timed_pass.start))
 
 
-def waiting(layout: Layout) -> float:
+def idle_micro_batches(layout: Layout) -> float:
     """The time for which a rank waits in a step, in micro-batches, where all stages take the same time; `timeline` has it.
 
     It is pp-1 under AFAB and 1F1B; (pp-1)/v with v interleaved stages (arXiv 2104.04473, section 2.2), and more with
@@ -221,10 +225,10 @@ def waiting(layout: Layout) -> float:
     if layout.pp_schedule == "interleaved":
         return (pp - 1 + (v - 1) * max(0, pp - gas)) / v
     if layout.pp_schedule == "zbv":
-        return max((pp - 1) / 2, 2 * (pp - 1) - (gas - 1)) / (COST["forward"] + COST["backward"])
+        return max((pp - 1) / 2, 2 * (pp - 1) - (gas - 1)) / (PASS_TIME["forward"] + PASS_TIME["backward"])
     return pp - 1.0
 
 
 def bubble_share(layout: Layout) -> float:
     """The part of a step for which the ranks wait, as a fraction, where all stages take the same time."""
-    return waiting(layout) / (layout.gas + waiting(layout))
+    return idle_micro_batches(layout) / (layout.gas + idle_micro_batches(layout))

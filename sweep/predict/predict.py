@@ -27,7 +27,7 @@ LIKELY_OOM = 0.5
 """P(OOM) above which a run is predicted not to fit into memory."""
 ADVISED_P_OOM = 0.1
 """P(OOM) above which no layout is advised, unless --advise-p-oom gives another; max_p_oom says what is run."""
-NOTABLE = 0.1
+NOTABLE_SHARE = 0.1
 """Share of a step above which what is no computing is called the limit of a layout."""
 
 
@@ -53,13 +53,11 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
-def too_large(prediction: Prediction, chance: float) -> str:
-    """Why a layout is not run whose P(OOM) is `chance`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
-    needed_gib, limit_gib = (
-        prediction.peak_mem_bytes / GIB,
-        prediction.peak_mem_bytes / prediction.memory_share / GIB,
-    )
-    return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {100 * chance:.0f} %"
+def too_large_text(prediction: Prediction, p_oom: float) -> str:
+    """Why a layout is not run whose P(OOM) is `p_oom`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
+    needed_gib = prediction.peak_mem_bytes / GIB
+    limit_gib = prediction.peak_mem_bytes / prediction.memory_share / GIB
+    return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {100 * p_oom:.0f} %"
 
 
 class Occupancy(NamedTuple):
@@ -89,36 +87,38 @@ class Predictor:
     def predict(self, spec: RunSpec) -> Prediction:
         """The prediction of a run."""
         if spec.kernel.kind == "probe":
-            return self._of_probe(spec)
+            return self._predict_probe(spec)
         stages = predict_memory(spec, self.memory, LARGEST)
-        return self.of_parts(spec, stages, self.step_time(spec, stages))
+        return self.predict_from(spec, stages, self.step_time(spec, stages))
 
-    def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
+    def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
-        hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
-        time_s, (peak_bytes, memory_share, oom_chance) = times.total, self.occupancy(stages)
-        log_low, log_high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
+        hardware, start_time_s = self.hardware, start_s(self.hardware, spec.nodes)
+        time_s, (peak_bytes, memory_share, oom_chance) = step_time.total, self.occupancy(stages)
+        log_low_ratio, log_high_ratio = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
         is_nearly_full = reserved_share(stages, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
         if self.measure.checkpoint:
             work_s += self.measure.checkpoint_s(spec.shape.num_params, spec.nodes)
         return Prediction(
             step_time_s=time_s,
-            step_time_low_s=time_s * math.exp(log_low),
-            step_time_high_s=time_s * math.exp(log_high),
+            step_time_low_s=time_s * math.exp(log_low_ratio),
+            step_time_high_s=time_s * math.exp(log_high_ratio),
             peak_mem_bytes=round(peak_bytes),
             memory_share=memory_share,
             p_oom=oom_chance,
-            limited_by="memory" if is_nearly_full or oom_chance > LIKELY_OOM else _limit(times, time_s),
-            duration_s=begin_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
+            limited_by="memory"
+            if is_nearly_full or oom_chance > LIKELY_OOM
+            else _limited_by(step_time, time_s),
+            duration_s=start_time_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
 
     def occupancy(self, stages: Sequence[StageMemory]) -> Occupancy:
         """How full the rank is that needs most memory."""
-        mem_bytes, peak = self.hardware.mem_bytes, max(stage.peak_bytes for stage in stages)
+        gpu_bytes, peak = self.hardware.mem_bytes, max(stage.peak_bytes for stage in stages)
         # The limit of a process counts from what it held before its tensors.
         base_bytes = self.memory.base_bytes if self.hardware.device == "cpu" else 0.0
-        return Occupancy(peak, peak / (mem_bytes + base_bytes), p_oom(stages, mem_bytes, self.memory))
+        return Occupancy(peak, peak / (gpu_bytes + base_bytes), p_oom(stages, gpu_bytes, self.memory))
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
@@ -130,73 +130,72 @@ class Predictor:
 
     def step_time(self, spec: RunSpec, stages: Sequence[StageMemory]) -> StepTime:
         """The time of one step by part, of a run with this memory of its pipeline ranks; without any, no allocator waits."""
-        share = reserved_share(stages, self.hardware)
-        return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, share)
+        memory_share = reserved_share(stages, self.hardware)
+        return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, memory_share)
 
     def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
         ratios = communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
-        return ratios.of_axes
+        return ratios.by_axis
 
-    def _of_probe(self, spec: RunSpec) -> Prediction:
+    def _predict_probe(self, spec: RunSpec) -> Prediction:
         """The prediction of a run that measures devices and links."""
         hardware, settings = self.hardware, long_probe(self.hardware.device, 0, 1)
-        peak, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
-        share, begin_s = peak / hardware.mem_bytes, start_s(hardware, spec.nodes) + 2 * settings.device_s
+        peak_bytes, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
+        probe_memory_share = peak_bytes / hardware.mem_bytes
+        start_time_s = start_s(hardware, spec.nodes) + 2 * settings.device_s
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s,
             step_time_high_s=time_s,
-            peak_mem_bytes=round(peak),
-            memory_share=share,
-            p_oom=float(share > 1),
+            peak_mem_bytes=round(peak_bytes),
+            memory_share=probe_memory_share,
+            p_oom=float(probe_memory_share > 1),
             limited_by="communication",
-            duration_s=begin_s + self.measure.priced_s(time_s) * (share <= 1),
+            duration_s=start_time_s + self.measure.priced_s(time_s) * (probe_memory_share <= 1),
         )
 
 
 def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
-    peak_bytes = (
-        max((stage.peak_bytes for stage in stages), default=0.0) if hardware.device == "cuda" else 0.0
-    )
-    return peak_bytes / hardware.mem_bytes
+    peak_bytes = max((stage.peak_bytes for stage in stages), default=0.0)
+    return peak_bytes / hardware.mem_bytes if hardware.device == "cuda" else 0.0
 
 
 def with_links(
     prediction: Prediction, spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, profile: Profile
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
-    times = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
-    log_low, log_high = profile.interval_of(spec, hardware.gpu_at_limit, links)
+    step_time = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
+    log_low_ratio, log_high_ratio = profile.interval_of(spec, hardware.gpu_at_limit, links)
     return replace(
         prediction,
-        step_time_s=times.total,
-        step_time_low_s=times.total * math.exp(log_low),
-        step_time_high_s=times.total * math.exp(log_high),
-        limited_by="memory" if prediction.limited_by == "memory" else _limit(times, times.total),
+        step_time_s=step_time.total,
+        step_time_low_s=step_time.total * math.exp(log_low_ratio),
+        step_time_high_s=step_time.total * math.exp(log_high_ratio),
+        limited_by="memory" if prediction.limited_by == "memory" else _limited_by(step_time, step_time.total),
     )
 
 
-def _limit(times: StepTime, total_s: float) -> str:
+def _limited_by(step_time: StepTime, step_time_s: float) -> str:
     """What costs a layout that fits most."""
     lost_s, reason = max(
-        (times.launch, "launch"),
-        (times.bubble, "bubble"),
-        (times.tp + times.cp + times.ep + times.dp + times.pp, "communication"),
+        (step_time.launch, "launch"),
+        (step_time.bubble, "bubble"),
+        (step_time.tp + step_time.cp + step_time.ep + step_time.dp + step_time.pp, "communication"),
     )
-    return reason if lost_s > NOTABLE * total_s else "compute"
+    return reason if lost_s > NOTABLE_SHARE * step_time_s else "compute"
 
 
-_COMPUTED = ("gemm", "attention")
+_TRAINING_PARTS = ("gemm", "attention")
 """Parts of a step that train the model; a step loses time to the others."""
 
 
-def largest_loss(times: StepTime) -> tuple[str, float]:
+def largest_loss(step_time: StepTime) -> tuple[str, float]:
     """The part of a step to which it loses most time beside products and attention, and its share of the step."""
-    lost_s = {name: seconds for name, seconds in times._asdict().items() if name not in _COMPUTED}
-    name = max(lost_s, key=lambda part: lost_s[part])
-    return name, lost_s[name] / times.total
+    lost_s = {part: seconds for part, seconds in step_time._asdict().items() if part not in _TRAINING_PARTS}
+    largest = max(lost_s, key=lambda part: lost_s[part])
+    return largest, lost_s[largest] / step_time.total
 
 
 def start_s(hardware: Hardware, nodes: int) -> float:
@@ -216,8 +215,8 @@ def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings
     if spec.nodes > 1:
         scopes.append((gpus_per_node * spec.nodes, min(link_bytes_per_s, hardware.node_link_bytes_per_s)))
     return sum(
-        settings.calls * size * crossing_share(name, num_ranks) / (bytes_per_s * LINK_EFFICIENCY)
+        settings.calls * size_bytes * crossing_share(operation, num_ranks) / (bytes_per_s * LINK_EFFICIENCY)
         for num_ranks, bytes_per_s in scopes
-        for name in OPERATIONS
-        for size in settings.sizes_bytes
+        for operation in OPERATIONS
+        for size_bytes in settings.sizes_bytes
     )

@@ -18,8 +18,8 @@ REGIMES = ("fast", "fast_pipeline", "slow", "slow_pipeline", "slow_many_nodes")
 """Kinds of runs whose step times scatter differently: by the links between nodes, and with a pipeline or without."""
 MANY_NODES = 32
 """Number of nodes from which runs on slow links are a regime of their own."""
-STEP_WIDTH = 0.09
-"""What a step beyond the runs of a fit adds to an end of the interval, as a logarithm and the root of a sum of squares.
+LOG_WIDTH_PER_STEP = 0.09
+"""What a step beyond the runs of a fit adds to each end of the interval of log(measured / predicted), by root of squares.
 
 With 0.09 the interval of a fit to the playbook's runs on one node holds 78 to 86 % of the others at each distance up to 8."""
 GPU_STEPS = 6
@@ -65,10 +65,10 @@ class Profile:
             advice = "give interval: {all: [LOW, HIGH]}, two quantiles of log(measured / predicted)"
             raise ConfigError(f"profile {self.name}: interval lacks the key all; {advice}")
         require_known(f"regime of profile {self.name}", ("all", *REGIMES), *self.interval)
-        for name, (low, high) in self.interval.items():
+        for regime_name, (low, high) in self.interval.items():
             if not low <= 0 <= high:
                 rule = "must contain 0, because the interval contains the prediction"
-                raise ConfigError(f"profile {self.name}: interval.{name}=[{low}, {high}]; {rule}")
+                raise ConfigError(f"profile {self.name}: interval.{regime_name}=[{low}, {high}]; {rule}")
 
     def quantiles(self, regime: str) -> Quantiles:
         """The quantiles of a regime."""
@@ -77,60 +77,57 @@ class Profile:
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
         """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
         low, high = self.quantiles(regime(spec, links))
-        steps = sum(steps_beyond(*compared) for compared in self._compared(spec, gpu))
-        width = STEP_WIDTH * math.sqrt(steps)
-        return Quantiles(-math.hypot(low, width), math.hypot(high, width)) if steps else Quantiles(low, high)
+        num_steps = sum(steps_beyond(*feature) for feature in self._compared(spec, gpu))
+        log_width = LOG_WIDTH_PER_STEP * math.sqrt(num_steps)
+        return (
+            Quantiles(-math.hypot(low, log_width), math.hypot(high, log_width))
+            if num_steps
+            else Quantiles(low, high)
+        )
 
     def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, int | str]:
         """The features of a run that no run of the fit had -> their values."""
         return {
-            name: value
-            for name, value, fitted_values in self._compared(spec, gpu)
-            if steps_beyond(name, value, fitted_values)
+            feature: value
+            for feature, value, fitted_values in self._compared(spec, gpu)
+            if steps_beyond(feature, value, fitted_values)
         }
 
-    def fitted_to(self, name: str) -> str:
+    def fitted_to(self, feature: str) -> str:
         """The values of a feature that the runs of the fit had, such as `0 to 1` or `H100-SXM`."""
-        return _fitted_text(self.measured[name])
+        return _fitted_text(self.measured[feature])
 
     def _compared(self, spec: RunSpec, gpu: str) -> Iterator[tuple[str, int | str, tuple[Any, ...]]]:
         """Name and value of each feature of a run whose values in the fit are known, with these values."""
-        for name, value in features(spec, gpu).items():
-            if name in self.measured:
-                yield name, value, self.measured[name]
+        for feature, value in features(spec, gpu).items():
+            if feature in self.measured:
+                yield feature, value, self.measured[feature]
 
 
 @lru_cache(maxsize=4096)
 def _fitted_text(fitted_values: tuple[Any, ...]) -> str:
     """The values, or the smallest and the largest number, that the runs of a fit had, in words."""
-    joint = ", " if any(isinstance(fitted, str) for fitted in fitted_values) else " to "
-    return joint.join(dict.fromkeys(map(str, fitted_values)))
+    separator = ", " if any(isinstance(fitted, str) for fitted in fitted_values) else " to "
+    return separator.join(dict.fromkeys(map(str, fitted_values)))
 
 
 @lru_cache(maxsize=4096)
-def steps_beyond(name: str, value: int | str, fitted_values: tuple[Any, ...]) -> float:
+def steps_beyond(feature: str, value: int | str, fitted_values: tuple[Any, ...]) -> float:
     """How far a value is from those that the runs of a fit had: the doublings of a number, the difference of ZeRO
     stages, GPU_STEPS for another GPU, and 1 for another word; 0 between the smallest and the largest."""
-    if (
-        isinstance(value, str)
-        or any(isinstance(fitted, str) for fitted in fitted_values)
-        or not fitted_values
-    ):
-        return 0.0 if value in fitted_values else GPU_STEPS if name == "gpu" else 1.0
-    nearest = min(max(value, min(fitted_values)), max(fitted_values))
-    if name == "zero_stage":
-        return float(abs(value - nearest))
-    return abs(math.log2(value / nearest))
+    if not fitted_values or any(isinstance(compared, str) for compared in (value, *fitted_values)):
+        return 0.0 if value in fitted_values else GPU_STEPS if feature == "gpu" else 1.0
+    nearest_fitted = min(max(value, min(fitted_values)), max(fitted_values))
+    if feature == "zero_stage":
+        return float(abs(value - nearest_fitted))
+    return abs(math.log2(value / nearest_fitted))
 
 
 def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:
     """The values by which a run is like or unlike those that a profile was fitted to; `gpu` names the accelerator."""
     values: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
-    return (
-        values
-        | {"precision": spec.kernel.precision}
-        | {name: getattr(spec.layout, name) for name in INDEPENDENT}
-    )
+    values["precision"] = spec.kernel.precision
+    return values | {axis: getattr(spec.layout, axis) for axis in INDEPENDENT}
 
 
 def regime(spec: RunSpec, links: Network) -> str:

@@ -18,21 +18,21 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.block_time import Blocks, Rates, Work, block_times, ring_parts_s, tp_hops_s
+from ultrabench.sweep.predict.block_time import BlockTimes, LayerWork, Rates, block_times, ring_s, tp_hops_s
 from ultrabench.sweep.predict.data_parallel import (
     ParamGroup,
-    data_parallel,
+    dp_time_and_overlap,
+    num_reduces_and_gathers,
     param_groups,
-    reduces_and_gathers,
 )
 from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.pipeline import waiting
+from ultrabench.sweep.predict.pipeline import idle_micro_batches
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
-FILLING = 0.002
+FILLING_SHARE = 0.002
 """Excess over that share at which 1 - 1/e of the largest loss is expected; in the runs it comes within 0.003."""
 
 
@@ -91,7 +91,7 @@ class CommunicationRatios(NamedTuple):
     """Its all-to-alls over matrix products."""
 
     @property
-    def of_axes(self) -> dict[str, float]:
+    def by_axis(self) -> dict[str, float]:
         """Axis -> its ratio, of the axes that communicate."""
         return {axis: ratio for axis, ratio in self._asdict().items() if ratio}
 
@@ -99,26 +99,27 @@ class CommunicationRatios(NamedTuple):
 class _PipelineRank(NamedTuple):
     """What one rank of the axis pp computes; ranks that compute the same are one, with their `num_ranks`."""
 
-    stages: int
-    layers: int
+    num_stages: int
+    num_dense: int
     """Number of dense layers."""
-    again: int
+    num_dense_again: int
     """Number of these of which backward computes something again."""
-    heads: int
-    sparse: int
+    num_heads: int
+    """Number of output layers with a loss: 1 on the rank of the last stage, 0 on others."""
+    num_sparse: int
     """Number of layers with experts."""
-    sparse_again: int
+    num_sparse_again: int
     """Number of these of which backward computes something again."""
-    params: int
+    num_params: int
     """Number of parameters of these stages, before tp divides them, without experts."""
-    expert_params: int
+    num_expert_params: int
     """Number of parameters of all experts of these stages."""
     num_ranks: int = 1
 
-    def times(self, layer: float, again: float, head: float, sparse: float, sparse_again: float) -> float:
+    def sum_s(self, dense_s: float, again_s: float, head_s: float, moe_s: float, moe_again_s: float) -> float:
         """The seconds of the blocks of this rank, from those of one block of each kind."""
-        dense = layer * self.layers + again * self.again + head * self.heads
-        return dense + (sparse * self.sparse + sparse_again * self.sparse_again) if self.sparse else dense
+        dense_and_head_s = dense_s * self.num_dense + again_s * self.num_dense_again + head_s * self.num_heads
+        return dense_and_head_s + (moe_s * self.num_sparse + moe_again_s * self.num_sparse_again)
 
 
 @lru_cache(maxsize=4096)
@@ -127,108 +128,112 @@ def _pipeline_ranks(
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
     interval = 0 if recompute == "none" else layout.full_every or 1
-    all_stages = stages_by_rank(shape, layout, ties_advance=ties_advance)
-    ranks = Counter(_pipeline_rank(shape, stages, interval) for stages in all_stages)
-    return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
+    stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
+    num_by_rank = Counter(_pipeline_rank(shape, stages, interval) for stages in stages_of_rank)
+    return tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items())
 
 
 def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) -> _PipelineRank:
-    numbers = [n for stage in stages for n in range(stage.first_layer, stage.first_layer + stage.num_layers)]
-    sparse = Counter(map(shape.is_sparse, numbers))
-    again = Counter(shape.is_sparse(n) for n in numbers if interval and (n + 1) % interval == 0)
-    expert_params = sum(stage.num_expert_params(shape) for stage in stages)
+    """The work of a rank with these stages, of which each layer number `interval` is computed again; 0: none."""
+    layers = [n for stage in stages for n in range(stage.first_layer, stage.first_layer + stage.num_layers)]
+    num_by_sparsity = Counter(map(shape.is_sparse, layers))
+    num_again = Counter(shape.is_sparse(n) for n in layers if interval and (n + 1) % interval == 0)
+    num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
     return _PipelineRank(
-        stages=len(stages),
-        layers=sparse[False],
-        again=again[False],
-        heads=sum(stage.has_head for stage in stages),
-        sparse=sparse[True],
-        sparse_again=again[True],
-        params=sum(stage.num_params(shape) for stage in stages) - expert_params,
-        expert_params=expert_params,
+        num_stages=len(stages),
+        num_dense=num_by_sparsity[False],
+        num_dense_again=num_again[False],
+        num_heads=sum(stage.has_head for stage in stages),
+        num_sparse=num_by_sparsity[True],
+        num_sparse_again=num_again[True],
+        num_params=sum(stage.num_params(shape) for stage in stages) - num_expert_params,
+        num_expert_params=num_expert_params,
     )
 
 
-class _Moves(NamedTuple):
-    """Seconds of the memory for each parameter of the model in a micro-batch."""
+class _GradSums(NamedTuple):
+    """Seconds in which memory adds a micro-batch's gradient of one parameter to the sum of those before."""
 
-    params: float
-    expert_params: float
+    per_param: float
+    per_expert_param: float
 
-    def of(self, rank: _PipelineRank, times: float = 1.0) -> float:
-        """The seconds of so many micro-batches of a rank."""
-        return times * self.params * rank.params + times * self.expert_params * rank.expert_params
+    def of_rank(self, rank: _PipelineRank, num_passes: float = 1.0) -> float:
+        """The seconds of this number of micro-batches on a rank."""
+        param_s = num_passes * self.per_param * rank.num_params
+        return param_s + num_passes * self.per_expert_param * rank.num_expert_params
 
 
-def _passes(
-    ranks: tuple[_PipelineRank, ...], blocks: Blocks, move_s: _Moves, host_s: float, c: TimeConstants
+def _rank_times(
+    ranks: tuple[_PipelineRank, ...], blocks: BlockTimes, grad_s: _GradSums, host_s: float, c: TimeConstants
 ) -> tuple[_PipelineRank, float, float, float]:
     """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
 
-    Those of a rank contain what its GPU waits for the host. `host_s` are the seconds of each layer on the host.
+    Those of a rank contain what its GPU waits for the host, which needs `host_s` seconds for each layer.
     """
-    slowest, gpu_s, slowest_s, all_s = ranks[0], 0.0, 0.0, 0.0
+    slowest, slowest_gpu_s, slowest_s, all_ranks_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        rank_gpu_s = rank.times(*blocks.whole) + move_s.of(rank)
+        gpu_s = rank.sum_s(*blocks.total) + grad_s.of_rank(rank)
         # A forward that is repeated is launched again; it is a third of forward and backward.
-        rank_host_s = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
-        rank_host_s += (rank.sparse + rank.sparse_again / 3) * (host_s + c.sparse_launch_s)
-        pass_s = _smooth_max(rank_gpu_s, rank_host_s, c.smooth_power)
-        all_s += rank.num_ranks * pass_s
-        if pass_s > slowest_s:
-            slowest, gpu_s, slowest_s = rank, rank_gpu_s, pass_s
-    return slowest, gpu_s, slowest_s, all_s
+        rank_host_s = (rank.num_dense + rank.num_dense_again / 3) * host_s
+        rank_host_s += rank.num_stages * c.micro_batch_launch_s
+        rank_host_s += (rank.num_sparse + rank.num_sparse_again / 3) * (host_s + c.sparse_launch_s)
+        rank_s = _smooth_max(gpu_s, rank_host_s, c.smooth_power)
+        all_ranks_s += rank.num_ranks * rank_s
+        if rank_s > slowest_s:
+            slowest, slowest_gpu_s, slowest_s = rank, gpu_s, rank_s
+    return slowest, slowest_gpu_s, slowest_s, all_ranks_s
 
 
-def _micro_batch(
-    spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, c: TimeConstants
-) -> tuple[Work, Blocks, tuple[_PipelineRank, ...], _Moves]:
-    """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of its parameters."""
-    layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
-    shape, tp, recompute = spec.shape, layout.tp, layout.recompute
-    word_bytes, tokens = ELEMENT_BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
-    work = Work(
+def _micro_batch_work(
+    spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, c: TimeConstants
+) -> tuple[LayerWork, BlockTimes, tuple[_PipelineRank, ...], _GradSums]:
+    """What a layer works on, the times of its blocks, the work of each pipeline rank, and seconds of sums of gradients."""
+    layout, shape, tp, recompute = spec.layout, spec.shape, spec.layout.tp, spec.layout.recompute
+    work = LayerWork(
         shape,
         spec.workload.seq_len,
-        tokens,
+        layout.mbs * spec.workload.seq_len / layout.cp,
         tp,
         layout.sequence_parallel == "on",
         layout.cp,
         layout.cp_exchange,
         recompute,
         spec.compiles,
-        word_bytes,
+        ELEMENT_BYTES[spec.kernel.precision],
         layout.ep,
         busiest_share(spec.kernel, layout, shape),
     )
-    blocks = block_times(work, network, _rates(spec, hardware, peak.flops_per_s, c), c)
+    blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
     )
-    moves = _Moves(c.accumulate_bytes / tp / stream, c.accumulate_bytes / layout.ep / stream)
-    return work, blocks, ranks, moves
+    hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
+    grad_s = (c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep))
+    return work, blocks, ranks, _GradSums(*grad_s)
 
 
-def _rates(spec: RunSpec, hardware: Hardware, peak: float, c: TimeConstants) -> Rates:
-    """What a GPU reaches; with fp8, linear layers alone compute in it, the rest in bf16.
+def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeConstants) -> Rates:
+    """What a GPU reaches that has `peak_flops` FLOPs per second; with fp8 only linear layers use it, the rest bf16.
 
     A power limit slows down the clock of all products, not the memory.
     """
-    peak *= hardware.clock_share
-    stream, linear, cast_bytes = hardware.hbm_bytes_per_s * c.hbm_efficiency, peak * c.gemm_efficiency, 0.0
+    peak_flops *= hardware.clock_share
+    linear_flops, cast_bytes = peak_flops * c.gemm_efficiency, 0.0
     if spec.kernel.precision == "fp8":
-        linear, cast_bytes = peak * c.fp8_efficiency, c.fp8_cast_bytes
+        linear_flops, cast_bytes = peak_flops * c.fp8_efficiency, c.fp8_cast_bytes
         cast_bytes *= c.compiled_traffic if spec.compiles else 1
-        if bf16 := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
-            peak = bf16 * hardware.clock_share
-    return Rates(linear, peak * c.gemm_efficiency, peak * c.attention_efficiency, stream, cast_bytes)
+        if bf16_flops := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
+            peak_flops = bf16_flops * hardware.clock_share
+    hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
+    other_rates = peak_flops * c.gemm_efficiency, peak_flops * c.attention_efficiency
+    return Rates(linear_flops, *other_rates, hbm_bytes_per_s, cast_bytes)
 
 
 def predict_step_time(
     spec: RunSpec,
     hardware: Hardware,
     peak: Peak,
-    network: Network,
+    links: Network,
     constants: TimeConstants,
     memory_share: float = 0.0,
 ) -> StepTime:
@@ -238,67 +243,69 @@ def predict_step_time(
         memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
     """
     layout, c, gas = spec.layout, constants, spec.layout.gas
-    work, blocks, ranks, move_s = _micro_batch(spec, hardware, peak, network, c)
-    stream = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    slowest, gpu_s, pass_s, all_s = _passes(ranks, blocks, move_s, _layer_launch_s(spec, network, c), c)
-    mean_s = all_s / layout.pp  # a rank's share if none waited
-    num_busy = gas * (1 - c.wait_shared * (1 - mean_s / pass_s))
-    # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
-    exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, network, c)
-    waits_s = num_busy * pass_s - gas * mean_s
-    gemm, attention, memory_bound, tp_s, cp_s, ep_s = (
-        num_busy * slowest.times(*seconds) for seconds in blocks[:-1]
-    )
+    work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, c)
+    hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
+    layer_host_s = _layer_launch_s(spec, links, c)
+    slowest, slowest_gpu_s, slowest_s, all_ranks_s = _rank_times(ranks, blocks, grad_s, layer_host_s, c)
+    mean_rank_s = all_ranks_s / layout.pp  # a rank's share if none waited
+    num_busy_passes = gas * (1 - c.wait_shared * (1 - mean_rank_s / slowest_s))
+    # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on average,
+    # and pipeline ranks exchange meanwhile.
+    exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, links, c)
+    waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
+    parts_s = [num_busy_passes * slowest.sum_s(*block_s) for block_s in blocks[:-1]]
+    gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = parts_s
     groups = _param_groups(ranks, layout)
-    layers = max(rank.layers + rank.sparse for rank in ranks)
-    dp_total_s, passes, overlap = data_parallel(layout, groups, work.word, network, c)
-    dp_s = max(dp_total_s - overlap * passes * pass_s, c.dp_exposed * dp_total_s)
-    zero_s = c.zero_layer_s * layers * sum(reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
-    update_s = sum(
-        (c.optimizer_bytes / group.shards + c.clip_bytes) * group.params / stream for group in groups
-    )
-    times = StepTime(
-        gemm=gemm,
-        attention=attention,
-        memory_bound=memory_bound + move_s.of(slowest, num_busy),
-        launch=num_busy * (pass_s - gpu_s),
+    num_layers = max(rank.num_dense + rank.num_sparse for rank in ranks)
+    dp_total_s, num_passes, hidden_share = dp_time_and_overlap(layout, groups, work.element_bytes, links, c)
+    dp_s = max(dp_total_s - hidden_share * num_passes * slowest_s, c.dp_exposed * dp_total_s)
+    zero_host_s = c.zero_layer_s * num_layers * sum(num_reduces_and_gathers(layout)) / 2
+    update_bytes = [(c.optimizer_bytes / g.num_shards + c.clip_bytes) * g.num_params for g in groups]
+    update_s = sum(num_bytes / hbm_bytes_per_s for num_bytes in update_bytes)
+    pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
+    step_time = StepTime(
+        gemm=gemm_s,
+        attention=attention_s,
+        memory_bound=memory_bound_s + grad_s.of_rank(slowest, num_busy_passes),
+        launch=num_busy_passes * (slowest_s - slowest_gpu_s),
         tp=tp_s,
         cp=cp_s,
         ep=ep_s,
-        dp=dp_s + zero_s,
+        dp=dp_s + (zero_host_s if layout.zero_stage else 0.0),
         pp=max(0.0, exchanges_s - waits_s),
-        bubble=(1 - c.wait_shared) * (all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
-        optimizer=update_s + c.optimizer_layer_s * layers,
+        bubble=pipeline_idle_s / max(1, layout.pp - 1),
+        optimizer=update_s + c.optimizer_layer_s * num_layers,
         allocator=0.0,
         rest=c.rest_s,
     )
-    excess = max(0.0, memory_share - NEARLY_FULL)
-    return times._replace(allocator=-math.expm1(-excess / FILLING) * c.allocator_loss * times.total)
+    excess_share = max(0.0, memory_share - NEARLY_FULL)
+    lost_share = -math.expm1(-excess_share / FILLING_SHARE) * c.allocator_loss
+    return step_time._replace(allocator=lost_share * step_time.total)
 
 
 def _param_groups(ranks: tuple[_PipelineRank, ...], layout: Layout) -> tuple[ParamGroup, ...]:
     """The groups of parameters of the rank that holds most of each."""
-    expert_params = max(rank.expert_params for rank in ranks) / layout.ep
-    return param_groups(layout, max(rank.params for rank in ranks) / layout.tp, expert_params)
+    num_expert_params = max(rank.num_expert_params for rank in ranks) / layout.ep
+    return param_groups(layout, max(rank.num_params for rank in ranks) / layout.tp, num_expert_params)
 
 
 def communication_ratios(
-    spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, constants: TimeConstants
+    spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
 ) -> CommunicationRatios:
     """The ratios of communication to computing of a run, hidden or not."""
-    work, blocks, ranks, move_s = _micro_batch(spec, hardware, peak, network, constants)
-    slowest = _passes(ranks, blocks, move_s, 0.0, constants)[0]
-    gemm, attention, memory_bound, tp_s, _, ep_s = (slowest.times(*seconds) for seconds in blocks[:-1])
-    compute_s = gemm + attention + memory_bound + move_s.of(slowest)
+    work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, constants)
+    slowest = _rank_times(ranks, blocks, grad_s, 0.0, constants)[0]
+    gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(*part_s) for part_s in blocks[:-1])
+    compute_s = gemm_s + attention_s + memory_s + grad_s.of_rank(slowest)
     groups = _param_groups(ranks, spec.layout)
-    dp_s, passes, _ = data_parallel(spec.layout, groups, work.word, network, constants)
-    ring_s = sum(ring_parts_s(work, network, constants)) if work.cp > 1 else 0.0
+    dp_s, num_passes, _ = dp_time_and_overlap(spec.layout, groups, work.element_bytes, links, constants)
+    cp_s = sum(ring_s(work, links, constants)) if work.cp > 1 else 0.0
     return CommunicationRatios(
-        dp=dp_s / (passes * compute_s),
-        tp=tp_s / gemm,
-        pp=_exchange_s(spec, work, network, constants) / compute_s,
-        cp=ring_s / blocks.attention[0],
-        ep=ep_s / gemm,
+        dp=dp_s / (num_passes * compute_s),
+        tp=tp_s / gemm_s,
+        pp=_exchange_s(spec, work, links, constants) / compute_s,
+        cp=cp_s / blocks.attention[0],
+        ep=ep_s / gemm_s,
     )
 
 
@@ -323,9 +330,9 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops_s)
 
 
-def _exchange_s(spec: RunSpec, work: Work, links: Network, c: TimeConstants) -> float:
+def _exchange_s(spec: RunSpec, work: LayerWork, links: Network, c: TimeConstants) -> float:
     """Seconds in which pipeline ranks exchange the activations and gradients of one micro-batch."""
-    layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.word / work.tp
+    layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
     if layout.pp == 1:
         return 0.0
     if layout.world_size <= links.gpus_per_node:

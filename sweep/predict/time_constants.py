@@ -49,11 +49,12 @@ class TimeConstants:
     layer_launch_tp_s: NonNegative
     """Seconds that the host needs to launch the kernels of one layer with tensor parallelism."""
     compiled_launch: NonNegative
-    """Factor of layer_launch_s and layer_launch_tp_s where layers are compiled."""
+    """Factor on layer_launch_s and layer_launch_tp_s where layers are compiled."""
     micro_batch_launch_s: NonNegative
     """Seconds that the host needs for a micro-batch beside its layers."""
     slow_layer_launch_s: NonNegative
-    """Seconds of a layer that slow links between nodes cost the host at least, whatever the layout; 0: nothing."""
+    """Least seconds that the host needs for a layer where links between nodes are slow, without those of the next
+    constant; 0: slow links cost the host nothing."""
     slow_layer_launch_tp_s: NonNegative
     """Seconds that slow links cost the host in a layer for each of the tp ranks, in addition."""
     tp_calls: NonNegative
@@ -71,9 +72,10 @@ class TimeConstants:
     tp_hop_s: NonNegative
     """Seconds of each of the tp - 1 hops of a collective over tp between nodes."""
     tp_probe_hops: NonNegative
-    """Share of the hop time of the probe that each of the tp - 1 hops takes in addition."""
+    """Factor on the probe's seconds for a hop: what each of the tp - 1 hops takes in addition to tp_hop_s."""
     dp_link_efficiency: Share
-    """Share of the links that the collectives of data parallelism reach before anything from the probe."""
+    """Share of the links' rate that collectives of data parallelism between nodes reach, before `dp_probe` or
+    `dp_gather_probe` makes them slower."""
     dp_probe: NonNegative
     """Share of the time of the probe's all-reduce, scaled to the gradients, that is added to theirs."""
     dp_gather_probe: NonNegative
@@ -127,12 +129,13 @@ class TimeConstants:
     """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency. A prior,
     with which 8B gains what torchtitan published of scales for each row."""
     fp8_cast_bytes: NonNegative = 7.0
-    """Memory traffic of scaling and casting a number of an operand to fp8, in layers that are not compiled. A prior: 9
-    bytes, or 11 for a transposed one, at 0.85 of the memory's rate, as in bytes at an hbm_efficiency of 0.6."""
+    """Bytes of memory traffic for scaling one number of an operand and casting it to fp8, in layers that are not
+    compiled. A guess: 9 bytes, or 11 if the operand is transposed, which kernels move at 0.85 of the memory's rate;
+    7 is the same time at an hbm_efficiency of 0.6."""
     fp8_launch_s: NonNegative = 0.002
     """Seconds that the host needs in addition for a layer in fp8 that is not compiled. A prior: 36 operands of 11 kernels."""
     wait_shared: Share = 0.0
-    """Share of the time for which a pipeline rank waits that others gain, because they share processors with it."""
+    """Share of a pipeline rank's waiting time that other ranks use, because they share its processors; 0 on GPUs."""
     ties_advance: bool = False
     """Whether stages are cut as later versions of nanotron do; see `split_stages`."""
 

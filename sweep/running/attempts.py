@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError
@@ -30,7 +30,7 @@ MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
 
 
-def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
+def dominator_by_run(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     """run_id of each run that cannot fit -> run_id of a run that needs no more and ran out of memory.
 
     A run that was ok, or that the user asks for, is not left out. A run that ran out of memory is not used
@@ -41,41 +41,42 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     runs_by_family: dict[tuple[object, ...], list[Candidate]] = {}
     for run in runs:
         runs_by_family.setdefault((run.cell, *run.spec.variant.items(), family(run.layout)), []).append(run)
-    dominators: dict[str, str] = {}
-    for group in runs_by_family.values():
-        for run in group:
+    oom_id_by_run: dict[str, str] = {}
+    for family_runs in runs_by_family.values():
+        for run in family_runs:
             attempts = attempts_by_run.get(run.run_id, ())
             if run.run_id not in fitted_ids and proven_oom(attempts, run.prediction.memory_share):
-                dominated_ids = {other.run_id for other in group if dominates(run.layout, other.layout)}
+                dominated_ids = {other.run_id for other in family_runs if dominates(run.layout, other.layout)}
                 if not dominated_ids & fitted_ids:
-                    dominators |= dict.fromkeys(dominated_ids - requested_ids - dominators.keys(), run.run_id)
-    return dominators
+                    new_ids = dominated_ids - requested_ids - oom_id_by_run.keys()
+                    oom_id_by_run |= dict.fromkeys(new_ids, run.run_id)
+    return oom_id_by_run
 
 
-def searching(state: SweepState) -> bool:
+def is_adaptive(state: SweepState) -> bool:
     """Whether the latest launch of a sweep had the adaptive strategy."""
     return bool(state.config.get("sweep", {}).get("strategy") == "adaptive")
 
 
-def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
+def unpromising_reasons(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     """run_id -> why the adaptive search leaves out a run, where that is known by now.
 
     It is empty where the latest launch had another strategy.
     """
-    if not searching(state):
+    if not is_adaptive(state):
         return {}
     max_p_oom = float(state.config.get("max_p_oom", 1.0))
     reason_by_run = dict[str, str]()
     for cell in outcomes(runs, state, max_p_oom):
         reason_by_run |= reasons(cell.runs, cell.tried)
         if cell.other_runs and cell.is_over():
-            begun_ids = cell.tried_others.begun
-            unpromising = (run.run_id for run in cell.other_runs if run.run_id not in begun_ids)
-            reason_by_run |= dict.fromkeys(unpromising, _OTHER_VARIANT)
+            begun_ids = cell.tried_others.begun_ids
+            unpromising_ids = (run.run_id for run in cell.other_runs if run.run_id not in begun_ids)
+            reason_by_run |= dict.fromkeys(unpromising_ids, _OTHER_VARIANT_REASON)
     return reason_by_run
 
 
-_OTHER_VARIANT = (
+_OTHER_VARIANT_REASON = (
     "not promising: its layout is not among the best of its cell, or its options made none of those faster"
 )
 """Why the adaptive search leaves out a run of another variant."""
@@ -92,13 +93,13 @@ class Skip(NamedTuple):
 def skips(runs: Sequence[Candidate], state: SweepState) -> dict[str, Skip]:
     """run_id of each run that is left out, for now or for good -> why."""
     why = "which ran out of memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
-    dominators = left_out(runs, state)
-    reason_by_run = not_promising((run for run in runs if run.run_id not in dominators), state)
-    skipped = {run_id: Skip(f"dominated by {oom_id}, {why}", oom_id) for run_id, oom_id in dominators.items()}
-    return skipped | {run_id: Skip(reason) for run_id, reason in reason_by_run.items()}
+    oom_id_by_run = dominator_by_run(runs, state)
+    reason_by_run = unpromising_reasons((run for run in runs if run.run_id not in oom_id_by_run), state)
+    skip_by_run = {i: Skip(f"dominated by {oom_id}, {why}", oom_id) for i, oom_id in oom_id_by_run.items()}
+    return skip_by_run | {run_id: Skip(reason) for run_id, reason in reason_by_run.items()}
 
 
-def expected(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
+def later_runs(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
     """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
 
     They have the predictions of the plan, since prices are those of the data sheet whatever links were measured.
@@ -106,14 +107,14 @@ def expected(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, bat
     Args:
         batch: number of runs of a cell that are made at the same time.
     """
-    dominators = left_out(runs, state)
-    open_run_by_id = {run.run_id: run for run in runs if run.run_id not in dominators}
+    oom_id_by_run = dominator_by_run(runs, state)
+    candidate_by_id = {run.run_id: run for run in runs if run.run_id not in oom_id_by_run}
     future_runs = list[Candidate]()
-    for cell in outcomes(open_run_by_id.values(), state, max_p_oom):
+    for cell in outcomes(candidate_by_id.values(), state, max_p_oom):
         searched_runs = [*expected_runs(cell.runs, cell.tried, batch)]
-        is_over = not searched_runs and not cell.tried.pending
-        future_runs += searched_runs + (cell.further() if is_over else cell.expected_further())
-    return [open_run_by_id[run.run_id] for run in future_runs]
+        is_over = not searched_runs and not cell.tried.pending_ids
+        future_runs += searched_runs + (cell.next_variants() if is_over else cell.expected_variants())
+    return [candidate_by_id[run.run_id] for run in future_runs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class Launch:
     """Attempts that had ended before this launch."""
     begun_attempts: frozenset[AttemptKey] = frozenset()
     """Attempts that had begun before this launch; their results count only if it accepts them, whenever they end."""
-    ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
+    since_end_s: Mapping[AttemptKey, float] = field(default_factory=dict)
     """Seconds since this launch saw each attempt end, by its own monotonic clock, because a run may have to
     wait after a failure. Attempts that ended before this launch are left out, for they waited long enough."""
     excused: frozenset[str] = frozenset()
@@ -163,7 +164,7 @@ class AttemptsLeft:
     """Attempts to submit, in the plan's order."""
     num_waiting: int
     """Number of attempts that are queued, running or held back."""
-    untried_nodes: frozenset[int] = frozenset()
+    untried_node_counts: frozenset[int] = frozenset()
     """Numbers of nodes on which no run has passed yet. Of each, only one allocation may be in flight."""
     stop_reason: str | None = None
     """Why nothing more should be submitted; None when nothing is wrong."""
@@ -175,46 +176,46 @@ class AttemptsLeft:
 
 
 def next_attempts(
-    plan: Plan, state: SweepState, alive: frozenset[str] = frozenset(), launch: Launch = NO_LAUNCH
+    plan: Plan, state: SweepState, alive_names: frozenset[str] = frozenset(), launch: Launch = NO_LAUNCH
 ) -> AttemptsLeft:
     """The attempts to submit, and how many are already queued or running.
 
     Args:
-        alive: names of the allocations that are queued or running.
+        alive_names: names of the allocations that are queued or running.
     """
     config, state = plan.config, outliers.with_loss_outliers(state)
-    open_allocations = [state.allocations[name] for name in alive if name in state.allocations]
+    open_allocations = [state.allocations[name] for name in alive_names if name in state.allocations]
     ended_keys = {key for key, attempt in state.attempts.items() if attempt.result}
     keys_under_way = {key for allocation in open_allocations for key in allocation.tasks} - ended_keys
     # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
     doubts_by_attempt = outliers.suspect_attempts(state, device=config.hardware.device)
     repeatable_suspects = doubts_by_attempt.keys() - state.suspect_losses.keys()
     finder = _AttemptFinder(state, state.by_run(), config.retry, launch, repeatable_suspects)
-    dominators = left_out(plan.runs, state)
-    open_runs = [run for run in plan.runs if run.run_id not in dominators]
+    oom_id_by_run = dominator_by_run(plan.runs, state)
+    open_runs = [run for run in plan.runs if run.run_id not in oom_id_by_run]
     if config.strategy == "adaptive":
         queued_ids = {key.run_id for key in keys_under_way if key.repeat < config.repeats}
-        open_runs = _searched(config, finder, open_runs, queued_ids)
-    todo = finder.wanted(open_runs, range(config.repeats))
+        open_runs = _begun_and_proposed(config, finder, open_runs, queued_ids)
+    todo = finder.todo_of(open_runs, range(config.repeats))
     if config.measure.confirm > config.repeats:
-        unsettled_cells = {t.candidate.cell for t in todo}
+        unsettled_cells = {attempt.candidate.cell for attempt in todo}
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
-        best_ids = contenders(settled_runs, state, config.hardware.device)
-        confirmations = range(config.repeats, config.measure.confirm)
-        todo += finder.wanted([r for r in settled_runs if r.run_id in best_ids], confirmations)
-    todo = [t for t in todo if t.key not in keys_under_way]
-    untried_nodes = frozenset[int]()
+        best_ids = contender_ids(settled_runs, state, config.hardware.device)
+        best_runs = [run for run in settled_runs if run.run_id in best_ids]
+        todo += finder.todo_of(best_runs, range(config.repeats, config.measure.confirm))
+    todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
+    untried_node_counts = frozenset[int]()
     if config.launcher.control:  # one allocation of each number of nodes is tried first
-        claims = (a.spec_as(Nodes) for a in state.attempts.values() if a.ok)
-        passed_nodes = {claim.nodes for claim in claims if claim}
-        untried_nodes = frozenset({t.candidate.nodes for t in todo} - passed_nodes)
-    busy_nodes = untried_nodes & {allocation.nodes for allocation in open_allocations}
-    ready = tuple(t for t in todo if t.candidate.nodes not in busy_nodes and not t.must_wait)
+        claims = (attempt.spec_as(Nodes) for attempt in state.attempts.values() if attempt.ok)
+        passed_node_counts = {claim.nodes for claim in claims if claim}
+        untried_node_counts = frozenset({attempt.candidate.nodes for attempt in todo} - passed_node_counts)
+    busy_node_counts = untried_node_counts & {allocation.nodes for allocation in open_allocations}
+    ready_todo = tuple(t for t in todo if t.candidate.nodes not in busy_node_counts and not t.must_wait)
     return AttemptsLeft(
-        todo=ready,
-        num_waiting=len(keys_under_way) + len(todo) - len(ready),
-        untried_nodes=untried_nodes,
-        stop_reason=breaker_reason(state, config.retry, launch.ended_s),
+        todo=ready_todo,
+        num_waiting=len(keys_under_way) + len(todo) - len(ready_todo),
+        untried_node_counts=untried_node_counts,
+        stop_reason=breaker_reason(state, config.retry, launch.since_end_s),
     )
 
 
@@ -230,11 +231,11 @@ def attempts_after(
         policy = from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
         launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
         finder = _AttemptFinder(state, state.by_run(), policy, launch, frozenset())
-        return finder.wanted(runs, range(state.config["repeats"]))
+        return finder.todo_of(runs, range(state.config["repeats"]))
     return []
 
 
-def _searched(
+def _begun_and_proposed(
     config: SweepConfig, finder: "_AttemptFinder", runs: Sequence[Candidate], ids_under_way: Set[str]
 ) -> list[Candidate]:
     """The runs that the adaptive search has begun, and those that it proposes.
@@ -245,26 +246,26 @@ def _searched(
     attempts, repeats = finder.attempts_by_run, config.repeats
     begun_ids = {r.run_id for r in runs if any(a.key.repeat < repeats for a in attempts.get(r.run_id, ()))}
     begun_ids |= ids_under_way
-    waiting_attempts = finder.wanted([run for run in runs if run.run_id in begun_ids], range(repeats))
-    busy_cells = {todo.candidate.cell for todo in waiting_attempts}
+    waiting_attempts = finder.todo_of([run for run in runs if run.run_id in begun_ids], range(repeats))
+    busy_cells = {t.candidate.cell for t in waiting_attempts}
     for cell in outcomes(runs, finder.state, config.max_p_oom):
         if cell.runs[0].cell not in busy_cells:
-            proposed = propose(cell.runs, cell.tried, config.batch) or cell.further()
-            begun_ids |= {run.run_id for run in proposed}
+            proposed_runs = propose(cell.runs, cell.tried, config.batch) or cell.next_variants()
+            begun_ids |= {run.run_id for run in proposed_runs}
     return [run for run in runs if run.run_id in begun_ids]
 
 
-def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> frozenset[str]:
+def contender_ids(runs: Iterable[Candidate], state: SweepState, device: str) -> frozenset[str]:
     """The run_ids of the best runs of each cell and of those near it, at most four for each cell.
 
     Args:
         state: what `with_loss_outliers` returns.
     """
-    cells = standings_of(runs, state, device).values()
-    return frozenset(standing.run_id for ranking in cells for standing in near_best(ranking, MAX_CONTENDERS))
+    rankings = standings_of(runs, state, device).values()
+    return frozenset(best.run_id for ranking in rankings for best in near_best(ranking, MAX_CONTENDERS))
 
 
-def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:
+def has_old_patterns(attempt: AttemptState, kernel: KernelConfig) -> bool:
     """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
     if attempt.result is None or attempt.result.cause != UNMEASURED:
         return False
@@ -282,25 +283,25 @@ class _AttemptFinder:
     launch: Launch
     suspect_keys: Set[AttemptKey]
 
-    def wanted(self, runs: Sequence[Candidate], repeats: range) -> list[PlannedAttempt]:
+    def todo_of(self, runs: Sequence[Candidate], repeats: range) -> list[PlannedAttempt]:
         """The attempts that these repeats of `runs` still need: one repeat of every run, then the next."""
-        attempts = (self._next_attempt(run, nth, repeats.stop) for nth in repeats for run in runs)
-        return [todo for todo in attempts if todo]
+        next_attempts = (self._next_attempt(run, repeat, repeats.stop) for repeat in repeats for run in runs)
+        return [attempt for attempt in next_attempts if attempt]
 
-    def _next_attempt(self, run: Candidate, nth: int, num_repeats: int) -> PlannedAttempt | None:
-        """The attempt that the nth counted repeat of `run` still needs; None when it needs no more.
+    def _next_attempt(self, run: Candidate, counted_index: int, num_repeats: int) -> PlannedAttempt | None:
+        """The attempt that a counted repeat of `run` still needs; None when it needs no more.
 
+        `counted_index` is the number of counted repeats before it.
         Repeats count in the environment that has most of them. Those in other ones are made again, at most
         `num_repeats` of them, since every node of a cluster may have an environment of its own.
         """
         groups = groupby(self.attempts_by_run.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         attempts_by_repeat = {repeat: [*attempts] for repeat, attempts in groups}
         begun_attempts, accepts = self.launch.begun_attempts, self.launch.accepts
-        environment_counts = Counter(
-            ok.environment for tries in attempts_by_repeat.values() for a in tries if (ok := a.ok)
-        )
+        all_attempts = chain.from_iterable(attempts_by_repeat.values())
+        environment_counts = Counter(a.ok.environment for a in all_attempts if a.ok)
         usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
-        nth_counted, num_suspect, num_elsewhere = -1, 0, 0
+        last_index, num_suspect, num_unusual = -1, 0, 0
         for repeat in range(len(attempts_by_repeat) + num_repeats):
             attempts = attempts_by_repeat.get(repeat, [])
             oks = {a.key: a.ok for a in attempts if a.ok}
@@ -310,16 +311,17 @@ class _AttemptFinder:
             if is_suspect and num_suspect < self.policy.attempts["suspect"]:
                 num_suspect += 1
                 continue
-            is_elsewhere = bool(oks) and all(ok.environment not in usual_environments for ok in oks.values())
-            if is_elsewhere and num_elsewhere < num_repeats:
-                num_elsewhere += 1
+            environments = {ok.environment for ok in oks.values()}
+            is_unusual = bool(oks) and environments.isdisjoint(usual_environments)
+            if is_unusual and num_unusual < num_repeats:
+                num_unusual += 1
                 continue
-            nth_counted += 1
-            if nth_counted == nth:
-                return None if oks else self._after(run, repeat, attempts)
+            last_index += 1
+            if last_index == counted_index:
+                return None if oks else self._retry(run, repeat, attempts)
         return None
 
-    def _after(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
+    def _retry(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
         """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""
         if not attempts:
             return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
@@ -328,7 +330,7 @@ class _AttemptFinder:
             # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last_attempt.key)
         pause_s, memory_share = 0.0, run.prediction.memory_share
-        if last_attempt.key not in self.state.retried and not read_otherwise(last_attempt, run.spec.kernel):
+        if last_attempt.key not in self.state.retried and not has_old_patterns(last_attempt, run.spec.kernel):
             decision = decide_retry(
                 attempts, self.policy, old_attempts=self.launch.old_attempts, memory_share=memory_share
             )
@@ -341,5 +343,5 @@ class _AttemptFinder:
             key=last_attempt.key._replace(attempt=last_attempt.key.attempt + 1),
             limit_factor=2.0**num_timeouts,
             pause_s=pause_s,
-            must_wait=self.launch.ended_s.get(last_attempt.key, math.inf) < pause_s,
+            must_wait=self.launch.since_end_s.get(last_attempt.key, math.inf) < pause_s,
         )

@@ -13,10 +13,10 @@ from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempt
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
 from ultrabench.sweep.running.retry import excluded_nodes
 
-MAX_WITHOUT_RUN = 3
+MAX_ALLOCATIONS_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
-MAX_WITHOUT_REQUESTED = 3
-"""The sweep stops after MAX_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts."""
+MAX_ALLOCATIONS_WITHOUT_REQUESTED = 3
+"""The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts."""
 REQUESTED_ENDS = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
 """Codes of ends for which an allocation may end without having claimed a run. It still counts as one that ran
 nothing that was asked for: where the clocks of nodes differ, allocations could end like this for ever."""
@@ -45,7 +45,7 @@ class Actions:
     """Whether all jobs that are queued or running have to be ended."""
     wait: bool = False
     """Whether there will be something to do later, even if no job is alive."""
-    stopped: str | None = None
+    stop_reason: str | None = None
     """Why nothing more is submitted although something is left to do."""
     over_budget: bool = False
     """Whether the next job costs more than what is left of the budget."""
@@ -64,15 +64,15 @@ def decide(
         now_s: seconds since 1970.
     """
     if state.cancelled:
-        return Actions(stopped="cancelled", end_jobs=True)
+        return Actions(stop_reason="cancelled", end_jobs=True)
     attempts_left = next_attempts(plan, state, jobs_seen.alive, launch)
     if attempts_left.stop_reason:
-        return Actions(stopped=attempts_left.stop_reason, end_jobs=True)
+        return Actions(stop_reason=attempts_left.stop_reason, end_jobs=True)
     if not attempts_left.todo:
         return Actions(wait=attempts_left.num_waiting > 0)
     if state.paused:
         command = f"ultrabench sweep resume {shlex.quote(plan.config.name)}"
-        return Actions(stopped=f"paused; resume with: {command}")
+        return Actions(stop_reason=f"paused; resume with: {command}")
     if dead_end := _dead_end(state, limits, launch):
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window
@@ -82,11 +82,11 @@ def decide(
 
 
 def _submit(
-    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, by: Origin, attempts: AttemptsLeft
+    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, origin: Origin, todo: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
-    allocations_here = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
-    open_allocations = [allocation for allocation in allocations_here if is_same_place(by, allocation.by)]
+    live_allocations = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
+    open_allocations = [allocation for allocation in live_allocations if is_same_place(origin, allocation.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
     if len(open_allocations) > limits.max_jobs // 2:
         return Actions(wait=True)
@@ -94,7 +94,7 @@ def _submit(
     num_free_nodes = limits.max_nodes - sum(allocation.nodes for allocation in open_allocations)
     used_gpu_hours = committed_gpu_hours(plan, state, jobs_seen.alive, jobs_seen.held_s)
     chosen_jobs: list[PlannedJob] = []
-    for job in planned_jobs(plan, attempts, state, limits.max_limit_s, jobs_seen.held_s):
+    for job in planned_jobs(plan, todo, state, limits.max_limit_s, jobs_seen.held_s):
         if len(chosen_jobs) >= num_free_jobs or job.nodes > num_free_nodes:
             break
         next_gpu_hours = used_gpu_hours + job.gpu_hours
@@ -102,8 +102,8 @@ def _submit(
             if chosen_jobs:
                 break
             budget_text = f"{next_gpu_hours:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
-            stopped = f"the next job would raise the GPU hours from {used_gpu_hours:.3g} to {budget_text}"
-            return Actions(over_budget=True, stopped=stopped)
+            stop_reason = f"the next job would raise the GPU hours from {used_gpu_hours:.3g} to {budget_text}"
+            return Actions(over_budget=True, stop_reason=stop_reason)
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes
         used_gpu_hours = next_gpu_hours
@@ -116,22 +116,20 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    ended_allocations = (a for a in state.allocations.values() if a.ended is not None)
-    ended_here = [
-        a for a in ended_allocations if a.submission[0] == launch.name and a.name not in launch.excused
-    ]
-    ended_here.sort(key=lambda allocation: allocation.submission)
+    submitted = [a for a in state.allocations.values() if a.submission[0] == launch.name]
+    ended_allocations = [a for a in submitted if a.ended is not None and a.name not in launch.excused]
+    ended_allocations.sort(key=lambda allocation: allocation.submission)
     num_without_run = num_without_requested = 0
-    for allocation in ended_here:
-        attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
-        ran_keys = {attempt.key for attempt in attempts if attempt.allocation == allocation.name}
+    for allocation in ended_allocations:
+        task_attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
+        ran_keys = {attempt.key for attempt in task_attempts if attempt.allocation == allocation.name}
         requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control] or allocation.tasks
         if allocation.end is None or allocation.end.code not in REQUESTED_ENDS:
             num_without_run = 0 if ran_keys else num_without_run + 1
         num_without_requested = 0 if ran_keys & {*requested_keys} else num_without_requested + 1
-    if num_without_run >= MAX_WITHOUT_RUN:
-        return DeadEnd(num_allocations=num_without_run, missing_run="anything", allocation=ended_here[-1])
-    if ended_here and num_without_requested >= MAX_WITHOUT_REQUESTED * limits.max_jobs:
-        subject = "any run except control layouts"
-        return DeadEnd(num_allocations=num_without_requested, missing_run=subject, allocation=ended_here[-1])
-    return None
+    num_useless, missing_run = num_without_run, "anything"
+    if num_without_run < MAX_ALLOCATIONS_WITHOUT_RUN:
+        num_useless, missing_run = num_without_requested, "any run except control layouts"
+        if not ended_allocations or num_useless < MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs:
+            return None
+    return DeadEnd(num_allocations=num_useless, missing_run=missing_run, allocation=ended_allocations[-1])

@@ -52,8 +52,8 @@ def _slow_ratios(values: Mapping[_Key, float], tolerance: float, sign: int = 1) 
         return {}
     middle = median(values.values())
     sigma = 1.4826 * median(abs(value - middle) for value in values.values())
-    width = max(tolerance * abs(middle), MAX_SIGMAS * sigma)
-    return {key: value / middle for key, value in values.items() if sign * (middle - value) > width}
+    max_gap = max(tolerance * abs(middle), MAX_SIGMAS * sigma)
+    return {key: value / middle for key, value in values.items() if sign * (middle - value) > max_gap}
 
 
 def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list[Doubt]]:
@@ -63,23 +63,23 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
         state: what `with_loss_outliers` returns.
         device: the torch device type of the hardware, cuda or cpu.
     """
-    slack = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
-    doubt_sources = (find_doubts(state, slack) for find_doubts in (_preflights, _controls, _clocks))
+    factor = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
+    doubt_sources = (find(state, factor) for find in (_preflight_doubts, _control_doubts, _clock_doubts))
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
-    doubts: dict[object, list[Doubt]] = defaultdict(list)
+    doubts: dict[object, list[Doubt]] = defaultdict(list)  # by allocation and by attempt
     for subject, doubt in chain(*doubt_sources, suspect_losses):
         doubts[subject].append(doubt)
     ok_results = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
     measure = state.config.get("measure", {})
     max_foreign_load = measure.get("max_foreign_load") if isinstance(measure, dict) else None
     doubts_by_attempt = {
-        key: [*_own_doubts(ok, slack, max_foreign_load), *doubts.get(allocation, ()), *doubts.get(key, ())]
+        key: [*_own_doubts(ok, factor, max_foreign_load), *doubts.get(allocation, ()), *doubts.get(key, ())]
         for key, allocation, ok in ok_results
     }
     return {key: all_doubts for key, all_doubts in doubts_by_attempt.items() if all_doubts}
 
 
-def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None = None) -> list[Doubt]:
+def rate_doubts(mfu: float | None, device: str = "cuda", gemm_share: float | None = None) -> list[Doubt]:
     """The doubts about a measurement with a rate that its devices cannot have; empty where it is possible or unknown.
 
     Args:
@@ -89,11 +89,11 @@ def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None
     max_ratio = 1 if device == "cuda" else SHARED_CORES_FACTOR
     doubts = []
     if mfu is not None and mfu > max_ratio:
-        text = f"mfu {mfu:.2f} is above {max_ratio:g}: the step time or the peak is measured wrongly"
-        doubts.append(Doubt("mfu", text))
+        reason = f"mfu {mfu:.2f} is above {max_ratio:g}: the step time or the peak is measured wrongly"
+        doubts.append(Doubt("mfu", reason))
     if gemm_share is not None and gemm_share > max_ratio:
-        text = f"it computes {gemm_share:.2f} x as fast as the plain matrix products of its allocation"
-        doubts.append(Doubt("above_gemm", f"{text}: one of the two is measured wrongly"))
+        reason = f"it computes {gemm_share:.2f} x as fast as the plain matrix products of its allocation"
+        doubts.append(Doubt("above_gemm", f"{reason}: one of the two is measured wrongly"))
     return doubts
 
 
@@ -116,9 +116,9 @@ def busy_peak(core_share: float | None) -> list[str]:
     """A line if other programs ran while a peak was measured, which had this share of the CPU cores; else none."""
     if core_share is None:
         return []
-    fact = f"the peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
+    problem = f"the peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
     remedy = "To measure it again, launch with another name= on an idle machine"
-    return [f"{fact}: it may be too low, and MFU too high; speeds are right. {remedy}"]
+    return [f"{problem}: it may be too low, and MFU too high; speeds are right. {remedy}"]
 
 
 def control_times(state: SweepState) -> dict[str, float]:
@@ -131,23 +131,23 @@ def control_times(state: SweepState) -> dict[str, float]:
     return times_s
 
 
-def _own_doubts(result: RunResult, slack: float, max_foreign_load: float | None) -> Iterator[Doubt]:
+def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
     """Reasons for doubt that the result itself gives."""
     if max_foreign_load is not None:
         if (load := result.foreign_load or 0.0) > max_foreign_load:
-            text = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
-            yield Doubt("foreign_load", text)
+            reason = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
+            yield Doubt("foreign_load", reason)
         if result.foreign_gpu_processes:
             yield Doubt("foreign_gpu_processes", f"also on its GPUs: {result.foreign_gpu_processes}")
     if result.throttled is not None:
         yield Doubt("throttled", f"throttled: {result.throttled}")
-    rank_times = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
-    if rank_times and rank_times[-1][1] > (1 + RANK_TOLERANCE * slack) * rank_times[0][1]:
-        (fast, low_s), (slow, high_s) = rank_times[0], rank_times[-1]
+    ranks_by_time = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
+    if ranks_by_time and ranks_by_time[-1][1] > (1 + RANK_TOLERANCE * factor) * ranks_by_time[0][1]:
+        (fast, low_s), (slow, high_s) = ranks_by_time[0], ranks_by_time[-1]
         yield Doubt("slow_rank", f"rank {slow} took {high_s / low_s:.2f} x the step time of rank {fast}")
 
 
-def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, Doubt]]:
+def _clock_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey, Doubt]]:
     """Each attempt whose SM clock was far below that of other attempts of the same run, and the reason.
 
     Only attempts of one run are compared, because a layout that works a GPU harder has a lower clock: the
@@ -158,25 +158,25 @@ def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, Doubt
         if (ok := attempt.ok) and ok.sm_clock_hz is not None:
             clocks_by_run[key.run_id][key] = ok.sm_clock_hz
     for clocks in clocks_by_run.values():
-        for key, ratio in _slow_ratios(clocks, RATE_TOLERANCE * slack).items():
-            text = f"its SM clock was {ratio:.2f} of the median of {len(clocks)} measurements of this run"
-            yield key, Doubt("sm_clock", text)
+        for key, ratio in _slow_ratios(clocks, RATE_TOLERANCE * factor).items():
+            reason = f"its SM clock was {ratio:.2f} of the median of {len(clocks)} measurements of this run"
+            yield key, Doubt("sm_clock", reason)
 
 
-def _preflights(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
+def _preflight_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation with slower devices or links than most others of as many nodes, and a reason."""
-    for (nodes, column), rate_by_name in preflight_rates(state).items():
-        for name, ratio in _slow_ratios(rate_by_name, RATE_TOLERANCE * slack).items():
-            text = f"{column} of its allocation is {ratio:.2f} of the median"
-            yield name, Doubt("preflight", f"{text} of {_allocations_text(rate_by_name, nodes)}")
-        for name in rate_by_name if column == "gemm_flops_per_s" else ():
-            device_rates = state.allocations[name].preflight["probe"][column]
+    for (nodes, column), rates in preflight_rates(state).items():
+        for allocation, ratio in _slow_ratios(rates, RATE_TOLERANCE * factor).items():
+            reason = f"{column} of its allocation is {ratio:.2f} of the median"
+            yield (allocation, Doubt("preflight", f"{reason} of {_allocations_text(rates, nodes)}"))
+        for allocation in rates if column == "gemm_flops_per_s" else ():
+            device_rates = state.allocations[allocation].preflight["probe"][column]
             # All ranks wait for that of the slowest device.
-            if ratio_by_rank := _slow_ratios(dict(enumerate(device_rates)), RATE_TOLERANCE * slack):
+            if ratio_by_rank := _slow_ratios(dict(enumerate(device_rates)), RATE_TOLERANCE * factor):
                 rank = min(ratio_by_rank, key=ratio_by_rank.__getitem__)
-                text = f"the GEMM rate of rank {rank} is {ratio_by_rank[rank]:.2f}"
-                text += f" of the median of the {len(device_rates)} devices of its allocation"
-                yield name, Doubt("slow_device", text)
+                reason = f"the GEMM rate of rank {rank} is {ratio_by_rank[rank]:.2f}"
+                reason += f" of the median of the {len(device_rates)} devices of its allocation"
+                yield allocation, Doubt("slow_device", reason)
 
 
 def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]]:
@@ -189,37 +189,37 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
         job_number = re.match(r"\d+", str((allocation.job or {}).get("job_id")))
         return int(job_number[0]) if job_number else 0, allocation.name
 
-    rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
+    rates_by_column: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for allocation in sorted(state.allocations.values(), key=submission_order):
         probe = allocation.preflight.get("probe")
         for column, rate in summary(probe).items() if isinstance(probe, dict) else ():
             if rate is not None:
-                rates[allocation.nodes, column][allocation.name] = rate
-    return rates
+                rates_by_column[allocation.nodes, column][allocation.name] = rate
+    return rates_by_column
 
 
-def _controls(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
+def _control_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation in which the control layout was slower than in most others, and the reason."""
     times_by_control: dict[str | None, dict[str, float]] = defaultdict(dict)
-    for name, time_s in control_times(state).items():
-        times_by_control[state.allocations[name].control][name] = time_s
-    for time_by_name in times_by_control.values():
-        for name, ratio in _slow_ratios(time_by_name, TIME_TOLERANCE * slack, sign=-1).items():
-            text = f"the control layout of its allocation took {ratio:.2f} x its median"
-            text += f" over {_allocations_text(time_by_name, state.allocations[name].nodes)}"
-            yield name, Doubt("slow_control", text)
+    for allocation, time_s in control_times(state).items():
+        times_by_control[state.allocations[allocation].control][allocation] = time_s
+    for times_s in times_by_control.values():
+        for allocation, ratio in _slow_ratios(times_s, TIME_TOLERANCE * factor, sign=-1).items():
+            reason = f"the control layout of its allocation took {ratio:.2f} x its median"
+            reason += f" over {_allocations_text(times_s, state.allocations[allocation].nodes)}"
+            yield allocation, Doubt("slow_control", reason)
 
 
-def _allocations_text(value_by_name: Mapping[str, float], nodes: int) -> str:
-    return f"{counted(len(value_by_name), 'allocation')} of {counted(nodes, 'node')}"
+def _allocations_text(value_by_allocation: Mapping[str, float], nodes: int) -> str:
+    return f"{counted(len(value_by_allocation), 'allocation')} of {counted(nodes, 'node')}"
 
 
-TOLERANCE = {"fp8": 5e-2, "bf16": 1e-3, "fp32": 1e-6, "fp64": 1e-9}
+LOSS_TOLERANCE = {"fp8": 5e-2, "bf16": 1e-3, "fp32": 1e-6, "fp64": 1e-9}
 """Precision -> largest relative difference of two losses that count as equal.
 
 The order of sums causes it, and in fp8 also which numbers share a scale, which layouts change.
 """
-PROGRAM_TOLERANCE = 1e-2
+PROGRAM_LOSS_TOLERANCE = 1e-2
 """Largest relative difference of two losses of a user's program that count as equal; it may round them."""
 
 
@@ -262,7 +262,7 @@ def with_loss_outliers(state: SweepState) -> SweepState:
     attempts, suspect_losses = dict(state.attempts), dict[AttemptKey, str]()
     for groups in loss_groups(state):
         majority, *other_groups = groups
-        if not _agreed(majority, other_groups):
+        if not _is_majority(majority, other_groups):
             counts_text = ", ".join(f"{len(g.run_ids)} have {g}" for g in groups[:3])
             reason = f"layouts of this model and batch differ in their loss: {counts_text}"
             suspect_losses |= {key: reason for group in groups for key in group.losses}
@@ -291,20 +291,20 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
             with contextlib.suppress(KeyError, msgspec.DecodeError):  # a part of the claim is damaged
                 losses_by_workload[_workload(claim, ok)][key] = ok.loss_final
     return [
-        _groups(losses, tolerance)
-        for (tolerance, _), losses in losses_by_workload.items()
-        if len({key.run_id for key in losses}) >= MIN_COMPARABLE
+        _groups_by_loss(loss_by_attempt, tolerance)
+        for (tolerance, _), loss_by_attempt in losses_by_workload.items()
+        if len({key.run_id for key in loss_by_attempt}) >= MIN_COMPARABLE
     ]
 
 
-def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGroup]:
+def _groups_by_loss(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGroup]:
     chains: list[dict[AttemptKey, float]] = []
     previous_loss = -math.inf
     for key, loss in sorted(losses.items(), key=lambda key_and_loss: key_and_loss[1]):
         if not chains or loss - previous_loss > tolerance * abs(loss):
             chains.append({})
         chains[-1][key] = previous_loss = loss
-    groups = [LossGroup(losses=chain, tolerance=tolerance) for chain in chains]
+    groups = [LossGroup(losses=chain_losses, tolerance=tolerance) for chain_losses in chains]
     return sorted(groups, key=lambda group: -len(group.run_ids))
 
 
@@ -340,14 +340,14 @@ def _workload(claim: _Claim, result: RunResult) -> tuple[float, Hashable]:
 def _claimed_workload(kernel: bytes, shape: bytes, workload: bytes, variant: bytes) -> tuple[float, bytes]:
     """The tolerance of a loss, and what decides it in the parts of its claim, whatever the name of the model."""
     program = msgspec.json.decode(kernel, type=_Kernel)
-    tolerance = TOLERANCE[program.precision] if program.kind == "embedded" else PROGRAM_TOLERANCE
-    sizes, batch, options = (
-        msgspec.json.decode(part, type=dict[str, Any]) for part in (shape, workload, variant)
-    )
+    tolerance = LOSS_TOLERANCE[program.precision] if program.kind == "embedded" else PROGRAM_LOSS_TOLERANCE
+    decode = functools.partial(msgspec.json.decode, type=dict[str, Any])
+    sizes, batch, options = map(decode, (shape, workload, variant))
     parts = (sizes | {"name": None}, batch, program.name, *program_options(options), program.precision)
     return tolerance, msgspec.json.encode(parts, order="deterministic")
 
 
-def _agreed(majority: LossGroup, minority: Iterable[LossGroup]) -> bool:
+def _is_majority(majority: LossGroup, other_groups: Iterable[LossGroup]) -> bool:
     """Whether at least two thirds of the layouts belong to the group of most layouts."""
-    return len(majority.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in minority)))
+    other_ids = frozenset[str]().union(*(group.run_ids for group in other_groups))
+    return len(majority.run_ids) >= 2 * len(other_ids)

@@ -20,18 +20,18 @@ from ultrabench.sweep.running.attempts import (
     AttemptsLeft,
     Launch,
     PlannedAttempt,
-    expected,
+    later_runs,
     next_attempts,
 )
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.standings import best_of_cells
 from ultrabench.variant import Value
 
-START_S = 120.0
+AGENTS_START_S = 120.0
 """Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
-MARGIN = 1.5
+DURATION_MARGIN = 1.5
 """Factor on the predicted duration of all runs in the time limit of an allocation."""
-LIMIT_STEP_S = 300.0
+LIMIT_ROUNDING_S = 300.0
 """Limits are rounded up to multiples of this many seconds, so that more jobs have the same limit."""
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
@@ -42,7 +42,7 @@ ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
 """Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 TIME_LIMIT = "time_limit"
 """The rule of runs for which no job may be long enough."""
-SAFE_SHARE = 0.7
+SAFE_MEMORY_SHARE = 0.7
 """Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
 
 
@@ -60,27 +60,28 @@ def controls(plan: Plan) -> dict[ControlKey, Candidate]:
 
     It has the first value of each option, as far as a run with these values can be made in that place.
     """
-    by_key = defaultdict[ControlKey, list[Candidate]](list)
+    runs_by_key = defaultdict[ControlKey, list[Candidate]](list)
     first_values = plan.config.options.first_variant
     for run in plan.runs:
-        by_key[control_key(run)].append(run)
+        runs_by_key[control_key(run)].append(run)
 
-    def num_changed(run: Candidate) -> int:
-        return sum(value != first_values.get(name) for name, value in run.spec.variant.items())
+    def sort_key(run: Candidate) -> tuple[int | float | str, ...]:
+        num_changed = sum(value != first_values.get(name) for name, value in run.spec.variant.items())
+        return num_changed, *_control_rank(run)
 
-    return {key: min(runs, key=lambda run: (num_changed(run), *_rank(run))) for key, runs in by_key.items()}
+    return {key: min(runs, key=sort_key) for key, runs in runs_by_key.items()}
 
 
-def _controls_used(plan: Plan) -> dict[ControlKey, Candidate]:
+def _used_controls(plan: Plan) -> dict[ControlKey, Candidate]:
     """The control runs of the allocations; empty where these have none."""
     launcher = plan.config.launcher
     return controls(plan) if launcher.control and launcher.pack != 1 else {}
 
 
-def _rank(run: Candidate) -> tuple[float, float, str]:
+def _control_rank(run: Candidate) -> tuple[float, float, str]:
     """Sort key of a control run, smaller is better; the run_id settles ties, so that all launches agree."""
     memory_share, time_s = run.prediction.memory_share, run.prediction.step_time_s
-    return (0.0, time_s, run.run_id) if memory_share <= SAFE_SHARE else (memory_share, 0.0, run.run_id)
+    return (0.0, time_s, run.run_id) if memory_share <= SAFE_MEMORY_SHARE else (memory_share, 0.0, run.run_id)
 
 
 def run_limit_s(attempt: PlannedAttempt, config: SweepConfig) -> float:
@@ -89,7 +90,7 @@ def run_limit_s(attempt: PlannedAttempt, config: SweepConfig) -> float:
     return max(config.measure.run_limit_s, predicted_s) * attempt.limit_factor
 
 
-def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> float:
+def allocation_limit_s(attempts: Sequence[PlannedAttempt], config: SweepConfig) -> float:
     """Wall-clock limit of an allocation in seconds: its predicted duration with a margin, and one slow run.
 
     The limit need not be the sum of the limits of all runs, because a run that is cut off by the end of its
@@ -97,9 +98,10 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> 
     """
     if config.launcher.time_minutes is not None:
         return 60.0 * config.launcher.time_minutes
-    predicted_s = sum(t.candidate.prediction.duration_s for t in group)
-    slowest_limit_s = max(run_limit_s(t, config) for t in group)
-    return LIMIT_STEP_S * math.ceil((START_S + MARGIN * predicted_s + slowest_limit_s) / LIMIT_STEP_S)
+    predicted_s = sum(attempt.candidate.prediction.duration_s for attempt in attempts)
+    slowest_limit_s = max(run_limit_s(attempt, config) for attempt in attempts)
+    needed_s = AGENTS_START_S + DURATION_MARGIN * predicted_s + slowest_limit_s
+    return LIMIT_ROUNDING_S * math.ceil(needed_s / LIMIT_ROUNDING_S)
 
 
 def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
@@ -121,29 +123,27 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
         ConfigError: no run is left.
     """
     time_minutes = plan.config.launcher.time_minutes
-    longest_s = min(max_limit_s, 60.0 * (time_minutes or math.inf))
+    max_job_s = min(max_limit_s, 60.0 * (time_minutes or math.inf))
     limit_text = f"launcher.time_minutes={time_minutes}"
-    if longest_s == max_limit_s:
+    if max_job_s == max_limit_s:
         limit_text = f"partition, QOS and account limit a job to {max_limit_s / 60:.0f} minutes"
-    control_by_key, minutes_by_run = _controls_used(plan), dict[str, int]()
+    control_by_key, minutes_by_run = _used_controls(plan), dict[str, int]()
     for run in plan.runs:
         control = control_by_key.get(control_key(run), run)
-        duration_by_run = {c.run_id: c.prediction.duration_s for c in (run, control)}
-        if (limit_s := least_limit_s(sum(duration_by_run.values()), plan.config)) > longest_s:
+        duration_by_run = {r.run_id: r.prediction.duration_s for r in (run, control)}
+        if (limit_s := least_limit_s(sum(duration_by_run.values()), plan.config)) > max_job_s:
             minutes_by_run[run.run_id] = math.ceil(limit_s / 60)
     unit = "minutes with its control run" if control_by_key else "minutes"
     if minutes_by_run and len(minutes_by_run) == len(plan.runs):
         advice = "allow more time, or take fewer steps with measure=quick"
         least_text = f"the shortest of {counted(len(minutes_by_run), 'run')} needs {min(minutes_by_run.values())} {unit}"
         raise ConfigError(f"{limit_text}; {least_text}: {advice}")
-    reasons = {
-        run_id: f"a job needs {minutes} {unit}; {limit_text}" for run_id, minutes in minutes_by_run.items()
-    }
+    reasons = {i: f"a job needs {minutes} {unit}; {limit_text}" for i, minutes in minutes_by_run.items()}
     rejected = [
         replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons
     ]
-    candidates = (c for c in plan.candidates if c.run_id not in reasons)
-    return replace(plan, candidates=(*candidates, *rejected)) if rejected else plan
+    kept = (candidate for candidate in plan.candidates if candidate.run_id not in reasons)
+    return replace(plan, candidates=(*kept, *rejected)) if rejected else plan
 
 
 def pack(
@@ -165,21 +165,21 @@ def pack(
     """
     groups: list[list[PlannedAttempt]] = []
     open_groups: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
-    longest_s, max_runs = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
+    full_s, max_runs = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
     max_limit_s = min(max_limit_s, 60.0 * (config.launcher.time_minutes or math.inf))
     for attempt in todo:
         run, control = attempt.candidate, control_by_key.get(control_key(attempt.candidate))
         group_key = (run.nodes, attempt.key.repeat, run.place, run.cell if config.launcher.control else None)
         control_s = control.prediction.duration_s if control else 0.0
         run_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
-        group, filled_s = open_groups.get(group_key, ([], 0.0))
-        is_full = filled_s + run_s > longest_s and filled_s >= control_s / CONTROL_SHARE
-        is_too_long = least_limit_s(filled_s + run_s, config) > max_limit_s
+        group, group_s = open_groups.get(group_key, ([], 0.0))
+        is_full = group_s + run_s > full_s and group_s >= control_s / CONTROL_SHARE
+        is_too_long = least_limit_s(group_s + run_s, config) > max_limit_s
         if not group or is_full or is_too_long or len(group) >= max_runs:
-            group, filled_s = [], control_s
+            group, group_s = [], control_s
             groups.append(group)
         group.append(attempt)
-        open_groups[group_key] = group, filled_s + run_s
+        open_groups[group_key] = group, group_s + run_s
     return groups
 
 
@@ -226,28 +226,28 @@ def planned_jobs(
         held_s: open allocation -> seconds for which it had held its nodes when last seen.
     """
     config = plan.config
-    start_s = _start_s(plan, state, held_s)
-    control_by_key = _controls_used(plan)
-    known_attempts = [*state.attempts, *(t.key for t in attempts_left.todo)]
-    known_attempts += [key for allocation in state.allocations.values() for key in allocation.tasks]
+    start_s = _allocation_start_s(plan, state, held_s)
+    control_by_key = _used_controls(plan)
+    known_keys = [*state.attempts, *(attempt.key for attempt in attempts_left.todo)]
+    known_keys += [key for allocation in state.allocations.values() for key in allocation.tasks]
     # The repeats of control runs are new ones: larger than those of the plan and all known ones.
-    last_repeat = defaultdict[str, int](lambda: config.repeats - 1)
-    for run_id, repeat, _ in known_attempts:
-        last_repeat[run_id] = max(last_repeat[run_id], repeat)
-    best = dict[CellKey, Standing]()
+    last_repeat_by_run = defaultdict[str, int](lambda: config.repeats - 1)
+    for run_id, repeat, _ in known_keys:
+        last_repeat_by_run[run_id] = max(last_repeat_by_run[run_id], repeat)
+    best_by_cell = dict[CellKey, Standing]()
     if attempts_left.todo:
-        best = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device)
+        best_by_cell = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device)
     priced_nodes = set[int]()
     for group in pack(attempts_left.todo, config, control_by_key, max_limit_s):
         nodes = group[0].candidate.nodes
-        if nodes in attempts_left.untried_nodes and nodes in priced_nodes:
+        if nodes in attempts_left.untried_node_counts and nodes in priced_nodes:
             continue
         priced_nodes.add(nodes)
         control = control_by_key.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
-        if control and all(t.key.run_id != control_id for t in group):
-            last_repeat[control.run_id] += 1
-            key = AttemptKey(control.run_id, last_repeat[control.run_id], 0)
+        if control and all(attempt.key.run_id != control_id for attempt in group):
+            last_repeat_by_run[control.run_id] += 1
+            key = AttemptKey(control.run_id, last_repeat_by_run[control.run_id], 0)
             group.append(PlannedAttempt(candidate=control, key=key))
         group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first
         start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
@@ -255,27 +255,28 @@ def planned_jobs(
             attempts=tuple(group),
             control=control_id,
             limit_s=min(max_limit_s, allocation_limit_s(group, config)),
-            gpu_hours=start_gpu_hours + sum(t.candidate.gpu_hours for t in group),
-            best={cell: standing for cell, standing in best.items() if standing.may_win},
+            gpu_hours=start_gpu_hours + sum(attempt.candidate.gpu_hours for attempt in group),
+            best={cell: standing for cell, standing in best_by_cell.items() if standing.may_win},
         )
 
 
-def _start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> float:
+def _allocation_start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> float:
     """Seconds for which an allocation holds its nodes without running anything: a median over this sweep.
 
     The median is over allocations that are over. While there are none, it is over open allocations that have
     ended a run, with `held_s`. While no run has ended, the value is ALLOCATION_START_S.
     """
-    ran_s: dict[str, float] = {}
+    all_run_s: dict[str, float] = {}
     for attempt in state.attempts.values():
         if attempt.allocation and attempt.result:
             duration_s = attempt.result.duration_s or 0.0
-            ran_s[attempt.allocation] = ran_s.get(attempt.allocation, 0.0) + duration_s
-    ended_s = {a.name: a.held_s for a in state.allocations.values() if a.agents and a.ended is not None}
-    ended_s = ended_s or {name: seconds for name, seconds in held_s.items() if ran_s.get(name)}
-    if not ended_s:
+            all_run_s[attempt.allocation] = all_run_s.get(attempt.allocation, 0.0) + duration_s
+    ended = (a for a in state.allocations.values() if a.agents and a.ended is not None)
+    all_held_s = {allocation.name: allocation.held_s for allocation in ended}
+    all_held_s = all_held_s or {name: seconds for name, seconds in held_s.items() if all_run_s.get(name)}
+    if not all_held_s:
         return ALLOCATION_START_S[plan.config.hardware.device]
-    return median(max(0.0, seconds - ran_s.get(name, 0.0)) for name, seconds in ended_s.items())
+    return median(max(0.0, seconds - all_run_s.get(name, 0.0)) for name, seconds in all_held_s.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +287,7 @@ class Price:
     """All allocations that are left, with the repeats of the best runs."""
     runs: Mapping[CellKey, tuple[int, float]]
     """CellKey -> number and GPU hours of the attempts that are left."""
-    left: int
+    num_runs_left: int
     """Number of runs that have attempts left."""
     repeats_only: bool
     """Whether all attempts that are left are repeats of measured runs."""
@@ -308,45 +309,47 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
-        submitted_ids = {t.key.run_id for t in todo}
-        later_runs = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
-        later_todo = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later_runs]
-        todo = (*todo, *(t for t in later_todo if t.key.run_id not in submitted_ids))
-    confirmations = _confirmations(plan, todo)
-    attempts_left = AttemptsLeft(todo=(*todo, *confirmations), num_waiting=0)
-    requested_keys = {t.key for t in attempts_left.todo}
+        submitted_ids = {attempt.key.run_id for attempt in todo}
+        searched_runs = later_runs(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
+        searched_todo = [
+            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in searched_runs
+        ]
+        todo = (*todo, *(t for t in searched_todo if t.key.run_id not in submitted_ids))
+    confirming_attempts = _confirmations(plan, todo)
+    attempts_left = AttemptsLeft(todo=(*todo, *confirming_attempts), num_waiting=0)
+    requested_keys = {attempt.key for attempt in attempts_left.todo}
     jobs = tuple(planned_jobs(plan, attempts_left, state, max_limit_s))
-    run_by_key = {t.key: t.candidate for job in jobs for t in job.attempts}
-    start_gpu_hours = sum(job.gpu_hours for job in jobs) - _priced(run_by_key.values())[1]
+    run_by_key = {attempt.key: attempt.candidate for job in jobs for attempt in job.attempts}
+    start_gpu_hours = sum(job.gpu_hours for job in jobs) - _num_and_gpu_hours(run_by_key.values())[1]
     runs_by_cell, measure = by_cell(attempt.candidate for attempt in todo), plan.config.measure
-    low_gpu_hours, high_gpu_hours = _interval(run_by_key.values(), measure)
+    low_gpu_hours, high_gpu_hours = _gpu_hour_interval(run_by_key.values(), measure)
     extra = {
-        "control runs": _priced([run for key, run in run_by_key.items() if key not in requested_keys]),
-        "repeats of the best": _priced([t.candidate for t in confirmations]),
+        "control runs": _num_and_gpu_hours([r for key, r in run_by_key.items() if key not in requested_keys]),
+        "repeats of the best": _num_and_gpu_hours([attempt.candidate for attempt in confirming_attempts]),
         "starts of jobs": (len(jobs), max(0.0, start_gpu_hours)),
     }
     return Price(
         jobs=jobs,
-        runs={cell: _priced(runs) for cell, runs in runs_by_cell.items()},
-        left=len({attempt.key.run_id for attempt in todo}),
+        runs={cell: _num_and_gpu_hours(runs) for cell, runs in runs_by_cell.items()},
+        num_runs_left=len({attempt.key.run_id for attempt in todo}),
         repeats_only=all(attempt.key.repeat for attempt in todo),
-        extra={purpose: (number, cost) for purpose, (number, cost) in extra.items() if number},
+        extra={purpose: (count, gpu_hours) for purpose, (count, gpu_hours) in extra.items() if count},
         interval=(start_gpu_hours + low_gpu_hours, start_gpu_hours + high_gpu_hours),
-        intervals={cell: _interval(runs, measure) for cell, runs in runs_by_cell.items()},
+        intervals={cell: _gpu_hour_interval(runs, measure) for cell, runs in runs_by_cell.items()},
     )
 
 
-def _interval(runs: Collection[Candidate], measure: Measure) -> tuple[float, float]:
+def _gpu_hour_interval(runs: Collection[Candidate], measure: Measure) -> tuple[float, float]:
     """GPU hours of runs if the steps of those that fit take as long as the low and the high ends of their intervals."""
-    low_s = high_s = 3600 * _priced(runs)[1]
-    for prediction, gpus in ((run.prediction, run.layout.world_size) for run in runs if run.fits):
+    low_gpu_s = high_gpu_s = 3600 * _num_and_gpu_hours(runs)[1]
+    for prediction, num_gpus in ((run.prediction, run.layout.world_size) for run in runs if run.fits):
         priced_s = measure.priced_s(prediction.step_time_s)
-        low_s += gpus * (measure.priced_s(prediction.step_time_low_s) - priced_s)
-        high_s += gpus * (measure.priced_s(prediction.step_time_high_s) - priced_s)
-    return low_s / 3600, high_s / 3600
+        low_gpu_s += num_gpus * (measure.priced_s(prediction.step_time_low_s) - priced_s)
+        high_gpu_s += num_gpus * (measure.priced_s(prediction.step_time_high_s) - priced_s)
+    return low_gpu_s / 3600, high_gpu_s / 3600
 
 
-def _priced(runs: Collection[Candidate]) -> tuple[int, float]:
+def _num_and_gpu_hours(runs: Collection[Candidate]) -> tuple[int, float]:
     return len(runs), sum(run.gpu_hours for run in runs)
 
 
@@ -357,17 +360,17 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     to the best stand for them.
     """
     repeats = plan.config.repeats
-    cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
-    searched_ids = {t.key.run_id for t in todo} if plan.config.strategy == "adaptive" else None
-    runs_of_cells = (runs for cell, runs in plan.cells.items() if cell in cells)
+    unmeasured_cells = {attempt.candidate.cell for attempt in todo if attempt.key.repeat < repeats}
+    searched_ids = {attempt.key.run_id for attempt in todo} if plan.config.strategy == "adaptive" else None
+    runs_of_cells = (runs for cell, runs in plan.cells.items() if cell in unmeasured_cells)
     fitting_runs = [
         [r for r in runs if r.fits and (not searched_ids or r.run_id in searched_ids)]
         for runs in runs_of_cells
     ]
     best_runs = [nsmallest(MAX_CONTENDERS, runs, key=_predicted_s) for runs in fitting_runs]
     return [
-        PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
-        for nth in range(repeats, plan.config.measure.confirm)
+        PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
+        for repeat in range(repeats, plan.config.measure.confirm)
         for runs in best_runs
         for run in runs
         if _predicted_s(run) <= NEAR_BEST * _predicted_s(runs[0])
@@ -387,13 +390,12 @@ def committed_gpu_hours(
         held_s: allocation -> seconds for which it had held its nodes when last seen, setup included.
     """
     gpus_per_node = plan.config.hardware.gpus_per_node
-    price_by_run = {c.run_id: c.gpu_hours for c in plan.runs}
-    start_s, total_gpu_hours = _start_s(plan, state, held_s), 0.0
+    gpu_hours_by_run = {run.run_id: run.gpu_hours for run in plan.runs}
+    start_s, total_gpu_hours = _allocation_start_s(plan, state, held_s), 0.0
     for name, allocation in state.allocations.items():
-        held = allocation.held_s if allocation.timed else max(allocation.held_s, held_s.get(name, 0.0))
-        run_gpu_hours = sum(price_by_run.get(key.run_id, 0.0) for key in allocation.tasks)
-        planned_gpu_hours = (
-            start_s * allocation.nodes * gpus_per_node / 3600 + run_gpu_hours if name in open_names else 0.0
-        )
-        total_gpu_hours += max(held * allocation.nodes * gpus_per_node / 3600, planned_gpu_hours)
+        seen_held_s = 0.0 if allocation.timed else held_s.get(name, 0.0)
+        run_gpu_hours = sum(gpu_hours_by_run.get(key.run_id, 0.0) for key in allocation.tasks)
+        planned_gpu_hours = start_s * allocation.nodes * gpus_per_node / 3600 + run_gpu_hours
+        held_gpu_hours = max(allocation.held_s, seen_held_s) * allocation.nodes * gpus_per_node / 3600
+        total_gpu_hours += max(held_gpu_hours, planned_gpu_hours if name in open_names else 0.0)
     return total_gpu_hours

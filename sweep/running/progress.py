@@ -13,7 +13,7 @@ from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
-from ultrabench.sweep.running.attempts import attempts_after, expected, searching, skips
+from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
 
@@ -118,63 +118,62 @@ class SweepProgress:
 
 def progress_of(
     sweep: str,
-    planned: Sequence[Candidate],
+    plan_runs: Sequence[Candidate],
     state: SweepState,
     device: str,
     old_attempts: frozenset[AttemptKey] | None = None,
 ) -> SweepProgress:
-    """The progress of `planned` according to `state`.
+    """The progress of `plan_runs` according to `state`.
 
     Args:
         device: the torch device type of the hardware, cuda or cpu.
         old_attempts: those that ended before the present launch; None tells what the next launch would try again.
     """
     state = for_answers(state)
-    runs = {r.run_id: r for r in planned}
-    attempts = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
-    skipped = skips(planned, state)
-    statuses = {run_id: str(Status.SKIPPED) if run_id in skipped else PENDING for run_id in runs}
-    statuses |= {i: str(a.result.status) if a.result else RUNNING for i, a in attempts.items()}
-    suspects = suspects_of(runs, state, device)
-    best = best_of_cells(planned, state, device, suspects)
-    useful_gpu_hours, wasted_by_status = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
+    run_by_id = {r.run_id: r for r in plan_runs}
+    attempt_by_run = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in run_by_id}
+    skipped = skips(plan_runs, state)
+    status_by_run = {run_id: str(Status.SKIPPED) if run_id in skipped else PENDING for run_id in run_by_id}
+    status_by_run |= {i: str(a.result.status) if a.result else RUNNING for i, a in attempt_by_run.items()}
+    suspect_reasons = suspects_of(run_by_id, state, device)
+    best = best_of_cells(plan_runs, state, device, suspect_reasons)
+    useful_gpu_hours, wasted_by_status = gpu_hours(state, plan_runs[0].spec.gpus_per_node if plan_runs else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
-    for run in planned:
-        by_nodes[run.nodes][statuses[run.run_id]] += 1
+    for run in plan_runs:
+        by_nodes[run.nodes][status_by_run[run.run_id]] += 1
     dominated_ids = {run_id for run_id, skip in skipped.items() if skip.dominator}
-    failed_runs = [runs[i] for i, a in attempts.items() if a.result and not a.ok and i not in dominated_ids]
-    pause_by_key = {
-        attempts[t.key.run_id].key: t.pause_s for t in attempts_after(failed_runs, state, old_attempts)
-    }
-    unsettled_ids = {i for i, s in statuses.items() if s in UNSETTLED}
+    failed_ids = {i for i, a in attempt_by_run.items() if a.result and not a.ok} - dominated_ids
+    failed_runs = [run_by_id[run_id] for run_id in attempt_by_run if run_id in failed_ids]
+    next_attempts = attempts_after(failed_runs, state, old_attempts)
+    pause_by_key = {attempt_by_run[t.key.run_id].key: t.pause_s for t in next_attempts}
+    unsettled_ids = {i for i, s in status_by_run.items() if s in UNSETTLED}
     unsettled_ids |= {key.run_id for key in pause_by_key}
-    settled_ids = frozenset(runs.keys() - unsettled_ids)
-    if searching(state):
+    settled_ids = frozenset(run_by_id.keys() - unsettled_ids)
+    if is_adaptive(state):
         config = state.config
         max_p_oom, batch = float(config.get("max_p_oom", 1.0)), int(config["sweep"].get("batch", 1))
-        unsettled_ids &= attempts.keys() | {run.run_id for run in expected(planned, state, max_p_oom, batch)}
-    left_s = sum(runs[run_id].prediction.duration_s for run_id in unsettled_ids)
-    ok_runs = ((runs[i], a.ok.duration_s) for i, a in attempts.items() if a.ok)
-    duration_ratios = [duration_s / run.prediction.duration_s for run, duration_s in ok_runs if duration_s]
+        future_ids = {run.run_id for run in later_runs(plan_runs, state, max_p_oom, batch)}
+        unsettled_ids &= attempt_by_run.keys() | future_ids
+    left_s = sum(run_by_id[run_id].prediction.duration_s for run_id in unsettled_ids)
+    ok_runs_s = ((run_by_id[i], a.ok.duration_s) for i, a in attempt_by_run.items() if a.ok)
+    ratios = [duration_s / run.prediction.duration_s for run, duration_s in ok_runs_s if duration_s]
     have_started = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
     num_at_work = have_started.count(True)
     eta_s = None if unsettled_ids else 0.0
-    if duration_ratios:
-        eta_s = left_s * median(duration_ratios) / max(1, num_at_work)
+    if ratios:
+        eta_s = left_s * median(ratios) / max(1, num_at_work)
     return SweepProgress(
         sweep=sweep,
-        runs=len(runs),
-        cell_columns=(*cell_columns(run.cell for run in planned),),
-        by_status=dict(sorted(Counter(statuses.values()).items())),
+        runs=len(run_by_id),
+        cell_columns=(*cell_columns(run.cell for run in plan_runs),),
+        by_status=dict(sorted(Counter(status_by_run.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
-        settled_by_nodes=Counter(run.nodes for run in planned if run.run_id in settled_ids),
+        settled_by_nodes=Counter(run.nodes for run in plan_runs if run.run_id in settled_ids),
         settled=settled_ids,
         pause_by_key=pause_by_key,
-        retried_by_status=Counter(statuses[key.run_id] for key in pause_by_key),
-        skipped={
-            run_id: skip.reason for run_id, skip in skipped.items() if statuses[run_id] == Status.SKIPPED
-        },
-        running=tuple((runs[i], attempts[i]) for i, s in statuses.items() if s == RUNNING),
+        retried_by_status=Counter(status_by_run[key.run_id] for key in pause_by_key),
+        skipped={i: skip.reason for i, skip in skipped.items() if status_by_run[i] == Status.SKIPPED},
+        running=tuple((run_by_id[i], attempt_by_run[i]) for i, s in status_by_run.items() if s == RUNNING),
         num_waiting=have_started.count(False),
         num_at_work=num_at_work,
         attempts=len(state.attempts),
@@ -183,15 +182,15 @@ def progress_of(
         to_go=len(unsettled_ids),
         eta_s=eta_s,
         runs_per_hour=_runs_per_hour(state),
-        best=tuple((runs[standing.run_id], standing) for standing in best.values()),
+        best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
         width_by_run={
-            run_id: width
-            for run_id, a in attempts.items()
-            if a.ok and a.ok.ci_reached is False and (width := ci95_rel(a.ok.step_times_s)) is not None
+            run_id: half_width
+            for run_id, a in attempt_by_run.items()
+            if a.ok and a.ok.ci_reached is False and (half_width := ci95_rel(a.ok.step_times_s)) is not None
         },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
-        suspects=suspects,
-        failures=_latest_failures(runs, attempts),
+        suspects=suspect_reasons,
+        failures=_latest_failures(run_by_id, attempt_by_run),
     )
 
 
@@ -201,7 +200,7 @@ def _latest_failures(
     """The field `failures` of the progress."""
     no_failure = {Status.OK, *INTERRUPTED}
     failures = [(runs[i], a) for i, a in attempts.items() if a.result and a.result.status not in no_failure]
-    return tuple(sorted(failures, key=lambda pair: pair[1].time or 0.0)[-5:])
+    return tuple(sorted(failures, key=lambda run_and_attempt: run_and_attempt[1].time or 0.0)[-5:])
 
 
 def _runs_per_hour(state: SweepState) -> float | None:
@@ -220,16 +219,16 @@ def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
         result = attempt.result
         return attempt.ok is not None, result is None, outcome_order(result.status if result else None)
 
-    by_run: dict[str, AttemptState] = {}
+    attempt_by_run: dict[str, AttemptState] = {}
     for (run_id, _), attempt in final_attempts(state).items():  # of equal ones the latest repeat
-        by_run[run_id] = max(attempt, by_run.get(run_id, attempt), key=order)
-    return by_run
+        attempt_by_run[run_id] = max(attempt, attempt_by_run.get(run_id, attempt), key=order)
+    return attempt_by_run
 
 
 def settled_runs(state: SweepState) -> dict[str, Status]:
     """run_id -> status of each run whose standing attempt has ended, unless the next launch tries it again anyway."""
-    ended = ((run_id, a.result.status) for run_id, a in standing_attempts(state).items() if a.result)
-    return {run_id: status for run_id, status in ended if status not in OUTER_FAILURES}
+    ended_statuses = ((i, a.result.status) for i, a in standing_attempts(state).items() if a.result)
+    return {run_id: status for run_id, status in ended_statuses if status not in OUTER_FAILURES}
 
 
 def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, float]]:
@@ -238,15 +237,15 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     The entry `between_runs` is the rest of the time that allocations held their nodes: starts, preflights,
     and runs that were lost together with their allocation.
     """
-    by_status: dict[str, float] = defaultdict(float)
+    hours_by_status: dict[str, float] = defaultdict(float)
     hours_by_allocation: dict[str | None, float] = defaultdict(float)
     for attempt in state.attempts.values():
         result = attempt.result
         if result and result.duration_s is not None and (claim := attempt.spec_as(Nodes)):
             hours = result.duration_s * claim.nodes * claim.gpus_per_node / 3600
             hours_by_allocation[attempt.allocation] += hours
-            by_status[str(result.status)] += hours
+            hours_by_status[str(result.status)] += hours
     held_hours = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
     between_hours = sum(max(0.0, hours - hours_by_allocation[name]) for name, hours in held_hours.items())
-    useful = by_status.pop(Status.OK.value, 0.0)
-    return useful, {**by_status} | ({"between_runs": between_hours} if between_hours else {})
+    useful_hours = hours_by_status.pop(Status.OK.value, 0.0)
+    return useful_hours, {**hours_by_status} | ({"between_runs": between_hours} if between_hours else {})

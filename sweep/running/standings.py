@@ -13,7 +13,7 @@ from ultrabench.standing import Repeat, Standing, merge_environments, standings
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
-from ultrabench.sweep.running.outliers import control_times, gemm_rates, impossible, suspect_attempts
+from ultrabench.sweep.running.outliers import control_times, gemm_rates, rate_doubts, suspect_attempts
 
 FP8_OVER_BF16 = 2.0
 """Rate of products in fp8 over that of the bf16 products that a preflight measures: the ratio of all published peaks."""
@@ -56,37 +56,37 @@ class Suspicion:
             gemm_flops_per_s *= FP8_OVER_BF16 if precision == "fp8" else 1
             flops_per_s = shape.flops_per_token(seq_len, "megatron") * tokens_per_s_per_gpu
             share_of_gemm_rate = flops_per_s / gemm_flops_per_s
-        return [*self.outliers.get(attempt.key, ()), *impossible(mfu, self.device, share_of_gemm_rate)]
+        return [*self.outliers.get(attempt.key, ()), *rate_doubts(mfu, self.device, share_of_gemm_rate)]
 
 
-def control_ratio(attempt: AttemptState, controls: Mapping[str, float]) -> float | None:
+def control_ratio(attempt: AttemptState, control_times_s: Mapping[str, float]) -> float | None:
     """Step time of the control run of its allocation over that of an ok attempt; None where one is unknown.
 
     Args:
-        controls: what `control_times` returns.
+        control_times_s: what `control_times` returns.
     """
-    ok, control_s = attempt.ok, controls.get(attempt.allocation or "")
-    return control_s / median(ok.step_times_s) if ok and ok.step_times_s and control_s else None
+    result, control_s = attempt.ok, control_times_s.get(attempt.allocation or "")
+    return control_s / median(result.step_times_s) if result and result.step_times_s and control_s else None
 
 
-def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
+def suspects_of(run_by_id: Mapping[str, Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
     """Ok attempts whose measurement is suspect -> the reasons.
 
     Args:
-        runs: run_id -> run.
+        run_by_id: run_id -> run.
     """
     suspicion = Suspicion.of(state, device)
-    suspects = {key: doubt_text(doubts) or "" for key, doubts in suspicion.outliers.items()}
+    reason_by_attempt = {key: doubt_text(run_doubts) or "" for key, run_doubts in suspicion.outliers.items()}
     for key, attempt in state.attempts.items():
-        run, ok_result = runs.get(key.run_id), attempt.ok
+        run, ok_result = run_by_id.get(key.run_id), attempt.ok
         if run and ok_result and ok_result.step_times_s:
             tokens_per_s = run.tokens_per_s_per_gpu(ok_result)
             seq_len, precision = run.spec.workload.seq_len, run.spec.kernel.precision
             doubt_arguments = run.mfu(tokens_per_s), run.shape, seq_len, tokens_per_s, precision
-            doubts = suspicion.doubts(attempt, *doubt_arguments)
-            if reason := doubt_text(doubts):
-                suspects[key] = reason
-    return suspects
+            run_doubts = suspicion.doubts(attempt, *doubt_arguments)
+            if reason := doubt_text(run_doubts):
+                reason_by_attempt[key] = reason
+    return reason_by_attempt
 
 
 def standings_of(
@@ -100,7 +100,7 @@ def standings_of(
     """
     run_by_id = {run.run_id: run for run in runs}
     suspects = suspects_of(run_by_id, state, device) if suspects is None else suspects
-    control_times_s, environment_by_id = control_times(state), _environments(state)
+    control_times_s, environment_by_id = control_times(state), _environment_by_id(state)
     repeats = []
     for attempt in final_attempts(state).values():
         if run := run_by_id.get(attempt.key.run_id):
@@ -137,7 +137,7 @@ def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) ->
     return rate_by_run
 
 
-def _environments(state: SweepState) -> dict[str, str]:
+def _environment_by_id(state: SweepState) -> dict[str, str]:
     """env_id -> the env_id that stands for its environment, of all ok attempts."""
     ok_results = [ok for attempt in state.attempts.values() if (ok := attempt.ok) and ok.env_id]
     env_ids = {str(ok.env_id) for ok in ok_results}

@@ -13,7 +13,7 @@ from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import FP64_TOLERANCE, TINY, CheckSpec
 from ultrabench.layout import PP_SCHEDULES, RECOMPUTE, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import RopeScaling
-from ultrabench.sweep.running.outliers import TOLERANCE as LOSS_TOLERANCE
+from ultrabench.sweep.running.outliers import LOSS_TOLERANCE
 
 pytestmark = pytest.mark.parity
 

@@ -28,10 +28,10 @@ from ultrabench.layout import (
     model_parallel_degree,
 )
 from ultrabench.run import RunSpec
-from ultrabench.sweep.arguments import PREDICTED, TEXTS, config_of, read_arguments, run_of
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, TEXT_ARGUMENTS, config_of, read_arguments, run_of
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan_table import place_of
+from ultrabench.sweep.plan_table import columns_of_run
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, MEMORY_PARTS, OPTIMIZER
 
@@ -96,12 +96,12 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
         ConfigError: an argument is wrong, or no value of the axis can run.
     """
     texts = [f"{name}={value}" for name, value in layout.items()]
-    settings = read_arguments(texts, PREDICTED, "model=llama3-8b tp=8")
+    settings = read_arguments(texts, PREDICTION_DEFAULTS, "model=llama3-8b tp=8")
     runs = None if table is None else final(table)
     is_plan = table is not None and is_predicted(table)
     read_values = _best_values if is_plan else _values_of_rows
     row_values = {} if runs is None else read_values(runs, settings)
-    arguments = PREDICTED | {name: values[0] for name, values in row_values.items()} | settings
+    arguments = PREDICTION_DEFAULTS | {name: values[0] for name, values in row_values.items()} | settings
     config = config_of(arguments)
     bars, reasons = list[dict[str, Any]](), dict[str, str]()
     variants = {"": arguments} if axis == "stage" else _variants(arguments, settings, config, axis)
@@ -144,7 +144,7 @@ def _values_of_rows(runs: pd.DataFrame, settings: Values) -> dict[str, list[Any]
         values = [*runs[column].dropna().unique()]
         if name == "profile":  # that of the embedded kernel follows from the hardware, not from its name
             values = [name for name in values[:1] if name in files("profiles") and "kernel" not in settings]
-        elif name in TEXTS:
+        elif name in TEXT_ARGUMENTS:
             values = [value for value in values if value in files(name)]
         else:
             values = sorted(map(int, values), reverse=name == "gas")
@@ -171,7 +171,7 @@ def _best_values(runs: pd.DataFrame, settings: Values) -> dict[str, list[Any]]:
     names = [name for name in (*_CELL_NAMES, *AXES) if name not in settings and pd.notna(best_row[name])]
     is_usual = {name: name in ADDED_LATER and best_row[name] == NEUTRAL[name] for name in names}
     known_values = {name: best_row[name] for name in names if not is_usual[name]}
-    values = {name: value if name in TEXTS else int(value) for name, value in known_values.items()}
+    values = {name: value if name in TEXT_ARGUMENTS else int(value) for name, value in known_values.items()}
     other_values = {name: [*runs[name].dropna().unique()] if name in _CELL_NAMES else [] for name in values}
     return {name: [*dict.fromkeys((value, *other_values[name]))] for name, value in values.items()}
 
@@ -204,7 +204,7 @@ def _bars(value: str, spec: RunSpec, config: SweepConfig, axis: str) -> Iterator
         name, only_stage = (str(stage.pp_rank), stage) if axis == "stage" else (value, None)
         oom_probability = p_oom(stages, config.hardware.mem_bytes, constants, only_stage)
         bar = {"shown": "predicted", "value": name, "bytes": stage.peak_bytes, "p_oom": oom_probability}
-        yield bar | stage._asdict() | place_of(spec)
+        yield bar | stage._asdict() | columns_of_run(spec)
 
 
 def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tuple[pd.DataFrame, list[str]]:

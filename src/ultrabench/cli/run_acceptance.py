@@ -33,7 +33,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.remedy import require_runs
-from ultrabench.sweep.running.outliers import TOLERANCE
+from ultrabench.sweep.running.outliers import LOSS_TOLERANCE
 from ultrabench.sweep.running.price import committed_gpu_hours
 
 MAX_GPU_HOURS = 3.0
@@ -44,7 +44,7 @@ MIN_SPEED_SHARE = 0.7
 """Smallest accepted share of the published speed; it still finds a network that runs at half its rate."""
 GRADIENT_TOLERANCE = {"fp8": 5e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
 """Precision -> largest relative difference of two gradient norms that count as equal; see docs/guide/cluster.md."""
-EQUAL_COLUMNS = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
+EQUAL_COLUMNS = {"loss": ("loss_final", LOSS_TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
 """Numbers of a result that must be equal in all layouts: word -> column and tolerances."""
 CHECK_NAMES = ("same loss", "same gradient", "out of memory", "published speed")
 """Names of the checks in order."""

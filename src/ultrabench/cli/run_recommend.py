@@ -21,7 +21,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import narrowed
 from ultrabench.sweep.predict.predict import largest_loss
-from ultrabench.sweep.recommend import Recommendation, cell_search, rate, recommendations
+from ultrabench.sweep.recommend import Recommendation, cell_search, recommendations, tokens_per_s_per_gpu
 
 LayoutRow = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -100,19 +100,19 @@ def _rows(
     if not recommendation.runs:
         yield {**cell_row, "layout": None, "reason": recommendation.reason}
     best_rate = best_published(narrowed(config, cell)) if recommendation.runs else None
-    predictor = cell_search(config, recommendation.shape, cell).planned.predictor
+    predictor = cell_search(config, recommendation.shape, cell).cell_plan.predictor
     for run in recommendation.runs:
         prediction, spec = run.prediction, run.spec
-        tokens_per_s_per_gpu = rate(spec, prediction.step_time_s)
+        gpu_rate = tokens_per_s_per_gpu(spec, prediction.step_time_s)
         overhead_part, overhead_share = largest_loss(predictor.step_time(spec, predictor.stages(spec)))
         yield {
             **cell_row,
             "layout": spec.label(),
             **{name: getattr(run.layout, name) for name in AXES},
             "run_id": run.run_id,
-            "mfu": run.mfu(tokens_per_s_per_gpu),
-            "tokens_per_s": tokens_per_s_per_gpu * cell_row["gpus"],
-            "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
+            "mfu": run.mfu(gpu_rate),
+            "tokens_per_s": gpu_rate * cell_row["gpus"],
+            "tokens_per_s_per_gpu": gpu_rate,
             **{name: getattr(prediction, name) for name in SHARED_KEYS},
             "rank_mem_bytes": config.hardware.mem_bytes,
             "lost_to": overhead_part,

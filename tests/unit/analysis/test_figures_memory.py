@@ -10,17 +10,17 @@ from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.figures.plots.memory import points
 from ultrabench.cli.predict.layout import document
 from ultrabench.hardware import GIB
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
 
 LAYOUT = {"model": "8B", "tp": 2, "pp": 2, "gas": 8}
 OVER_TP = {"model": "8B", "pp": 2, "gas": 8}
-GPU_GIB = read_run(["model=8B"], PREDICTED)[1].hardware.mem_bytes / GIB
+GPU_GIB = read_run(["model=8B"], PREDICTION_DEFAULTS)[1].hardware.mem_bytes / GIB
 
 
 def predicted(**layout):
     """What `ultrabench predict` says of a layout."""
-    return document(*read_run([f"{name}={value}" for name, value in layout.items()], PREDICTED))
+    return document(*read_run([f"{name}={value}" for name, value in layout.items()], PREDICTION_DEFAULTS))
 
 
 def bars(axis, **layout):

@@ -15,7 +15,7 @@ from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.page.rows import NAMES, PUBLIC, WORDS, document, encoded
 from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA
 from ultrabench.layout import Layout
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.load import load_config, load_profile
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
@@ -194,9 +194,9 @@ def test_the_commands_of_a_row_describe_its_layout(layout):
     (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
     assert candidate.spec.layout == layout
     assert (candidate.spec.workload.gbs, candidate.spec.workload.seq_len) == (256, 4096)
-    assert read_run(shlex.split(predict_words(told, ())), PREDICTED)[0].layout == layout
+    assert read_run(shlex.split(predict_words(told, ())), PREDICTION_DEFAULTS)[0].layout == layout
     imported = shlex.split(predict_words(told | {"source": "a table", "kernel": "nanotron"}, ["nanotron"]))
-    assert read_run(imported, PREDICTED)[0].layout == layout
+    assert read_run(imported, PREDICTION_DEFAULTS)[0].layout == layout
     assert "profile=nanotron" in imported
 
 
@@ -205,6 +205,6 @@ def test_the_commands_of_a_row_describe_how_its_experts_are_chosen(routing):
     axes = {name: getattr(Layout(dp=8, mbs=1, gas=32, ep=8), name) for name in Layout.__slots__}
     told = run(1, **axes) | {"source": None, "model": "olmoe-1b-7b", "routing": routing}
     (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
-    spec, _ = read_run(shlex.split(predict_words(told, ())), PREDICTED)
+    spec, _ = read_run(shlex.split(predict_words(told, ())), PREDICTION_DEFAULTS)
     assert (candidate.spec.kernel.routing, candidate.rule) == (routing, None)
     assert spec.kernel == candidate.spec.kernel

@@ -18,7 +18,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched
 from ultrabench.store.sweep_json import create_sweep_json
 from ultrabench.sweep.candidate import CellKey
-from ultrabench.sweep.config.files import GROUPS
+from ultrabench.sweep.config.files import CONFIG_GROUPS
 from ultrabench.sweep.config.load import load_config
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
@@ -264,7 +264,7 @@ def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch
 
 
 def test_configs_json_names_every_group(ultrabench):
-    assert as_json(ultrabench, "configs").keys() == {*GROUPS, "profile", "framework"}
+    assert as_json(ultrabench, "configs").keys() == {*CONFIG_GROUPS, "profile", "framework"}
     assert "quick" in as_json(ultrabench, "configs", "sweep")["sweep"]
 
 

@@ -34,7 +34,7 @@ def sweep(tmp_path):
 
 def made_of(sweep, runs, state=None, untried=(), max_limit_s=9e9):
     """The jobs that are planned where these runs are due."""
-    todo = AttemptsLeft(todo=tuple(map(todo_of, runs)), num_waiting=0, untried_nodes=frozenset(untried))
+    todo = AttemptsLeft(todo=tuple(map(todo_of, runs)), num_waiting=0, untried_node_counts=frozenset(untried))
     return [*price.planned_jobs(sweep.plan, todo, state or SweepState(), max_limit_s)]
 
 

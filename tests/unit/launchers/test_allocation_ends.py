@@ -20,7 +20,7 @@ from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
-from ultrabench.sweep.running.decide import MAX_WITHOUT_RUN, decide
+from ultrabench.sweep.running.decide import MAX_ALLOCATIONS_WITHOUT_RUN, decide
 
 sweep = played.sweep
 
@@ -164,7 +164,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
         "3 allocations in a row ended without running anything (all tasks done; its log ends: ImportError: no module x"
     )
     assert str(stopped.value).endswith(f"; see {launcher.taken[-1].folder}/{log}, then launch again")
-    assert len(launcher.taken) == MAX_WITHOUT_RUN
+    assert len(launcher.taken) == MAX_ALLOCATIONS_WITHOUT_RUN
 
 
 def dead_end_of(sweep, ends, max_jobs):

@@ -8,7 +8,7 @@ import torch
 
 from ultrabench.kernel.pp import SCHEDULE_CLASSES
 from ultrabench.layout import Layout
-from ultrabench.sweep.predict.pipeline import COST, bubble_share, loads, order, timeline
+from ultrabench.sweep.predict.pipeline import PASS_TIME, bubble_share, loads, passes_by_rank, timeline
 from ultrabench.sweep.predict.stage_memory import in_flight
 from ultrabench.sweep.refusals import schedule_refusals
 
@@ -69,13 +69,13 @@ def torch_order(layout):
 @EVERY_SCHEDULE
 def test_the_order_is_that_of_torch(schedule, v):
     for layout in layouts(schedule, v):
-        assert order(layout) == torch_order(layout), layout
+        assert passes_by_rank(layout) == torch_order(layout), layout
 
 
 @EVERY_SCHEDULE
 def test_the_bubble_is_the_time_for_which_the_ranks_wait(schedule, v):
     for layout in layouts(schedule, v):
-        work = layout.gas * (COST["forward"] + COST["backward"])
+        work = layout.gas * (PASS_TIME["forward"] + PASS_TIME["backward"])
         step = max(done.end for done in timeline(layout))
         assert bubble_share(layout) == pytest.approx(1 - work / step), layout
 
@@ -90,7 +90,7 @@ def test_known_bubbles():
 @EVERY_SCHEDULE
 def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
     for layout in layouts(schedule, v):
-        for rank, passes in enumerate(order(layout)):
+        for rank, passes in enumerate(passes_by_rank(layout)):
             most = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
             loads_by_work = dict(loads(layout.pp, layout.gas, v, schedule, rank, True, True))
             in_flights = [sum(load[:v]) for of_work in loads_by_work.values() for load in of_work]

@@ -15,9 +15,9 @@ from ultrabench.analysis.predict.replay import STRATEGIES, ReplayedRun, replay
 from ultrabench.layout import AXES, FOLLOWING, Layout
 from ultrabench.sweep.predict import search
 from ultrabench.sweep.predict.predict import Prediction
-from ultrabench.sweep.predict.search import Tried, beliefs_of, coordinates, propose, reasons, words
+from ultrabench.sweep.predict.search import TriedRuns, beliefs_of, coordinates, propose, reasons, words
 
-USUAL = math.exp(search._WIDTH / 2)
+USUAL = math.exp(search._STANDARD_LOG_WIDTH / 2)
 """Half the interval, as a factor, of a prediction whose errors are BIAS_SD and SHAPE_SD."""
 
 
@@ -40,7 +40,7 @@ def cell_of(factor=USUAL):
 
 CELL = cell_of()
 FAST, SECOND, *_ = CELL
-AS_PREDICTED = Tried(times_s={r.run_id: r.prediction.step_time_s for r in (FAST, SECOND)})
+AS_PREDICTED = TriedRuns(times_s={r.run_id: r.prediction.step_time_s for r in (FAST, SECOND)})
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ AS_PREDICTED = Tried(times_s={r.run_id: r.prediction.step_time_s for r in (FAST,
     ],
 )
 def test_the_search_begins_with_the_fastest_that_is_likely_to_fit(runs, max_p_oom, first):
-    assert [run.run_id for run in propose(runs, Tried(max_p_oom=max_p_oom))] == first
+    assert [run.run_id for run in propose(runs, TriedRuns(max_p_oom=max_p_oom))] == first
 
 
 def test_the_search_ends_where_all_is_as_predicted_and_the_rest_is_far():
     far = [FAST, SECOND, *(r for r in CELL if r.layout.tp > 2)]
     assert propose(far, AS_PREDICTED) == []
-    first = Tried(times_s={FAST.run_id: 1.25})
+    first = TriedRuns(times_s={FAST.run_id: 1.25})
     assert propose(far, first) == [SECOND], "the second may be the faster one"
     assert propose([FAST, *far[-3:]], first) == [], "no second run is worth it"
-    surprise = Tried(times_s={FAST.run_id: 4.0})
+    surprise = TriedRuns(times_s={FAST.run_id: 4.0})
     assert propose([FAST, *far[-3:]], surprise), "the first was an accident"
     slow = run("slow", 9.0, p_oom=0.7, tp=8)
-    assert propose([FAST, slow], Tried(times_s={FAST.run_id: 1.25})) == [], "no second is likely to fit"
+    assert propose([FAST, slow], TriedRuns(times_s={FAST.run_id: 1.25})) == [], "no second is likely to fit"
     told = reasons(far, AS_PREDICTED)
     assert told.keys() == {r.run_id for r in far} - AS_PREDICTED.times_s.keys()
     pattern = r"not promising: \d+ % slower than the best, P\(better\) \d\.\d %"
@@ -75,12 +75,13 @@ def test_the_search_ends_where_all_is_as_predicted_and_the_rest_is_far():
 
 def test_a_slow_neighbourhood_sends_the_search_elsewhere():
     cell = [run(f"t{tp}", 1.0 + 0.01 * tp, tp=tp) for tp in (1, 2, 4, 16, 32)]
-    assert [run.run_id for run in propose(cell, Tried(times_s={"t1": 1.4, "t2": 1.4}))] == ["t16"]
+    assert [run.run_id for run in propose(cell, TriedRuns(times_s={"t1": 1.4, "t2": 1.4}))] == ["t16"]
 
 
 def test_one_accident_does_not_move_the_whole_cell():
     usual, accident = (
-        beliefs_of(CELL, Tried(times_s={"t1m1": 1.25 * math.exp(error)}))["t1m2"].mean for error in (0.3, 3.0)
+        beliefs_of(CELL, TriedRuns(times_s={"t1m1": 1.25 * math.exp(error)}))["t1m2"].mean
+        for error in (0.3, 3.0)
     )
     assert 0 < accident < 2 * usual
 
@@ -93,7 +94,7 @@ def test_an_uncertain_profile_is_believed_less():
     assert exact.variance < sure.variance < unsure.variance
     assert sure.p_better(1.25) < 0.001 < unsure.p_better(1.25)
     assert certain.variance == exact.variance > 0, "never surer than a measurement"
-    accident = Tried(times_s={"t1m1": 1.25 * math.exp(1.0)})
+    accident = TriedRuns(times_s={"t1m1": 1.25 * math.exp(1.0)})
     assert beliefs_of(cell_of(1.65), accident)["t1m1"].mean > beliefs_of(CELL, accident)["t1m1"].mean
 
 
@@ -105,7 +106,7 @@ def test_conditioning_one_by_one_is_the_gaussian_process():
     covariance = 0.15**2 + 0.15**2 * np.exp(-squares / (2 * 1.5**2))
     errors = [math.log(times_s[r.run_id] / r.prediction.step_time_s) for r in known]
     weights = np.linalg.solve(covariance[:3, :3] + 0.03**2 * np.eye(3), covariance[:3, 3])
-    belief = beliefs_of(cell, Tried(times_s=times_s))[other.run_id]
+    belief = beliefs_of(cell, TriedRuns(times_s=times_s))[other.run_id]
     assert belief.mean == pytest.approx(weights @ errors)
     assert belief.variance == pytest.approx(covariance[3, 3] - weights @ covariance[:3, 3])
 
@@ -114,7 +115,7 @@ def test_chances_of_memory_follow_the_runs_that_did_and_did_not_fit():
     cell = [run(f"p{p}", 1.0, p_oom=p, tp=tp) for p, tp in ((0.1, 1), (0.4, 2), (0.6, 4))]
     before, less, more = (
         beliefs_of(cell, tried)["p0.4"].p_oom
-        for tried in (Tried(), Tried(times_s={"p0.6": 1.0}), Tried(oom={"p0.1"}))
+        for tried in (TriedRuns(), TriedRuns(times_s={"p0.6": 1.0}), TriedRuns(oom_ids={"p0.1"}))
     )
     assert before == pytest.approx(0.4, abs=0.02)
     assert less + 0.05 < before < more - 0.1
@@ -122,15 +123,15 @@ def test_chances_of_memory_follow_the_runs_that_did_and_did_not_fit():
 
 def test_what_a_failed_run_dominates_is_never_proposed():
     cell = [run(f"m{mbs}", 2.0 - 0.1 * mbs, p_oom=0.1, mbs=mbs) for mbs in (1, 2, 4)]
-    assert propose(cell, Tried(oom={"m2"})) == cell[:1]
-    assert "m4" not in reasons(cell, Tried(oom={"m2"}))
+    assert propose(cell, TriedRuns(oom_ids={"m2"})) == cell[:1]
+    assert "m4" not in reasons(cell, TriedRuns(oom_ids={"m2"}))
 
 
 @pytest.mark.parametrize(
     ("max_p_oom", "told"), [(0.9, {"huge": "predicted 668 GiB of 80, P(OOM) 99 %"}), (1.0, {})]
 )
 def test_reasons_name_the_memory_that_is_predicted(max_p_oom, told):
-    assert reasons([run("huge", 0.5, p_oom=0.99), *CELL], Tried(max_p_oom=max_p_oom)) == told
+    assert reasons([run("huge", 0.5, p_oom=0.99), *CELL], TriedRuns(max_p_oom=max_p_oom)) == told
 
 
 def test_replays_count_hours_and_what_was_missed(tmp_path):
@@ -180,6 +181,6 @@ def test_every_layout_has_a_place_with_all_axes_that_follow_from_no_other(layout
 
 
 def test_a_number_that_may_be_0_fails_without_a_coordinate_of_its_own(monkeypatch):
-    monkeypatch.setattr("ultrabench.sweep.predict.search._COORDINATES", {})
+    monkeypatch.setattr("ultrabench.sweep.predict.search._AXIS_COORDINATES", {})
     with pytest.raises(ValueError, match="zero_stage=0 has no number of doublings"):
         coordinates(Layout(dp=1))

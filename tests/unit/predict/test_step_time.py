@@ -156,7 +156,7 @@ def test_the_host_launches_more_in_fp8_unless_layers_are_compiled():
 def ratios(spec, **constants):
     """The ratios of communication to computing of a run on GPUS."""
     time = replace(profile_of("ultrabench").time, **constants)
-    return communication_ratios(spec, GPUS, PEAK, network(GPUS, spec.nodes), time).of_axes
+    return communication_ratios(spec, GPUS, PEAK, network(GPUS, spec.nodes), time).by_axis
 
 
 def test_ratios_are_those_of_the_parts_of_a_step_where_nothing_hides_communication():

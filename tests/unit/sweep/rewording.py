@@ -129,12 +129,12 @@ def drawn_state(seed):
 def decided(state):
     """All that is decided about a state, without its words."""
     plan = replace(PLAN, config=replace(CONFIG, retry=POLICY), candidates=RUNS)
-    launch = Launch(name="launch", ended_s={key: float(n) for n, key in enumerate(state.attempts)})
+    launch = Launch(name="launch", since_end_s={key: float(n) for n, key in enumerate(state.attempts)})
     actions = decide(plan, state, JobsSeen(), LIMITS, launch, 0.0)
     now = progress_of("s", RUNS, state, "cuda").as_json()
     dead = actions.dead_end
     return (
-        actions.submit, [*actions.avoid], actions.end_jobs, actions.wait, bool(actions.stopped), dead and dead.num_allocations,
+        actions.submit, [*actions.avoid], actions.end_jobs, actions.wait, bool(actions.stop_reason), dead and dead.num_allocations,
         [*excluded_nodes(state, POLICY)], sorted(suspect_runs(state)), now["by_status"], now["settled"], now["best"],
         sorted(now["suspects"]),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, predictor
 from ultrabench.sweep.predict.network import network
-from ultrabench.sweep.running.attempts import next_attempts, not_promising
+from ultrabench.sweep.running.attempts import next_attempts, unpromising_reasons
 from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import progress_of
 
@@ -54,7 +54,7 @@ def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
     best = min((r for r in PLAN.runs if r.fits), key=lambda run: run.prediction.step_time_s)
     assert attempts[0].candidate.run_id == best.run_id
     state, tried = state_of(attempts), {t.key.run_id for t in attempts}
-    reasons = not_promising(PLAN.runs, state)
+    reasons = unpromising_reasons(PLAN.runs, state)
     assert tried.isdisjoint(reasons)
     assert all(reason.startswith(("not promising: ", "predicted ")) for reason in reasons.values())
     now = progress_of("s", PLAN.runs, state, "cuda")
@@ -140,7 +140,7 @@ def test_the_latest_three_allocations_count_in_any_order_of_the_journal():
     def searched(*allocations, **more):
         begun, whole = on_links(*allocations, runs=runs[:2]), on_links(*allocations, runs=runs)
         whole.launched = replace(whole.launched, config=whole.config | more)
-        return next_attempts(LARGE, begun).todo, not_promising(LARGE.runs, whole)
+        return next_attempts(LARGE, begun).todo, unpromising_reasons(LARGE.runs, whole)
 
     sheet, measured = searched(), searched(slow)
     assert sheet[0] != measured[0]

@@ -168,7 +168,7 @@ def test_repeats_in_another_environment_are_made_again_a_bounded_number_of_times
 def test_a_pause_counts_from_the_end_of_the_latest_attempt_and_keeps_no_other_run_waiting(ended_s, rests):
     state = history(*["hang"] * len(ended_s))
     seen = dict(zip(state.attempts, ended_s, strict=True))
-    decision = left([ONE, TWO], state, policy=retry(backoff_s=60.0, backoff_max_s=100.0), ended_s=seen)
+    decision = left([ONE, TWO], state, policy=retry(backoff_s=60.0, backoff_max_s=100.0), since_end_s=seen)
     again = key_of(ONE, attempt=len(ended_s))
     assert keys(decision) == ([key_of(TWO)] if rests else [again, key_of(TWO)])
     assert decision.num_waiting == int(rests)
@@ -207,12 +207,12 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch):
 
 def canary(state, *alive):
     decision = left(RUNS, state, frozenset(alive), canary=True)
-    return [t.candidate.nodes for t in decision.todo], decision.untried_nodes, decision.num_waiting
+    return [t.candidate.nodes for t in decision.todo], decision.untried_node_counts, decision.num_waiting
 
 
 def test_the_rest_of_a_size_waits_for_its_first_allocation():
     assert canary(SweepState()) == ([1, 1, 1, 2, 2, 2], {1, 2}, 0)
-    assert left(RUNS, SweepState()).untried_nodes == frozenset()
+    assert left(RUNS, SweepState()).untried_node_counts == frozenset()
     assert canary(holds(SweepState(), "n1-a.0", ONE), "n1-a.0") == ([2, 2, 2], {1, 2}, 1 + 2)
     nothing_left = state_of(*((run, 0, 0, "crash") for run in RUNS))
     assert canary(nothing_left) == ([], frozenset(), 0)
@@ -274,7 +274,7 @@ def test_as_many_jobs_as_may_be_in_flight_in_the_order_of_the_plan():
 @pytest.mark.parametrize(("alive", "number"), [(0, 4), (1, 3), (2, 2), (3, 0), (4, 0)])
 def test_it_is_refilled_when_half_of_the_jobs_are_over(alive, number):
     found = actions(*in_flight(alive), max_jobs=4)
-    assert (len(found.submit), found.wait, found.stopped) == (number, True, None)
+    assert (len(found.submit), found.wait, found.stop_reason) == (number, True, None)
 
 
 def test_jobs_that_have_not_given_their_nodes_back_take_room():
@@ -293,7 +293,7 @@ def test_a_budget_holds_what_is_used_and_what_is_planned():
     assert len(actions(max_gpu_hours=1.01 * price).submit) == 1
     none = actions(max_gpu_hours=0.99 * price)
     assert (none.submit, none.over_budget, none.wait) == ((), True, False)
-    assert "over the budget of " in none.stopped
+    assert "over the budget of " in none.stop_reason
     state, seen = in_flight(1)
     seen = replace(seen, held_s={ONE.run_id: 7200.0})  # two GPUs for two hours
     assert actions(state, seen, max_gpu_hours=4.0 + 0.5 * price).over_budget
@@ -309,18 +309,18 @@ def test_outside_its_window_it_waits(window, number):
 def test_what_a_person_has_stopped():
     paused = actions(SweepState(paused=True))
     assert (paused.submit, paused.end_jobs, paused.wait) == ((), False, False)
-    assert paused.stopped == f"paused; resume with: ultrabench sweep resume {PLAN.config.name}"
+    assert paused.stop_reason == f"paused; resume with: ultrabench sweep resume {PLAN.config.name}"
     cancelled = actions(SweepState(cancelled=True, paused=True))
-    assert (cancelled.submit, cancelled.end_jobs, cancelled.stopped) == ((), True, "cancelled")
+    assert (cancelled.submit, cancelled.end_jobs, cancelled.stop_reason) == ((), True, "cancelled")
 
 
 def test_runs_that_all_fail_alike_end_the_sweep():
     state = SweepState()
     for run in ONES[:10]:
         told(state, run, Status.CRASH, fingerprint="same", reason="no module x")
-    found = actions(state, launch=replace(LAUNCH, ended_s=dict.fromkeys(state.attempts, 1.0)))
+    found = actions(state, launch=replace(LAUNCH, since_end_s=dict.fromkeys(state.attempts, 1.0)))
     assert (found.end_jobs, found.submit) == (True, ())
-    assert "no module x" in found.stopped
+    assert "no module x" in found.stop_reason
 
 
 def test_a_sweep_with_nothing_left_is_over():

@@ -13,7 +13,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import write_sweep_json
-from ultrabench.sweep.config.files import GROUPS, describe, files, search_path
+from ultrabench.sweep.config.files import CONFIG_GROUPS, describe, files, search_path
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -134,7 +134,7 @@ def test_a_resolved_configuration_is_the_configuration():
     assert config_from_tree(json.loads(json.dumps(config.resolved))) == config
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", CONFIG_GROUPS)
 def test_every_option_of_every_group_says_what_it_is(group):
     options = describe(group)
     assert options

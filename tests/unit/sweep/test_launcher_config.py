@@ -7,7 +7,7 @@ import ultrabench
 from tests.configs import expected, refused, write_config
 from ultrabench.errors import ConfigError
 from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
-from ultrabench.sweep.config.sweep_config import TEXTS
+from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS
 
 TREE = load_config(["launcher=slurm"]).resolved
 
@@ -30,7 +30,7 @@ def test_the_defaults_are_kind_to_others():
     choice = composed()
     assert (choice.name, choice.max_jobs, choice.max_nodes, choice.nice) == ("slurm", 8, None, 1000)
     assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
-    assert {getattr(choice, key) for key in (*TEXTS, "window")} == {None}
+    assert {getattr(choice, key) for key in (*SBATCH_TEXTS, "window")} == {None}
 
 
 def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
@@ -70,12 +70,12 @@ def test_an_empty_cluster_says_nothing(text):
     assert load_config(["cluster=mine"]).cluster == "mine", "whatever its file says"
 
 
-@pytest.mark.parametrize("key", TEXTS)
+@pytest.mark.parametrize("key", SBATCH_TEXTS)
 def test_names_of_digits_are_names(key):
     assert [getattr(composed(**{key: number}), key) for number in (1234, 0)] == ["1234", "0"]
 
 
-@pytest.mark.parametrize("key", [*TEXTS, "python", "max_nodes", "time_minutes", "window"])
+@pytest.mark.parametrize("key", [*SBATCH_TEXTS, "python", "max_nodes", "time_minutes", "window"])
 def test_an_empty_text_is_none(key):
     assert composed(**{key: ""}) == composed(**{key: None}) == composed()
 
@@ -125,7 +125,7 @@ NAN, INF = float("nan"), float("inf")
         *(({"sbatch": {key: "1"}}, "without leading dashes") for key in (
             "--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1")),
         *(({"exclude": f"a{line_break}b"}, "must be one line") for line_break in "\r\0"),
-        *(({key: BREAK}, "must be one line") for key in TEXTS),
+        *(({key: BREAK}, "must be one line") for key in SBATCH_TEXTS),
         *(({key: ("a", BREAK)}, "must be one line") for key in ("setup", "srun", "python", "environment")),
         ({"sbatch": {"comment": BREAK}}, "must be one line"), ({"constraint": "x"}, "write +launcher.sbatch.constraint=VALUE"),
         *(({key: value}, f"launcher.{key}=") for key, value in (

@@ -31,7 +31,7 @@ from ultrabench.sweep.config.load import config_from_tree, load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import plan_table, rows_of, runs_of
 from ultrabench.sweep.remedy import same_commands
-from ultrabench.sweep.running.attempts import left_out, next_attempts, not_promising
+from ultrabench.sweep.running.attempts import dominator_by_run, next_attempts, unpromising_reasons
 from ultrabench.sweep.running.outliers import loss_groups
 from ultrabench.sweep.running.price import PlannedJob, control_key, controls, pack, planned_jobs
 from ultrabench.sweep.running.standings import best_of_cells
@@ -139,7 +139,7 @@ def test_a_lack_of_memory_and_losses_speak_for_one_variant_only():
     oom = ended(Status.OOM, confirmed=True)
     key = AttemptKey(unset.run_id, 0, 0)
     state = SweepState(attempts={key: AttemptState(key=key, result=oom)})
-    assert left_out(runs, state) == {same.run_id: unset.run_id}
+    assert dominator_by_run(runs, state) == {same.run_id: unset.run_id}
     any_task = allocations.first_allocations(allocations.open_sweep("unused"))[0].tasks[0]
     task, others = (replace(any_task, spec=run.spec) for run in (unset, ring))
     assert may_fit(others, [(task, oom)])
@@ -240,7 +240,7 @@ def test_the_search_tries_layouts_first_and_then_other_options_on_the_best_few()
     winner = next(run for run in searched.runs if run.run_id == standing.run_id)
     assert tuple(winner.spec.variant.values()) == ("Ring", "1")
     tried = {t.key.run_id for t in attempts}
-    assert {run.run_id for run in searched.runs} == tried | not_promising(searched.runs, state()).keys()
+    assert {run.run_id for run in searched.runs} == tried | unpromising_reasons(searched.runs, state()).keys()
 
 
 def test_losses_of_different_programs_are_not_compared():

@@ -137,9 +137,9 @@ def test_any_one_run_of_an_allocation_may_be_slow():
     ]
     limit_s = price.allocation_limit_s(group, PLAN.config)
     longest_s = max(price.run_limit_s(slow, PLAN.config) - lasts(slow) for slow in group)
-    assert price.START_S + sum(map(lasts, group)) + longest_s <= limit_s
+    assert price.AGENTS_START_S + sum(map(lasts, group)) + longest_s <= limit_s
     assert price.allocation_limit_s(group[:1], PLAN.config) <= limit_s
-    assert limit_s % price.LIMIT_STEP_S == 0
+    assert limit_s % price.LIMIT_ROUNDING_S == 0
     assert price.allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
 
 
@@ -198,7 +198,7 @@ def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told
 def plan_of(predictions):
     """A plan whose runs, all of one node, have these (memory as a share of what is safe, step time)."""
     runs = [
-        predicted(run, memory_share=share * price.SAFE_SHARE, step_time_s=time_s)
+        predicted(run, memory_share=share * price.SAFE_MEMORY_SHARE, step_time_s=time_s)
         for run, (share, time_s) in zip(ONE, predictions, strict=False)
     ]
     return replace(PLAN, candidates=tuple(runs)), runs

@@ -7,7 +7,7 @@ from ultrabench.sweep.candidate import advised, expected_rate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
-from ultrabench.sweep.recommend import rate, recommendation
+from ultrabench.sweep.recommend import recommendation, tokens_per_s_per_gpu
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -23,7 +23,9 @@ def best_of_all(config):
     """The best runs of a cell as the predictions of all its candidates give them."""
     return sorted(
         advised(make_plan(config).runs),
-        key=lambda run: -expected_rate(rate(run.spec, run.prediction.step_time_s), run.prediction.p_oom),
+        key=lambda run: (
+            -expected_rate(tokens_per_s_per_gpu(run.spec, run.prediction.step_time_s), run.prediction.p_oom)
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.attempts import left_out, next_attempts, read_otherwise
+from ultrabench.sweep.running.attempts import dominator_by_run, has_old_patterns, next_attempts
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes
 
 POLICY = retry()
@@ -57,9 +57,9 @@ def test_a_run_without_steps_is_read_again_by_another_pattern_only():
     kernel = load_config(["kernel=megatron"]).kernel
     (attempt,) = failed(result("invalid", cause="unmeasured"))
     attempt.spec_json = raw_json({"kernel": kernel})
-    assert not read_otherwise(attempt, kernel)
-    assert read_otherwise(attempt, replace(kernel, step_rank=0))
-    assert not read_otherwise(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
+    assert not has_old_patterns(attempt, kernel)
+    assert has_old_patterns(attempt, replace(kernel, step_rank=0))
+    assert not has_old_patterns(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
     most = sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
     assert len(tries) <= len(SMALL.candidates) * most
     tried = {key.run_id for key in state.attempts}
-    assert {run.run_id for run in SMALL.runs} == tried | left_out(SMALL.runs, state).keys()
+    assert {run.run_id for run in SMALL.runs} == tried | dominator_by_run(SMALL.runs, state).keys()
 
 
 # what lack of memory says about other layouts
@@ -234,7 +234,7 @@ def after(*ends):
 
 
 def dominated(state, runs=SAME):
-    found = left_out(runs, state)
+    found = dominator_by_run(runs, state)
     return {(r.layout.mbs, r.layout.zero_stage) for r in runs if r.run_id in found}
 
 

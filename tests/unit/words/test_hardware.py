@@ -10,7 +10,7 @@ from ultrabench.cli.predict.layout import document
 from ultrabench.launchers.open_sweep import folder_of, in_force, require_same, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import write_sweep_json
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.files import describe, files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_hardware, read_hardware
 from ultrabench.sweep.plan import make_plan
@@ -145,7 +145,7 @@ def test_a_power_limit_slows_down_products_alone_and_counts_as_another_gpu():
     words = ["model=llama3-8b", "nodes=1", "zero_stage=3", "recompute=full", "compile=false"]
     times, widths = [], []
     for name in ("h100x8", "usual", "limited"):
-        prediction = document(*read_run([*words, f"hardware={name}"], PREDICTED))
+        prediction = document(*read_run([*words, f"hardware={name}"], PREDICTION_DEFAULTS))
         times.append(prediction["time"])
         widths.append(prediction["step_time_high_s"] / prediction["step_time_s"])
     assert times[0] == times[1]

@@ -13,9 +13,11 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 
-DEFAULT_ARGUMENTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
+DEFAULT_ARGUMENTS = {
+    name: PREDICTION_DEFAULTS[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")
+}
 """The value of an argument that is not given."""
 MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 """Names of the fields of RankCost that hold bytes, without `_bytes`."""

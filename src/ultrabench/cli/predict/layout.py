@@ -22,7 +22,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import SweepFolder
-from ultrabench.sweep.arguments import PREDICTED, read_run
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
@@ -37,7 +37,7 @@ NUM_SHOWN_RUNS = 3
 
 def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
     """Prints the predicted memory and step time of one layout, and measured runs like it."""
-    spec, config = read_run(arguments, PREDICTED)
+    spec, config = read_run(arguments, PREDICTION_DEFAULTS)
     prediction = document(spec, config)
     prediction["nearest"] = [*_nearest_runs(spec, config, results_dir)]
     if as_json:
@@ -58,7 +58,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     run_predictor = predictor(config, spec.nodes, peak)
     stages = run_predictor.stages(spec)
     time_parts = run_predictor.step_time(spec, stages)
-    prediction = run_predictor.of_parts(spec, stages, time_parts)
+    prediction = run_predictor.predict_from(spec, stages, time_parts)
     peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
     tokens_per_s_per_gpu = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
     flops_per_token = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)

@@ -174,9 +174,9 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     config, runs, cost_text = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
     yield headline(config)
     runs_text = counted(len(runs), "run")
-    left_text = f"{price.left} of {runs_text} left" if price.left < len(runs) else runs_text
-    if price.left and price.repeats_only:  # `sweep status` counts these runs as settled
-        left_text = f"repeats of {counted(price.left, 'run')} left"
+    left_text = f"{price.num_runs_left} of {runs_text} left" if price.num_runs_left < len(runs) else runs_text
+    if price.num_runs_left and price.repeats_only:  # `sweep status` counts these runs as settled
+        left_text = f"repeats of {counted(price.num_runs_left, 'run')} left"
     yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"

@@ -35,7 +35,7 @@ from ultrabench.sweep.candidate import (
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import PARALLEL_FROM, Plan, make_plan, planned_cells
+from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, make_plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
@@ -66,7 +66,7 @@ def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
         task_id = bar.add_task("", visible=False)
 
         def advance(num_done: int, total: int) -> None:
-            bar.update(task_id, completed=num_done, total=total, visible=total >= PARALLEL_FROM)
+            bar.update(task_id, completed=num_done, total=total, visible=total >= MIN_PARALLEL_CANDIDATES)
 
         return require_runs(make_plan(config, advance=advance, **peak_rate))
 

@@ -29,10 +29,10 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml
-from ultrabench.sweep.config.framework import MODEL, Framework, text_of
+from ultrabench.sweep.config.framework import ALL_SIZES_WORD, Framework, text_of
 from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.refusals import ROUTED, unsupported
+from ultrabench.sweep.refusals import ROUTING_FLAG, unsupported
 from ultrabench.variant import option_texts, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
@@ -142,7 +142,7 @@ def _spec_in_file(path: Path, id_or_rank: str) -> tuple[str, RunSpec]:
 
 def spec_for_kernel(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
     """The run as `kernel` trains it, with the flag that gives it the routing of this run, if it has one."""
-    routing_flags = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
+    routing_flags = kernel.flags.get(ROUTING_FLAG, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
     shape_kernel = without_other_models(spec, kernel)
     # The flags of routing come before all other flags, because torchtitan must get that of recompute last.
     command = (*shape_kernel.command, *routing_flags)
@@ -194,9 +194,9 @@ def not_expressed(
         other_flags = " ".join(flag for flags in dropped_flags for flag in flags)
         remedy = f"register one with {_sizes_text(spec.shape)} and add the flag that selects it"
         yield f"the model, because {other_flags} selects another; {remedy}"
-    if MODEL in reason_by_word:
+    if ALL_SIZES_WORD in reason_by_word:
         expressed_words |= model_sizes.keys()
-        yield f"the model: {reason_by_word[MODEL]}, with {_sizes_text(spec.shape)}"
+        yield f"the model: {reason_by_word[ALL_SIZES_WORD]}, with {_sizes_text(spec.shape)}"
     if "dp_shard_size" in used_words:
         yield from _impossible_shards(spec.layout)
     for settings in (spec.layout, spec.shape, spec.workload):
@@ -207,7 +207,7 @@ def not_expressed(
             elif name not in {*expressed_words, *reason_by_word} and value != defaults[name]:
                 yield f"{name}={values[name]}: its {noun} has no such setting"
     routing = spec.kernel.routing_of(spec.shape)
-    if routing and routing not in kernel.flags.get(ROUTED, ()):
+    if routing and routing not in kernel.flags.get(ROUTING_FLAG, ()):
         yield f"routing={routing}: its own router chooses the experts of each token"
     braced_words = words_in(shape_kernel, with_tables=False)
     for name in ("precision", "compile", "attention"):
