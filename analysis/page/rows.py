@@ -34,7 +34,7 @@ from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.nodes.table import HEADS as NODE_HEADS
 from ultrabench.analysis.nodes.table import NOTE as NODE_NOTE
 from ultrabench.analysis.nodes.table import cells as node_cells
-from ultrabench.analysis.nodes.table import losses_text
+from ultrabench.analysis.nodes.table import slowdowns_text
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
@@ -354,7 +354,7 @@ def _nodes_json(table: pa.Table, public: bool) -> Row:
     is_unknown = all(table[name].null_count == len(table) for name in NODE_RATES)
     node_reports = [] if public or is_unknown else reports(table_rows(table))
     rows = [["" if value is None else str(value) for value in node_cells(report)] for report in node_reports]
-    note = f"{NODE_NOTE} {losses_text(node_reports)}" if node_reports else NODE_NOTE
+    note = f"{NODE_NOTE} {slowdowns_text(node_reports)}" if node_reports else NODE_NOTE
     return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": note}
 
 
