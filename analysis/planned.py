@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.importing.derived import completed, typed
+from ultrabench.analysis.importing.derived import typed_table, with_derived_columns
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
@@ -49,5 +49,5 @@ def predicted_results(plan: pa.Table, name: str) -> pa.Table:
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),
         suspect=no_room.map({True: NO_ROOM, False: None}), suspect_codes=no_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
-    frame, _ = completed(rows, {model: model for model in runs["model"]})
-    return typed(frame, SCHEMA.names)
+    frame, _ = with_derived_columns(rows, {model: model for model in runs["model"]})
+    return typed_table(frame, SCHEMA.names)
