@@ -127,7 +127,7 @@ def compare(
     columns = dict.fromkeys(
         ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE, *CHECKPOINT)
     )
-    rankings = [Ranking(table, more=[*columns]) for table in (table_a, table_b)]
+    rankings = [Ranking(table, more_columns=[*columns]) for table in (table_a, table_b)]
     tried = [*map(_tried, rankings)]
     workload_columns, layout_columns = _columns(tried)
     rows_in_a, rows_in_b = (_by_key(rows, workload_columns + layout_columns) for rows in tried)
@@ -159,7 +159,7 @@ def compare(
 
 def _tried(ranking: Ranking) -> list[Row]:
     """The rows of runs that were tried, in an order that depends on their content; `number` is the row in the ranking."""
-    numbered = enumerate(zip(ranking.taken(ranking.frame.index), ranking.environments.parts, strict=True))
+    numbered = enumerate(zip(ranking.rows_at(ranking.frame.index), ranking.environments.parts, strict=True))
     rows = [row | parts | {"number": n} for n, (row, parts) in numbered if row["status"] not in NOT_TRIED]
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 

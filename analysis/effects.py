@@ -128,7 +128,7 @@ def competing(table: pa.Table) -> Competing:
     Raises:
         ConfigError: there are none.
     """
-    return competing_in(Ranking(table, more=COLUMNS))
+    return competing_in(Ranking(table, more_columns=COLUMNS))
 
 
 COLUMNS = ("gpus", "first_values", "suspect_codes")
@@ -143,7 +143,7 @@ def competing_in(ranking: Ranking) -> Competing:
     may_win_indices = [index for index, standing in enumerate(tried) if _why_left_out(standing) is None]
     if not may_win_indices:
         raise none_left(frame.loc[[standing.repeat for standing in tried]], "none can win")
-    knob_values = knobs(ranking.taken((standing.repeat for standing in tried), KNOB_COLUMNS))
+    knob_values = knobs(ranking.rows_at((standing.repeat for standing in tried), KNOB_COLUMNS))
     repeats = _repeats(frame, [tried[index].competing for index in may_win_indices])
     repeats_by_run = repeats.groupby("run")
     rows = [tried[index].repeat for index in may_win_indices]

@@ -105,7 +105,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     notice = NOTE if is_predicted(table) else ""
     table = _public_table(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _SORT_COLUMNS])
-    ranking = Ranking(table, more=EFFECT_COLUMNS)
+    ranking = Ranking(table, more_columns=EFFECT_COLUMNS)
     cells, ranks_by_attempt = _cells_and_ranks(ranking)
     shown_columns = _shown_columns(table, public)
     is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
