@@ -16,13 +16,13 @@ def show_effects(source: str | None, as_json: bool, results: Path) -> None:
     effects_of_axes = effects_by_axis(measured)
     if as_json:
         effect_records = [
-            {"axis": axis, **asdict(effect), "proven": effect.proven > 0}
+            {"axis": axis, **asdict(effect), "proven": effect.proven_log_ratio > 0}
             for axis, axis_effects in effects_of_axes.items()
             for effect in axis_effects
         ]
         unpaired_axes = (axis for axis, axis_effects in effects_of_axes.items() if not axis_effects)
         unpaired = {axis: why_no_pairs(measured, axis) for axis in unpaired_axes}
-        pair_notes = {"without_pairs": unpaired, "left_out": measured.left_out}
+        pair_notes = {"without_pairs": unpaired, "left_out": measured.num_left_out}
         print_json({"name": name, "effects": effect_records, **pair_notes})
         return
     lines = [cells(axis, effect) for axis, axis_effects in effects_of_axes.items() for effect in axis_effects]
