@@ -217,26 +217,15 @@ def _shared_columns(sweep: SweepJson, kernel: KernelConfig, run_facts: Row, shap
     """
     peak = sweep.peak(run_facts["nodes"], kernel.precision) if run_facts else None
     return {
-        "schema_version": RESULTS_SCHEMA_VERSION,
-        "sweep": sweep.sweep,
-        "cluster": sweep.cluster,
-        "hardware": sweep.hardware.name,
-        "kernel": kernel.name,
-        "kernel_version": str(kernel.version),
-        "kernel_digest": sweep.kernel_digest,
-        "env": _json_text(kernel.env) if kernel.env else None,
-        "precision": kernel.precision,
-        "compile": kernel.compiles(run_facts.get("pp_schedule")),
-        "git_commit": sweep.provenance.get("git_commit"),
-        "peak_flops_per_s": peak and peak.flops_per_s,
-        "peak_source": peak and peak.source,
-        "peak_core_share": peak and peak.core_share,
-        **run_facts,
-        **sizes_of(shape),
-        "model_id": shape and shape.model_id,
-        "model_settings": settings_of(shape),
+        "schema_version": RESULTS_SCHEMA_VERSION, "sweep": sweep.sweep, "cluster": sweep.cluster,
+        "hardware": sweep.hardware.name, "kernel": kernel.name, "kernel_version": str(kernel.version),
+        "kernel_digest": sweep.kernel_digest, "env": _json_text(kernel.env) if kernel.env else None,
+        "precision": kernel.precision, "compile": kernel.compiles(run_facts.get("pp_schedule")),
+        "git_commit": sweep.provenance.get("git_commit"), "peak_flops_per_s": peak and peak.flops_per_s,
+        "peak_source": peak and peak.source, "peak_core_share": peak and peak.core_share, **run_facts,
+        **sizes_of(shape), "model_id": shape and shape.model_id, "model_settings": settings_of(shape),
         "routing": shape and kernel.routing_of(shape),
-    }
+    }  # fmt: skip
 
 
 def _variant_columns(variant: Variant) -> Row:

@@ -67,25 +67,16 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     memory, mem_quality, num_memory_runs = _better_memory([case.run for case in cases], base)
     num_fitted = {"step_time": is_better * num_timed, "memory": num_memory_runs}
     profile = replace(
-        base,
-        name=name,
-        memory=memory,
-        source=_source_text(num_fitted, num_timed, base),
-        date=date,
-        prior=base.name,
-        time=fit_time(timed_cases, base.time) if is_better else base.time,
+        base, name=name, memory=memory, source=_source_text(num_fitted, num_timed, base), date=date,
+        prior=base.name, time=fit_time(timed_cases, base.time) if is_better else base.time,
         interval=intervals(timed_cases, new_errors if is_better else old_errors, base.interval),
         quality={"runs": num_timed, **(new_quality if is_better else old_quality)},
         measured=measured_features(timed_cases, base),
-    )
+    )  # fmt: skip
     return Calibration(
-        profile=profile,
-        runs=num_timed,
-        before=old_quality,
-        after=new_quality,
-        fitted=num_fitted,
+        profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
         memory=mem_quality,
-    )
+    )  # fmt: skip
 
 
 def measured_features(timed_cases: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:

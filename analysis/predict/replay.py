@@ -156,15 +156,10 @@ def _replayed_run(case: Case, profile: Profile) -> ReplayedRun:
     peak_bytes = max(stage.peak_bytes for stage in stages)
     time_s, low_s, high_s = case.interval_s(profile)
     prediction = Prediction(
-        step_time_s=time_s,
-        step_time_low_s=low_s,
-        step_time_high_s=high_s,
-        p_oom=p_oom(stages, limit_bytes, constants),
-        limited_by="compute",
-        peak_mem_bytes=int(peak_bytes),
-        memory_share=peak_bytes / limit_bytes,
-        duration_s=STARTUP_S + RUN_STEPS * time_s,
-    )
+        step_time_s=time_s, step_time_low_s=low_s, step_time_high_s=high_s,
+        p_oom=p_oom(stages, limit_bytes, constants), limited_by="compute", peak_mem_bytes=int(peak_bytes),
+        memory_share=peak_bytes / limit_bytes, duration_s=STARTUP_S + RUN_STEPS * time_s,
+    )  # fmt: skip
     return ReplayedRun(
         run_id=spec.run_id,
         layout=spec.layout,

@@ -29,17 +29,9 @@ SLICE_COLUMNS = ("model", "nodes", "parallelism")
 CELL_COLUMNS = ["model_id", "gbs", "nodes"]
 """Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
 RUN_COLUMNS = (
-    "run_id",
-    "source",
-    "profile",
-    "hardware",
-    "nodes",
-    "model",
-    "precision",
-    "layout",
-    "compile",
+    "run_id", "source", "profile", "hardware", "nodes", "model", "precision", "layout", "compile",
     "exclusion",
-)
+)  # fmt: skip
 """Columns of the table that say which run `row_errors` describes."""
 MIN_RANKED = 5
 """Fewest runs with a step time in a cell for which the order of their predictions is evaluated."""
@@ -109,32 +101,18 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
     predicted_s, low_s, high_s = case.interval_s(profile)
     layout = {name: getattr(spec.layout, name) for name in AXES}
     return {
-        "run_id": run.run_id,
-        "job_id": run.job_id,
-        "source": run.source,
-        "profile": profile.name,
-        "hardware": case.hardware.name,
-        "model": spec.shape.name,
-        "model_id": spec.shape.model_id,
-        "num_params": spec.shape.num_params,
-        "gbs": spec.workload.gbs,
-        "nodes": spec.nodes,
-        **layout,
+        "run_id": run.run_id, "job_id": run.job_id, "source": run.source, "profile": profile.name,
+        "hardware": case.hardware.name, "model": spec.shape.name, "model_id": spec.shape.model_id,
+        "num_params": spec.shape.num_params, "gbs": spec.workload.gbs, "nodes": spec.nodes, **layout,
         "precision": spec.kernel.precision,
         "parallelism": " ".join(axis for axis in (*DEGREES, *DIVIDES) if layout[axis] > 1) or "one rank",
-        "layout": spec.label(),
-        "status": str(run.status),
-        "regime": case.regime,
-        "compile": spec.kernel.compile,
-        "step_time_s": run.step_time_s,
-        "tokens_per_s_per_gpu": run.step_time_s
-        and spec.tokens_per_step / run.step_time_s / spec.layout.world_size,
-        "predicted_step_time_s": predicted_s,
-        "predicted_low_s": low_s,
-        "predicted_high_s": high_s,
+        "layout": spec.label(), "status": str(run.status), "regime": case.regime,
+        "compile": spec.kernel.compile, "step_time_s": run.step_time_s,
+        "tokens_per_s_per_gpu": run.step_time_s and spec.tokens_per_step / run.step_time_s / spec.layout.world_size,
+        "predicted_step_time_s": predicted_s, "predicted_low_s": low_s, "predicted_high_s": high_s,
         "peak_mem_reserved_bytes": run.peak_mem_reserved_rank0_bytes or run.peak_mem_reserved_bytes,
         **_memory_columns(case, profile),
-    }
+    }  # fmt: skip
 
 
 def _memory_columns(case: Case, profile: Profile) -> dict[str, float]:
