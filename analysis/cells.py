@@ -141,15 +141,15 @@ def model_marks(table: pa.Table) -> list[str | None]:
 
     None where the table has one model of this name, or the shape of the row's model is unknown.
     """
-    names, ids = table["model"].to_pylist(), table["model_id"].to_pylist()
+    model_names, row_model_ids = table["model"].to_pylist(), table["model_id"].to_pylist()
     ids_by_name: dict[str, set[str]] = defaultdict(set)
-    for name, model_id in dict.fromkeys(zip(names, ids, strict=True)):
+    for name, model_id in dict.fromkeys(zip(model_names, row_model_ids, strict=True)):
         if model_id is not None:
             ids_by_name[name].add(model_id)
-    lengths = {name: _num_digits(model_ids) for name, model_ids in ids_by_name.items() if len(model_ids) > 1}
+    num_digits = {name: _num_digits(ids) for name, ids in ids_by_name.items() if len(ids) > 1}
     return [
-        model_id[: lengths[name]] if model_id is not None and name in lengths else None
-        for name, model_id in zip(names, ids, strict=True)
+        model_id[: num_digits[name]] if model_id is not None and name in num_digits else None
+        for name, model_id in zip(model_names, row_model_ids, strict=True)
     ]
 
 
@@ -176,21 +176,21 @@ SETTINGS: dict[str, Callable[[Any], str]] = {
 """Setting of a cell -> the text of its value. `batch` is what `batch_text` returns, for all numbers of nodes."""
 
 
-def set_apart(cells: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[list[str]]:
+def set_apart(cells: Sequence[Mapping[str, Any]], setting_names: Iterable[str]) -> list[list[str]]:
     """For each cell the texts of those settings that others of these cells of the same model have otherwise.
 
     Args:
         cells: settings of cells, with their `model`.
-        names: those of SETTINGS that count.
+        setting_names: those of SETTINGS that count.
     """
-    values = defaultdict[tuple[Any, str], set[Any]](set)
-    for cell, name in product(cells, names := [*names]):
-        values[cell["model"], name].add(cell[name])
+    values_by_setting = defaultdict[tuple[Any, str], set[Any]](set)
+    for cell, name in product(cells, setting_names := [*setting_names]):
+        values_by_setting[cell["model"], name].add(cell[name])
     return [
         [
             f"unknown {name}" if cell[name] is None else SETTINGS[name](cell[name])
-            for name in names
-            if len(values[cell["model"], name]) > 1
+            for name in setting_names
+            if len(values_by_setting[cell["model"], name]) > 1
         ]
         for cell in cells
     ]
@@ -210,33 +210,33 @@ def compared_with(cells: list[Cell], other_cells: list[Cell]) -> list[Cell]:
 
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
-    measured = [other for other in other_cells if other.tokens_per_s_per_gpu]
-    measured.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)
+    measured_cells = [other for other in other_cells if other.tokens_per_s_per_gpu]
+    measured_cells.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)
     cells_by_workload = defaultdict[tuple[object, ...], list[Cell]](list)
-    for other in measured:
+    for other in measured_cells:
         cells_by_workload[_workload(other)].append(other)
-    compared = []
+    compared_cells = []
     for cell in cells:
-        same_model = [other for other in cells_by_workload[_workload(cell)] if _same_model(cell, other)]
-        same_settings = [other for other in same_model if _differing(other) == _differing(cell)]
-        nearest = next(reversed(same_settings or same_model), None)
+        model_cells = [other for other in cells_by_workload[_workload(cell)] if _same_model(cell, other)]
+        equal_cells = [other for other in model_cells if _settings(other) == _settings(cell)]
+        nearest = next(reversed(equal_cells or model_cells), None)
         speed, other_speed = cell.tokens_per_s_per_gpu, nearest and nearest.tokens_per_s_per_gpu
         ratio = speed / other_speed if speed and other_speed else None
-        other_layout = nearest.layout if nearest and _differ(cell.layout, nearest.layout) else None
+        other_layout = nearest.layout if nearest and _layouts_differ(cell.layout, nearest.layout) else None
         value_pairs = {name: (getattr(nearest, name), getattr(cell, name)) for name in MAY_DIFFER if nearest}
-        differing_values = {name: old for name, (old, new) in value_pairs.items() if old != new}
-        fields: dict[str, Any] = {"compare_layout": other_layout, "compare_differing": differing_values}
-        compared.append(replace(cell, compare_ratio=ratio, **fields))
-    return compared
+        other_values = {name: old for name, (old, new) in value_pairs.items() if old != new}
+        fields: dict[str, Any] = {"compare_layout": other_layout, "compare_differing": other_values}
+        compared_cells.append(replace(cell, compare_ratio=ratio, **fields))
+    return compared_cells
 
 
-def _differ(layout: Mapping[str, Any], other_layout: Mapping[str, Any]) -> bool:
+def _layouts_differ(layout: Mapping[str, Any], other_layout: Mapping[str, Any]) -> bool:
     """Whether two layouts differ in an axis that both know, or only one of them is there."""
     value_pairs = [(layout.get(name), other_layout.get(name)) for name in AXES]
     return bool(layout) != bool(other_layout) or any(a != b for a, b in value_pairs if None not in (a, b))
 
 
-def _differing(cell: Cell) -> tuple[object, ...]:
+def _settings(cell: Cell) -> tuple[object, ...]:
     """The values of MAY_DIFFER of a cell."""
     return tuple(getattr(cell, name) for name in MAY_DIFFER)
 
@@ -316,25 +316,25 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         if row["is_final"]:
             status = row["status"]
             ends_by_run[row["run_id"]].append((outcome_order(status), row["repeat"] or 0, status or PENDING))
-    by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends_by_run.values())
-    statuses = sorted(by_status, key=lambda status: (tier(status), -by_status[status], status))
-    text = ", ".join(f"{by_status[status]:,} {status}" for status in statuses) or "no runs"
+    num_by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends_by_run.values())
+    statuses = sorted(num_by_status, key=lambda status: (tier(status), -num_by_status[status], status))
+    layouts_text = ", ".join(f"{num_by_status[status]:,} {status}" for status in statuses) or "no runs"
     if is_plan := is_predicted(table):
         runs_text, oom_text = OUTCOMES[is_plan]
-        text = f"{by_status.total():,} {runs_text}, {by_status[Status.OOM]:,} {oom_text}"
+        layouts_text = f"{num_by_status.total():,} {runs_text}, {num_by_status[Status.OOM]:,} {oom_text}"
     if num_suspect := sum(row["suspect"] is not None for row in rows):
         wins_text = "may win any cell" if include_suspects else "win only cells without other results"
-        text += f". Suspect ({wins_text}): {num_suspect:,} of {counted(len(rows), 'row')}"
+        layouts_text += f". Suspect ({wins_text}): {num_suspect:,} of {counted(len(rows), 'row')}"
     return NOTE * is_plan + ". ".join(
-        (f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
+        (f"Layouts: {layouts_text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
     )
 
 
 def made_with(table: pa.Table) -> str:
     """One sentence with the versions of the software that made the runs of a figure."""
-    versions = [f"ultrabench {ultrabench.__version__}"]
+    version_texts = [f"ultrabench {ultrabench.__version__}"]
     for column, label in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
         values = sorted(str(value) for value in table[column].unique().to_pylist() if value is not None)
         if values:
-            versions.append(f"{label} {' / '.join(values[:3])}{' / ...' if len(values) > 3 else ''}")
-    return f"Made with {', '.join(versions)}."
+            version_texts.append(f"{label} {' / '.join(values[:3])}{' / ...' if len(values) > 3 else ''}")
+    return f"Made with {', '.join(version_texts)}."

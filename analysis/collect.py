@@ -29,13 +29,13 @@ def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
     return pa.concat_tables([sweep_table(folder, warn) for folder in folders]).combine_chunks()
 
 
-def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, str, pa.Table]:
+def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str, str, pa.Table]:
     """The name of a sweep or a parquet file, how the default paths of its figures begin, and its result table.
 
     `runs.parquet` in the folder of a sweep is named as the sweep; figures of other files begin with the file's name.
 
     Args:
-        source: name or folder of a sweep, or path of a parquet file; None means the newest in `results`.
+        source: name or folder of a sweep, or path of a parquet file; None means the newest in `results_dir`.
 
     Raises:
         ConfigError: `source` is a file, or is named like one, that is no parquet file.
@@ -44,21 +44,21 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, st
     if source is not None and source.endswith(".parquet"):
         path = Path(source)
         if path.name == "runs.parquet" and SweepFolder(path.parent).sweep_json.exists():
-            return _readable(path.resolve().parent.name), f"{path.parent}/", read_parquet(path)
+            return _printable(path.resolve().parent.name), f"{path.parent}/", read_parquet(path)
         table, path_prefix = read_parquet(path), f"{path.with_suffix('')}-"
         if is_predicted(table):
-            return f"{_readable(path.stem)}, {PREDICTED}", f"{path_prefix}{PREDICTED}-", table
-        return _readable(path.stem), path_prefix, table
+            return f"{_printable(path.stem)}, {PREDICTED}", f"{path_prefix}{PREDICTED}-", table
+        return _printable(path.stem), path_prefix, table
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
         remedy = "give a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
             remedy = f"convert it first: ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is not a parquet file", remedy)
-    folder = find_sweep(source, results)
-    return _readable(folder.name), f"{folder.path}/", collect([folder], warn)
+    sweep_folder = find_sweep(source, results_dir)
+    return _printable(sweep_folder.name), f"{sweep_folder.path}/", collect([sweep_folder], warn)
 
 
-def _readable(name: str) -> str:
+def _printable(name: str) -> str:
     """A file name as text that titles can show; bytes that are not UTF-8 become question marks."""
     return name.encode(errors="replace").decode()
 
@@ -81,7 +81,7 @@ def parquet(table: pa.Table) -> bytes:
     return bytes(buffer.getvalue())
 
 
-_ESSENTIAL = ("model", "nodes", "status", "tokens_per_s_per_gpu")
+_ESSENTIAL_COLUMNS = ("model", "nodes", "status", "tokens_per_s_per_gpu")
 """Columns by which runs are grouped, counted and ranked."""
 
 
@@ -105,20 +105,20 @@ def read_parquet(path: Path) -> pa.Table:
         raise SweepFolderError(f"cannot read {path}: {reason}") from error
     if "decision" in table.column_names:
         table = predicted_results(table, path.stem)
-    version = _version(table)
+    version = _schema_version(table)
     if version is None or "run_id" not in table.column_names:
         todo = "to make one: ultrabench collect -o FILE.parquet"
         raise SweepFolderError(f"{path} is not a result table", todo)
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
         raise SweepFolderError(f"{path} has schema version {version}; {rule}")
-    if missing_columns := [name for name in _ESSENTIAL if name not in table.column_names]:
-        rule = f"ranking needs {', '.join(_ESSENTIAL)}: give a table that has them"
+    if missing_columns := [name for name in _ESSENTIAL_COLUMNS if name not in table.column_names]:
+        rule = f"ranking needs {', '.join(_ESSENTIAL_COLUMNS)}: give a table that has them"
         raise SweepFolderError(f"{path} lacks the column {missing_columns[0]}; {rule}")
-    return _with_codes(conform(table, path))
+    return _with_suspect_codes(conform(table, path))
 
 
-_CODE_BY_FIRST_WORDS = {
+_CODE_BY_PATTERN = {
     "before the pipeline fix": "before_pp_fix", "broken NVLink": "broken_nvlink", "other batch": "other_batch",
     "other architecture": "other_architecture", "other vocabulary": "other_vocabulary", "throttled": "throttled",
     "other programs": "foreign_load", "others used": "foreign_gpu_processes", "its SM clock": "sm_clock", "mfu ": "mfu",
@@ -129,27 +129,27 @@ _CODE_BY_FIRST_WORDS = {
 """Pattern of the first words of a sentence of `suspect` in files that lack suspect_codes -> its code."""
 
 
-def _with_codes(table: pa.Table) -> pa.Table:
+def _with_suspect_codes(table: pa.Table) -> pa.Table:
     """The table with suspect_codes also where an older version wrote sentences alone."""
 
     def code_of(sentence: str) -> str:
-        codes = (code for pattern, code in _CODE_BY_FIRST_WORDS.items() if re.match(pattern, sentence))
+        codes = (code for pattern, code in _CODE_BY_PATTERN.items() if re.match(pattern, sentence))
         return next(codes, "other")
 
     if table["suspect_codes"].null_count == table["suspect"].null_count:
         return table
-    texts = table["suspect"].to_pylist()
-    codes = [text and [code_of(sentence) for sentence in text.split("; ")] for text in texts]
+    suspect_texts = table["suspect"].to_pylist()
+    codes = [text and [code_of(sentence) for sentence in text.split("; ")] for text in suspect_texts]
     index = table.column_names.index("suspect_codes")
     return table.set_column(index, SCHEMA.field("suspect_codes"), pa.array(codes, TEXTS))
 
 
-def _version(table: pa.Table) -> int | None:
+def _schema_version(table: pa.Table) -> int | None:
     """The newest schema version in the metadata or rows of the table; None when there is none."""
-    claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
+    raw_versions: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
-        claims += table["schema_version"].unique().to_pylist()
-    versions = [c.decode() if isinstance(c, bytes) else str(c) for c in claims if c is not None]
+        raw_versions += table["schema_version"].unique().to_pylist()
+    versions = [c.decode() if isinstance(c, bytes) else str(c) for c in raw_versions if c is not None]
     try:
         return max((int(version.removesuffix(".0")) for version in versions), default=None)
     except ValueError:

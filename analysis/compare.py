@@ -26,15 +26,15 @@ from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 from ultrabench.variant import option_texts
 
 _Key = tuple[Any, ...]
-"""Model, batch and layout of a row: its values in the columns of `_columns`."""
+"""Model, batch and layout of a row: its values in the columns of `_key_columns`."""
 
 SLOWER, FASTER, FAILING, RUNNING_AGAIN = "slower", "faster", "failing", "running again"
-"""Findings about a layout of B."""
-_MACHINE = (
+"""Findings about a layout of B, compared with A."""
+_MACHINE_RATES = (
     "peak_flops_per_s", "gemm_flops_per_s", "memory_copy_bytes_per_s", "sm_clock_hz", "allreduce_busbw_bytes_per_s",
 )  # fmt: skip
 """Rates of the machine itself, which no layout and no program changes."""
-_SAME_RATE = 0.01
+_SAME_RATE_TOLERANCE = 0.01
 """Relative difference up to which a rate of the machine is the same, whatever the threshold."""
 
 
@@ -45,7 +45,7 @@ class Comparison:
     names: tuple[str, str]
     """Names of A and B."""
     threshold: float
-    """Largest relative difference of step times that is no finding."""
+    """Largest relative difference of step times that is not a finding, a fraction."""
     rows: pd.DataFrame
     """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and
     median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so
@@ -60,7 +60,7 @@ class Comparison:
     num_only: tuple[int, int]
     """Numbers of layouts that were tried only in A and only in B."""
     notes: tuple[str, ...]
-    """Sentences about what was left out and what the test takes for chance."""
+    """Sentences about what was left out and what the test counts as chance."""
 
     @property
     def title(self) -> str:
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def unproven(self) -> pd.DataFrame:
-        """The rows without a finding that have a step time in both, the largest ratio first."""
+        """The rows that have a step time in both but no finding, the largest ratio first."""
         return self.rows[self.rows["finding"].isna() & self.rows["ratio"].notna()].iloc[::-1]
 
     @property
@@ -124,65 +124,65 @@ def compare(
     Raises:
         ConfigError: no layout was tried in both.
     """
-    columns = dict.fromkeys(
-        ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE, *CHECKPOINT)
-    )
-    rankings = [Ranking(table, more=[*columns]) for table in (table_a, table_b)]
-    tried = [*map(_tried, rankings)]
-    workload_columns, layout_columns = _columns(tried)
-    rows_in_a, rows_in_b = (_by_key(rows, workload_columns + layout_columns) for rows in tried)
+    columns = ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE_RATES, *CHECKPOINT)
+    rankings = [Ranking(table, more_columns=columns) for table in (table_a, table_b)]
+    sides = [*map(_tried_rows, rankings)]
+    workload_columns, layout_columns = _key_columns(sides)
+    key_columns = workload_columns + layout_columns
+    rows_in_a, rows_in_b = (_rows_by_key(side, key_columns) for side in sides)
     common_keys = sorted(rows_in_a.keys() & rows_in_b.keys(), key=str)
     other_variants = "variant" in layout_columns and _other_variants((rows_in_a, rows_in_b))
     if not common_keys:
-        raise ConfigError(_nothing_in_common(tried, workload_columns + layout_columns, other_variants or ""))
-    pairs = [(_runs(rows_in_a[key]), _runs(rows_in_b[key])) for key in common_keys]
+        raise ConfigError(_no_common_layout(sides, key_columns, other_variants or ""))
+    pairs = [(_run_times_s(rows_in_a[key]), _run_times_s(rows_in_b[key])) for key in common_keys]
     p_values, chance_notes = corrected(pairs)
-    rows = [_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in zip(common_keys, pairs, strict=True)]
+    keyed_pairs = zip(common_keys, pairs, strict=True)
+    rows = [_layout_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in keyed_pairs]
     frame = pd.DataFrame(rows).join(p_values)
     frame["finding"] = [_finding(row, threshold) for row in frame.to_dict("records")]
     return Comparison(
         names=names,
         threshold=threshold,
         rows=frame.sort_values(["ratio", "model", "nodes", "layout"], ignore_index=True),
-        winners=_changed(rankings, (rows_in_a, rows_in_b), slice(len(workload_columns))),
+        winners=_changed_winners(rankings, (rows_in_a, rows_in_b), slice(len(workload_columns))),
         differing=differing(table_a, table_b),
         num_only=(len(rows_in_a) - len(common_keys), len(rows_in_b) - len(common_keys)),
         notes=(
-            *_machine([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
-            *_left_out(tried, frame),
+            *_machine_sentences([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
+            *_left_out_sentences(sides, frame),
             *([f"Not compared: layouts with {other_variants}."] if other_variants else []),
-            *(f"Not compared: {text}." for text in other_models(*tried)),
+            *(f"Not compared: {text}." for text in other_models(*sides)),
             *chance_notes,
         ),
     )
 
 
-def _tried(ranking: Ranking) -> list[Row]:
+def _tried_rows(ranking: Ranking) -> list[Row]:
     """The rows of runs that were tried, in an order that depends on their content; `number` is the row in the ranking."""
-    numbered = enumerate(zip(ranking.taken(ranking.frame.index), ranking.environments.parts, strict=True))
+    numbered = enumerate(zip(ranking.rows_at(ranking.frame.index), ranking.environments.parts, strict=True))
     rows = [row | parts | {"number": n} for n, (row, parts) in numbered if row["status"] not in NOT_TRIED]
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
 
-def _columns(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
+def _key_columns(sides: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
     """The columns of model and batch, and those of the layout, that have values in both tables."""
 
-    def in_both(names: Iterable[str]) -> list[str]:
-        return [name for name in names if all(any(row[name] is not None for row in rows) for rows in tried)]
+    def known_names(names: Iterable[str]) -> list[str]:
+        return [n for n in names if all(any(row[n] is not None for row in rows) for rows in sides)]
 
     # Where one table has several values of a column, layouts are compared at equal ones.
     varied_columns = [
         name
         for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED)
-        if name != "driver_version" and any(len({row[name] for row in rows} - {None}) > 1 for rows in tried)
+        if name != "driver_version" and any(len({row[name] for row in rows} - {None}) > 1 for rows in sides)
     ]
-    size_columns = in_both(name for name in MODEL if name != "model") or ["model"]
-    has_variant = any(row["variant"] is not None for rows in tried for row in rows)
-    workload_columns = [*size_columns, *in_both(("nodes", "seq_len", "gbs")), *varied_columns]
-    return workload_columns, [*in_both(AXES), *["variant"] * has_variant]
+    size_columns = known_names(name for name in MODEL if name != "model") or ["model"]
+    has_variant = any(row["variant"] is not None for rows in sides for row in rows)
+    workload_columns = [*size_columns, *known_names(("nodes", "seq_len", "gbs")), *varied_columns]
+    return workload_columns, [*known_names(AXES), *["variant"] * has_variant]
 
 
-def _by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[Row]]:
+def _rows_by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[Row]]:
     rows_by_key = defaultdict[_Key, list[Row]](list)
     for row in rows:
         rows_by_key[tuple(row[name] for name in names)].append(row)
@@ -195,8 +195,8 @@ def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
     Args:
         sides: the rows of A and B by key, whose last part is the variant.
     """
-    texts_of_sides = []
-    for name, side, other_side in zip("AB", sides, reversed(sides), strict=True):
+    side_texts = []
+    for side_name, side, other_side in zip("AB", sides, reversed(sides), strict=True):
         other_layouts = {key[:-1] for key in other_side}
         counts = Counter(key[-1] for key in side if key not in other_side and key[:-1] in other_layouts)
         variant_texts = (
@@ -205,20 +205,20 @@ def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
         )
         if counts:
             first_texts = ", ".join([*variant_texts][:3])
-            texts_of_sides.append(f"{first_texts}{' ...' * (len(counts) > 3)} only in {name}")
-    return " and ".join(texts_of_sides) or None
+            side_texts.append(f"{first_texts}{' ...' * (len(counts) > 3)} only in {side_name}")
+    return " and ".join(side_texts) or None
 
 
-def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], other_variants: str) -> str:
+def _no_common_layout(sides: Sequence[Sequence[Row]], names: Sequence[str], other_variants: str) -> str:
     """The message for tables without a common layout, with the columns that have no common value."""
-    fact = f"no layout is in both A ({counted(len(tried[0]), 'tried run')}) and B ({len(tried[1]):,})"
+    fact = f"no layout is in both A ({counted(len(sides[0]), 'tried run')}) and B ({len(sides[1]):,})"
     if other_variants:
         todo = "to compare variants, list them in one sweep and run ultrabench sweep effects"
         return f"{fact} with the same variant: {other_variants}; {todo}"
-    if models := [*other_models(*tried)]:
+    if models := [*other_models(*sides)]:
         todo = "compare tables of the same model, or give each model its own name"
         return f"{fact}; {'; '.join(models[:3])}: {todo}"
-    values_by_column = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
+    values_by_column = {name: [sorted({str(row[name]) for row in rows}) for rows in sides] for name in names}
     differing_values = [
         f"{name} is {' / '.join(values_a[:3])} in A and {' / '.join(values_b[:3])} in B"
         for name, (values_a, values_b) in values_by_column.items()
@@ -227,14 +227,14 @@ def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], oth
     return f"{fact}{''.join(f'; {text}' for text in differing_values[:3])}: compare tables with the same models and batch"
 
 
-def _runs(rows: Sequence[Row]) -> list[list[float]]:
+def _run_times_s(rows: Sequence[Row]) -> list[list[float]]:
     """The step times of each measured run in seconds; only the run's step time where single steps are unknown."""
     measured_rows = (row for row in rows if row["status"] == Status.OK and row["suspect"] is None)
     run_times_s = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
     return [run for run in run_times_s if all(time_s and time_s > 0 for time_s in run)]
 
 
-def _row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
+def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     """The row of `Comparison.rows` for one layout."""
     row_a, mark = rows_a[0], rows_a[0]["model_mark"] or rows_b[0]["model_mark"]
     names = ("num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)
@@ -242,7 +242,7 @@ def _row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) 
     row |= {"layout": run_label(row_a), **{name: row_a[name] for name in (*AXES, "variant")}}
     for side, rows, runs in (("a", rows_a, pair[0]), ("b", rows_b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
-        row[f"status_{side}"] = "ok" if runs else _end(rows)
+        row[f"status_{side}"] = "ok" if runs else _usual_status(rows)
         row[f"step_time_{side}_s"] = step_time(runs) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
         values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
@@ -256,14 +256,14 @@ def run_label(row: Row) -> str:
     return " ".join((*labels(row), *option_texts(variant_in(row["variant"]))))
 
 
-def _end(rows: Sequence[Row]) -> str:
+def _usual_status(rows: Sequence[Row]) -> str:
     """The most common status of a layout without a good measurement; a suspect ok run counts as `suspect`."""
     ends = Counter("suspect" if row["status"] == Status.OK else str(row["status"]) for row in rows)
     return min(ends, key=lambda end: (-ends[end], end))
 
 
 def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
-    """What the row of a layout says about B; None where nothing is shown."""
+    """The finding that the row of a layout shows, such as SLOWER; None if it shows none."""
     if row["status_a"] == Status.OK and row["status_b"] in FAULTS:
         return FAILING
     if row["status_a"] in FAULTS and row["status_b"] == Status.OK:
@@ -273,7 +273,7 @@ def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
     return FASTER if row["p_corrected"] <= ALPHA and row["ratio"] < 1 / (1 + threshold) else None
 
 
-def _changed(
+def _changed_winners(
     rankings: Sequence[Ranking], sides: Sequence[Mapping[_Key, list[Row]]], workload_part: slice
 ) -> pd.DataFrame:
     """The cells that different layouts win in A and in B.
@@ -288,35 +288,36 @@ def _changed(
     )
     winners_in_a = (ranked[0] for ranked in rankings[0].standings.values() if ranked[0].best)
     best_in_a = {key_in_a[winner.repeat][workload_part]: key_in_a[winner.repeat] for winner in winners_in_a}
-    changed = []
+    changed_rows = []
     for best, *losers in rankings[1].standings.values():
         new_key = key_in_b[best.repeat] if best.best else None
         old_key = best_in_a.get(new_key[workload_part]) if new_key else None
         if new_key is None or old_key in (None, new_key):
             continue
-        counterpart = next((s for s in losers if key_in_b.get(s.repeat) == old_key and not s.suspect), None)
+        counterparts = [loser for loser in losers if key_in_b.get(loser.repeat) == old_key]
+        counterpart = next((loser for loser in counterparts if not loser.suspect), None)
         first_row = sides[1][new_key][0]
-        changed.append({
+        changed_rows.append({
             "model": model_text(first_row["model"], first_row["model_mark"] or sides[0][old_key][0]["model_mark"]),
             "nodes": first_row["nodes"],
             "best_a": run_label(sides[0][old_key][0]),
             "best_b": run_label(first_row),
-            "as_good": any(s.as_good for s in losers if key_in_b.get(s.repeat) == old_key),
+            "as_good": any(loser.as_good for loser in counterparts),
             "cost": best.value / counterpart.value if best.value and counterpart and counterpart.value else np.nan,
         })  # fmt: skip
-    return pd.DataFrame(changed, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
+    return pd.DataFrame(changed_rows, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
 
 
-def _machine(pairs: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> Iterator[str]:
+def _machine_sentences(pairs: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> Iterator[str]:
     """A sentence that names the rates of the machine that differ, in the median of the layouts in both tables."""
-    changes = []
-    for name in _MACHINE:
-        rates = [[[row[name] for row in rows if row[name]] for rows in pair] for pair in pairs]
-        ratios = [median(rates_b) / median(rates_a) for rates_a, rates_b in rates if rates_a and rates_b]
-        if ratios and abs(log(ratio := median(ratios))) > log(1 + max(threshold, _SAME_RATE)):
-            changes.append(f"{name} is {ratio:.2f} x")
-    if changes:
-        yield f"The machine itself differs in B, which may explain other step times: {', '.join(changes)}."
+    change_texts = []
+    for name in _MACHINE_RATES:
+        rate_pairs = [[[row[name] for row in rows if row[name]] for rows in pair] for pair in pairs]
+        ratios = [median(rates_b) / median(rates_a) for rates_a, rates_b in rate_pairs if rates_a and rates_b]
+        if ratios and abs(log(ratio := median(ratios))) > log(1 + max(threshold, _SAME_RATE_TOLERANCE)):
+            change_texts.append(f"{name} is {ratio:.2f} x")
+    if change_texts:
+        yield f"The machine itself differs in B, which may explain other step times: {', '.join(change_texts)}."
 
 
 def _needed_p(rows: pd.DataFrame) -> float:
@@ -328,19 +329,19 @@ def _was_or_were(num_layouts: int) -> str:
     return f"{num_layouts:,} of them {'was' if num_layouts == 1 else 'were'}"
 
 
-def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
+def _left_out_sentences(sides: Sequence[Sequence[Row]], layouts: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
-    timed = rows[rows["ratio"].notna()]
-    yield f"{counted(len(rows), 'layout')} tried in both A and B, {len(timed):,} of them with a step time in both."
-    if num_stopped := int(timed["stopped"].sum()):
+    timed_layouts = layouts[layouts["ratio"].notna()]
+    yield f"{counted(len(layouts), 'layout')} tried in both A and B, {len(timed_layouts):,} of them with a step time in both."
+    if num_stopped := int(timed_layouts["stopped"].sum()):
         yield f"{_was_or_were(num_stopped)} stopped early in A or B as slower than the best of the cell."
-    max_p = _needed_p(timed)
-    large_p_values = timed.loc[timed["p_least"] > max_p, "p_least"]
+    max_p = _needed_p(timed_layouts)
+    large_p_values = timed_layouts.loc[timed_layouts["p_least"] > max_p, "p_least"]
     if len(large_p_values):
         limits_text = f"the smallest possible p is {large_p_values.min():.2g}, needed {max_p:.2g}"
         yield f"{len(large_p_values):,} of them have too few steps to be significant on their own: {limits_text}."
-    if num_untested := int(timed["p_value"].isna().sum()):
+    if num_untested := int(timed_layouts["p_value"].isna().sum()):
         yield f"{_was_or_were(num_untested)} not tested because one side has a single step time."
-    num_suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
+    num_suspect = [sum(row["suspect"] is not None for row in side) for side in sides]
     if any(num_suspect):
         yield f"Suspect rows are excluded: {num_suspect[0]:,} in A, {num_suspect[1]:,} in B."

@@ -39,7 +39,7 @@ _EQUAL_COLUMNS = ["hardware", "kernel", *MODEL, "nodes", "gpus", "source"]
 """Columns that are equal in the two runs of a pair, besides knobs and environment."""
 _VARIANCE_SHARES = (np.arange(40) + 0.5) / 40
 """Possible shares of the variance that comes from allocations; the interval weighs each by how well it fits the pairs."""
-_LEFT_OUT = {
+_REASON_BY_CODE = {
     "failed": "out of memory or failed", "suspect": "suspect", "stopped": "stopped early as slower than the best",
 }  # fmt: skip
 """Code of a reason to leave a run out of all pairs -> the reason in words."""
@@ -61,7 +61,7 @@ class Effect:
     """Number of pairs of runs."""
 
     @property
-    def proven(self) -> float:
+    def proven_log_ratio(self) -> float:
         """The smallest |log(ratio)| in the interval; 0 where the interval contains 1, or there is none."""
         if self.low is None or self.high is None or self.low <= 1 <= self.high:
             return 0.0
@@ -69,7 +69,7 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Competing:
+class CompetingRuns:
     """The runs of a table that may win, with their knobs."""
 
     runs: pd.DataFrame
@@ -80,22 +80,23 @@ class Competing:
     """One row for each repeat that competes, with the same speeds; `run`: its row in `runs`, `place`: its allocation."""
     knobs: tuple[str, ...]
     """The names of all knobs."""
-    varied: tuple[str, ...]
+    varied_knobs: tuple[str, ...]
     """The knobs that have several values among the runs that were tried."""
-    left_out: Counter[str]
-    """Code of _LEFT_OUT -> number of runs."""
+    num_left_out: Counter[str]
+    """Code of _REASON_BY_CODE -> number of runs left out for it."""
 
     @property
     def axes(self) -> list[str]:
         """The knobs whose values have effects of their own: those that varied, without dp and gas."""
-        return [name for name in self.varied if name not in FOLLOWING]
+        return [name for name in self.varied_knobs if name not in FOLLOWING]
 
     @property
     def note(self) -> str:
         """What was left out, and what follows from that."""
-        reasons = [f"{self.left_out[code]:,} {why}" for code, why in _LEFT_OUT.items() if self.left_out[code]]
-        sentence = f"Runs excluded: {', '.join(reasons) or 'none'}."
-        if self.left_out["stopped"]:
+        counts = ((self.num_left_out[code], reason) for code, reason in _REASON_BY_CODE.items())
+        reason_texts = [f"{num_runs:,} {reason}" for num_runs, reason in counts if num_runs]
+        sentence = f"Runs excluded: {', '.join(reason_texts) or 'none'}."
+        if self.num_left_out["stopped"]:
             sentence += " Only slow runs are stopped early, so a slow value may look better than it is."
             sentence += " To measure every run in full: measure.race=null."
         return sentence
@@ -122,51 +123,51 @@ class Competing:
         return name
 
 
-def competing(table: pa.Table) -> Competing:
+def competing(table: pa.Table) -> CompetingRuns:
     """The runs of a table that may win, by the rule of `standing`.
 
     Raises:
         ConfigError: there are none.
     """
-    return competing_in(Ranking(table, more=COLUMNS))
+    return competing_in(Ranking(table, more_columns=COLUMNS))
 
 
 COLUMNS = ("gpus", "first_values", "suspect_codes")
 """Columns that effects read beside those of a ranking."""
 
 
-def competing_in(ranking: Ranking) -> Competing:
+def competing_in(ranking: Ranking) -> CompetingRuns:
     """What `competing` returns, for a table that was already ranked with these COLUMNS."""
     frame = ranking.frame
     standings = chain.from_iterable(ranking.standings.values())
     tried = [standing for standing in standings if standing.outcome not in NOT_TRIED]
-    may_win_indices = [index for index, standing in enumerate(tried) if _why_left_out(standing) is None]
-    if not may_win_indices:
+    winners = [index for index, standing in enumerate(tried) if _why_left_out(standing) is None]
+    if not winners:
         raise none_left(frame.loc[[standing.repeat for standing in tried]], "none can win")
-    knob_values = knobs(ranking.taken((standing.repeat for standing in tried), KNOB_COLUMNS))
-    repeats = _repeats(frame, [tried[index].competing for index in may_win_indices])
+    knob_frame = knobs(ranking.rows_at((standing.repeat for standing in tried), KNOB_COLUMNS))
+    repeats = _repeats(frame, [tried[index].competing for index in winners])
     repeats_by_run = repeats.groupby("run")
-    rows = [tried[index].repeat for index in may_win_indices]
-    runs = knob_values.iloc[may_win_indices].reset_index(drop=True)
-    return Competing(
+    rows = [tried[index].repeat for index in winners]
+    runs = knob_frame.iloc[winners].reset_index(drop=True)
+    return CompetingRuns(
         runs=runs.assign(
             **frame.loc[rows, ["model", "num_params", "sweep"]].reset_index(drop=True),
             first_values=frame.loc[rows, "first_values"].fillna("").map(variant_in).to_numpy(),
-            environment=np.array([tried[index].environment for index in may_win_indices], object),
+            environment=np.array([tried[index].environment for index in winners], object),
             alike=frame.groupby(_EQUAL_COLUMNS, dropna=False).ngroup()[rows].to_numpy(),
             control=repeats_by_run["control"].first(),
             variance=repeats_by_run["variance"].mean() / repeats_by_run.size(),
             **repeats_by_run[["rate", "control_ratio"]].median(),
         ),
         repeats=repeats,
-        knobs=(*knob_values,),
-        varied=tuple(str(name) for name in knob_values if knob_values[name].nunique() > 1),
-        left_out=Counter(code for code in map(_why_left_out, tried) if code),
+        knobs=(*knob_frame,),
+        varied_knobs=tuple(str(name) for name in knob_frame if knob_frame[name].nunique() > 1),
+        num_left_out=Counter(code for code in map(_why_left_out, tried) if code),
     )
 
 
 def _why_left_out(standing: Standing) -> str | None:
-    """The code in _LEFT_OUT of the reason to leave a run out; None for a run that may win."""
+    """The code in _REASON_BY_CODE of the reason to leave a run out; None for a run that may win."""
     if standing.outcome != Status.OK:
         return "failed"
     if standing.suspect:
@@ -179,48 +180,48 @@ def _repeats(frame: pd.DataFrame, competing_rows: Sequence[tuple[int, ...]]) -> 
     allocations, _ = pd.factorize(frame["place"])
     frame_rows = [frame_row for rows_of_run in competing_rows for frame_row in rows_of_run]
     repeats = frame.loc[frame_rows, ["repeat", "rate", "control", "control_ratio"]].reset_index(drop=True)
-    half_width = frame["width"].astype(float).fillna(0)[frame_rows].to_numpy()
+    half_widths = frame["width"].astype(float).fillna(0)[frame_rows].to_numpy()
     return repeats.assign(
         run=np.repeat(np.arange(len(competing_rows)), [*map(len, competing_rows)]),
         place=allocations[frame_rows],
-        variance=(half_width / _NORMAL_95) ** 2,
+        variance=(half_widths / _NORMAL_95) ** 2,
     )
 
 
-def pairs(competing: Competing, axis: str) -> pd.DataFrame:
+def pairs(competing: CompetingRuns, axis: str) -> pd.DataFrame:
     """The pairs of runs that differ only in an axis and in what follows from it.
 
     They have the columns `value`, `against`, `left` and `right` (rows of the runs with the baseline and with the
     value), `block` (a number for all that is equal), and `log_ratio`, the logarithm of the ratio of speeds.
     """
     runs = competing.runs
-    details = [name for name in (*details_of(axis), "compile") if name in competing.varied and name != axis]
+    details = [n for n in (*details_of(axis), "compile") if n in competing.varied_knobs and n != axis]
     equal_knobs = [name for name in competing.axes if name not in (axis, *details)]
     codes = pd.DataFrame({name: pd.factorize(runs[name])[0] for name in (*equal_knobs, *details)}, runs.index)
     # Variables and the container are knobs of the variant and make the environment; their pairs share a sweep instead.
     codes["where"] = pd.factorize(runs["sweep" if is_of_variant(axis) else "environment"])[0]
     block = codes.assign(alike=runs["alike"]).groupby([*equal_knobs, "where", "alike"]).ngroup()
     runs_by_block = pd.DataFrame({"value": runs[axis], "block": block, "run": runs.index})[runs[axis].notna()]
-    candidates = runs_by_block[runs_by_block.groupby("block")["value"].transform("nunique") > 1]
-    num_runs_by_value = candidates["value"].value_counts()
+    compared_runs = runs_by_block[runs_by_block.groupby("block")["value"].transform("nunique") > 1]
+    num_runs_by_value = compared_runs["value"].value_counts()
     num_listed_first = Counter(
-        set_value(first[axis]) for first in runs["first_values"][candidates.index] if axis in first
+        set_value(first[axis]) for first in runs["first_values"][compared_runs.index] if axis in first
     )
     baseline = max(
         in_order(axis, num_runs_by_value.index),
         key=lambda value: (num_listed_first[value], num_runs_by_value[value]),
         default=None,
     )
-    is_baseline = candidates["value"] == baseline
-    baseline_runs = candidates[is_baseline].rename(columns={"value": "against", "run": "left"})
-    run_pairs = baseline_runs.merge(candidates[~is_baseline].rename(columns={"run": "right"}), on="block")
+    is_baseline = compared_runs["value"] == baseline
+    baseline_runs = compared_runs[is_baseline].rename(columns={"value": "against", "run": "left"})
+    run_pairs = baseline_runs.merge(compared_runs[~is_baseline].rename(columns={"run": "right"}), on="block")
     for name in details:  # code -1: the detail has no choice in this run
         left_codes, right_codes = (codes[name].to_numpy()[run_pairs[side]] for side in ("left", "right"))
         run_pairs = run_pairs[(left_codes == right_codes) | (left_codes < 0) | (right_codes < 0)]
     return run_pairs.assign(log_ratio=_log_ratios(runs, run_pairs)).reset_index(drop=True)
 
 
-def why_no_pairs(competing: Competing, axis: str) -> str:
+def why_no_pairs(competing: CompetingRuns, axis: str) -> str:
     """The reason why an axis that varied has no pair."""
     if axis in FOLLOWING:
         return "it follows from the other axes and the batch"
@@ -231,14 +232,14 @@ def why_no_pairs(competing: Competing, axis: str) -> str:
     return f"{subject} runs that can win"
 
 
-def require_pairs(competing: Competing, axis: str, run_pairs: pd.DataFrame) -> None:
+def require_pairs(competing: CompetingRuns, axis: str, run_pairs: pd.DataFrame) -> None:
     """Raises ConfigError without a pair of runs."""
     if not len(run_pairs):
         todo = "to list the axes that have pairs: ultrabench sweep effects"
         raise ConfigError(f"no pairs for {axis}: {why_no_pairs(competing, axis)}; {todo}")
 
 
-def effects(competing: Competing, axis: str) -> list[Effect]:
+def effects(competing: CompetingRuns, axis: str) -> list[Effect]:
     """The effect of each value of an axis but the baseline, in the order of the values; empty without any pair."""
     all_pairs = pairs(competing, axis)
     if not len(all_pairs):
@@ -253,11 +254,14 @@ HEADS = ("axis", "value", "baseline", "speedup", f"{100 * CONFIDENCE:.0f} % inte
 """Names of the columns of a table of effects."""
 
 
-def effects_by_axis(competing: Competing) -> dict[str, list[Effect]]:
+def effects_by_axis(competing: CompetingRuns) -> dict[str, list[Effect]]:
     """Axis that varied -> its effects; axes with the largest proven effect come first, those without pairs last."""
-    unsorted = {axis: effects(competing, axis) for axis in competing.varied}
-    proven = {axis: max((e.proven for e in listed), default=-1.0) for axis, listed in unsorted.items()}
-    return dict(sorted(unsorted.items(), key=lambda item: proven[item[0]], reverse=True))
+    unsorted = {axis: effects(competing, axis) for axis in competing.varied_knobs}
+
+    def largest_proven(item: tuple[str, list[Effect]]) -> float:
+        return max((effect.proven_log_ratio for effect in item[1]), default=-1.0)
+
+    return dict(sorted(unsorted.items(), key=largest_proven, reverse=True))
 
 
 def cells(axis: str, effect: Effect) -> list[str]:
@@ -265,13 +269,13 @@ def cells(axis: str, effect: Effect) -> list[str]:
     estimates = (effect.ratio, effect.low, effect.high)
     ratio, low, high = ("" if x is None else f"{x:.3f}" if x < 100 else f"{x:,.0f}" for x in estimates)
     value_texts = value_text(axis, effect.value), value_text(axis, effect.against)
-    scarce = "pairs" if effect.pairs < FEWEST_PAIRS else "allocations"
-    needed_text = f" (need {FEWEST_PAIRS})" if scarce == "pairs" else ""
-    why_no_interval = f"too few {scarce}{needed_text}" if effect.pairs else ""
+    lacking = "pairs" if effect.pairs < FEWEST_PAIRS else "allocations"
+    needed_text = f" (need {FEWEST_PAIRS})" if lacking == "pairs" else ""
+    why_no_interval = f"too few {lacking}{needed_text}" if effect.pairs else ""
     return [axis, *value_texts, ratio, f"{low} to {high}" if low else why_no_interval, f"{effect.pairs:,}"]
 
 
-def notes(competing: Competing, effects_by_axis: Mapping[str, Sequence[Effect]]) -> list[str]:
+def notes(competing: CompetingRuns, effects_by_axis: Mapping[str, Sequence[Effect]]) -> list[str]:
     """Sentences below a table of these effects."""
     all_effects = chain.from_iterable(effects_by_axis.values())
     num_intervals = sum(effect.low is not None for effect in all_effects)
@@ -286,7 +290,7 @@ def notes(competing: Competing, effects_by_axis: Mapping[str, Sequence[Effect]])
     ]
 
 
-def effect(competing: Competing, value_pairs: pd.DataFrame) -> Effect:
+def effect(competing: CompetingRuns, value_pairs: pd.DataFrame) -> Effect:
     """The effect that the pairs of one value show; there must be at least one pair."""
     value, baseline = value_pairs[["value", "against"]].iloc[0]
     runs, repeats = competing.runs, competing.repeats
@@ -295,16 +299,17 @@ def effect(competing: Competing, value_pairs: pd.DataFrame) -> Effect:
         repeat_pairs = _pairs_of_repeats(repeats, value_pairs)
         if repeat_pairs["block"].nunique() > 1:
             measurements, row_of_repeat, row_pairs = repeats, repeats.index.to_series(), repeat_pairs
-    blocks = pd.factorize(row_pairs["block"])[0]
-    num_pairs = np.bincount(blocks)
+    block_of_pair = pd.factorize(row_pairs["block"])[0]
+    num_pairs = np.bincount(block_of_pair)
     variances = sum(measurements["variance"].to_numpy()[row_pairs[side]] for side in ("left", "right"))
-    mean, *ends = _interval(
-        np.bincount(blocks, _log_ratios(measurements, row_pairs)) / num_pairs,
-        _allocation_shares(row_of_repeat, repeats["place"], row_pairs, blocks) / num_pairs[:, None],
+    mean_log, *log_ends = _mean_and_interval(
+        np.bincount(block_of_pair, _log_ratios(measurements, row_pairs)) / num_pairs,
+        _allocation_shares(row_of_repeat, repeats["place"], row_pairs, block_of_pair) / num_pairs[:, None],
         float(np.mean(variances)),
     )
-    low, high = map(exp, ends) if ends else (None, None)
-    return Effect(value=value, against=baseline, ratio=exp(mean), low=low, high=high, pairs=len(value_pairs))
+    low, high = map(exp, log_ends) if log_ends else (None, None)
+    ratio, num_run_pairs = exp(mean_log), len(value_pairs)
+    return Effect(value=value, against=baseline, ratio=ratio, low=low, high=high, pairs=num_run_pairs)
 
 
 def _pairs_of_repeats(repeats: pd.DataFrame, run_pairs: pd.DataFrame) -> pd.DataFrame:
@@ -339,7 +344,7 @@ def _allocation_shares(
     return differences
 
 
-def _interval(log_ratios: Any, allocation_shares: Any, least_variance: float) -> tuple[float, ...]:
+def _mean_and_interval(log_ratios: Any, allocation_shares: Any, least_variance: float) -> tuple[float, ...]:
     """The mean of the logarithms and the ends of its interval; the mean alone where nothing gives an interval.
 
     The model: log ratio = mean + allocation_shares @ (log speed of each allocation) + noise, both normal. Given the
@@ -358,8 +363,8 @@ def _interval(log_ratios: Any, allocation_shares: Any, least_variance: float) ->
     rank = len(eigenvalues)
     # If left and right sides ran in different allocations, only differences between allocations show what is chance.
     is_confounded = rank > 0 and num_blocks - float((vectors.sum(0) ** 2).sum()) < 1e-9
-    freedom = rank - 1 if is_confounded else max(num_blocks - 1 - rank, rank) if rank else num_blocks - 1
-    if num_blocks < FEWEST_PAIRS or freedom < 1:
+    dof = rank - 1 if is_confounded else max(num_blocks - 1 - rank, rank) if rank else num_blocks - 1
+    if num_blocks < FEWEST_PAIRS or dof < 1:
         return (mean_log,)
     variance_shares = _VARIANCE_SHARES if rank else np.zeros(1)
     variance_ratios = variance_shares / (1 - variance_shares) * num_blocks / max(eigenvalues.sum(), 1e-9)
@@ -377,16 +382,16 @@ def _interval(log_ratios: Any, allocation_shares: Any, least_variance: float) ->
     mixture /= mixture.sum()
     standard_error = np.sqrt(variance / total_weight)
     probabilities = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
-    ends = (_quantile(p, mean_log + mean_shift, standard_error, mixture, freedom) for p in probabilities)
+    ends = (_quantile(p, mean_log + mean_shift, standard_error, mixture, dof) for p in probabilities)
     return mean_log + float(mixture @ mean_shift), *ends
 
 
-def _quantile(p: float, means: Any, errors: Any, mixture: Any, freedom: int) -> float:
-    """The quantile of a mixture of Student's distributions, by bisection."""
-    part_quantiles = means + errors * stdtrit(freedom, p)
+def _quantile(p: float, means: Any, standard_errors: Any, weights: Any, dof: int) -> float:
+    """The quantile p of a weighted mixture of Student's distributions with these degrees of freedom, by bisection."""
+    part_quantiles = means + standard_errors * stdtrit(dof, p)
     low, high = float(part_quantiles.min()), float(part_quantiles.max())
     for _ in range(25):
         middle = (low + high) / 2
-        is_below = mixture @ stdtr(freedom, (middle - means) / errors) < p
+        is_below = weights @ stdtr(dof, (middle - means) / standard_errors) < p
         low, high = (middle, high) if is_below else (low, middle)
     return (low + high) / 2

@@ -17,16 +17,16 @@ CHOSEN = ("env", "kernel_digest", "kernel_version")
 """Columns with what the user chose: the variables of kernel.env, and the program."""
 OBSERVED = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "variables", "driver_version")
 """Columns with what a rank saw."""
-_WITHOUT_DRIVER = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
+_DRIVERLESS = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
 COLUMNS = ("sweep", "run_id", "status", "env_id", *CHOSEN, *OBSERVED)
 """Columns that this module reads."""
-_CONTEXT = (
+_CONTEXT_COLUMNS = (
     "sweep", "cluster", "hardware", "kernel", "precision", "compile", "git_commit", *CHOSEN, *OBSERVED,
 )  # fmt: skip
 """Columns that describe what was measured and where."""
-_VARIABLES = ("env", "variables")
+_VARIABLE_COLUMNS = ("env", "variables")
 """Columns that hold variables as a JSON object."""
-_NAMES = {"kernel_digest": "program", "kernel_version": "version", "gpu_name": "GPU"}
+_LABEL_BY_COLUMN = {"kernel_digest": "program", "kernel_version": "version", "gpu_name": "GPU"}
 """Column -> its name in labels; other columns are named without `_version`."""
 ID_CHARS = 8
 """Number of hex digits of env_id that name an environment."""
@@ -40,7 +40,7 @@ class Environments:
         rows = table.select([*COLUMNS]).to_pylist() if has_several else []
         ok_rows = [row for row in rows if row["status"] == "ok" and row["env_id"]]
         row_by_id = {row["env_id"]: row for row in ok_rows}
-        self._merged_id, self._merged_drivers = _merged(ok_rows)
+        self._merged_id, self._merged_drivers = _merged_environments(ok_rows)
         self._row_by_id = {env_id: row_by_id[env_id] for env_id in sorted({*self._merged_id.values()})}
         env_ids_by_run = defaultdict[tuple[str, str], set[str]](set)
         env_ids_by_sweep = defaultdict[str, set[str]](set)
@@ -65,23 +65,23 @@ class Environments:
             return {}
         rows = [self._row_by_id[env_id] for env_id in distinct_ids]
         differing_columns = [name for name in (*CHOSEN, *OBSERVED) if len({row[name] for row in rows}) > 1]
-        text_by_id = {env_id: self._words(env_id, differing_columns, distinct_ids) for env_id in distinct_ids}
+        text_by_id = {env_id: self._label(env_id, differing_columns, distinct_ids) for env_id in distinct_ids}
         counts = Counter(text_by_id.values())
         return {
             env_id: text if text and counts[text] == 1 else f"{text} environment {env_id[:ID_CHARS]}".strip()
             for env_id, text in text_by_id.items()
         }
 
-    def _words(self, env_id: str, columns: Sequence[str], env_ids: Sequence[str]) -> str:
+    def _label(self, env_id: str, columns: Sequence[str], env_ids: Sequence[str]) -> str:
         """The values of one environment in these columns; of variables only those that differ in `env_ids`."""
         texts = []
         for column in columns:
             values = {other_id: self._row_by_id[other_id][column] for other_id in env_ids}
-            if column in _VARIABLES:
+            if column in _VARIABLE_COLUMNS:
                 variables = {other_id: json.loads(text or "{}") for other_id, text in values.items()}
-                texts += _variables(variables, env_id)
+                texts += _variable_texts(variables, env_id)
             else:
-                name = _NAMES.get(column, column.removesuffix("_version"))
+                name = _LABEL_BY_COLUMN.get(column, column.removesuffix("_version"))
                 texts.append(f"{name} {values[env_id] or 'unknown'}")
         return " ".join(dict.fromkeys(texts))
 
@@ -94,7 +94,7 @@ class Environments:
     def parts(self) -> list[dict[str, str | None]]:
         """For each row: column of CHOSEN or OBSERVED (without the driver) -> its value; empty if the table has one environment."""
         return [
-            {name: self._row_by_id[env_id][name] for name in _WITHOUT_DRIVER} if env_id else {}
+            {name: self._row_by_id[env_id][name] for name in _DRIVERLESS} if env_id else {}
             for env_id in self.ids
         ]
 
@@ -107,16 +107,16 @@ class Environments:
         ]
 
 
-def _merged(ok_rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
+def _merged_environments(ok_rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """env_id -> the env_id of the environment that it counts as, and sweep -> its drivers that count as one."""
-    keyed_rows = ((tuple(str(row[name]) for name in ("sweep", *_WITHOUT_DRIVER)), row) for row in ok_rows)
+    keyed_rows = ((tuple(str(row[name]) for name in ("sweep", *_DRIVERLESS)), row) for row in ok_rows)
     environments = ((key, row["env_id"], row["driver_version"] or "") for key, row in keyed_rows)
     representative_by_id, drivers_by_key = merge_environments(sorted(environments))
     drivers_by_sweep = {key[0]: drivers for key, drivers in drivers_by_key.items() if isinstance(key, tuple)}
     return representative_by_id, drivers_by_sweep
 
 
-def _variables(variables_by_id: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
+def _variable_texts(variables_by_id: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
     """The variables of one environment that differ from those of another one."""
     names = sorted({name for variables in variables_by_id.values() for name in variables})
     differing_names = [name for name in names if len({v.get(name) for v in variables_by_id.values()}) > 1]
@@ -127,7 +127,7 @@ def _variables(variables_by_id: Mapping[str, Mapping[str, str]], env_id: str) ->
 def differing(table_a: pa.Table, table_b: pa.Table) -> dict[str, tuple[str, str]]:
     """Column of _CONTEXT -> its values in the tables A and B, where these differ."""
     values_by_column = {}
-    for name in _CONTEXT:
+    for name in _CONTEXT_COLUMNS:
         distinct_values = (table[name].drop_null().unique().to_pylist() for table in (table_a, table_b))
         values_a, values_b = (sorted(map(str, values)) for values in distinct_values)
         if values_a != values_b:

@@ -28,9 +28,9 @@ from ultrabench.layout import AXES
 from ultrabench.store.folder import sweep_dirs
 
 CELL = ("model", "nodes", *PANEL)
-_KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
+_RUN_KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
 """Columns that are equal in all nights of a run; its id changes with the version of the program."""
-_UNITS = ("control_ratio", "tokens_per_s_per_gpu")
+_RATE_COLUMNS = ("control_ratio", "tokens_per_s_per_gpu")
 """The column of a rate: the first one where there is a control, else the second one."""
 
 
@@ -125,8 +125,8 @@ class History:
 
     def losses(self, max_loss: float) -> list[Move]:
         """The moves that are the last one of some run and a loss of more than `max_loss`, a fraction."""
-        last_of_run = {number: move for move in self.moves for number in move.series}
-        return [move for move in self.moves if move in last_of_run.values() and move.change < -max_loss]
+        last_moves = {number: move for move in self.moves for number in move.series}
+        return [move for move in self.moves if move in last_moves.values() and move.change < -max_loss]
 
 
 def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[Night]:
@@ -146,11 +146,11 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
             source_by_path[folder.resolve()] = source
             continue
         sweeps = [*sweep_dirs(folder), *chain.from_iterable(map(sweep_dirs, folder.glob("[!.]*/")))]
-        sources_of_nights = sweeps or [*folder.glob("[!.]*.parquet")]
-        if not sources_of_nights:
+        night_paths = sweeps or [*folder.glob("[!.]*.parquet")]
+        if not night_paths:
             remedy = "give a sweep, its .parquet file, or a folder of either"
             raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
-        source_by_path |= {path.resolve(): str(path) for path in sources_of_nights}
+        source_by_path |= {path.resolve(): str(path) for path in night_paths}
     for source in source_by_path.values():
         table = open_results(source, results_dir, warn)[-1]
         for sweep in table["sweep"].unique().to_pylist():
@@ -169,27 +169,27 @@ def history(nights: Sequence[Night]) -> History:
     """
     if not nights:
         raise ConfigError("no night remains", "give an earlier date with --since")
-    columns = [*_KEY, "run_id", "status", "suspect", "is_final", "control", *_UNITS]
+    columns = [*_RUN_KEY, "run_id", "status", "suspect", "is_final", "control", *_RATE_COLUMNS]
     frame = pd.concat(
         [night.table.select(columns).to_pandas().assign(night=n) for n, night in enumerate(nights)]
     )
     is_good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
-    measured = frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)]
-    if measured.empty:
+    rated_rows = frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)]
+    if rated_rows.empty:
         raise ConfigError(
             "no night has a usable rate", "see how its runs ended: ultrabench sweep status SWEEP"
         )
-    label_of_run = {row["run_id"]: run_label(row) for row in _records(measured.drop_duplicates("run_id"))}
-    groups = measured.groupby(_KEY, dropna=False)
-    series = [_series(rows, label_of_run, len(nights)) for _, rows in groups]
+    label_of_run = {row["run_id"]: run_label(row) for row in _records(rated_rows.drop_duplicates("run_id"))}
+    rows_by_run = rated_rows.groupby(_RUN_KEY, dropna=False)
+    series = [_series(rows, label_of_run, len(nights)) for _, rows in rows_by_run]
     num_tested = _find_changes(series)
     _add_changes_of_controls(series)
     too_few_text = f"too few nights ({len(nights)}): to detect a change takes {MIN_LENGTH} nights before it and {MIN_LENGTH} after"
     return History(
         nights=nights,
         series=series,
-        moves=sorted(_moves(series), key=lambda move: move.night),
-        notes=[*_notes(series, nights, num_tested)],
+        moves=sorted(_common_moves(series), key=lambda move: move.night),
+        notes=[*_note_sentences(series, nights, num_tested)],
         warning=None if num_tested else too_few_text,
     )
 
@@ -205,7 +205,7 @@ def _series(rows: pd.DataFrame, label_of_run: Mapping[str, str], num_nights: int
     controls = {label_of_run.get(control) for control in rows["control"]}
     has_control = len(controls) == 1 and None not in controls and rows["control_ratio"].notna().all()
     control = next(iter(controls)) if has_control and run_label(last_row) not in controls else None
-    rates = rows.groupby("night")[_UNITS[0] if control else _UNITS[1]].median()
+    rates = rows.groupby("night")[_RATE_COLUMNS[0] if control else _RATE_COLUMNS[1]].median()
     return Series(
         cell={name: last_row[name] for name in CELL},
         layout=run_label(last_row),
@@ -225,16 +225,18 @@ def _find_changes(series: Sequence[Series]) -> int:
         one_series.bad_nights = [nights[n] for n in np.flatnonzero(outliers(one_series.log_rates))]
     tested = [one_series for one_series in series if len(one_series.counted_nights) >= 2 * MIN_LENGTH]
     p_values = [strongest(one_series.log_rates)[0] for one_series in tested]
-    corrected = stats.false_discovery_control(p_values) if tested else ()
-    level = max((p for p, q in zip(p_values, corrected, strict=True) if q <= ALPHA), default=-1.0)
+    corrected_p = stats.false_discovery_control(p_values) if tested else ()
+    max_p = max((p for p, q in zip(p_values, corrected_p, strict=True) if q <= ALPHA), default=-1.0)
     for one_series in tested:
         log_rates, nights = one_series.log_rates, one_series.counted_nights
-        bounds = [0, *change_points(log_rates, level, ALPHA / 2 / len(tested)), len(log_rates)]
-        means = [log_rates[first:end].mean() for first, end in pairwise(bounds)]
-        changes = {*zip(bounds[1:], np.expm1(np.diff(means)), strict=False)}
-        settled = {first: change for first, change in changes if len(log_rates) - first >= MIN_LENGTH}
-        one_series.may_have_changed = len(settled) < len(changes)
-        one_series.changes = {nights[first]: float(settled[first]) for first in sorted(settled)}
+        starts = [0, *change_points(log_rates, max_p, ALPHA / 2 / len(tested)), len(log_rates)]
+        level_means = [log_rates[first:end].mean() for first, end in pairwise(starts)]
+        changes = {*zip(starts[1:], np.expm1(np.diff(level_means)), strict=False)}
+        lasting_changes = {first: change for first, change in changes if len(log_rates) - first >= MIN_LENGTH}
+        one_series.may_have_changed = len(lasting_changes) < len(changes)
+        one_series.changes = {
+            nights[first]: float(change) for first, change in sorted(lasting_changes.items())
+        }
     return len(tested)
 
 
@@ -253,7 +255,7 @@ def _add_changes_of_controls(series: Sequence[Series]) -> None:
                 one_series.changes[first_night] = total_change
 
 
-def _moves(series: Sequence[Series]) -> Iterator[Move]:
+def _common_moves(series: Sequence[Series]) -> Iterator[Move]:
     """The changes of all series, those in one direction together that begin within MIN_LENGTH nights of where most do."""
     changes = [(c > 0, night, n, c) for n, s in enumerate(series) for night, c in s.changes.items()]
     while changes:
@@ -264,7 +266,7 @@ def _moves(series: Sequence[Series]) -> Iterator[Move]:
         yield Move(night=night, change=median(change[3] for change in group), series=members)
 
 
-def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
+def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
     """Sentences about nights and runs that do not count."""
     if any(s.control for s in series):
         yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."

@@ -29,12 +29,12 @@ def knobs(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         rows: result rows with the columns of the schema, and with or without `variant`.
     """
     variants = [variant_in(row.get(VARIANT)) for row in rows]
-    names = sorted({name for variant in variants for name in variant})
-    values = [
-        {**_layout_knobs(row), **{name: set_value(variant.get(name)) for name in names}}
+    option_names = sorted({name for variant in variants for name in variant})
+    knob_values = [
+        {**_layout_knobs(row), **{name: set_value(variant.get(name)) for name in option_names}}
         for row, variant in zip(rows, variants, strict=True)
     ]
-    return pd.DataFrame(values, columns=[*AXES, *BESIDE_LAYOUT, *names], dtype=object)
+    return pd.DataFrame(knob_values, columns=[*AXES, *BESIDE_LAYOUT, *option_names], dtype=object)
 
 
 def is_of_variant(name: str) -> bool:

@@ -8,10 +8,10 @@ import pandas as pd
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import SLOWER, Status
 
-_LOAD = "to accept these runs, launch again with measure.max_foreign_load=null; or measure on an idle machine under another name="
-_REMEDIES = {
-    "foreign_load": _LOAD,
-    "foreign_gpu_processes": _LOAD,
+_LOAD_REMEDY = "to accept these runs, launch again with measure.max_foreign_load=null; or measure on an idle machine under another name="
+_REMEDY_BY_CODE = {
+    "foreign_load": _LOAD_REMEDY,
+    "foreign_gpu_processes": _LOAD_REMEDY,
     "mfu": "correct hardware.peak_flops_per_s and launch again",
 }
 """Code of a doubt -> what to do if most suspect runs have it."""
@@ -28,8 +28,8 @@ def none_left(runs: pd.DataFrame, conclusion: str) -> ConfigError:
     suspect_runs = runs[is_ok & runs["suspect"].notna()]
     is_stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
     reasons = [(len(suspect_runs), "suspect"), (int(is_stopped.sum()), "stopped early as slower")]
-    reasons += [(number, str(status)) for status, number in runs.loc[~is_ok, "status"].value_counts().items()]
-    texts = [f"{number:,} {why}" for number, why in reasons if number]
+    reasons += [(n, str(status)) for status, n in runs.loc[~is_ok, "status"].value_counts().items()]
+    texts = [f"{n:,} {reason}" for n, reason in reasons if n]
     if len(suspect_runs):
         texts[0] += f" ({suspect_runs['suspect'].iloc[0]})"
     fact = f"{counted(len(runs), 'run')}, {conclusion}{': ' if texts else ''}{', '.join(texts)}"
@@ -45,4 +45,4 @@ def _remedy(codes_by_run: Iterable[Iterable[str] | None]) -> str:
     """What to do about suspect runs, by the most frequent code of the reasons to doubt them."""
     num_by_code = Counter(code for codes in codes_by_run if codes is not None for code in codes)
     most_frequent = next((code for code, _ in num_by_code.most_common(1)), "")
-    return _REMEDIES.get(most_frequent, "to measure them again, launch under another name=")
+    return _REMEDY_BY_CODE.get(most_frequent, "to measure them again, launch under another name=")

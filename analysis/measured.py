@@ -16,11 +16,11 @@ from ultrabench.record import from_dict, missing_fields
 from ultrabench.result import NOT_TRIED
 from ultrabench.run import RunSpec, Workload
 
-_SHAPE = tuple(field.name for field in fields(ModelShape))
+_SHAPE_COLUMNS = tuple(field.name for field in fields(ModelShape))
 
-_NEEDED = ("nodes", "gpus_per_node", *DEGREES, "zero_stage", *BATCH, "seq_len", "kernel", "precision")
+_NEEDED_COLUMNS = ("nodes", "gpus_per_node", *DEGREES, "zero_stage", *BATCH, "seq_len", "kernel", "precision")
 """Columns whose defaults would be a guess."""
-_OPTIONS = ("precision", "compile", "attention", "routing")
+_OPTION_COLUMNS = ("precision", "compile", "attention", "routing")
 """Columns that are options of the kernel."""
 
 
@@ -59,7 +59,9 @@ class MeasuredRun:
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
-_READ = frozenset({*_COLUMNS, *_SHAPE, *_NEEDED, *AXES, *_OPTIONS, "model", "gbs"})
+_READ_COLUMNS = frozenset({
+    *_COLUMNS, *_SHAPE_COLUMNS, *_NEEDED_COLUMNS, *AXES, *_OPTION_COLUMNS, "model", "gbs",
+})  # fmt: skip
 
 
 def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], dict[str, list[str]]]:
@@ -69,7 +71,7 @@ def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], dict[str, list[st
     model, batch or layout is incomplete are left out, too; the second value maps each reason to the names of such rows.
     """
     runs, left_out = list[MeasuredRun](), defaultdict[str, list[str]](list)
-    for row in table.select([name for name in table.column_names if name in _READ]).to_pylist():
+    for row in table.select([name for name in table.column_names if name in _READ_COLUMNS]).to_pylist():
         if row["status"] in NOT_TRIED or row["model"] is None:
             continue
         try:
@@ -86,7 +88,7 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     Raises:
         ConfigError: a column that the run needs is null, or the values contradict each other.
     """
-    if nulls := [name for name in _NEEDED if row[name] is None]:
+    if nulls := [name for name in _NEEDED_COLUMNS if row[name] is None]:
         raise ConfigError(
             f"missing {', '.join(nulls)}: give every degree, the ZeRO stage, batch, nodes and GPUs"
         )
@@ -98,9 +100,9 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     kernel_fields |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
     return RunSpec(
         shape=shape_of(row),
-        layout=_part(Layout, "", row, AXES),
-        kernel=_part(KernelConfig, "", row, _OPTIONS, **kernel_fields),
-        workload=_part(Workload, "", row, ("seq_len", "gbs")),
+        layout=_record_of(Layout, "", row, AXES),
+        kernel=_record_of(KernelConfig, "", row, _OPTION_COLUMNS, **kernel_fields),
+        workload=_record_of(Workload, "", row, ("seq_len", "gbs")),
         nodes=row["nodes"],
         gpus_per_node=row["gpus_per_node"],
     )
@@ -112,20 +114,21 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
-    known_columns = {name for name in _SHAPE if row.get(name) is not None} | {"name"}
+    model_text = f"model={row.get('model')}"
+    known_columns = {name for name in _SHAPE_COLUMNS if row.get(name) is not None} | {"name"}
     if missing_columns := missing_fields(ModelShape, dict.fromkeys(known_columns)):
         rule = "give them, or use a model that `ultrabench configs model` lists"
-        raise ConfigError(f"missing {', '.join(missing_columns)} of model={row.get('model')}: {rule}")
-    shape: ModelShape = _part(ModelShape, f"model={row.get('model')}", row, _SHAPE, name=row.get("model"))
+        raise ConfigError(f"missing {', '.join(missing_columns)} of {model_text}: {rule}")
+    shape: ModelShape = _record_of(ModelShape, model_text, row, _SHAPE_COLUMNS, name=row.get("model"))
     return shape
 
 
-def _part(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **extra: Any) -> Any:
+def _record_of(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **extra: Any) -> Any:
     """The record `kind` from the columns `names` that are not null in the row, and from `extra`."""
-    return _record(kind, where, names, *map(row.get, names), *extra.items())
+    return _cached_record(kind, where, names, *map(row.get, names), *extra.items())
 
 
 @functools.lru_cache(maxsize=4096)  # many rows have equal parts, and checking them takes longer than reading
-def _record(kind: Any, where: str, names: tuple[str, ...], *values: Any) -> Any:
+def _cached_record(kind: Any, where: str, names: tuple[str, ...], *values: Any) -> Any:
     value_by_name = {name: value for name, value in zip(names, values, strict=False) if value is not None}
     return from_dict(kind, dict(values[len(names) :]) | value_by_name, where=where)

@@ -29,7 +29,7 @@ def varied_options(table: pa.Table) -> dict[str, list[Any]]:
     An option of the kernel varies if it does among layouts of one schedule, since layers are never compiled with zbv.
     """
     variants = [*map(variant_in, table["variant"].to_pylist())]
-    names = sorted({name for variant in variants for name in variant})
+    option_names = sorted({name for variant in variants for name in variant})
     num_schedules = pc.count_distinct(table["pp_schedule"], mode="all").as_py()
     # A sweep calls a listed attention by one name, whatever the device makes of it.
     columns = {name: table[name] for name in KERNEL_OPTIONS}
@@ -39,7 +39,7 @@ def varied_options(table: pa.Table) -> dict[str, list[Any]]:
         rows = pa.table({"pp_schedule": table["pp_schedule"], name: column}).filter(pc.is_valid(column))
         if rows.group_by(["pp_schedule", name]).aggregate([]).num_rows > num_schedules:
             values_by_option[name] = column.to_pylist()
-    return values_by_option | {name: [variant.get(name) for variant in variants] for name in names}
+    return values_by_option | {name: [variant.get(name) for variant in variants] for name in option_names}
 
 
 def in_rows(options: Mapping[str, list[Any]], row_numbers: Iterable[int]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.running.other_shapes import differences
 
-_USUAL = {field.name: None if field.default is MISSING else field.default for field in fields(ModelShape)}
+_DEFAULTS = {field.name: None if field.default is MISSING else field.default for field in fields(ModelShape)}
 """Field of a shape -> its usual value; None for one that has none."""
 
 
@@ -18,7 +18,7 @@ def other_models(rows_of_a: Sequence[Row], rows_of_b: Sequence[Row]) -> Iterator
 
     Rows without a model_id, as those of imported tables and of older versions, say nothing.
     """
-    models_a, models_b = _shapes(rows_of_a), _shapes(rows_of_b)
+    models_a, models_b = _shapes_by_model(rows_of_a), _shapes_by_model(rows_of_b)
     for name in sorted(models_a.keys() & models_b.keys()):
         shapes_a, shapes_b = models_a[name], models_b[name]
         id_a, id_b = (
@@ -29,17 +29,17 @@ def other_models(rows_of_a: Sequence[Row], rows_of_b: Sequence[Row]) -> Iterator
             yield f"model {name} differs: {differences(shapes_a[id_a], shapes_b[id_b], '{} is {} in A and {} in B')}"
 
 
-def _shapes(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
+def _shapes_by_model(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     """Name of a model -> model_id -> the fields of its shape, with usual values where a row has none."""
     shapes_by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         shape_by_id = shapes_by_name.setdefault(row["model"], {})
         if row["model_id"] is not None and row["model_id"] not in shape_by_id:
-            shape_by_id[row["model_id"]] = _fields(row)
+            shape_by_id[row["model_id"]] = _shape_fields(row)
     return shapes_by_name
 
 
-def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+def _shape_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     settings = json.loads(row["model_settings"] or "{}")
-    columns = {name: row[name] for name in _USUAL if row.get(name) is not None}
-    return {**_USUAL, **columns, **settings}
+    columns = {name: row[name] for name in _DEFAULTS if row.get(name) is not None}
+    return {**_DEFAULTS, **columns, **settings}

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.importing.derived import completed, typed
+from ultrabench.analysis.importing.derived import typed_table, with_derived_columns
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
@@ -23,7 +23,7 @@ def is_predicted(table: pa.Table) -> bool:
     return PREDICTED in table["source"].to_pylist()
 
 
-def predicted_results(plan: pa.Table, name: str) -> pa.Table:
+def predicted_results(plan: pa.Table, source_name: str) -> pa.Table:
     """The rows of a plan.parquet as a result table in which each run ended as predicted.
 
     A run with P(OOM) of at most ADVISED_P_OOM is ok with the predicted step time, another one has the status oom. As in
@@ -36,18 +36,18 @@ def predicted_results(plan: pa.Table, name: str) -> pa.Table:
     hardware, kernel = (metadata.get(key, b"").decode() for key in (HARDWARE_KEY, KERNEL_KEY))
     if not hardware or not {*plan["model"].to_pylist()} <= {*files("model")}:
         need = "write it with ultrabench sweep plan -o plan.parquet, with models that have a file"
-        raise SweepFolderError(f"{name} does not name its hardware or names an unknown model; {need}")
+        raise SweepFolderError(f"{source_name} does not name its hardware or names an unknown model; {need}")
     runs = plan.filter(pc.field("decision") == "run").to_pandas()
     is_fitting = runs["p_oom"] <= ADVISED_P_OOM
     has_room = is_fitting & (runs["predicted_memory_share"] <= 1)
-    cells = has_room.groupby([runs[name] for name in CellKey._fields], dropna=False)
-    no_room = is_fitting & ~has_room & cells.transform("any")
+    has_room_by_cell = has_room.groupby([runs[column] for column in CellKey._fields], dropna=False)
+    lacks_room = is_fitting & ~has_room & has_room_by_cell.transform("any")
     rows = runs.assign(
-        sweep=name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0,
+        sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0,
         status=is_fitting.map({True: Status.OK.value, False: Status.OOM.value}),
         step_time_s=runs["predicted_step_time_s"].where(is_fitting),
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),
-        suspect=no_room.map({True: NO_ROOM, False: None}), suspect_codes=no_room.map({True: ["no_room"], False: None}),
+        suspect=lacks_room.map({True: NO_ROOM, False: None}), suspect_codes=lacks_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
-    frame, _ = completed(rows, {model: model for model in runs["model"]})
-    return typed(frame, SCHEMA.names)
+    frame, _ = with_derived_columns(rows, {model: model for model in runs["model"]})
+    return typed_table(frame, SCHEMA.names)

@@ -76,8 +76,8 @@ def published_rates() -> list[PublishedRate]:
     for path in files("published").values():
         content = read_yaml(path)
         shared = {name: content[name] for name in ("gpu", *_MATCHED, "what", "source") if name in content}
-        runs, where = (shared | run for run in content.get("runs", ())), f"runs of {path.name}"
-        rates += [from_dict(PublishedRate, run, where=where, skip_unknown=True) for run in runs]
+        run_fields, where = (shared | run for run in content.get("runs", ())), f"runs of {path.name}"
+        rates += [from_dict(PublishedRate, run, where=where, skip_unknown=True) for run in run_fields]
     return rates
 
 
@@ -121,8 +121,8 @@ def _beside(cell: Cell, values: dict[str, Any], rate: PublishedRate, model_id: s
     """A cell beside a rate; models are equal by their shapes where both are known, else by their names."""
     value_pairs = {name: (values[name], getattr(rate, name)) for name in _MATCHED}
     if None not in (cell.model_id, model_id):
-        is_same = cell.model_id == model_id
+        is_same_model = cell.model_id == model_id
         other_name = f"{cell.model} of another shape" if cell.model == rate.model else cell.model
-        value_pairs["model"] = (rate.model if is_same else other_name, rate.model)
+        value_pairs["model"] = (rate.model if is_same_model else other_name, rate.model)
     differing = {name: pair for name, pair in value_pairs.items() if pair[0] != pair[1]}
     return BesidePublished(cell=cell, published=rate, differing=differing)

@@ -36,27 +36,27 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
         rows_by_status[row["status"]].append(row)
     rejected_rows = rows_by_status.pop("rejected", [])
     if not rows_by_status:
-        return "rejected", _no_valid_layout(rejected_rows)
+        return "rejected", _no_valid_layout_text(rejected_rows)
     statuses = sorted(rows_by_status, key=lambda s: (tier(s), -len(rows_by_status[s]), str(s)))
-    texts = [_part(status, rows_by_status[status], is_only_status=len(statuses) == 1) for status in statuses]
+    texts = [_status_text(s, rows_by_status[s], is_only_status=len(statuses) == 1) for s in statuses]
     return (None if None in rows_by_status else statuses[0]), "; ".join(texts)
 
 
-def _part(status: str | None, rows: Sequence[Row], is_only_status: bool) -> str:
+def _status_text(status: str | None, rows: Sequence[Row], is_only_status: bool) -> str:
     """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
     num_runs = len({row["run_id"] for row in rows})
     if status is None:
         return f"{num_runs} pending"
     number_text = f"all {num_runs}" if is_only_status and num_runs > 1 else str(num_runs)
     if status == "ok":
-        return f"{number_text} ok {_unranked(rows)}"
+        return f"{number_text} ok {_why_unranked(rows)}"
     reason = next((row["reason"] for row in rows if row["reason"]), None)
     if reason is None or status == "oom":  # the name of the status says enough
         return f"{number_text} {status}"
     return f"{number_text} {status}: {reason}"
 
 
-def _unranked(rows: Sequence[Row]) -> str:
+def _why_unranked(rows: Sequence[Row]) -> str:
     """The text that tells why none of the ok runs could win."""
     why_suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
     if why_suspect is not None:
@@ -66,7 +66,7 @@ def _unranked(rows: Sequence[Row]) -> str:
     return "without a value to rank by"
 
 
-def _no_valid_layout(rejected_rows: Sequence[Row]) -> str:
+def _no_valid_layout_text(rejected_rows: Sequence[Row]) -> str:
     """The text that names the rule that rejects most layouts, with an example of its reason."""
     rule, num_layouts = Counter(row["rule"] for row in rejected_rows).most_common(1)[0]
     example = next((row["reason"] for row in rejected_rows if row["rule"] == rule), None)
@@ -75,7 +75,7 @@ def _no_valid_layout(rejected_rows: Sequence[Row]) -> str:
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
-EXPECTED = "expected_tokens_per_s_per_gpu"
+EXPECTED_RATE = "expected_tokens_per_s_per_gpu"
 """The column that ranks rows of a plan by default: `expected_rate` of their prediction."""
 _COMMON_COLUMNS = (
     DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
@@ -84,7 +84,7 @@ _COMMON_COLUMNS = (
 
 PANEL = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
 """Columns that are equal in all cells of a panel, unless gbs grows with the nodes."""
-_KEY = [*dict.fromkeys((*PANEL, "num_params", *MODEL, "nodes"))]
+_CELL_KEY = [*dict.fromkeys((*PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _SOURCE_COLUMNS = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns by which a suspect imported row is assigned to the cell of other rows of its source."""
@@ -140,36 +140,37 @@ class Ranking:
         *,
         rank_by: str = DEFAULT_RANK_BY,
         include_suspects: bool = False,
-        more: Sequence[str] = (),
+        more_columns: Sequence[str] = (),
     ) -> None:
         """Ranks the runs of a result table.
 
         Args:
             include_suspects: whether suspect rows compete with all others.
-            more: further columns of the frame.
+            more_columns: further columns of the frame.
 
         Raises:
             ConfigError: `rank_by` is no numeric column.
         """
         require_number(table, rank_by)
         self._rank_by = rank_by
-        self._compared = EXPECTED if rank_by == DEFAULT_RANK_BY and is_predicted(table) else rank_by
-        names = (*_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS, *_FURTHER_COLUMNS)
-        columns = dict.fromkeys((*names, "is_final", rank_by, *more))
+        is_plan = rank_by == DEFAULT_RANK_BY and is_predicted(table)
+        self._compared_column = EXPECTED_RATE if is_plan else rank_by
+        names = (*_CELL_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS, *_FURTHER_COLUMNS)
+        columns = dict.fromkeys((*names, "is_final", rank_by, *more_columns))
         read_columns = {*columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark"}
         is_final_run = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
-        rows = table.select([*read_columns]).filter(is_final_run)
-        rows = rows.sort_by([(name, "ascending") for name in _SORT_COLUMNS])
-        self.environments = Environments(rows)
-        marks = pa.array(model_marks(rows), pa.string())
-        self._rows = rows.append_column("model_mark", marks).select([*columns])
-        self.options = varied_options(self._rows)
+        final_rows = table.select([*read_columns]).filter(is_final_run)
+        final_rows = final_rows.sort_by([(name, "ascending") for name in _SORT_COLUMNS])
+        self.environments = Environments(final_rows)
+        marks = pa.array(model_marks(final_rows), pa.string())
+        self._table = final_rows.append_column("model_mark", marks).select([*columns])
+        self.options = varied_options(self._table)
         """Option beside the layout that varies in the table -> its value in each row."""
-        self.frame = self._framed()
+        self.frame = self._ranking_frame()
         """The rows with the number of their cell and the columns of _REPEAT_COLUMNS."""
         tried = self.frame[self.frame["status"] != Status.REJECTED]
         standings_by_cell = standings(
-            map(Repeat, *(_known(tried, name) for name in _REPEAT_COLUMNS)),
+            map(Repeat, *(_values_or_none(tried, name) for name in _REPEAT_COLUMNS)),
             indices=tried.index.tolist(),
             include_suspects=include_suspects,
             by_control=rank_by == DEFAULT_RANK_BY,
@@ -183,24 +184,26 @@ class Ranking:
             self._require_values()
         self._require_one_formula()
         frame = self.frame
-        has_several = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
-        varied_axes = tuple(name for name in AXES if has_several[name])
+        has_several_values = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
+        varied_axes = tuple(name for name in AXES if has_several_values[name])
         # A row without doubt says what its cell is called; it is the first after a stable sort.
         trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
         usual_rows = trusted_first.drop_duplicates("cell").sort_values("cell")
         best_rows = {cell: ranked[0].repeat for cell, ranked in self.standings.items() if ranked[0].best}
-        winners = dict(zip(best_rows, self.taken(best_rows.values()), strict=True))
+        winners = dict(zip(best_rows, self.rows_at(best_rows.values()), strict=True))
         rows_by_cell, cells = frame.groupby("cell").indices, []
-        for usual_row, cell in zip(self.taken(usual_rows.index), usual_rows["cell"], strict=True):
+        for usual_row, cell in zip(self.rows_at(usual_rows.index), usual_rows["cell"], strict=True):
             ranked = self.standings.get(cell, [])
             cell_fields = {name: usual_row[name] for name in _CELL_COLUMNS}
             cell_fields |= {"predicted": usual_row["source"] == PREDICTED}
-            cell_fields |= {"shown_column": self._shown, "varied_axes": varied_axes, **_counts(ranked)}
+            cell_fields |= {"shown_column": self._shown_column, "varied_axes": varied_axes} | _run_counts(
+                ranked
+            )
             if winner := winners.get(cell):
-                cells.append(self._won(ranked, winner, cell_fields))
+                cells.append(self._won_cell(ranked, winner, cell_fields))
             else:
-                status, reason = why_empty(self.taken(rows_by_cell[cell]))
-                cells.append(Cell(status=status, reason=reason, **cell_fields))
+                cell_status, reason = why_empty(self.rows_at(rows_by_cell[cell]))
+                cells.append(Cell(status=cell_status, reason=reason, **cell_fields))
         return cells
 
     def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
@@ -208,40 +211,40 @@ class Ranking:
         self._require_values()
         self._require_one_formula()
         all_standings = [*chain.from_iterable(self.standings.values())]
-        ranked_rows = enumerate(self.taken((standing.repeat for standing in all_standings), columns), 1)
+        ranked_rows = enumerate(self.rows_at((standing.repeat for standing in all_standings), columns), 1)
         options = iter(in_rows(self.options, (standing.repeat for standing in all_standings)))
-        boards = list[list[Row]]()
+        leaderboards = list[list[Row]]()
         for ranked in self.standings.values():
             pairs = zip(self._marks(ranked), ranked_rows, strict=False)
-            boards.append(
+            leaderboards.append(
                 [{"rank": rank, **row, **marks, "options": next(options)} for marks, (rank, row) in pairs]
             )
-        return boards
+        return leaderboards
 
     @property
-    def _shown(self) -> str:
+    def _shown_column(self) -> str:
         """The column that the heatmap shows."""
         return "mfu" if self._rank_by == DEFAULT_RANK_BY else self._rank_by
 
-    def _won(self, ranked: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
+    def _won_cell(self, ranked: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
         """The cell of a winner; `cell_fields` are the fields that a cell without one has, too."""
         (marks,) = self._marks(ranked[:1])
-        ids = tuple(standing.run_id for standing in ranked if standing.as_good)
+        marks["as_good_as_best"] = tuple(standing.run_id for standing in ranked if standing.as_good)
         return Cell(
-            shown_value=winner[self._shown],
+            shown_value=winner[self._shown_column],
             layout={name: winner[name] for name in AXES},
             options=in_rows(self.options, [ranked[0].repeat])[0],
             **cell_fields,
-            **{name: value for name, value in marks.items() if name != "best"} | {"as_good_as_best": ids},
+            **{name: value for name, value in marks.items() if name != "best"},
             **{name: winner[name] for name in ("run_id", "status", "suspect", *_WINNER_COLUMNS)},
         )
 
     def _marks(self, ranked: Sequence[Standing]) -> list[Row]:
-        """The columns that the standing of each run gives."""
+        """For each run of a cell the columns that its standing gives, such as `best`; the runs are in ranked order."""
         labels = self.environments.labels(s.environment for s in self.standings[ranked[0].cell])
         return [
             {
-                "ranked_by": "control_ratio" if standing.by_control else self._compared,
+                "ranked_by": "control_ratio" if standing.by_control else self._compared_column,
                 "ranked_value": None if standing.value is None else abs(standing.value),
                 "best": standing.best,
                 "as_good_as_best": standing.as_good,
@@ -252,11 +255,11 @@ class Ranking:
             for standing in ranked
         ]
 
-    def taken(self, row_numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
-        """The rows of these numbers."""
-        table = self._rows if columns is None else self._rows.select([*columns])
-        taken: list[Row] = table.take(pa.array(row_numbers, pa.int64())).to_pylist()
-        return taken
+    def rows_at(self, row_numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
+        """The rows with these numbers, which are those of the frame."""
+        table = self._table if columns is None else self._table.select([*columns])
+        rows: list[Row] = table.take(pa.array(row_numbers, pa.int64())).to_pylist()
+        return rows
 
     def _require_values(self) -> None:
         """Raises ConfigError if no ok run has the number to rank by."""
@@ -268,32 +271,32 @@ class Ranking:
 
     def _require_one_formula(self) -> None:
         """Raises ConfigError if MFU follows from several formulas."""
-        formulas = sorted({*self._rows["flops_formula"].unique().to_pylist()} - {None})
+        formulas = sorted({*self._table["flops_formula"].unique().to_pylist()} - {None})
         if len(formulas) > 1:
             fact = f"MFU of these results is not comparable: it uses the formulas {' and '.join(formulas)}"
             remedy = "launch the sweeps again with the same measure.flops_formula, or show each one alone"
             raise ConfigError(f"{fact}; {remedy}")
 
-    def _framed(self) -> pd.DataFrame:
-        """The rows as a frame with the further columns of _REPEAT_COLUMNS.
+    def _ranking_frame(self) -> pd.DataFrame:
+        """The frame of all rows with the further columns of _REPEAT_COLUMNS.
 
         A suspect row of an imported table has the usual batch and size of its model, as its cell has.
         """
-        frame = self._rows.to_pandas()
-        keys = _keys(frame)
-        sorted_keys = keys.sort_values(_KEY, na_position="first")
-        rate = (-1 if self._rank_by in LOWER_IS_BETTER else 1) * frame[self._rank_by]
-        if self._compared == EXPECTED:
-            rate = rate.combine(frame["p_oom"], expected_rate)
-        with_cells: pd.DataFrame = frame.assign(
+        frame = self._table.to_pandas()
+        keys = _cell_keys(frame)
+        sorted_keys = keys.sort_values(_CELL_KEY, na_position="first")
+        rank_values = (-1 if self._rank_by in LOWER_IS_BETTER else 1) * frame[self._rank_by]
+        if self._compared_column == EXPECTED_RATE:
+            rank_values = rank_values.combine(frame["p_oom"], expected_rate)
+        ranking_frame: pd.DataFrame = frame.assign(
             **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
-            cell=sorted_keys.groupby(_KEY, dropna=False, sort=False).ngroup(),
+            cell=sorted_keys.groupby(_CELL_KEY, dropna=False, sort=False).ngroup(),
             competes_in=self.environments.ids,
             place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
-            rate=rate,
+            rate=rank_values,
             width=frame["step_time_ci95_rel"] if self._rank_by in _AS_SURE_AS_STEP_TIME else None,
         )
-        return with_cells
+        return ranking_frame
 
 
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
@@ -327,28 +330,28 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     return Ranking(table, rank_by=rank_by).boards()
 
 
-def _keys(frame: pd.DataFrame) -> pd.DataFrame:
-    """The columns that tell the cells apart.
+def _cell_keys(frame: pd.DataFrame) -> pd.DataFrame:
+    """The columns of _CELL_KEY of each row, whose values name its cell.
 
     A suspect row of an imported table belongs to the rows of its model that are not suspect, even if its own
     architecture or batch is another one: that is its doubt, and its publisher ranked it there.
     """
-    names = [name for name in _KEY if name not in (*_SOURCE_COLUMNS, "nodes")]
+    names = [name for name in _CELL_KEY if name not in (*_SOURCE_COLUMNS, "nodes")]
     is_suspect = frame["source"].notna() & frame["suspect"].notna()
     trusted = frame[names].mask(is_suspect).groupby([frame[name] for name in _SOURCE_COLUMNS], dropna=False)
-    return frame[_KEY].assign(**frame[names].where(~is_suspect, trusted.transform("first")))
+    return frame[_CELL_KEY].assign(**frame[names].where(~is_suspect, trusted.transform("first")))
 
 
-def _known(frame: pd.DataFrame, name: str) -> list[Any]:
+def _values_or_none(frame: pd.DataFrame, name: str) -> list[Any]:
     """The values of a column, None where one is missing."""
     return [None if value is None or value != value else value for value in frame[name].tolist()]
 
 
-def _counts(ranked: Sequence[Standing]) -> Row:
-    """The numbers of runs of a cell that have ended, by how they ended."""
+def _run_counts(ranked: Sequence[Standing]) -> Row:
+    """The fields of a Cell with its numbers of ended runs, by how they ended."""
     ended = [standing for standing in ranked if standing.num_repeats]
-    outcomes = Counter(standing.outcome for standing in ended)
-    num_oom = outcomes[Status.OOM]
-    num_failed = len(ended) - outcomes[Status.OK] - num_oom
+    num_by_outcome = Counter(standing.outcome for standing in ended)
+    num_oom = num_by_outcome[Status.OOM]
+    num_failed = len(ended) - num_by_outcome[Status.OK] - num_oom
     num_suspect = sum(standing.outcome == Status.OK and standing.suspect is not None for standing in ended)
     return {"num_runs": len(ended), "num_oom": num_oom, "num_failed": num_failed, "num_in_doubt": num_suspect}

@@ -51,23 +51,24 @@ Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
 
 Warn = Callable[[str], None]
-_Program = tuple[str, int, str, str | None, str | None]
+_ProgramKey = tuple[str, int, str, str | None, str | None]
 """Model, number of nodes, schedule, precision and variant of a candidate."""
-_PROGRAM = ("model", "nodes", "pp_schedule", "precision", "variant")
-"""Their columns in the plan."""
+_PROGRAM_COLUMNS = ("model", "nodes", "pp_schedule", "precision", "variant")
+"""The columns of a _ProgramKey in the plan."""
 
-_PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
-"""Columns that a claim's prediction gives, where their names have no `predicted_`."""
-_OF_TRAINING = frozenset({"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
+_PREDICTED_COLUMNS = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
+"""Columns that the prediction in a claim gives; its keys lack the `predicted_` of these names."""
+_TRAINING_COLUMNS = frozenset({"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED_COLUMNS})  # fmt: skip
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
-_SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence", "variables"}
-_OF_CANDIDATES = (
+_COMPUTED_COLUMNS = {"step_times_s", "started_at", "throttled", "evidence", "variables"}
+"""Columns that differ from the field of the result with their name, in type or because they depend on its status."""
+_CANDIDATE_COLUMNS = (
     "run_id", "model", "nodes", "pp_schedule", "decision", "rule", "reason", "gpus", "gbs", "seq_len",
 )  # fmt: skip
 """Columns of the plan from which rows are made one by one; all others are copied as a whole."""
-_MEASURED = sorted({f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE)
+_COPIED_COLUMNS = sorted({f.name for f in fields(RunResult)} & {*SCHEMA.names} - _COMPUTED_COLUMNS)
 """Columns that are copied from a result."""
-_measured_of = operator.attrgetter(*_MEASURED)
+_copied_values = operator.attrgetter(*_COPIED_COLUMNS)
 _json_text = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -88,24 +89,25 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         )
         remedy = f"to run them again: ultrabench sweep resume {folder.display_name}"
         warn(f"{folder.name}: {silence}: some of its lines or files are damaged or missing; {remedy}")
-    programs: list[_Program] = [*zip(*(plan[name].to_pylist() for name in _PROGRAM), strict=True)]
-    bases = _bases(sweep, programs, shapes_of(sweep, state))
-    numbered_rows = [*_rows(sweep, plan, map(bases.__getitem__, programs), state, warn)]
-    row_columns = _columns([row for _, row in numbered_rows])
-    candidates = pa.array([n for n, _ in numbered_rows], pa.int64())
-    plan_columns = {name: column.take(candidates) for name, column in _planned(plan, programs, bases).items()}
+    programs: list[_ProgramKey] = [*zip(*(plan[name].to_pylist() for name in _PROGRAM_COLUMNS), strict=True)]
+    columns_by_program = _columns_by_program(sweep, programs, shapes_of(sweep, state))
+    numbered_rows = [*_numbered_rows(sweep, plan, map(columns_by_program.__getitem__, programs), state, warn)]
+    row_columns = _column_arrays([row for _, row in numbered_rows])
+    candidate_numbers = pa.array([number for number, _ in numbered_rows], pa.int64())
+    plan_columns = _plan_columns(plan, programs, columns_by_program)
+    plan_columns = {name: column.take(candidate_numbers) for name, column in plan_columns.items()}
     row_columns["scaling"] = pa.array([scaling_of(sweep, state)] * len(numbered_rows), pa.string())
     if sweep.kernel.kind == "probe":
         for columns in (row_columns, plan_columns):
-            for name in _OF_TRAINING & columns.keys():
+            for name in _TRAINING_COLUMNS & columns.keys():
                 del columns[name]
     row_columns["first_values"] = pa.array(
         [_first_values(state.config or sweep.config)] * len(numbered_rows), pa.string()
     )
     arrays = []
-    for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
-        parts = [columns[name] for columns in (row_columns, plan_columns) if name in columns]
-        arrays.append(pc.coalesce(*parts) if parts else pa.nulls(len(numbered_rows), kind))
+    for name, column_type in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        sources = [columns[name] for columns in (row_columns, plan_columns) if name in columns]
+        arrays.append(pc.coalesce(*sources) if sources else pa.nulls(len(numbered_rows), column_type))
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
@@ -113,135 +115,127 @@ def _first_values(config: Mapping[str, Any]) -> str | None:
     """The column `first_values` of a sweep with this resolved configuration; None where it cannot be read."""
     with contextlib.suppress(ConfigError, LookupError, TypeError, ValueError, AttributeError):
         sweep = config_from_tree(dict(config))
-        in_layouts = {
+        layout_values = {
             ("dp_shard", "all"): 0,
             ("pp_schedule", "auto"): default_schedule(2, 2),
             ("ep", "auto"): 1,
         }
-        listed = {name: [in_layouts.get((name, v), v) for v in of] for name, of in sweep.axes.layout.items()}
-        listed |= {name: [*of] for name, of in sweep.options.values.items()}
-        return _json_text({name: of[0] for name, of in listed.items() if len(of) > 1})
+        axes = sweep.axes.layout.items()
+        values_by_axis = {axis: [layout_values.get((axis, v), v) for v in values] for axis, values in axes}
+        values_by_axis |= {option: [*values] for option, values in sweep.options.values.items()}
+        return _json_text({axis: values[0] for axis, values in values_by_axis.items() if len(values) > 1})
     return None
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
+def _column_arrays(rows: Sequence[Row]) -> dict[str, pa.Array]:
     """Name -> array of each column that a row has."""
-    names = frozenset[str]().union(*rows)
-    kinds = pa.struct([column for column in SCHEMA if column.name in names])
-    return dict(zip(kinds.names, pa.array(rows, kinds).flatten(), strict=True))
+    column_names = frozenset[str]().union(*rows)
+    struct_type = pa.struct([column for column in SCHEMA if column.name in column_names])
+    return dict(zip(struct_type.names, pa.array(rows, struct_type).flatten(), strict=True))
 
 
-def _bases(
-    sweep: SweepJson, programs: Sequence[_Program], shapes: Mapping[str, ModelShape]
-) -> dict[_Program, Row]:
-    """The columns that candidates share which have the same model, number of nodes, schedule and options."""
-    bases = {}
+def _columns_by_program(
+    sweep: SweepJson, programs: Sequence[_ProgramKey], shapes: Mapping[str, ModelShape]
+) -> dict[_ProgramKey, Row]:
+    """The columns that all candidates with the same model, number of nodes, schedule and options share."""
+    columns_by_program = {}
     for program in dict.fromkeys(programs):
-        model, nodes, schedule, precision, variant = program
+        model, nodes, pp_schedule, precision, variant = program
         options = json.loads(variant or "{}")
         kernel = kernel_of(sweep.kernel, precision or sweep.kernel.precision, options)
-        place = {"nodes": nodes, "pp_schedule": schedule} | _variant_columns(options)
-        bases[program] = _base(sweep, kernel, place, shapes.get(model))
-    return bases
+        run_facts = {"nodes": nodes, "pp_schedule": pp_schedule} | _variant_columns(options)
+        columns_by_program[program] = _shared_columns(sweep, kernel, run_facts, shapes.get(model))
+    return columns_by_program
 
 
-def _planned(
-    plan: pa.Table, programs: Sequence[_Program], bases: Mapping[_Program, Row]
+def _plan_columns(
+    plan: pa.Table, programs: Sequence[_ProgramKey], columns_by_program: Mapping[_ProgramKey, Row]
 ) -> dict[str, pa.ChunkedArray]:
-    """The columns that the plan tells, with a value for each candidate; it is not told why one was rejected."""
-    number = {program: n for n, program in enumerate(bases)}
-    base_numbers = pa.array(map(number.__getitem__, programs), pa.int64())
-    of_bases = _columns([*bases.values()])
-    of_plan = (name for name in plan.column_names if name in SCHEMA.names and name not in ("rule", "reason"))
-    names = [name for name in of_plan if name not in ("precision", "variant")]  # older plans lack them
-    columns = {name: column.take(base_numbers) for name, column in of_bases.items()}
-    return columns | {name: plan[name].cast(SCHEMA.field(name).type) for name in names}
+    """The columns that follow from the plan, with a value for each candidate, but not why one was rejected."""
+    number_by_program = {program: number for number, program in enumerate(columns_by_program)}
+    program_numbers = pa.array(map(number_by_program.__getitem__, programs), pa.int64())
+    # Why the plan rejects a candidate is not copied; older plans lack precision and variant.
+    omitted_names = ("rule", "reason", "precision", "variant")
+    plan_names = [n for n in plan.column_names if n in SCHEMA.names and n not in omitted_names]
+    program_arrays = _column_arrays([*columns_by_program.values()])
+    columns = {name: column.take(program_numbers) for name, column in program_arrays.items()}
+    return columns | {name: plan[name].cast(SCHEMA.field(name).type) for name in plan_names}
 
 
-def _rows(
-    sweep: SweepJson, plan: pa.Table, bases: Iterable[Row], recorded: SweepState, warn: Warn
+def _numbered_rows(
+    sweep: SweepJson, plan: pa.Table, shared_columns: Iterable[Row], recorded_state: SweepState, warn: Warn
 ) -> Iterator[tuple[int | None, Row]]:
-    """For each row the number of its candidate in the plan, None where it has none, and the columns of its own.
+    """For each row the number of its candidate in the plan, None if it has none, and its own columns.
 
     Args:
-        bases: the columns that each candidate shares with others.
+        shared_columns: the columns that each candidate shares with others.
     """
-    state = for_answers(recorded)
+    state = for_answers(recorded_state)
     attempts = state.by_run()
-    final = {attempt.key for attempt in final_attempts(state).values()}
-    circumstances = {
-        name: _circumstances(allocation, sweep.cluster) for name, allocation in state.allocations.items()
+    final_keys = {attempt.key for attempt in final_attempts(state).values()}
+    columns_by_allocation = {
+        name: _allocation_columns(allocation, sweep.cluster) for name, allocation in state.allocations.items()
     }
-    control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
+    control_times_s, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula, price = (
         shapes_of(sweep, state),
         formula_of(sweep, state),
         price_per_gpu_hour(sweep, state),
     )
-    candidates = [*rows_of(plan, _OF_CANDIDATES)]
+    candidates = [*rows_of(plan, _CANDIDATE_COLUMNS)]
     is_run = [row["decision"] == "run" and row["model"] in shapes for row in candidates]
     # Only a run without an attempt can be skipped; where all were tried, the runs need not be made.
     has_untried = any(row["run_id"] not in attempts for row in compress(candidates, is_run))
     runs = [*runs_of(sweep, rows_of(plan, RUN_COLUMNS, is_kept=is_run), state)] if has_untried else []
-    skipped = skips(runs, state)
+    skip_by_run = skips(runs, state)
 
-    def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
-        row = _attempted(attempt, circumstances.get(attempt.allocation or "", {}), base.get("gpus"))
-        row["is_final"] = attempt.key in final
+    def outcome_columns(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
+        allocation_columns = columns_by_allocation.get(attempt.allocation or "", {})
+        row = _attempt_columns(attempt, allocation_columns, base.get("gpus"))
+        row["is_final"] = attempt.key in final_keys
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
-        row |= _speed(base, recorded.attempts[attempt.key].result, shape, formula)
+        row |= _speed_columns(base, recorded_state.attempts[attempt.key].result, shape, formula)
         if price is not None and (tokens_per_s := row.get("tokens_per_s_per_gpu")):
             row["cost_per_billion_tokens"] = 1e9 * price / (3600 * tokens_per_s)
-        row["control_ratio"] = control_ratio(recorded.attempts[attempt.key], control)
-        speed = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
-        return row | doubt_columns(suspicion.doubts(attempt, *speed, base["precision"]))
+        row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], control_times_s)
+        speed_facts = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
+        return row | doubt_columns(suspicion.doubts(attempt, *speed_facts, base["precision"]))
 
-    for n, (base, candidate) in enumerate(zip(bases, candidates, strict=True)):
-        tried = attempts.pop(run_id := candidate["run_id"], [])
-        if not tried:
-            yield n, _not_attempted(candidate, skipped.get(run_id))
+    for number, (base, candidate) in enumerate(zip(shared_columns, candidates, strict=True)):
+        run_attempts = attempts.pop(run_id := candidate["run_id"], [])
+        if not run_attempts:
+            yield number, _status_columns(candidate, skip_by_run.get(run_id))
             continue
-        for attempt in tried:
-            yield n, outcome(base | candidate, attempt, shapes.get(candidate["model"]))
-    for attempt in (attempt for tried in attempts.values() for attempt in tried):
-        base, shape = _claimed(sweep, attempt, warn)
-        yield None, base | outcome(base, attempt, shape)
+        for attempt in run_attempts:
+            yield number, outcome_columns(base | candidate, attempt, shapes.get(candidate["model"]))
+    for attempt in (attempt for run_attempts in attempts.values() for attempt in run_attempts):
+        base, shape = _claimed_run(sweep, attempt, warn)
+        yield None, base | outcome_columns(base, attempt, shape)
 
 
-def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape | None) -> Row:
+def _shared_columns(sweep: SweepJson, kernel: KernelConfig, run_facts: Row, shape: ModelShape | None) -> Row:
     """The columns that all attempts of a run share.
 
     Args:
-        place: model, nodes, batch and layout of the run, as far as they are known.
+        run_facts: model, nodes, batch and layout of the run, as far as they are known.
     """
-    peak = sweep.peak(place["nodes"], kernel.precision) if place else None
+    peak = sweep.peak(run_facts["nodes"], kernel.precision) if run_facts else None
     return {
-        "schema_version": RESULTS_SCHEMA_VERSION,
-        "sweep": sweep.sweep,
-        "cluster": sweep.cluster,
-        "hardware": sweep.hardware.name,
-        "kernel": kernel.name,
-        "kernel_version": str(kernel.version),
-        "kernel_digest": sweep.kernel_digest,
-        "env": _json_text(kernel.env) if kernel.env else None,
-        "precision": kernel.precision,
-        "compile": kernel.compiles(place.get("pp_schedule")),
-        "git_commit": sweep.provenance.get("git_commit"),
-        "peak_flops_per_s": peak and peak.flops_per_s,
-        "peak_source": peak and peak.source,
-        "peak_core_share": peak and peak.core_share,
-        **place,
-        **sizes_of(shape),
-        "model_id": shape and shape.model_id,
-        "model_settings": settings_of(shape),
+        "schema_version": RESULTS_SCHEMA_VERSION, "sweep": sweep.sweep, "cluster": sweep.cluster,
+        "hardware": sweep.hardware.name, "kernel": kernel.name, "kernel_version": str(kernel.version),
+        "kernel_digest": sweep.kernel_digest, "env": _json_text(kernel.env) if kernel.env else None,
+        "precision": kernel.precision, "compile": kernel.compiles(run_facts.get("pp_schedule")),
+        "git_commit": sweep.provenance.get("git_commit"), "peak_flops_per_s": peak and peak.flops_per_s,
+        "peak_source": peak and peak.source, "peak_core_share": peak and peak.core_share, **run_facts,
+        **sizes_of(shape), "model_id": shape and shape.model_id, "model_settings": settings_of(shape),
         "routing": shape and kernel.routing_of(shape),
-    }
+    }  # fmt: skip
 
 
 def _variant_columns(variant: Variant) -> Row:
     """The column `variant`, the options that are set and have no columns of their own, and the listed attention."""
-    text = _json_text(options) if (options := identity(variant)) else None
-    return {"variant": text, "attention_listed": variant.get("attention")}
+    variant_text = _json_text(options) if (options := identity(variant)) else None
+    return {"variant": variant_text, "attention_listed": variant.get("attention")}
 
 
 def doubt_columns(doubts: Sequence[Doubt]) -> Row:
@@ -260,12 +254,12 @@ def sizes_of(shape: ModelShape | None) -> Row:
 
 def settings_of(shape: ModelShape | None) -> str | None:
     """The column `model_settings`."""
-    values = {} if shape is None else non_default_values(shape)
-    settings = {name: value for name, value in values.items() if name not in ("name", *SIZES)}
+    shape_fields = {} if shape is None else non_default_values(shape)
+    settings = {name: value for name, value in shape_fields.items() if name not in ("name", *SIZES)}
     return canonical_json(settings) if settings else None
 
 
-def _not_attempted(candidate: Row, skip: Skip | None) -> Row:
+def _status_columns(candidate: Row, skip: Skip | None) -> Row:
     """The status columns of a candidate without an attempt: rejected, skipped, or null while it waits."""
     row: Row = {"status": None, "is_final": True}
     if skip is not None:
@@ -275,18 +269,18 @@ def _not_attempted(candidate: Row, skip: Skip | None) -> Row:
     return row
 
 
-def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, ModelShape | None]:
+def _claimed_run(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, ModelShape | None]:
     """The shared columns of a run that is not in the plan, from its claim in the journal, and its model."""
     try:
         spec = from_dict(RunSpec, attempt.spec_as(dict[str, Any]) or {})
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
-        return _base(sweep, sweep.kernel, {}, None), None
-    place = columns_of_run(spec) | _variant_columns(spec.variant)
-    return _base(sweep, spec.kernel, place, spec.shape), spec.shape
+        return _shared_columns(sweep, sweep.kernel, {}, None), None
+    run_facts = columns_of_run(spec) | _variant_columns(spec.variant)
+    return _shared_columns(sweep, spec.kernel, run_facts, spec.shape), spec.shape
 
 
-def _attempted(attempt: AttemptState, circumstances: Row, gpus: int | None) -> Row:
+def _attempt_columns(attempt: AttemptState, allocation_columns: Row, gpus: int | None) -> Row:
     """The columns of one attempt but its speeds; it has no status while there is no result.
 
     Args:
@@ -295,19 +289,19 @@ def _attempted(attempt: AttemptState, circumstances: Row, gpus: int | None) -> R
     return {
         **attempt.key._asdict(),
         "allocation": attempt.allocation,
-        **{name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED},
-        **circumstances,
+        **{name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED_COLUMNS},
+        **allocation_columns,
         **({"job_id": attempt.job.job_id} if attempt.job else {}),
-        **(_measured(attempt.result, gpus) if attempt.result else {}),
+        **(_result_columns(attempt.result, gpus) if attempt.result else {}),
     }
 
 
-def _known(row: Row) -> Row:
-    """The columns of a row whose values are known; no names of hosts are known where the list is empty."""
+def _known_columns(row: Row) -> Row:
+    """The columns of a row whose values are known; an empty list of hosts counts as unknown."""
     return {column: value for column, value in row.items() if value is not None and value != ()}
 
 
-def _circumstances(allocation: AllocationState, cluster: str | None) -> Row:
+def _allocation_columns(allocation: AllocationState, cluster: str | None) -> Row:
     """Columns of the allocation: rates in its preflight, its commit of ultrabench, its job, control layout and cluster.
 
     Args:
@@ -315,15 +309,17 @@ def _circumstances(allocation: AllocationState, cluster: str | None) -> Row:
     """
     preflight, job_id = allocation.preflight, (allocation.job or {}).get("job_id")
     nodes = preflight.get("nodes")
-    first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
-    commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}
-    job = {"job_id": None if job_id is None else str(job_id)}
-    place = {"control": allocation.control, "cluster": allocation.cluster(cluster)}
-    return _known(preflight_rates(preflight) | commit | job | place)
+    first_node = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
+    commit = first_node.get("git_commit")
+    commit_columns = {"git_commit": commit if isinstance(commit, str) else None}
+    job_columns = {"job_id": None if job_id is None else str(job_id)}
+    control_columns = {"control": allocation.control, "cluster": allocation.cluster(cluster)}
+    return _known_columns(preflight_rates(preflight) | commit_columns | job_columns | control_columns)
 
 
-def _measured(result: RunResult, gpus: int | None) -> Row:
-    row: Row = dict(zip(_MEASURED, _measured_of(result), strict=True))
+def _result_columns(result: RunResult, gpus: int | None) -> Row:
+    """The columns that a result gives, but its speeds."""
+    row: Row = dict(zip(_COPIED_COLUMNS, _copied_values(result), strict=True))
     if result.probe:
         row |= summary(result.probe) | {"bandwidths": link_measurements(result.probe) or None}
     row["evidence"] = _json_text(result.evidence) if result.evidence else None
@@ -333,24 +329,24 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
     if result.started_at is not None:
         row["started_at"] = datetime.fromtimestamp(result.started_at, UTC)
     if result.checkpoint_bytes and result.checkpoint_save_s and result.hostnames:
-        rate = result.checkpoint_bytes / result.checkpoint_save_s / len(result.hostnames)
-        row["checkpoint_bytes_per_s_per_node"] = rate
+        bytes_per_s_per_node = result.checkpoint_bytes / result.checkpoint_save_s / len(result.hostnames)
+        row["checkpoint_bytes_per_s_per_node"] = bytes_per_s_per_node
     if result.duration_s is not None and gpus is not None:
         row["gpu_hours"] = result.duration_s * gpus / 3600
-    return _known(row)
+    return _known_columns(row)
 
 
-def _speed(row: Row, result: RunResult | None, shape: ModelShape | None, formula: str) -> Row:
+def _speed_columns(row: Row, result: RunResult | None, shape: ModelShape | None, formula: str) -> Row:
     """The columns from `step_time_s` to `hfu` of an ok result with measured steps; empty for other results.
 
     mfu = FLOPs of a token * tokens_per_s_per_gpu / peak. A column is absent where its inputs are unknown.
     """
-    gpus, peak = row.get("gpus"), row["peak_flops_per_s"]
+    gpus, peak_flops_per_s = row.get("gpus"), row["peak_flops_per_s"]
     if result is None or result.status != Status.OK or gpus is None or not result.step_times_s:
         return {}
     step_time_s = median(result.step_times_s)
     tokens_per_s = row["gbs"] * row["seq_len"] / step_time_s
-    out: Row = {
+    columns: Row = {
         "step_time_s": step_time_s,
         "step_times_s": list(result.step_times_s),
         "step_time_ci95_rel": ci95_rel(result.step_times_s),
@@ -359,12 +355,12 @@ def _speed(row: Row, result: RunResult | None, shape: ModelShape | None, formula
         "tokens_per_s_per_gpu": tokens_per_s / gpus,
     }
     if shape is not None:
-        rate = shape.flops_per_token(row["seq_len"], formula) * tokens_per_s / gpus
-        out |= {"model_flops_per_s_per_gpu": rate, "flops_formula": formula}
-        out["mfu"] = rate / peak if peak else None
-    if result.hardware_flops_per_step is not None and peak:
-        out["hfu"] = result.hardware_flops_per_step / step_time_s / gpus / peak
+        flops_per_s_per_gpu = shape.flops_per_token(row["seq_len"], formula) * tokens_per_s / gpus
+        columns |= {"model_flops_per_s_per_gpu": flops_per_s_per_gpu, "flops_formula": formula}
+        columns["mfu"] = flops_per_s_per_gpu / peak_flops_per_s if peak_flops_per_s else None
+    if result.hardware_flops_per_step is not None and peak_flops_per_s:
+        columns["hfu"] = result.hardware_flops_per_step / step_time_s / gpus / peak_flops_per_s
     if result.power_w_mean:
-        out["energy_j_per_step"] = energy_j = result.power_w_mean * gpus * step_time_s
-        out["tokens_per_j"] = row["gbs"] * row["seq_len"] / energy_j
-    return out
+        columns["energy_j_per_step"] = energy_j = result.power_w_mean * gpus * step_time_s
+        columns["tokens_per_j"] = row["gbs"] * row["seq_len"] / energy_j
+    return columns

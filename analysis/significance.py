@@ -18,7 +18,7 @@ Runs = Sequence[Sequence[float]]
 """The step times in seconds of each run of one layout."""
 ALPHA = 0.05
 """Share of the findings that may be false: corrected p-values up to this are significant."""
-MIN_FREEDOM = 5
+MIN_DOF = 5
 """Fewest degrees of freedom with which the spread between runs is estimated."""
 
 
@@ -31,24 +31,25 @@ def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[st
     of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
     """
     p_values = pd.DataFrame(np.nan, range(len(pairs)), ["p_value", "p_corrected", "p_least"])
-    tested = [number for number, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
-    if not tested:
+    tested_numbers = [n for n, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
+    if not tested_numbers:
         return p_values, []
-    correlation = _correlation(run for number in tested for runs in pairs[number] for run in runs)
-    spread, freedom, spread_text = _between_runs([pairs[number] for number in tested])
-    p_pairs = []
-    for number in tested:
-        runs_a, runs_b = pairs[number]
+    correlation = _step_correlation(run for n in tested_numbers for runs in pairs[n] for run in runs)
+    log_spread, dof, spread_text = _spread_between_runs([pairs[n] for n in tested_numbers])
+    p_value_pairs = []
+    for n in tested_numbers:
+        runs_a, runs_b = pairs[n]
         steps_a, steps_b = np.concatenate(runs_a), np.concatenate(runs_b)
-        p = _rank_test_p(steps_a, steps_b, correlation)
-        separate_ranks = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
-        if spread:
-            standard_error = spread * sqrt(1 / len(runs_a) + 1 / len(runs_b))
+        p_value = _rank_test_p(steps_a, steps_b, correlation)
+        separated_steps = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
+        if log_spread:
+            standard_error = log_spread * sqrt(1 / len(runs_a) + 1 / len(runs_b))
             ratio = step_time(runs_b) / step_time(runs_a)
-            p = max(p, 2 * stats.t.sf(abs(log(ratio)) / standard_error, freedom))
-        p_pairs.append((min(1.0, p), _rank_test_p(*separate_ranks, correlation)))
-    p_values.loc[tested, ["p_value", "p_least"]] = p_pairs
-    p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
+            p_value = max(p_value, 2 * stats.t.sf(abs(log(ratio)) / standard_error, dof))
+        p_value_pairs.append((min(1.0, p_value), _rank_test_p(*separated_steps, correlation)))
+    p_values.loc[tested_numbers, ["p_value", "p_least"]] = p_value_pairs
+    tested_p_values = p_values.loc[tested_numbers, "p_value"]
+    p_values.loc[tested_numbers, "p_corrected"] = stats.false_discovery_control(tested_p_values)
     weight_text = f"{(1 - correlation) / (1 + correlation):.2f}"
     return p_values, [
         f"Neighbouring steps correlate by {correlation:.2f}, so a step counts as {weight_text} independent steps.",
@@ -63,7 +64,7 @@ def _rank_test_p(steps_a: Any, steps_b: Any, correlation: float) -> float:
     return float(2 * stats.norm.sf(stats.norm.isf(p_value / 2) * scale))
 
 
-def _correlation(runs: Iterable[Sequence[float]]) -> float:
+def _step_correlation(runs: Iterable[Sequence[float]]) -> float:
     """Correlation of a step's rank in its run with that of the next step, of all runs together, at least 0.
 
     The estimate of a short run is about (1 + 3 r) / n too low, which is added again (Kendall, 1954).
@@ -81,29 +82,31 @@ def _correlation(runs: Iterable[Sequence[float]]) -> float:
     return float(np.clip(correlation + (1 + 3 * correlation) / np.mean(lengths), 0.0, 0.95))
 
 
-def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
+def _spread_between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
     """The standard deviation between runs of the log of the step time, its degrees of freedom, and a sentence on its origin.
 
     It is 0 where it is unknown. Without repeats it is that of the ratios of the layouts, by their median absolute
     deviation, which is as sure as the usual standard deviation of a third as many.
     """
-    sum_of_squares, freedom = 0.0, 0
+    sum_of_squares, dof = 0.0, 0
     for runs in (runs for pair in pairs for runs in pair):
         log_times = np.log([median(run) for run in runs])
         sum_of_squares += float(((log_times - log_times.mean()) ** 2).sum())
-        freedom += len(runs) - 1
-    if freedom >= MIN_FREEDOM:
-        spread = sqrt(sum_of_squares / freedom)
-        return spread, freedom, f"Repeats of a run vary by {percent(spread)}, which the test treats as noise."
-    fact_text = "Too few runs have repeats (use repeats=2)"
+        dof += len(runs) - 1
+    if dof >= MIN_DOF:
+        spread = sqrt(sum_of_squares / dof)
+        return spread, dof, f"Repeats of a run vary by {percent(spread)}, which the test treats as noise."
+    fact = "Too few runs have repeats (use repeats=2)"
     log_ratios = np.log([step_time(b) / step_time(a) for a, b in pairs])
-    freedom = (len(log_ratios) - 1) // 3
-    if freedom >= MIN_FREEDOM:
+    dof = (len(log_ratios) - 1) // 3
+    if dof >= MIN_DOF:
         # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
         spread = 1.4826 * float(np.median(abs(log_ratios - np.median(log_ratios)))) / sqrt(2)
-        spread_text = f"{fact_text}: the test takes noise between runs from the spread of the ratios, {percent(spread)}."
-        return spread, freedom, spread_text
-    return 0.0, 0, f"{fact_text} and too few layouts were measured: the test ignores noise between runs."
+        spread_text = (
+            f"{fact}: the test takes noise between runs from the spread of the ratios, {percent(spread)}."
+        )
+        return spread, dof, spread_text
+    return 0.0, 0, f"{fact} and too few layouts were measured: the test ignores noise between runs."
 
 
 def step_time(runs: Runs) -> float:

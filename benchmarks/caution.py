@@ -71,7 +71,7 @@ def near_by_chance(runs: Sequence[ReplayedRun], max_p_oom: float) -> dict[float,
     search.MIN_CHANCE = min(CHANCES)
     while proposed := search.propose(runs, tried := cell.tried()):
         beliefs = search.beliefs_of(runs, tried)
-        untried = [beliefs[r.run_id] for r in runs if r.run_id not in tried.begun_ids and cell.possible(r)]
+        untried = [beliefs[r.run_id] for r in runs if r.run_id not in tried.begun_ids and cell.may_fit(r)]
         promising = max(b.p_better(cell.best_s) for b in untried if b.p_oom <= tried.max_p_oom)
         if tried.times_s:
             best_by_chance |= {c: cell.best_s for c in CHANCES if c > promising and c not in best_by_chance}
@@ -103,7 +103,7 @@ def choose(
         parts: the halves of the cells, if these choose.
     """
     regrets = {c: [cell["regret"] or 0.0 for cell in d["cells"]] for c, d in documents.items()}
-    totals = [sum(run.cost() for run in runs) for runs in cells.values()]
+    totals = [sum(run.cost_gpu_s() for run in runs) for runs in cells.values()]
     chosen, found, hours, found_halves = list[str](), 0, 0.0, list[bool]()
     for n, (cell, total) in enumerate(zip(cells, totals, strict=True)):
         if parts is None:

@@ -40,7 +40,7 @@ def final(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more=(*_NUMBER_COLUMNS, "suspect_codes", *more_columns))
+    ranking = Ranking(table, more_columns=(*_NUMBER_COLUMNS, "suspect_codes", *more_columns))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis.importing.derived import Doubts, completed, typed
-from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap, condition
+from ultrabench.analysis.importing.derived import Doubts, typed_table, with_derived_columns
+from ultrabench.analysis.importing.table_map import TYPE_BY_COLUMN, UNIT_FACTORS, Source, TableMap, condition
 from ultrabench.analysis.schema import BOOL, INT, SCHEMA, SIZES, TEXT
 from ultrabench.errors import ConfigError, UltrabenchError, require_known, unknown_name
 from ultrabench.layout import AXES
@@ -18,8 +18,8 @@ from ultrabench.record import content_id
 from ultrabench.result import Status
 
 _EMPTY_TEXTS = frozenset({"", "nan", "null", "na", "n/a", "-"})
-"""Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` does so, too."""
-_TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+"""Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` means so, too."""
+_TRUTH_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _IDENTITY_COLUMNS = [
     "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
 ]  # fmt: skip
@@ -43,25 +43,26 @@ def import_csv(path: Path, table_map: TableMap) -> Imported:
     Raises:
         ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
     """
-    texts = _read(path)
+    texts_by_column = _texts_by_column(path)
     columns = [source.column for sources in table_map.columns.values() for source in sources]
-    if not {*columns} & {*texts}:
+    if not {*columns} & {*texts_by_column}:
         fact = f"{path} has none of the {len({*columns})} columns that this format or map reads, such as {columns[0]!r}"
-        raise ConfigError(f"{fact}; its columns: {', '.join([*texts][:10])}")
-    require_known(f"column of {path}", texts, *columns)
+        raise ConfigError(f"{fact}; its columns: {', '.join([*texts_by_column][:10])}")
+    require_known(f"column of {path}", texts_by_column, *columns)
     try:
-        frame, doubts = completed(_converted(texts, table_map), table_map.models)
-        table, counts = _with_doubts(frame, doubts, table_map, path)
+        frame, doubts = with_derived_columns(_our_columns(texts_by_column, table_map), table_map.models)
+        table, doubt_counts = _with_doubts(frame, doubts, table_map, path)
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error
     except pa.ArrowException as error:
         fact = f"{path} holds a number that is too large: {error}"
         raise ConfigError(f"{fact}; correct it or its unit") from error
-    return Imported(table=table, doubts=counts, unused=tuple(name for name in texts if name not in columns))
+    unused_columns = tuple(name for name in texts_by_column if name not in columns)
+    return Imported(table=table, doubts=doubt_counts, unused=unused_columns)
 
 
-def _read(path: Path) -> dict[str, pd.Series]:
-    """Name -> texts of each column of a CSV file; their index is the number of the line."""
+def _texts_by_column(path: Path) -> dict[str, pd.Series]:
+    """Name of each column of a CSV file -> its texts; their index is the number of the line."""
     try:
         cells = pd.read_csv(path, header=None, dtype=str, na_filter=False, encoding="utf-8-sig")
     except pd.errors.EmptyDataError:
@@ -75,43 +76,46 @@ def _read(path: Path) -> dict[str, pd.Series]:
     return {str(name): cells[column][1:] for column, name in cells.iloc[0].items()}
 
 
-def _converted(texts: Mapping[str, pd.Series], table_map: TableMap) -> pd.DataFrame:
-    """Our columns that the table or a constant gives."""
-    line_numbers = next(iter(texts.values())).index
+def _our_columns(texts_by_column: Mapping[str, pd.Series], table_map: TableMap) -> pd.DataFrame:
+    """The columns of results for which the table has values or the map a constant; the index is the number of the line."""
+    line_numbers = next(iter(texts_by_column.values())).index
     frame = pd.DataFrame(index=line_numbers)
     constants = {"status": "ok"} | table_map.constants
-    for name in {**table_map.columns, **constants}:
-        values = pd.Series(None, line_numbers, object)
-        for source in table_map.columns.get(name, ()):
-            values = values.where(values.notna(), _values(name, source, texts[source.column]))
-        frame[name] = values.where(values.notna(), constants.get(name))
+    for our_column in {**table_map.columns, **constants}:
+        column_values = pd.Series(None, line_numbers, object)
+        for source in table_map.columns.get(our_column, ()):
+            column_values = column_values.where(
+                column_values.notna(), _column_values(our_column, source, texts_by_column[source.column])
+            )
+        frame[our_column] = column_values.where(column_values.notna(), constants.get(our_column))
     for line, status in frame["status"][~frame["status"].isin([*Status])].items():
         fact = unknown_name("status", status, Status)
         raise ConfigError(f"line {line}: {fact}: map it in columns.status.values")
     return frame
 
 
-def _values(name: str, source: Source, texts: pd.Series) -> pd.Series:
-    """The values of our column `name` that texts of a table mean; null where there is none."""
+def _column_values(our_column: str, source: Source, texts: pd.Series) -> pd.Series:
+    """The values of a column of results that the texts of its source mean; null where there is none."""
     texts = texts.str.strip()
     if source.pattern is not None:
         texts = texts.str.extract(source.pattern, expand=False).fillna("")
-    column, kind, lower_texts = source.column, KINDS[name], texts.str.lower()
-    is_empty = lower_texts.isin(_EMPTY_TEXTS if kind == TEXT else _EMPTY_TEXTS | {"none"})
-    if source.values or kind == BOOL:
-        value_by_text = {key.lower(): value for key, value in (source.values or _TRUTHS).items()}
+    table_column, column_type, lower_texts = source.column, TYPE_BY_COLUMN[our_column], texts.str.lower()
+    is_empty = lower_texts.isin(_EMPTY_TEXTS if column_type == TEXT else _EMPTY_TEXTS | {"none"})
+    if source.values or column_type == BOOL:
+        value_by_text = {key.lower(): value for key, value in (source.values or _TRUTH_WORDS).items()}
         for line, text in texts[~is_empty & ~lower_texts.isin(value_by_text)].items():
-            kind_of_value = f"{'' if source.values else 'truth '}value of {column}"
-            raise ConfigError(f"line {line}: {unknown_name(kind_of_value, text, source.values or _TRUTHS)}")
+            value_kind = f"{'' if source.values else 'truth '}value of {table_column}"
+            raise ConfigError(f"line {line}: {unknown_name(value_kind, text, source.values or _TRUTH_WORDS)}")
         return lower_texts.map(value_by_text).astype(object)
-    if kind == TEXT:
+    if column_type == TEXT:
         return texts.where(~is_empty, None).astype(object)
-    numbers = pd.to_numeric(texts.str.replace(",", ""), errors="coerce") * UNITS.get(source.unit or "", 1.0)
-    is_allowed = (kind != INT) | (source.unit is not None) | (numbers % 1 == 0)
+    unit_factor = UNIT_FACTORS.get(source.unit or "", 1.0)
+    numbers = pd.to_numeric(texts.str.replace(",", ""), errors="coerce") * unit_factor
+    is_allowed = (column_type != INT) | (source.unit is not None) | (numbers % 1 == 0)
     for line, text in texts[~is_empty & ~(np.isfinite(numbers) & is_allowed)].items():
-        rule = f"is not {'an integer' if kind == INT else 'a number'}; correct it or leave it empty"
-        raise ConfigError(f"line {line}: {column}={text!r} {rule}")
-    return numbers.round() if kind == INT else numbers
+        rule = f"is not {'an integer' if column_type == INT else 'a number'}; correct it or leave it empty"
+        raise ConfigError(f"line {line}: {table_column}={text!r} {rule}")
+    return numbers.round() if column_type == INT else numbers
 
 
 def _with_doubts(
@@ -120,20 +124,19 @@ def _with_doubts(
     """The result table of completed rows, with their doubts and identity, and the counts of `Imported.doubts`."""
     doubts = [("source", frame["suspect"]), *doubts]
     for sentence, rule in table_map.doubts.items():
-        rows = frame
-        for text in rule.when:
-            rows = rows[condition(text)[1](rows)]
-        doubts.append((rule.code or sentence, pd.Series(sentence, rows.index)))
-    tables = [pd.DataFrame({"code": code, "sentence": series.dropna()}) for code, series in doubts]
-    doubt_rows = pd.concat(tables)
-    by_line = doubt_rows.groupby(level=0)
-    frame["suspect"] = pd.Series(
-        {line: "; ".join(sentences) for line, sentences in by_line["sentence"]}, dtype=object
-    )
+        doubted_rows = frame
+        for condition_text in rule.when:
+            doubted_rows = doubted_rows[condition(condition_text)[1](doubted_rows)]
+        doubts.append((rule.code or sentence, pd.Series(sentence, doubted_rows.index)))
+    frames = [pd.DataFrame({"code": code, "sentence": sentences.dropna()}) for code, sentences in doubts]
+    doubt_frame = pd.concat(frames)
+    by_line = doubt_frame.groupby(level=0)
+    joined_sentences = {line: "; ".join(sentences) for line, sentences in by_line["sentence"]}
+    frame["suspect"] = pd.Series(joined_sentences, dtype=object)
     frame["suspect_codes"] = pd.Series({line: [*codes] for line, codes in by_line["code"]}, dtype=object)
-    frame["run_id"] = [content_id(row) for row in typed(frame, _IDENTITY_COLUMNS).to_pylist()]
+    frame["run_id"] = [content_id(row) for row in typed_table(frame, _IDENTITY_COLUMNS).to_pylist()]
     frame["repeat"] = frame.groupby("run_id").cumcount()
     frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)
-    by_code = frame["status"].loc[doubt_rows.index].groupby(doubt_rows["code"].array)
-    counts = {str(code): Counter(statuses) for code, statuses in by_code}
-    return typed(frame, SCHEMA.names), counts
+    statuses_by_code = frame["status"].loc[doubt_frame.index].groupby(doubt_frame["code"].array)
+    counts_by_code = {str(code): Counter(statuses) for code, statuses in statuses_by_code}
+    return typed_table(frame, SCHEMA.names), counts_by_code

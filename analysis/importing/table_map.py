@@ -15,19 +15,19 @@ from ultrabench.errors import ConfigError, require_known
 from ultrabench.record import from_dict, value_from
 from ultrabench.sweep.config.files import files, read_yaml
 
-UNITS = {
+UNIT_FACTORS = {
     "%": 1e-2, "us": 1e-6, "ms": 1e-3, "min": 60.0, "h": 3600.0,
     "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
     "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "GiB/s": 2.0**30, "Gbit/s": 1.25e8, "GFLOP/s": 1e9, "TFLOP/s": 1e12,
     "PFLOP/s": 1e15, "MHz": 1e6, "GHz": 1e9, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
 }  # fmt: skip
-"""Unit of a table -> how many of our units (s, bytes, bytes/s, FLOP/s, Hz, 1) it is."""
+"""Unit of a table -> factor to our unit of the same quantity (s, bytes, bytes/s, FLOP/s, Hz, 1)."""
 
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+_COMPARISON_BY_SIGN: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
-KINDS = {column.name: column.type for column in SCHEMA if column.type in (TEXT, INT, FLOAT, BOOL)}
-"""Our columns that a table can give, with their types; the others hold lists and times."""
+TYPE_BY_COLUMN = {column.name: column.type for column in SCHEMA if column.type in (TEXT, INT, FLOAT, BOOL)}
+"""Column of results that a table can give -> its type; the other columns hold lists and times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Source:
 
     column: str
     """The column of the table."""
-    unit: Annotated[str, one_of(*UNITS)] | None = None
+    unit: Annotated[str, one_of(*UNIT_FACTORS)] | None = None
     """The unit of the table; None means that it is ours."""
     pattern: str | None = None
     """A regular expression with one group; the value is the text of the group, or null where it is not found."""
@@ -56,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubtRule:
-    """When a row is in doubt."""
+    """The conditions under which a row is in doubt for one reason."""
 
     when: tuple[str, ...]
     """Conditions that all have to hold."""
@@ -66,27 +66,27 @@ class DoubtRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableMap:
-    """How the rows of a table become rows of results."""
+    """The map from the columns of a table to the columns of results, which are called ours here."""
 
     columns: dict[str, tuple[Source, ...]]
     """Our column -> its sources; the first one that has a value counts."""
     constants: dict[str, Any] = field(default_factory=dict)
     """Our column -> its value where the sources have none."""
     models: dict[str, str] = field(default_factory=dict)
-    """Name of a model in the table -> name for model=NAME, whose sizes the rows have unless they tell others."""
+    """Name of a model in the table -> name for model=NAME, whose sizes fill those that a row lacks."""
     doubts: dict[str, DoubtRule] = field(default_factory=dict)
     """Reason to doubt a row -> when and with which code; it becomes part of the column `suspect`."""
 
     def __post_init__(self) -> None:
-        require_known("column of results", KINDS, *self.columns, *self.constants)
+        require_known("column of results", TYPE_BY_COLUMN, *self.columns, *self.constants)
         python_types: dict[Any, type] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
-        pairs = ((name, source) for name, sources in self.columns.items() for source in sources)
-        mapped_values = ((name, value) for name, source in pairs for value in source.values.values())
+        column_sources = ((name, source) for name, sources in self.columns.items() for source in sources)
+        mapped_values = ((name, value) for name, source in column_sources for value in source.values.values())
         for name, value in (*mapped_values, *self.constants.items()):
             if value is not None:
-                value_from(python_types[KINDS[name]], value, name)
+                value_from(python_types[TYPE_BY_COLUMN[name]], value, name)
         compared_columns = [condition(text)[0] for rule in self.doubts.values() for text in rule.when]
-        require_known("column of results", {*KINDS, "tokens_per_step"}, *compared_columns)
+        require_known("column of results", {*TYPE_BY_COLUMN, "tokens_per_step"}, *compared_columns)
 
 
 def read_map(path: Path) -> TableMap:
@@ -95,22 +95,22 @@ def read_map(path: Path) -> TableMap:
     Raises:
         ConfigError: the file cannot be read, or a key or value of it cannot be used; the message names the file.
     """
-    values = read_yaml(path)
+    map_fields = read_yaml(path)
     try:
-        if not isinstance(values, dict) or not isinstance(values.get("columns"), dict):
+        if not isinstance(map_fields, dict) or not isinstance(map_fields.get("columns"), dict):
             raise ConfigError("`columns` is missing; it maps columns of ultrabench to columns of the table")
-        columns = {name: _sources(sources) for name, sources in values["columns"].items()}
-        doubts = values.get("doubts") or {}
+        columns = {name: _source_records(sources) for name, sources in map_fields["columns"].items()}
+        doubts = map_fields.get("doubts") or {}
         if not isinstance(doubts, dict):
             raise ConfigError("`doubts` must map reasons to conditions")
-        doubts = {reason: _rule(rule) for reason, rule in doubts.items()}
-        return from_dict(TableMap, {**values, "columns": columns, "doubts": doubts}, where="")
+        doubts = {reason: _rule_record(rule) for reason, rule in doubts.items()}
+        return from_dict(TableMap, {**map_fields, "columns": columns, "doubts": doubts}, where="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; see docs/guide/results.md") from error
 
 
 def built_in(name: str) -> Path:
-    """The file with the map of a format that ultrabench knows.
+    """The path of the map of a format that ultrabench knows.
 
     Raises:
         ConfigError: there is no such format.
@@ -120,15 +120,15 @@ def built_in(name: str) -> Path:
     return formats[name]
 
 
-def _sources(sources: Any) -> list[Any]:
+def _source_records(sources: Any) -> list[Any]:
     return [{"column": source} if isinstance(source, str) else source for source in _as_list(sources)]
 
 
-def _rule(rule: Any) -> dict[str, Any]:
-    values = rule if isinstance(rule, dict) else {"when": rule}
-    if "when" in values:
-        values = {**values, "when": [str(text) for text in _as_list(values["when"])]}
-    return values
+def _rule_record(rule: Any) -> dict[str, Any]:
+    rule_fields = rule if isinstance(rule, dict) else {"when": rule}
+    if "when" in rule_fields:
+        rule_fields = {**rule_fields, "when": [str(text) for text in _as_list(rule_fields["when"])]}
+    return rule_fields
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -143,18 +143,18 @@ def condition(text: str) -> tuple[str, Callable[[pd.DataFrame], pd.Series]]:
     Raises:
         ConfigError: the text is no comparison, or compares a number with a word.
     """
-    parts = text.split()
-    if len(parts) != 3 or parts[1] not in _COMPARISONS:
-        todo = f"write COLUMN OPERATOR VALUE, with an operator of {' '.join(_COMPARISONS)}"
+    words = text.split()
+    if len(words) != 3 or words[1] not in _COMPARISON_BY_SIGN:
+        todo = f"write COLUMN OPERATOR VALUE, with an operator of {' '.join(_COMPARISON_BY_SIGN)}"
         raise ConfigError(f"condition {text!r}", todo)
-    column, compares, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
-    if KINDS.get(column, INT) not in (INT, FLOAT):
+    column, comparison, value = words[0], _COMPARISON_BY_SIGN[words[1]], words[2].lower()
+    if TYPE_BY_COLUMN.get(column, INT) not in (INT, FLOAT):
         return (
             column,
-            lambda rows: rows[column].notna() & compares(rows[column].astype(str).str.lower(), value),
+            lambda rows: rows[column].notna() & comparison(rows[column].astype(str).str.lower(), value),
         )
     try:
         number = float(value)
     except ValueError:
         raise ConfigError(f"condition {text!r}; {column} holds numbers: compare it with a number") from None
-    return column, lambda rows: rows[column].notna() & compares(rows[column], number)
+    return column, lambda rows: rows[column].notna() & comparison(rows[column], number)

@@ -20,12 +20,13 @@ from ultrabench.store.state import AllocationState, fold, trust
 from ultrabench.store.sweep_json import read_sweep_json
 
 Row = dict[str, Any]
-LINKS = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
-CONTROL = "control_steps_per_s"
+LINK_RATES = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
+"""Columns with the bandwidth of links inside a node and of those between nodes."""
+CONTROL_RATE = "control_steps_per_s"
 """The rate of the control run, the reciprocal of its step time."""
-_RATE_NAMES = ("matmul", "memory", "links inside", "links", "control")
-RATES = dict(zip((*NODE_RATES, *LINKS, CONTROL), _RATE_NAMES, strict=True))
-"""Rate that is compared between nodes -> its name in tables and figures."""
+_RATE_LABELS = ("matmul", "memory", "links inside", "links", "control")
+RATES = dict(zip((*NODE_RATES, *LINK_RATES, CONTROL_RATE), _RATE_LABELS, strict=True))
+"""Name of a rate that is compared between nodes -> its label in tables and figures."""
 _SETTING_COLUMNS = ("kernel", "gpu_name", "torch_version", "cuda_version")
 """Columns that must be equal where rates are compared, beside cluster and hardware."""
 
@@ -38,7 +39,7 @@ class Node(NamedTuple):
 
 
 class _Result(msgspec.Struct, gc=False):
-    """What is read of a result; its other fields would take most of the time."""
+    """The fields of a result that this module decodes; decoding all of them would take most of the time."""
 
     status: str
     cause: str | None = None
@@ -53,14 +54,14 @@ class _Result(msgspec.Struct, gc=False):
 
 
 COLUMNS = (
-    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES, *LINKS,
+    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES, *LINK_RATES,
     *(name for name in _Result.__struct_fields__ if name != "step_times_s"),
 )  # fmt: skip
 """The columns of results that say something about nodes."""
 
 
 class _EndEvent(msgspec.Struct, gc=False):
-    """What is read of the events Result and Failed."""
+    """The fields of the events Result and Failed that this module decodes."""
 
     run_id: str
     repeat: int
@@ -72,14 +73,14 @@ class _EndEvent(msgspec.Struct, gc=False):
 
 _END_DECODERS = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_EndEvent).decode)
 _DECODERS = {name: DECODERS[name] for name in ("allocation_planned", "preflight")} | _END_DECODERS
-"""The events that the columns follow from."""
+"""Name of an event from which COLUMNS follow -> its decoder."""
 
 
 class Measurement(NamedTuple):
     """A rate that an allocation measured on one node, or on several of which the slowest decides."""
 
     rate: str
-    """A key of RATES."""
+    """The name of the rate, a key of RATES."""
     hardware: str
     setting: tuple[object, ...]
     """What must be equal where this rate is compared: versions, the control layout, the number of nodes."""
@@ -87,6 +88,7 @@ class Measurement(NamedTuple):
     time_s: float
     """When the first attempt of the allocation began, in seconds since 1970."""
     value: float
+    """The rate in the unit of its name, such as bytes/s."""
 
 
 def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[Row]:
@@ -95,32 +97,34 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     Raises:
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
-    sweep, lines, preflight_s = read_sweep_json(folder), list[Line](), dict[str, float]()
+    sweep, lines, preflight_times_s = read_sweep_json(folder), list[Line](), dict[str, float]()
     end_by_attempt: dict[tuple[object, ...], tuple[tuple[int, int], _EndEvent]] = {}
     for line in read_journal(folder.journal, warn, _DECODERS):
         if isinstance(line.event, _EndEvent):
-            key = line.event.run_id, line.event.repeat, line.event.attempt
+            attempt_key = line.event.run_id, line.event.repeat, line.event.attempt
             priority = trust(line.event.result.status == Status.OK, line.event.source), line.checksum
-            if key not in end_by_attempt or end_by_attempt[key][0] < priority:
-                end_by_attempt[key] = priority, line.event
+            if attempt_key not in end_by_attempt or end_by_attempt[attempt_key][0] < priority:
+                end_by_attempt[attempt_key] = priority, line.event
         else:
             lines.append(line)
             if isinstance(line.event, Preflight):
-                name = line.event.allocation
-                preflight_s[name] = max(line.time, preflight_s.get(name, 0.0))
+                allocation_name = line.event.allocation
+                preflight_times_s[allocation_name] = max(
+                    line.time, preflight_times_s.get(allocation_name, 0.0)
+                )
     sweep_columns = {
         "sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name, "kernel": sweep.kernel.name,
     }  # fmt: skip
     columns_by_allocation = {
-        name: sweep_columns | _allocation_columns(allocation, sweep.cluster, preflight_s.get(name, 0.0))
+        name: sweep_columns | _allocation_columns(allocation, sweep.cluster, preflight_times_s.get(name, 0.0))
         for name, allocation in fold(lines).allocations.items()
     }
-    for _, end in end_by_attempt.values():
-        result = end.result
+    for _, end_event in end_by_attempt.values():
+        result = end_event.result
         yield {
-            **columns_by_allocation.get(end.allocation or "", sweep_columns),
-            "allocation": end.allocation,
-            "run_id": end.run_id,
+            **columns_by_allocation.get(end_event.allocation or "", sweep_columns),
+            "allocation": end_event.allocation,
+            "run_id": end_event.run_id,
             **asdict(result),
             "step_time_s": median(result.step_times_s) if result.step_times_s else None,
         }
@@ -129,15 +133,15 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
 def table_rows(table: Any) -> list[Row]:
     """The rows of a result table, with the times of their starts as seconds since 1970."""
     rows: list[Row] = table.select(COLUMNS).to_pylist()
-    return [row | {"started_at": _seconds(row["started_at"])} for row in rows]
+    return [row | {"started_at": _unix_seconds(row["started_at"])} for row in rows]
 
 
-def _seconds(time: datetime | None) -> float | None:
-    return None if time is None else time.astimezone(UTC).timestamp()
+def _unix_seconds(moment: datetime | None) -> float | None:
+    return None if moment is None else moment.astimezone(UTC).timestamp()
 
 
-def _allocation_columns(allocation: AllocationState, cluster: str | None, time_s: float) -> Row:
-    """The columns of an allocation, with findings by host and time of its latest preflight, which only journals have."""
+def _allocation_columns(allocation: AllocationState, cluster: str | None, preflight_time_s: float) -> Row:
+    """The columns of an allocation, and the time and findings by host of its latest preflight, which only journals have."""
     nodes = allocation.preflight.get("nodes")
     node_facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
     return {
@@ -145,7 +149,7 @@ def _allocation_columns(allocation: AllocationState, cluster: str | None, time_s
         "cluster": allocation.cluster(cluster),
         "control": allocation.control,
         "health": {str(node.get("host")): node["health"] for node in node_facts if node.get("health")},
-        "preflight_s": time_s,
+        "preflight_time_s": preflight_time_s,
     }
 
 
@@ -155,10 +159,10 @@ def nodes_of(row: Row) -> tuple[Node, ...]:
 
 
 def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
-    """What the rows measure of nodes.
+    """The rates of nodes that the rows hold.
 
-    The preflight of an allocation counts once. `links` are those between nodes; a bandwidth inside nodes is that of
-    the slowest node. Sweeps that measure only links have another probe, and are left out.
+    The preflight of an allocation counts once. The bandwidth inside nodes is that of the slowest node. Sweeps with
+    kernel=probe are left out, since they measure links in another way.
     """
     timed_rows = (
         row for row in rows if row["started_at"] is not None and row["hostnames"] and row["kernel"] != "probe"
@@ -166,17 +170,18 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
     counted_allocations = set[tuple[object, object]]()
     for row in sorted(timed_rows, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
         is_control = row["run_id"] == row.get("control") and row["status"] == Status.OK and row["step_time_s"]
-        allocation, nodes, started_s = (row["sweep"], row["allocation"]), nodes_of(row), row["started_at"]
+        allocation_key, nodes = (row["sweep"], row["allocation"]), nodes_of(row)
+        hardware, started_s = row["hardware"], row["started_at"]
         setting = tuple(row.get(name) for name in _SETTING_COLUMNS)
         if is_control:
-            rate = 1 / row["step_time_s"]
-            yield Measurement(CONTROL, row["hardware"], (*setting, row["run_id"]), nodes, started_s, rate)
-        if allocation in counted_allocations:
+            steps_per_s, control_setting = 1 / row["step_time_s"], (*setting, row["run_id"])
+            yield Measurement(CONTROL_RATE, hardware, control_setting, nodes, started_s, steps_per_s)
+        if allocation_key in counted_allocations:
             continue
-        counted_allocations.add(allocation)
-        for name in NODE_RATES:
-            for node, value in zip(nodes, row.get(name) or (), strict=False):
-                yield Measurement(name, row["hardware"], setting, (node,), started_s, value)
-        for name in LINKS:
-            if (value := row.get(name)) and (name == LINKS[0] or len(nodes) > 1):
-                yield Measurement(name, row["hardware"], (*setting, len(nodes)), nodes, started_s, value)
+        counted_allocations.add(allocation_key)
+        for rate in NODE_RATES:
+            for node, value in zip(nodes, row.get(rate) or (), strict=False):
+                yield Measurement(rate, hardware, setting, (node,), started_s, value)
+        for rate in LINK_RATES:
+            if (value := row.get(rate)) and (rate == LINK_RATES[0] or len(nodes) > 1):
+                yield Measurement(rate, hardware, (*setting, len(nodes)), nodes, started_s, value)

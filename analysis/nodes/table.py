@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from ultrabench.analysis.nodes.measurements import RATES
 from ultrabench.analysis.nodes.nodes import XID, NodeReport
-from ultrabench.analysis.nodes.relative import FEWEST_DAYS, FEWEST_NODES, MIN_LOSS, days_of, smallest_losses
+from ultrabench.analysis.nodes.relative import FEWEST_DAYS, FEWEST_NODES, MIN_SLOWDOWN, days_of, min_slowdowns
 from ultrabench.analysis.numbers import percent, with_unit
 from ultrabench.errors import counted
 from ultrabench.node_health import BAD_HEALTHS, complaints
@@ -17,20 +17,20 @@ HEADS = (
 NOTE = (
     "A rate is that of the slowest device, followed by its ratio to the median node and the interval of this ratio "
     "(95 % for all nodes and rates together). A node is slow if an interval ends below 1 and the node is more than "
-    f"{100 * MIN_LOSS:g} % slower. No interval: fewer than {FEWEST_DAYS} days, or too few nodes."
+    f"{100 * MIN_SLOWDOWN:g} % slower. No interval: fewer than {FEWEST_DAYS} days, or too few nodes."
 )
 
 
 def cells(report: NodeReport) -> list[object]:
     """The cells of a node under HEADS."""
-    speeds = [_speed(report, rate) for rate in RATES]
-    slow_text = ", ".join(RATES[rate] for rate in report.slow)
+    speed_texts = [_speed_text(report, rate) for rate in RATES]
+    slow_text = ", ".join(RATES[rate] for rate in report.slow_rates)
     mark_texts = ["failing"] * report.failing + [f"slow: {slow_text}"] * bool(slow_text)
-    failures_text = ", ".join(f"{cause} {number}" for cause, number in report.failures.most_common())
-    counts = report.throttled or None, report.failures[XID] or None
+    failures_text = ", ".join(f"{cause} {n}" for cause, n in report.num_by_failure.most_common())
+    nonzero_counts = report.num_throttled or None, report.num_by_failure[XID] or None
     return [
-        report.node.host, "; ".join(mark_texts), len(report.runs), report.attempts, *speeds, *counts, failures_text,
-        _day(report, min), _day(report, max),
+        report.node.host, "; ".join(mark_texts), len(report.run_keys), report.num_attempts, *speed_texts, *nonzero_counts, failures_text,
+        _day_text(report, min), _day_text(report, max),
     ]  # fmt: skip
 
 
@@ -40,22 +40,24 @@ def health_text(report: NodeReport) -> str | None:
     return "; ".join(complaints(report.health, *BAD_HEALTHS).values()) or no_findings
 
 
-def losses_text(reports: Sequence[NodeReport]) -> str:
+def slowdowns_text(node_reports: Sequence[NodeReport]) -> str:
     """How slow a node must be to be marked, as a line under the table: without marks, nodes may still be a bit slow."""
-    losses = smallest_losses(report.speeds for report in reports)
-    measured_rates = {rate for report in reports for rate in (*report.rates, *report.speeds)}
+    slowdowns = min_slowdowns(report.speeds for report in node_reports)
+    all_rates = {rate for report in node_reports for rate in (*report.rates, *report.speeds)}
     rule = f"this takes {FEWEST_DAYS} days and {FEWEST_NODES} nodes measured in the same way"
-    if not losses:
+    if not slowdowns:
         return f"Too few days or nodes to mark a node as slow: {rule}."
-    loss_texts = [f"{percent(losses[rate])} slower in {RATES[rate]}" for rate in RATES if rate in losses]
-    rates_text = ", ".join(RATES[rate] for rate in RATES if rate in measured_rates - losses.keys())
+    slow_texts = [
+        f"{percent(slowdowns[rate])} slower in {RATES[rate]}" for rate in RATES if rate in slowdowns
+    ]
+    rates_text = ", ".join(RATES[rate] for rate in RATES if rate in all_rates - slowdowns.keys())
     hint = f" Too few days or nodes to mark one as slow by {rates_text}: {rule}." if rates_text else ""
-    return f"A node measured {' or '.join(loss_texts)} would be marked.{hint}"
+    return f"A node measured {' or '.join(slow_texts)} would be marked.{hint}"
 
 
-def days_text(reports: Sequence[NodeReport]) -> str:
+def days_text(node_reports: Sequence[NodeReport]) -> str:
     """How many days were read, as a line under the table."""
-    times_s = {time_s for report in reports for time_s in report.seen_s}
+    times_s = {time_s for report in node_reports for time_s in report.starts_s}
     if not times_s:
         return "No days: no attempt has started."
     first_day, last_day = (f"{datetime.fromtimestamp(pick(times_s), UTC):%Y-%m-%d}" for pick in (min, max))
@@ -63,13 +65,14 @@ def days_text(reports: Sequence[NodeReport]) -> str:
     return f"Read {num_days_text}, {first_day} to {last_day}. To exclude older ones, for example after a repair: --since DATE."
 
 
-def _day(report: NodeReport, pick: Callable[[list[float]], float]) -> str | None:
-    return f"{datetime.fromtimestamp(pick(report.seen_s), UTC):%Y-%m-%d}" if report.seen_s else None
+def _day_text(report: NodeReport, pick: Callable[[list[float]], float]) -> str | None:
+    """The day of the start that `pick` (min or max) chooses, such as `2026-11-12`; None without any start."""
+    return f"{datetime.fromtimestamp(pick(report.starts_s), UTC):%Y-%m-%d}" if report.starts_s else None
 
 
-def _speed(report: NodeReport, rate: str) -> str | None:
+def _speed_text(report: NodeReport, rate: str) -> str | None:
     """A rate of a node, and that relative to other nodes with its interval, such as `612 TFLOP/s 0.96 (0.95-0.97)`."""
-    texts, speed = [with_unit(rate, report.rate(rate))], report.speeds.get(rate)
+    texts, speed = [with_unit(rate, report.median_rate(rate))], report.speeds.get(rate)
     if speed is not None:
         texts.append(f"{speed.relative:.3f}")
         if speed.low is not None and speed.high is not None:

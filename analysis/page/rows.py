@@ -34,7 +34,7 @@ from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.nodes.table import HEADS as NODE_HEADS
 from ultrabench.analysis.nodes.table import NOTE as NODE_NOTE
 from ultrabench.analysis.nodes.table import cells as node_cells
-from ultrabench.analysis.nodes.table import losses_text
+from ultrabench.analysis.nodes.table import slowdowns_text
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
@@ -55,29 +55,33 @@ from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import LARGEST, MEMORY_PARTS
 from ultrabench.variant import option_texts, value_text
 
-_KEY = ("sweep", "run_id", "repeat", "attempt")
-_key_of = operator.itemgetter(*_KEY)
-_ORDER = (*_KEY, "step_time_s", "reason", "job_id")
-_VARIABLES = ("env", "variables")
+_ATTEMPT_KEY = ("sweep", "run_id", "repeat", "attempt")
+"""Columns whose values name an attempt."""
+_attempt_key = operator.itemgetter(*_ATTEMPT_KEY)
+_SORT_COLUMNS = (*_ATTEMPT_KEY, "step_time_s", "reason", "job_id")
+_VARIABLE_COLUMNS = ("env", "variables")
 """Columns of variables, whose values may hold paths and names."""
-_REJECTED = ("model", "nodes", "rule", "reason")
-"""Columns that are told of rejected layouts."""
-_CELL = ("model", "nodes", *PANEL, "contender")
-_run_of = operator.itemgetter(*_CELL)
-_READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
-"""Columns that the texts of a row are made of."""
-_UNRANKED = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
+_REJECTED_COLUMNS = ("model", "nodes", "rule", "reason")
+"""Columns that the page counts rejected layouts by, and the reason."""
+_RUN_KEY = ("model", "nodes", *PANEL, "contender")
+"""Columns that are equal in all repeats and attempts of a run."""
+_run_key = operator.itemgetter(*_RUN_KEY)
+_ROW_COLUMNS = (*_ATTEMPT_KEY, *AXES, "status", "suspect", "source", "allocation", *_RUN_KEY[:-1])
+"""Columns from which the page derives those that are not in the schema, such as `layout`."""
+_NO_RANK = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
-_LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values", *NODE_RATES)
+_LEFT_OUT_COLUMNS = ("schema_version", "step_times_s", "bandwidths", "first_values", *NODE_RATES)
 """Columns that stay out of the page, since they are long or the same in all rows; the parquet file has them."""
 
-NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
+NAME_COLUMNS = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
-"""Names in a public page; of a name that is a path only the last part is told."""
-WORDS = (*TEXT_AXES, "model_id", "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
+"""Columns of names that a public page shows; if a name is a path, only its last part."""
+WORD_COLUMNS = (*TEXT_AXES, "model_id", "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
-"""Texts of a public page that ultrabench itself writes; `suspect` holds no more than `suspect`."""
-PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
+"""Columns of texts that ultrabench itself writes; a public page shows `suspect` as the word suspect alone."""
+PUBLIC_COLUMNS = frozenset(
+    {*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAME_COLUMNS, *WORD_COLUMNS}
+)
 """The only columns of a public page: none of them holds a host, a path, a user, an account or a free text.
 
 All numbers are public, since ids of jobs, users and hosts are texts in the schema; a text is public only if it is
@@ -93,226 +97,231 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     nothing.
 
     Args:
-        public: whether only the columns of PUBLIC are told, without free texts.
+        public: whether the page shows only PUBLIC_COLUMNS, without free texts.
 
     Raises:
         ConfigError: the rows cannot be ranked together.
     """
     notice = NOTE if is_predicted(table) else ""
-    table = _without_texts(table) if public else table
-    table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
-    ranking = Ranking(table, more=EFFECT_COLUMNS)
-    cells, ranks_by_key = _ranked(ranking)
-    panels = [*dict.fromkeys(cell.panel for cell in cells)]
-    names = _shown_columns(table, public)
+    table = _public_table(table) if public else table
+    table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _SORT_COLUMNS])
+    ranking = Ranking(table, more_columns=EFFECT_COLUMNS)
+    cells, ranks_by_attempt = _cells_and_ranks(ranking)
+    shown_columns = _shown_columns(table, public)
     is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
-    rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
-    valid = table.filter(pc.invert(is_rejected))
-    options, contenders = varied_options(valid), Environments(valid).contenders(valid["run_id"].to_pylist())
-    columns_of_rows = zip(
-        valid.select(_READ).to_pylist(), contenders, in_rows(options, range(len(valid))), strict=True
-    )
+    valid_table = table.filter(pc.invert(is_rejected))
+    values_by_option = varied_options(valid_table)
+    options_of_rows = in_rows(values_by_option, range(len(valid_table)))
+    contenders = Environments(valid_table).contenders(valid_table["run_id"].to_pylist())
+    valid_rows = valid_table.select(_ROW_COLUMNS).to_pylist()
     rows = [
-        row | ranks_by_key.get(_key_of(row), _UNRANKED) | {"contender": contender, "options": of_row}
-        for row, contender, of_row in columns_of_rows
+        row | ranks_by_attempt.get(_attempt_key(row), _NO_RANK) | {"contender": contender, "options": options}
+        for row, contender, options in zip(valid_rows, contenders, options_of_rows, strict=True)
     ]
-    order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
-    ordered_rows, ordered_table = (
-        _with_cells([rows[n] for n in order]),
-        valid.select(names).take(pa.array(order, pa.int64())),
-    )
-    columns = {name: _plain(ordered_table[name]) for name in names if name != "variant"}
-    columns |= _derived(ordered_rows, _predicted_parts(valid))
-    columns |= {name: _choices([row["options"][name] for row in ordered_rows]) for name in options}
+    row_order = sorted(range(len(rows)), key=lambda n: _rank_sort_key(rows[n]))
+    page_rows = _with_cells([rows[n] for n in row_order])
+    page_table = valid_table.select(shown_columns).take(pa.array(row_order, pa.int64()))
+    columns = {name: _json_values(page_table[name]) for name in shown_columns if name != "variant"}
+    columns |= _derived_columns(page_rows, _memory_by_run(valid_table))
+    columns |= {
+        name: _option_values([row["options"][name] for row in page_rows]) for name in values_by_option
+    }
     return {
         "public": public,
         "notice": notice,
         "outcomes": OUTCOMES[bool(notice)],
         "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
-        "rows": len(ordered_rows),
-        "columns": {
-            name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
-        },
-        "cells": [_cell(cell, panels, apart) for cell, apart in zip(cells, _apart(cells), strict=True)],
+        "rows": len(page_rows),
+        "columns": {name: encoded_column(values) for name, values in columns.items() if {*values} - {None}},
+        "cells": _cells_json(cells),
         "formula": formula_of_cells(cells),
         "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
-        "axes": [*AXES, *options],
-        "orders": {name: _in_order(name, valid[name]) for name in AXES if name in TEXT_AXES},
+        "axes": [*AXES, *values_by_option],
+        "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "parts": [*MEMORY_PARTS],
-        "effects": _effects(ranking),
-        "nodes": _nodes(table, public),
-        "rejected": _rejected(rejected),
+        "effects": _effects_json(ranking),
+        "nodes": _nodes_json(table, public),
+        "rejected": _rejected_counts(table.filter(is_rejected).select(_REJECTED_COLUMNS).to_pylist()),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
-        "schema": {group: _meanings(columns_of_group, names) for group, columns_of_group in GROUPS.items()},
+        "schema": {group: _column_meanings(fields, shown_columns) for group, fields in GROUPS.items()},
     }
 
 
-def _in_order(axis: str, column: pa.ChunkedArray) -> list[str]:
+def _words_in_order(axis: str, column: pa.ChunkedArray) -> list[str]:
     """The words of an axis, the neutral one first and the others in the order of layouts."""
     return sorted(in_order(axis, column.to_pylist()), key=lambda word: word != NEUTRAL[axis])
 
 
-def _choices(values: list[Any]) -> list[Any]:
-    """The values of an option, as texts where one is unset or no number."""
+def _option_values(values: list[Any]) -> list[Any]:
+    """The values of an option in the rows: all numbers, or all texts if one is unset or not a number."""
     are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     return values if are_numbers else [*map(value_text, values)]
 
 
-def encoded(values: Sequence[Any]) -> dict[str, Any]:
-    """A column as its distinct values and a code for each row, -1 for null; as its values if most are distinct."""
-    distinct = {*values} - {None}
-    if 2 * len(distinct) > len(values) > 8:
+def encoded_column(values: Sequence[Any]) -> dict[str, Any]:
+    """A column as its distinct values and the index of each row's value (-1: null), or as values if most are distinct."""
+    distinct_values = {*values} - {None}
+    if 2 * len(distinct_values) > len(values) > 8:
         return {"values": [*values]}
-    sorted_values = sorted(distinct)
-    code_by_value = {value: n for n, value in enumerate(sorted_values)} | {None: -1}
+    sorted_values = sorted(distinct_values)
+    code_by_value = {value: code for code, value in enumerate(sorted_values)} | {None: -1}
     return {"known": sorted_values, "codes": [*map(code_by_value.__getitem__, values)]}
 
 
 def _shown_columns(table: pa.Table, public: bool) -> list[str]:
-    """The columns that the page tells: those with a value, without those that are too long or not public."""
-    with_values = (name for name in SCHEMA.names if table[name].null_count < len(table))
-    return [name for name in with_values if name not in _LEFT_OUT and (not public or name in PUBLIC)]
+    """The columns that the page shows: those with a value, without those that are too long or not public."""
+    nonempty_columns = (name for name in SCHEMA.names if table[name].null_count < len(table))
+    allowed_columns = PUBLIC_COLUMNS if public else SCHEMA.names
+    return [name for name in nonempty_columns if name in allowed_columns and name not in _LEFT_OUT_COLUMNS]
 
 
-def _without_texts(table: pa.Table) -> pa.Table:
-    """The table with the texts of a public page: no reasons, `suspect` for a doubt, and names without paths."""
-    none = pa.scalar(None, pa.string())
-    new_columns = dict.fromkeys(("reason", *_VARIABLES), pa.nulls(len(table), pa.string()))
-    new_columns |= {
-        name: pa.array(map(_public_options, table[name].to_pylist()), pa.string())
-        for name in ("variant", "first_values")
-    }
-    new_columns["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "suspect", none)
-    for name in NAMES:
+def _public_table(table: pa.Table) -> pa.Table:
+    """The table with the texts of a public page: no reasons, only the word `suspect`, and names without paths."""
+    null_text = pa.scalar(None, pa.string())
+    new_columns = dict.fromkeys(("reason", *_VARIABLE_COLUMNS), pa.nulls(len(table), pa.string()))
+    for name in ("variant", "first_values"):
+        new_columns[name] = pa.array(map(_public_options, table[name].to_pylist()), pa.string())
+    new_columns["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "suspect", null_text)
+    for name in NAME_COLUMNS:
         new_columns[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
     for name, column in new_columns.items():
         table = table.set_column(table.column_names.index(name), name, column)
     return table
 
 
-def _public_options(text: str | None) -> str | None:
-    """Options, such as those of a run, without the folders of paths."""
-    variant = variant_in(text).items()
-    options = {name: re.sub(r"^.*[/\\]", "", v) if isinstance(v, str) else v for name, v in variant}
+def _public_options(variant_text: str | None) -> str | None:
+    """The options in a column such as `variant`, as JSON, without the folders of paths."""
+    items = variant_in(variant_text).items()
+    options = {name: re.sub(r"^.*[/\\]", "", v) if isinstance(v, str) else v for name, v in items}
     return json.dumps(options) if options else None
 
 
-def _ranked(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
-    """The cells of a ranking, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
-    cells, boards = ranking.cells(), ranking.boards(_KEY)
-    with_runs = [n for n, cell in enumerate(cells) if cell.status != Status.REJECTED]
-    ranks_by_key = {
-        tuple(run[name] for name in _KEY): {
+def _cells_and_ranks(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
+    """The cells of a ranking, and key of a ranked attempt -> the columns of _NO_RANK that rank it in its cell."""
+    cells, leaderboards = ranking.cells(), ranking.boards(_ATTEMPT_KEY)
+    indices_with_runs = [n for n, cell in enumerate(cells) if cell.status != Status.REJECTED]
+    ranks_by_attempt = {
+        _attempt_key(ranked_row): {
             "rank": rank,
-            "cell": n,
-            "repeats_failed": repeats_failed(run["num_repeats"], run["num_repeats_failed"]),
-            "environment": run["environment"],
+            "cell": cell_index,
+            "repeats_failed": repeats_failed(ranked_row["num_repeats"], ranked_row["num_repeats_failed"]),
+            "environment": ranked_row["environment"],
         }
-        for n, board in zip(with_runs, boards, strict=True)
-        for rank, run in enumerate(board, 1)
+        for cell_index, leaderboard in zip(indices_with_runs, leaderboards, strict=True)
+        for rank, ranked_row in enumerate(leaderboard, 1)
     }
-    return cells, ranks_by_key
+    return cells, ranks_by_attempt
 
 
 def _with_cells(rows: Sequence[Row]) -> list[Row]:
-    """The rows, of which those of further repeats and attempts of a run are in the cell of the run, too."""
-    cell_of = {_run_of(row): row["cell"] for row in rows if row["rank"] is not None}
-    return [row | {"cell": cell_of.get(_run_of(row))} for row in rows]
+    """The rows, each with the index of its run's cell, also where the row itself is not ranked."""
+    cell_index_by_run = {_run_key(row): row["cell"] for row in rows if row["rank"] is not None}
+    return [row | {"cell": cell_index_by_run.get(_run_key(row))} for row in rows]
 
 
-def _apart(cells: Sequence[Cell]) -> list[list[str]]:
+def _panel_texts(cells: Sequence[Cell]) -> list[list[str]]:
     """For each cell what sets its panel apart from others of its model, such as `seq_len 128`."""
-    names = [*(name for name in PANEL if name != "gbs"), "batch"]
-    settings = [dict(zip(names, cell.panel, strict=True)) for cell in cells]
-    named = [s | {"model": c.title, "num_params": c.num_params} for c, s in zip(cells, settings, strict=True)]
-    apart = set_apart(named, (*names, "num_params"))
-    places = [(cell.title, cell.nodes, *texts) for cell, texts in zip(cells, apart, strict=True)]
-    alike = [[n for n, other in enumerate(places) if other == place] for place in places]  # of other shapes
-    return [
-        [*texts, f"#{same.index(n) + 1}"] if len(same) > 1 else texts
-        for n, (texts, same) in enumerate(zip(apart, alike, strict=True))
+    setting_names = [*(name for name in PANEL if name != "gbs"), "batch"]
+    settings = [
+        dict(zip(setting_names, cell.panel, strict=True), model=cell.title, num_params=cell.num_params)
+        for cell in cells
+    ]
+    texts_of_cells = set_apart(settings, (*setting_names, "num_params"))
+    labels = [(cell.title, cell.nodes, *texts_of_cells[n]) for n, cell in enumerate(cells)]
+    return [  # cells of models with one name and other shapes have equal labels, and get numbers
+        [*cell_texts, f"#{labels[: n + 1].count(labels[n])}"] if labels.count(labels[n]) > 1 else cell_texts
+        for n, cell_texts in enumerate(texts_of_cells)
     ]
 
 
-def _cell(cell: Cell, panels: Sequence[tuple[object, ...]], apart: Sequence[str]) -> Row:
-    hardware, kernel, precision, _, seq_len, batch = cell.panel
-    sizes = filter(None, (routing_text(cell.routing), seq_len and f"seq_len {seq_len:,}", batch))
-    setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
-    names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by", "predicted")
-    fields = {"model": cell.title, **{name: getattr(cell, name) for name in names}}
-    named = {"setting": setting, "apart": apart, "of_peak": peak_suffix(cell.precision)}
-    return fields | named | {"panel": panels.index(cell.panel)}
+def _cells_json(cells: Sequence[Cell]) -> list[Row]:
+    """The cells as the page reads them; `panel` numbers the panel of a cell, `apart` names it."""
+    panels = [*dict.fromkeys(cell.panel for cell in cells)]
+    copied_fields = ("nodes", "num_params", "num_active_params", "reason", "ranked_by", "predicted")
+    documents = []
+    for cell, panel_texts in zip(cells, _panel_texts(cells), strict=True):
+        hardware, kernel, precision, _, seq_len, batch = cell.panel
+        size_texts = filter(None, (routing_text(cell.routing), seq_len and f"seq_len {seq_len:,}", batch))
+        setting_texts = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *size_texts]
+        texts_by_field = {
+            "setting": setting_texts,
+            "apart": panel_texts,
+            "of_peak": peak_suffix(cell.precision),
+        }
+        values_by_field = {name: getattr(cell, name) for name in copied_fields} | texts_by_field
+        documents.append({"model": cell.title, **values_by_field, "panel": panels.index(cell.panel)})
+    return documents
 
 
-def _rank_first(row: Row) -> tuple[bool, int, int]:
+def _rank_sort_key(row: Row) -> tuple[bool, int, int]:
     return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
-def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The columns of the page that are no columns of the schema.
+def _derived_columns(rows: Sequence[Row], memory_by_run: Mapping[str, Row]) -> dict[str, list[Any]]:
+    """The columns of the page that are not in the schema.
 
     Args:
-        parts_by_run: what `_predicted_parts` gives.
+        memory_by_run: what `_memory_by_run` returns.
     """
-    profiles, empty = files("profiles"), dict[str, Any]()
-    parts_of_rows = [empty if row["rank"] is None else parts_by_run.get(row["run_id"], empty) for row in rows]
-    # A layout is run with many models and numbers of nodes.
-    layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
+    profile_files = files("profiles")
+    memories = [{} if row["rank"] is None else memory_by_run.get(row["run_id"], {}) for row in rows]
+    # Cached because a layout is run with many models and numbers of nodes.
+    words_of_layout = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
 
-    def words_of(row: Row) -> str | None:
-        words = (*layout_of(*map(row.get, AXES)), *option_texts(row["options"]))
-        return " ".join(filter(None, words)) or None
+    def words_of_row(row: Row) -> str | None:
+        return (
+            " ".join(filter(None, (*words_of_layout(*map(row.get, AXES)), *option_texts(row["options"]))))
+            or None
+        )
 
-    place_numbers = {
-        place: n for n, place in enumerate(dict.fromkeys((row["sweep"], row["allocation"]) for row in rows))
-    }
+    allocations = [(row["sweep"], row["allocation"]) for row in rows]
+    allocation_numbers = {allocation: number for number, allocation in enumerate(dict.fromkeys(allocations))}
     return {
-        **{name: [row[name] for row in rows] for name in (*_UNRANKED, "contender")},
+        **{name: [row[name] for row in rows] for name in (*_NO_RANK, "contender")},
         "state": [state(row["status"], row["attempt"]) for row in rows],
-        "place": [place_numbers[row["sweep"], row["allocation"]] for row in rows],
+        "place": [allocation_numbers[allocation] for allocation in allocations],
         "doubt": ["yes" if row["suspect"] else "no" for row in rows],
-        "layout": [*map(words_of, rows)],
+        "layout": [*map(words_of_row, rows)],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
-        "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
-        **{f"predicted_{part}_bytes": [parts.get(part) for parts in parts_of_rows] for part in MEMORY_PARTS},
-        "rank_mem_bytes": [parts.get("limit") for parts in parts_of_rows],
-        "extrapolated": [parts.get("extrapolated") for parts in parts_of_rows],
+        "predict": [None if row["rank"] is None else predict_words(row, profile_files) for row in rows],
+        **{f"predicted_{part}_bytes": [memory.get(part) for memory in memories] for part in MEMORY_PARTS},
+        "rank_mem_bytes": [memory.get("limit") for memory in memories],
+        "extrapolated": [memory.get("extrapolated") for memory in memories],
     }
 
 
-def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
-    """Run id -> part of MEMORY_PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
+def _memory_by_run(table: pa.Table) -> dict[str, Row]:
+    """Run id -> predicted memory of its largest rank: part of MEMORY_PARTS -> bytes, `limit` and `extrapolated`.
 
-    `extrapolated` beside the parts names what no run of the profile's fit had, `limit` is the memory of a GPU.
-
-    They follow from the profile of the kernel as it is now, also where a run was planned with another one.
-    Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
-    are left out.
+    `limit` is the memory of a GPU in bytes; `extrapolated` names what no run of the profile's fit had. The
+    prediction uses today's profile of the kernel, even if the run was planned with another one. Only runs
+    that ended ok or out of memory have one, and only if their kernel and hardware have a profile and their
+    model and layout are known in full.
     """
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, _ = measured_runs(table.filter(is_measured))
-    parts_by_run = {}
+    memory_by_run = {}
     for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
-        runs_on_it = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
+        profiled_runs = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
         try:
-            profile, hardware = profile_and_hardware(runs_on_it[0])
+            profile, hardware = profile_and_hardware(profiled_runs[0])
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
-        for run in runs_on_it:
+        for run in profiled_runs:
             stages = predict_memory(run.spec, constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu_at_limit))
-            parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
+            memory_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
                 "extrapolated": extrapolation or None,
                 "limit": hardware.mem_bytes,
             }
-    return parts_by_run
+    return memory_by_run
 
 
-def _plain(column: pa.ChunkedArray) -> list[Any]:
-    """Values as JSON has them: numbers with six digits, times and lists as texts, null for what is no number."""
+def _json_values(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column for JSON: numbers with six digits, times and lists as texts, null for NaN and infinity."""
     values: list[Any] = column.to_pylist()
     if pa.types.is_floating(column.type):
         return [None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for v in values]
@@ -323,39 +332,43 @@ def _plain(column: pa.ChunkedArray) -> list[Any]:
     return values
 
 
-def _rejected(rows: Sequence[Row]) -> list[Row]:
-    """Model, nodes and rule of layouts that are never tried, with their number and an example of the reason."""
-    names = _REJECTED[:3]
-    counts = Counter(tuple(row[name] for name in names) for row in rows)
-    example_by_key = {tuple(row[name] for name in names): row["reason"] for row in reversed(rows)}
+def _rejected_counts(rows: Sequence[Row]) -> list[Row]:
+    """For each model, number of nodes and rule the number of layouts that it rejects, and an example of its reason."""
+    key_columns = _REJECTED_COLUMNS[:3]
+    counts = Counter(tuple(row[name] for name in key_columns) for row in rows)
+    example_by_key = {tuple(row[name] for name in key_columns): row["reason"] for row in reversed(rows)}
     return [
-        dict(zip(names, key, strict=True)) | {"number": number, "example": example_by_key[key]}
-        for key, number in sorted(counts.items(), key=lambda pair: (*map(str, pair[0][::2]), pair[0][1] or 0))
+        dict(zip(key_columns, key, strict=True)) | {"number": num_layouts, "example": example_by_key[key]}
+        for key, num_layouts in sorted(
+            counts.items(), key=lambda item: (*map(str, item[0][::2]), item[0][1] or 0)
+        )
     ]
 
 
-def _effects(ranking: Ranking) -> Row:
-    """What each value of each axis is worth: heads, rows of texts, and sentences below the table."""
+def _effects_json(ranking: Ranking) -> Row:
+    """The table of effects of each value of each axis: its heads, rows of texts, and sentences below it."""
     try:
-        measured = competing_in(ranking)
+        competing_runs = competing_in(ranking)
     except ConfigError:  # no run may win
         return {"heads": HEADS, "rows": [], "notes": []}
-    of_axes = effects_by_axis(measured)
-    rows = [effect_cells(axis, effect) for axis, of_axis in of_axes.items() for effect in of_axis]
-    return {"heads": HEADS, "rows": rows, "notes": notes(measured, of_axes)}
+    effects = effects_by_axis(competing_runs)
+    rows = [effect_cells(axis, effect) for axis, axis_effects in effects.items() for effect in axis_effects]
+    return {"heads": HEADS, "rows": rows, "notes": notes(competing_runs, effects)}
 
 
-def _nodes(table: pa.Table, public: bool) -> Row:
-    """The table of nodes as texts; without rows where no preflight measured any, and on a public page."""
+def _nodes_json(table: pa.Table, public: bool) -> Row:
+    """The table of nodes as texts; it has no rows on a public page or if no preflight measured a node."""
     is_unknown = all(table[name].null_count == len(table) for name in NODE_RATES)
-    found = [] if public or is_unknown else reports(table_rows(table))
-    rows = [["" if cell is None else str(cell) for cell in node_cells(report)] for report in found]
-    note = f"{NODE_NOTE} {losses_text(found)}" if found else NODE_NOTE
+    node_reports = [] if public or is_unknown else reports(table_rows(table))
+    rows = [["" if value is None else str(value) for value in node_cells(report)] for report in node_reports]
+    note = f"{NODE_NOTE} {slowdowns_text(node_reports)}" if node_reports else NODE_NOTE
     return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": note}
 
 
-def _meanings(columns: Iterable[pa.Field], names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Name, type and meaning of the columns of a group that the page tells."""
+def _column_meanings(columns: Iterable[pa.Field], shown_columns: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Name, type and meaning of those columns of a group that the page shows."""
     return [
-        (c.name, type_name(c.type), c.metadata[b"description"].decode()) for c in columns if c.name in names
+        (c.name, type_name(c.type), c.metadata[b"description"].decode())
+        for c in columns
+        if c.name in shown_columns
     ]

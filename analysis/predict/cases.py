@@ -1,4 +1,4 @@
-"""Measured runs beside all that a prediction of their step time needs."""
+"""Cases: measured runs with everything that a prediction of their step time needs."""
 
 import math
 from collections import Counter
@@ -20,9 +20,9 @@ from ultrabench.sweep.predict.stage_memory import LARGEST
 from ultrabench.sweep.predict.step_time import predict_step_time
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
-MIN_NODE_RATE = 300e9
+MIN_NODE_BUSBW_BYTES_PER_S = 300e9
 """Bus bandwidth of an all-reduce in a node of H100 below which its NVLink counts as broken, in bytes per second."""
-MIN_MEDIAN_SHARE = 0.7
+MIN_SHARE_OF_MEDIAN = 0.7
 """Share of the median bandwidth of the same number of nodes below which a job's links count as slow."""
 
 
@@ -35,6 +35,7 @@ class Case:
     peak: Peak
     links: Network
     regime: str
+    """Kind of layout and links for which the profile has its own interval, such as those of `Profile.interval`."""
     memory_share: float = 0.0
     """Predicted share of the GPU's memory that the allocator holds, for profiles whose step time depends on it."""
 
@@ -45,9 +46,9 @@ class Case:
 
     def interval_s(self, profile: Profile) -> tuple[float, float, float]:
         """The predicted step time in seconds, and the ends of the interval in which 80 % of such runs lie."""
-        time_s = self.predict_s(profile.time)
-        low, high = profile.interval_of(self.run.spec, self.hardware.gpu_at_limit, self.links)
-        return time_s, time_s * math.exp(low), time_s * math.exp(high)
+        step_time_s = self.predict_s(profile.time)
+        low_log, high_log = profile.interval_of(self.run.spec, self.hardware.gpu_at_limit, self.links)
+        return step_time_s, step_time_s * math.exp(low_log), step_time_s * math.exp(high_log)
 
     def log_error(self, constants: TimeConstants) -> float:
         """log(measured / predicted) of the step time, for a run that has one."""
@@ -56,16 +57,16 @@ class Case:
 
 
 def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
-    """The final runs that a prediction can be compared with: those that ended ok or out of memory.
+    """The cases of the final runs that a prediction can be compared with: those that ended ok or out of memory.
 
     Suspect runs are among them. The second value counts the others by reason.
 
     Raises:
         ConfigError: the file of a run's hardware cannot be used.
     """
-    comparable, num_by_reason = list[Case](), Counter[str]()
-    names = {run.hardware for run in runs} & files("hardware").keys()
-    hardware_by_name = {name: load_hardware(str(name)) for name in names}
+    comparable_cases, num_by_reason = list[Case](), Counter[str]()
+    hardware_names = {run.hardware for run in runs} & files("hardware").keys()
+    hardware_by_name = {name: load_hardware(str(name)) for name in hardware_names}
     for run in runs:
         if run.status not in (Status.OK, Status.OOM):
             num_by_reason[f"status {run.status}"] += 1
@@ -76,8 +77,8 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
         elif run.hardware not in hardware_by_name:
             num_by_reason[unknown_name("hardware", run.hardware, files("hardware"))] += 1
         else:
-            comparable.append(_case(run, hardware_by_name[run.hardware]))
-    return comparable, num_by_reason
+            comparable_cases.append(_case(run, hardware_by_name[run.hardware]))
+    return comparable_cases, num_by_reason
 
 
 def _case(run: MeasuredRun, hardware: Hardware) -> Case:
@@ -95,10 +96,9 @@ def with_memory(cases: Sequence[Case], profile: Profile) -> list[Case]:
     if not profile.time.allocator_loss:
         return [*cases]
     constants = memory_constants(profile.framework, profile.memory)
-    stages = (predict_memory(case.run.spec, constants, LARGEST) for case in cases)
-    return [
-        replace(c, memory_share=reserved_share(s, c.hardware)) for c, s in zip(cases, stages, strict=True)
-    ]
+    stages_of_cases = (predict_memory(case.run.spec, constants, LARGEST) for case in cases)
+    pairs = zip(cases, stages_of_cases, strict=True)
+    return [replace(case, memory_share=reserved_share(stages, case.hardware)) for case, stages in pairs]
 
 
 def exclusions(cases: Sequence[Case]) -> list[str]:
@@ -109,12 +109,12 @@ def exclusions(cases: Sequence[Case]) -> list[str]:
     that measured nothing counts as healthy. A suspect run does not, unless it only has other sizes or
     another batch than others of its name: it is predicted with its own.
     """
-    rates: dict[tuple[str, int, bool], list[float]] = {}
+    busbws_by_kind: dict[tuple[str, int, bool], list[float]] = {}
     for case in cases:
-        if rate := case.run.allreduce_busbw_bytes_per_s:
-            rates.setdefault(_kind(case), []).append(rate)
-    median_by_kind = {kind: median(kind_rates) for kind, kind_rates in rates.items()}
-    return [_exclusion(case, median_by_kind.get(_kind(case), 0.0)) for case in cases]
+        if busbw_bytes_per_s := case.run.allreduce_busbw_bytes_per_s:
+            busbws_by_kind.setdefault(_job_kind(case), []).append(busbw_bytes_per_s)
+    median_by_kind = {kind: median(busbws) for kind, busbws in busbws_by_kind.items()}
+    return [_exclusion(case, median_by_kind.get(_job_kind(case), 0.0)) for case in cases]
 
 
 def healthy_timed(cases: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
@@ -122,50 +122,49 @@ def healthy_timed(cases: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
 
     The second value counts the others by reason.
     """
-    timed, num_by_reason = list[Case](), Counter[str]()
+    timed_cases, num_by_reason = list[Case](), Counter[str]()
     for case, reason in zip(cases, exclusions(cases), strict=True):
         if not reason and case.run.status == Status.OK and case.run.step_time_s:
-            timed.append(case)
+            timed_cases.append(case)
         else:
             num_by_reason[reason or f"with status {case.run.status} and no step time"] += 1
-    return timed, num_by_reason
+    return timed_cases, num_by_reason
 
 
-def _exclusion(case: Case, median_rate: float) -> str:
+def _exclusion(case: Case, median_busbw: float) -> str:
+    """Why the step time of a case does not count; bandwidths are in bytes/s, `median_busbw` is that of similar jobs."""
     run = case.run
-    if codes := [code for code in run.suspect_codes or () if code not in SIZE_DOUBT_CODES]:
-        return f"in doubt: {codes[0]}"
-    node_rate, global_rate = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
+    if doubt_codes := [code for code in run.suspect_codes or () if code not in SIZE_DOUBT_CODES]:
+        return f"in doubt: {doubt_codes[0]}"
+    node_busbw, global_busbw = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
     has_gpus = case.hardware.device == "cuda"
-    min_rate = min(MIN_NODE_RATE, 2 / 3 * case.hardware.link_bytes_per_s) if has_gpus else 0.0
-    if node_rate is not None and node_rate <= min_rate:
+    min_busbw = min(MIN_NODE_BUSBW_BYTES_PER_S, 2 / 3 * case.hardware.link_bytes_per_s) if has_gpus else 0.0
+    if node_busbw is not None and node_busbw <= min_busbw:
         return "with slow links in the node"
-    is_slow = global_rate is not None and not global_rate > MIN_MEDIAN_SHARE * median_rate
-    return "with slower links than other jobs" if is_slow else ""
+    is_slower = global_busbw is not None and not global_busbw > MIN_SHARE_OF_MEDIAN * median_busbw
+    return "with slower links than other jobs" if is_slower else ""
 
 
-def _kind(case: Case) -> tuple[str, int, bool]:
+def _job_kind(case: Case) -> tuple[str, int, bool]:
+    """Hardware, number of nodes and whether the links are slow: jobs of equal kind should have equal bandwidths."""
     return case.hardware.name, case.run.spec.nodes, case.links.slow
 
 
 def default_profile(cases: Sequence[Case]) -> str:
-    """The name of the profile for the kernel that these runs used: the one that its kernel names, or its namesake.
+    """The name of the profile for the kernel of these runs: the one that the kernel's file names, or one of its name.
 
     Raises:
         ConfigError: there is none, or the runs used several kernels.
     """
-    kernels_and_devices = sorted({(c.run.spec.kernel.name, c.hardware.device) for c in cases})
-    kernels = files("kernel")
+    kernels_and_devices = sorted({(case.run.spec.kernel.name, case.hardware.device) for case in cases})
+    kernel_files = files("kernel")
     for name, device in kernels_and_devices if len(kernels_and_devices) == 1 else ():
-        profile_kind = read_yaml(kernels[name]).get("profile") if name in kernels else name
-        if (profile := usual_profile(str(profile_kind), device)) in files("profiles"):
-            return profile
-    used_text, profiles = (
-        ", ".join(f"{name} on {device}" for name, device in kernels_and_devices),
-        ", ".join(files("profiles")),
-    )
-    rule = f"no profile covers all of them: give --profile, one of {profiles}"
-    raise ConfigError(f"the runs used {used_text}; {rule}")
+        profile_base = read_yaml(kernel_files[name]).get("profile") if name in kernel_files else name
+        if (profile_name := usual_profile(str(profile_base), device)) in files("profiles"):
+            return profile_name
+    kernels_text = ", ".join(f"{name} on {device}" for name, device in kernels_and_devices)
+    rule = f"no profile covers all of them: give --profile, one of {', '.join(files('profiles'))}"
+    raise ConfigError(f"the runs used {kernels_text}; {rule}")
 
 
 def usual_profiles(cases: Sequence[Case]) -> dict[str, str]:

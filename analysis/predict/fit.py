@@ -13,8 +13,8 @@ from ultrabench.record import values_of
 from ultrabench.sweep.predict.profile import Quantiles
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
-S = TypeVar("S")
-T = TypeVar("T")
+S = TypeVar("S")  # the record of a run
+T = TypeVar("T")  # a dataclass of constants
 
 FIXED_NAMES = frozenset({
     "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
@@ -25,13 +25,13 @@ EXPERT_NAMES = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
 FP8_NAMES = frozenset({"fp8_efficiency", "fp8_cast_bytes", "fp8_launch_s"})
 """Constants that only runs in fp8 determine."""
 FEW_RUNS = 15
-"""Number of runs below which the fit stays closer to the prior constants."""
+"""Number of runs below which the fit stays closer to the prior constants, as RIDGE says."""
 RIDGE = {True: 0.15, False: 0.25}
 """Whether there are fewer runs than FEW_RUNS -> standard deviation of log(constant / prior)."""
 ERROR_SCALE = 0.1
 """Error of a prediction, as a logarithm, from which a run pulls the fit less than in proportion."""
-FOLDS = 5
-"""Number of fits of a check, each without another fifth of the runs."""
+NUM_FOLDS = 5
+"""Number of fits of a cross-validation, each of which leaves another part of the runs out."""
 SHRINKAGE_RUNS = 30
 """Number of runs at which their quantiles count as much as those of a wider group or of the prior profile."""
 
@@ -53,8 +53,8 @@ def fitted_names(cases: Sequence[Case], prior: TimeConstants) -> list[str]:
     specs = [case.run.spec for case in cases]
     fixed_names = FIXED_NAMES if any(spec.shape.num_experts for spec in specs) else FIXED_NAMES | EXPERT_NAMES
     fixed_names |= frozenset() if any(spec.kernel.precision == "fp8" for spec in specs) else FP8_NAMES
-    fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in fixed_names)
-    return [name for name, value in fitted_values if isinstance(value, float) and value > 0]
+    free_constants = ((name, value) for name, value in values_of(prior).items() if name not in fixed_names)
+    return [name for name, value in free_constants if isinstance(value, float) and value > 0]
 
 
 def log_errors(cases: Sequence[Case], constants: TimeConstants) -> list[float]:
@@ -69,6 +69,7 @@ def fit_constants(
 
     Args:
         names: fields of `prior` that may change; they are positive.
+        errors_of: returns log(measured / predicted) of each run with these constants.
         scale: error from which a run pulls the fit less than in proportion.
         ridge: standard deviation of log(constant / prior).
     """
@@ -76,21 +77,20 @@ def fit_constants(
 
     prior_logs = np.log([getattr(prior, name) for name in names])
 
-    def constants(logs: np.ndarray) -> T:
-        values: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
-        values |= {
-            name: min(x, 1.0) for name, x in values.items() if name.endswith(("_efficiency", "_shared"))
-        }
+    def constants_at(logs: np.ndarray) -> T:
+        values: dict[str, Any] = {name: math.exp(log) for name, log in zip(names, logs, strict=True)}
+        shares = (name for name in names if name.endswith(("_efficiency", "_shared")))
+        values |= {name: min(values[name], 1.0) for name in shares}
         if "smooth_power" in values:  # less would be slower than the GPU and its host one after the other
             values["smooth_power"] = max(1.0, values["smooth_power"])
         return replace(prior, **values)  # type: ignore[type-var]
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        errors = np.array(errors_of(constants(logs))) / scale
-        soft_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        scaled_errors = np.array(errors_of(constants_at(logs))) / scale
+        soft_errors = np.sign(scaled_errors) * np.sqrt(2 * (np.sqrt(1 + scaled_errors**2) - 1))
         return np.concatenate([soft_errors, (logs - prior_logs) / ridge])
 
-    return constants(least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3).x)
+    return constants_at(least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3).x)
 
 
 def left_out_errors(
@@ -98,20 +98,21 @@ def left_out_errors(
 ) -> list[float]:
     """The errors of runs, each with constants that were fitted without it: every fifth run in turn is left out."""
     errors_left_out = [0.0] * len(runs)
-    for fold in range(FOLDS):
-        constants = fit([run for n, run in enumerate(runs) if n % FOLDS != fold])
-        errors_left_out[fold::FOLDS] = errors_of(runs[fold::FOLDS], constants)
+    for fold in range(NUM_FOLDS):
+        constants = fit([run for n, run in enumerate(runs) if n % NUM_FOLDS != fold])
+        errors_left_out[fold::NUM_FOLDS] = errors_of(runs[fold::NUM_FOLDS], constants)
     return errors_left_out
 
 
 def intervals(
     cases: Sequence[Case], errors: Sequence[float], prior: Mapping[str, Quantiles] | None = None
 ) -> dict[str, Quantiles]:
-    """Regime -> 10 and 90 % quantiles of its errors, mixed with those of all runs.
+    """Regime -> 10 and 90 % quantiles of log(measured / predicted), mixed with those of all runs.
 
     Those of a regime with k runs have the weight k / (k + SHRINKAGE_RUNS).
 
     Args:
+        errors: log(measured / predicted) of the step time of each case.
         prior: the intervals of another profile; those of all runs are mixed with them first, in the same way.
     """
     quantiles_of_all = _quantiles(errors)
@@ -127,11 +128,12 @@ def intervals(
 
 
 def _mixed(narrower: Quantiles, wider: Quantiles, num_runs: int) -> Quantiles:
-    share = num_runs / (num_runs + SHRINKAGE_RUNS)
-    return Quantiles(*(share * a + (1 - share) * b for a, b in zip(narrower, wider, strict=True)))
+    """The mean of the quantiles of `num_runs` runs and those of a wider group, which weighs as SHRINKAGE_RUNS runs."""
+    weight = num_runs / (num_runs + SHRINKAGE_RUNS)
+    return Quantiles(*(weight * a + (1 - weight) * b for a, b in zip(narrower, wider, strict=True)))
 
 
 def _quantiles(errors: Sequence[float]) -> Quantiles:
     """The 10 and 90 % quantiles, on both sides of 0; those of a single error are the error and 0."""
-    cuts = quantiles(errors, n=10, method="inclusive") if len(errors) > 1 else list(errors)
-    return Quantiles(min(0.0, cuts[0]), max(0.0, cuts[-1]))
+    deciles = quantiles(errors, n=10, method="inclusive") if len(errors) > 1 else list(errors)
+    return Quantiles(min(0.0, deciles[0]), max(0.0, deciles[-1]))

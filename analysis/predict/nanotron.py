@@ -41,29 +41,29 @@ def nanotron_version(run: MeasuredRun) -> str:
     return "old" if any(low <= job_id < high for low, high in GATHERS_KEPT_JOBS) else "latest"
 
 
-def of_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
+def with_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
     """The constants of nanotron's memory for the version that made a run; those of other programs as they are."""
     if not isinstance(constants, NanotronMemory):
         return constants
     return replace(constants, version=nanotron_version(run))
 
 
-def usable(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+def memory_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
     """The ok runs whose rank 0 reported a peak below MAX_UNFILLED_BYTES: only these show how much memory a layout needs."""
     ok_runs = (run for run in runs if run.status == Status.OK)
     return [run for run in ok_runs if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < MAX_UNFILLED_BYTES]
 
 
 def memory_errors(runs: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:
-    """log(measured / predicted) of the memory that rank 0 of usable runs reserved, each with its own version."""
-    versions = {version: replace(constants, version=version) for version in VERSIONS}
+    """log(measured / predicted) of the memory that rank 0 reserved in runs that `memory_runs` gives, each with its own version."""
+    constants_by_version = {version: replace(constants, version=version) for version in VERSIONS}
     return [
         math.log(run.peak_mem_reserved_rank0_bytes or 0)
-        - math.log(nanotron_memory(run.spec, versions[nanotron_version(run)])[0].peak_bytes)
+        - math.log(nanotron_memory(run.spec, constants_by_version[nanotron_version(run)])[0].peak_bytes)
         for run in runs
     ]
 
 
 def fit_memory(runs: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
-    """The constants that predict the reserved memory of usable runs best without moving far from `prior`."""
-    return fit_constants(prior, FITTED_NAMES, lambda c: memory_errors(runs, c), ERROR_SCALE, RIDGE)
+    """The constants that predict the reserved memory of runs that `memory_runs` gives best without moving far from `prior`."""
+    return fit_constants(prior, FITTED_NAMES, lambda fitted: memory_errors(runs, fitted), ERROR_SCALE, RIDGE)

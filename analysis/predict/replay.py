@@ -1,4 +1,4 @@
-"""Replays a finished sweep as if it were live, to measure what a strategy of search costs and what it misses."""
+"""Replays a finished sweep as if it were running, to measure what a search strategy costs and what it misses."""
 
 import hashlib
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ultrabench.analysis.predict.cases import Case
-from ultrabench.analysis.predict.nanotron import of_version
+from ultrabench.analysis.predict.nanotron import with_version
 from ultrabench.layout import Layout, dominates
 from ultrabench.result import Status
 from ultrabench.standing import NEAR_BEST
@@ -18,16 +18,16 @@ from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import TriedRuns, propose
 from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 
-START_S = 60.0
+STARTUP_S = 60.0
 """Seconds from the start of a run to its first step."""
-STEPS, FAILED_STEPS, CONFIRM_STEPS = 5, 1, 10
-"""Steps of a run, of a failed run, and of the two repeats of a contender in one process."""
-RACE_RATIO, RACED_STEPS = 1.3, 2
-"""A run this many times slower than the best of its cell so far is stopped after this many steps."""
+RUN_STEPS, FAILED_STEPS, CONFIRM_STEPS = 5, 1, 10
+"""Number of steps of a run, of a failed run, and of the two repeats of a contender in one process."""
+RACE_STEP_TIME_RATIO, RACED_STEPS = 1.3, 2
+"""Ratio of step times above which a run is stopped as slower than the best of its cell so far, and after how many steps."""
 TOP_RUNS = 5
-"""Runs with the lowest predicted step time that the strategy predicted makes."""
+"""Number of runs with a step time after which the strategy predicted ends."""
 RANDOM_SHARE = 0.1
-"""Share of the hours of a cell that the strategy random uses."""
+"""Fraction of the GPU hours of a cell after which the strategy random ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +42,19 @@ class ReplayedRun:
     oom: bool
     """Whether it failed for lack of memory."""
 
-    def cost(self, best_s: float = math.inf) -> float:
-        """GPU seconds of the run, when the best step time before it was `best_s`."""
+    def cost_gpu_s(self, best_s: float = math.inf) -> float:
+        """GPU seconds of the run, when the best step time before it was `best_s` seconds."""
         if self.step_time_s is None:
             return self._gpu_s(FAILED_STEPS * self.prediction.step_time_s)
-        num_steps = RACED_STEPS if self.step_time_s > RACE_RATIO * best_s else STEPS
+        num_steps = RACED_STEPS if self.step_time_s > RACE_STEP_TIME_RATIO * best_s else RUN_STEPS
         return self._gpu_s(num_steps * self.step_time_s)
 
-    def confirmation(self) -> float:
+    def confirm_gpu_s(self) -> float:
         """GPU seconds of the repeats of a contender."""
         return self._gpu_s(CONFIRM_STEPS * (self.step_time_s or 0.0))
 
-    def _gpu_s(self, steps_s: float) -> float:
-        return (START_S + steps_s) * self.layout.world_size
+    def _gpu_s(self, steps_time_s: float) -> float:
+        return (STARTUP_S + steps_time_s) * self.layout.world_size
 
 
 @dataclass(slots=True)
@@ -67,6 +67,7 @@ class Replay:
     """P(OOM) above which the strategy adaptive makes no run."""
     runs_made: list[ReplayedRun] = field(default_factory=list)
     gpu_s: float = 0.0
+    """GPU seconds of the runs made so far."""
 
     @property
     def best_s(self) -> float:
@@ -76,57 +77,58 @@ class Replay:
     @property
     def total_gpu_s(self) -> float:
         """GPU seconds of all runs of the cell, none of them stopped early."""
-        return sum(run.cost() for run in self.runs)
+        return sum(run.cost_gpu_s() for run in self.runs)
 
     def make(self, runs: Sequence[ReplayedRun]) -> None:
-        """Makes these runs at the same time."""
+        """Adds these runs, made at the same time, and what they cost."""
         best_s = self.best_s
-        self.gpu_s += sum(run.cost(best_s) for run in runs)
+        self.gpu_s += sum(run.cost_gpu_s(best_s) for run in runs)
         self.runs_made += runs
 
     def tried(self) -> TriedRuns:
-        """What the search knows of the cell."""
+        """The results so far, as the search takes them."""
         times_s = {run.run_id: run.step_time_s for run in self.runs_made if run.step_time_s}
         oom_ids = {run.run_id for run in self.runs_made if run.oom}
         failed_ids = {run.run_id for run in self.runs_made} - oom_ids - times_s.keys()
         return TriedRuns(times_s=times_s, oom_ids=oom_ids, failed_ids=failed_ids, max_p_oom=self.max_p_oom)
 
-    def possible(self, run: ReplayedRun) -> bool:
-        """Whether no run that ran out of memory shows that this one would, too."""
+    def may_fit(self, run: ReplayedRun) -> bool:
+        """Whether the run may fit into memory: no smaller run, made before, ran out of it."""
         return not any(other.oom and dominates(other.layout, run.layout) for other in self.runs_made)
 
     def confirm(self) -> None:
-        """Repeats the contenders."""
-        contenders = [r for r in self.runs_made if r.step_time_s and r.step_time_s <= NEAR_BEST * self.best_s]
-        contenders.sort(key=lambda r: r.step_time_s or 0.0)
-        self.gpu_s += sum(r.confirmation() for r in contenders[:MAX_CONTENDERS])
+        """Adds the cost of repeating the fastest runs."""
+        timed_runs = (run for run in self.runs_made if run.step_time_s)
+        contenders = [run for run in timed_runs if (run.step_time_s or 0.0) <= NEAR_BEST * self.best_s]
+        contenders.sort(key=lambda run: run.step_time_s or 0.0)
+        self.gpu_s += sum(run.confirm_gpu_s() for run in contenders[:MAX_CONTENDERS])
 
 
-def _adaptive(cell: Replay, batch: int) -> None:
-    while proposed := propose(cell.runs, cell.tried(), batch):
-        cell.make(proposed)
+def _run_adaptively(replay: Replay, num_parallel: int) -> None:
+    while proposed_runs := propose(replay.runs, replay.tried(), num_parallel):
+        replay.make(proposed_runs)
 
 
-def _in_order(
-    cell: Replay, batch: int, key: Callable[[ReplayedRun], Any], is_enough: Callable[[Replay], bool]
+def _run_in_order(
+    replay: Replay, num_parallel: int, key: Callable[[ReplayedRun], Any], is_enough: Callable[[Replay], bool]
 ) -> None:
-    remaining = sorted(cell.runs, key=key)
-    while remaining and not is_enough(cell):
-        next_runs = [run for run in remaining if cell.possible(run)][:batch]
-        cell.make(next_runs)
-        remaining = [run for run in remaining if run not in next_runs and cell.possible(run)]
+    remaining_runs = sorted(replay.runs, key=key)
+    while remaining_runs and not is_enough(replay):
+        next_runs = [run for run in remaining_runs if replay.may_fit(run)][:num_parallel]
+        replay.make(next_runs)
+        remaining_runs = [run for run in remaining_runs if run not in next_runs and replay.may_fit(run)]
 
 
 ReplayedCell = tuple[str, int]
 """Model and number of nodes."""
 
-_IN_ORDER: dict[str, tuple[Callable[[ReplayedRun], Any], Callable[[Replay], bool]]] = {
-    "exhaustive": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost()), lambda cell: False),
+_FIXED_ORDERS: dict[str, tuple[Callable[[ReplayedRun], Any], Callable[[Replay], bool]]] = {
+    "exhaustive": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost_gpu_s()), lambda cell: False),
     "random": (lambda run: hashlib.sha256(run.run_id.encode()).digest(), lambda cell: cell.gpu_s >= RANDOM_SHARE * cell.total_gpu_s),
     "predicted": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.prediction.step_time_s), lambda cell: len(cell.tried().times_s) >= TOP_RUNS),
 }  # fmt: skip
 """Strategy that makes runs in a fixed order -> the sort key of a run, and when enough is measured."""
-STRATEGIES = ("adaptive", *_IN_ORDER)
+STRATEGIES = ("adaptive", *_FIXED_ORDERS)
 
 
 def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list[ReplayedRun]]:
@@ -139,30 +141,25 @@ def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list
     for case in cases:
         spec = case.run.spec
         if not case.run.suspect and not any(broken_rules(spec.layout, spec.shape)):
-            cells.setdefault((spec.shape.name, spec.nodes), {})[spec.run_id] = _run(case, profile)
+            cells.setdefault((spec.shape.name, spec.nodes), {})[spec.run_id] = _replayed_run(case, profile)
     return {
-        cell: list(runs.values())
-        for cell, runs in sorted(cells.items())
-        if any(run.step_time_s for run in runs.values())
+        cell: list(run_by_id.values())
+        for cell, run_by_id in sorted(cells.items())
+        if any(run.step_time_s for run in run_by_id.values())
     }
 
 
-def _run(case: Case, profile: Profile) -> ReplayedRun:
+def _replayed_run(case: Case, profile: Profile) -> ReplayedRun:
     spec, limit_bytes = case.run.spec, case.hardware.mem_bytes
-    constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
+    constants = with_version(memory_constants(profile.framework, profile.memory), case.run)
     stages = predict_memory(spec, constants)
     peak_bytes = max(stage.peak_bytes for stage in stages)
     time_s, low_s, high_s = case.interval_s(profile)
     prediction = Prediction(
-        step_time_s=time_s,
-        step_time_low_s=low_s,
-        step_time_high_s=high_s,
-        p_oom=p_oom(stages, limit_bytes, constants),
-        limited_by="compute",
-        peak_mem_bytes=int(peak_bytes),
-        memory_share=peak_bytes / limit_bytes,
-        duration_s=START_S + STEPS * time_s,
-    )
+        step_time_s=time_s, step_time_low_s=low_s, step_time_high_s=high_s,
+        p_oom=p_oom(stages, limit_bytes, constants), limited_by="compute", peak_mem_bytes=int(peak_bytes),
+        memory_share=peak_bytes / limit_bytes, duration_s=STARTUP_S + RUN_STEPS * time_s,
+    )  # fmt: skip
     return ReplayedRun(
         run_id=spec.run_id,
         layout=spec.layout,
@@ -173,26 +170,26 @@ def _run(case: Case, profile: Profile) -> ReplayedRun:
 
 
 def replay(
-    cells: Mapping[ReplayedCell, Sequence[ReplayedRun]], strategy: str, batch: int, max_p_oom: float
+    cells: Mapping[ReplayedCell, Sequence[ReplayedRun]], strategy: str, num_parallel: int, max_p_oom: float
 ) -> dict[str, Any]:
     """The document of `ultrabench predict replay --json`.
 
-    Hours are shares of those of all runs. A regret of 0.02 means that the best layout found is 2 % slower than the
-    best of its cell; it is None where the strategy found none.
+    `num_parallel` runs are made at a time. Hours are fractions of those of all runs. A regret of 0.02 means that the
+    best layout found is 2 % slower than the best of its cell; it is None if the strategy found none.
     """
-    replays, rows = list[Replay](), list[dict[str, Any]]()
+    replays, cell_rows = list[Replay](), list[dict[str, Any]]()
     for (model, nodes), runs in cells.items():
-        cell = Replay(runs, max_p_oom)
+        replay = Replay(runs, max_p_oom)
         if strategy == "adaptive":
-            _adaptive(cell, batch)
+            _run_adaptively(replay, num_parallel)
         else:
-            _in_order(cell, batch, *_IN_ORDER[strategy])
-        cell.confirm()
-        replays.append(cell)
+            _run_in_order(replay, num_parallel, *_FIXED_ORDERS[strategy])
+        replay.confirm()
+        replays.append(replay)
         best_s = min(run.step_time_s for run in runs if run.step_time_s)
-        regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
-        cell_counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(cell.runs_made)}
-        rows.append({**cell_counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
-    share = sum(cell.gpu_s for cell in replays) / sum(cell.total_gpu_s for cell in replays)
-    totals = {"gpu_hours_share": share, "runs": sum(row["runs"] for row in rows)}
-    return {"strategy": strategy, "batch": batch, **totals, "cells": rows}
+        regret = replay.best_s / best_s - 1 if replay.best_s < math.inf else None
+        counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(replay.runs_made)}
+        cell_rows.append({**counts, "gpu_hours_share": replay.gpu_s / replay.total_gpu_s, "regret": regret})
+    gpu_hours_share = sum(replay.gpu_s for replay in replays) / sum(replay.total_gpu_s for replay in replays)
+    totals = {"gpu_hours_share": gpu_hours_share, "runs": sum(row["runs"] for row in cell_rows)}
+    return {"strategy": strategy, "batch": num_parallel, **totals, "cells": cell_rows}

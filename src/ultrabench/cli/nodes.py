@@ -31,8 +31,8 @@ def nodes(
     A node is marked if it was slower than the others on at least two days, by more than chance and the usual
     differences between nodes explain."""
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
-    from ultrabench.analysis.nodes.relative import smallest_losses
-    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, health_text, losses_text
+    from ultrabench.analysis.nodes.relative import min_slowdowns
+    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, health_text, slowdowns_text
     from ultrabench.cli.tables import print_json, show, table
 
     if as_exclude_list and json_:
@@ -47,13 +47,13 @@ def nodes(
     if as_exclude_list:
         typer.echo(exclude_list(node_reports))
     elif json_:
-        speed_losses = smallest_losses(report.speeds for report in node_reports)
+        speed_losses = min_slowdowns(report.speeds for report in node_reports)
         print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": speed_losses})
     else:
         num_marked = sum(report.marked for report in node_reports)
         table_rows = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {num_marked} marked"
-        notes = NOTE, losses_text(node_reports), days_text(node_reports)
+        notes = NOTE, slowdowns_text(node_reports), days_text(node_reports)
         show(table(title, *HEADS, "health", rows=table_rows), "", *notes)
 
 

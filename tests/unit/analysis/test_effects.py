@@ -52,7 +52,7 @@ PAIRS = pairs(FACTORIAL, "zero_stage")
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)])
 def test_an_effect_of_5_per_cent_is_found_and_none_is_invented(seeds, worth, least, most):
     assert len(PAIRS) == 20
-    num_proven = sum(simulated(seed, worth).proven > 0 for seed in seeds)
+    num_proven = sum(simulated(seed, worth).proven_log_ratio > 0 for seed in seeds)
     assert least <= num_proven <= most
 
 
@@ -229,7 +229,7 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
         row("e", mbs=2, gas=16, stopped="slower_than_best"), row("f", status=None), row("g", status="rejected"),
     ]  # fmt: skip
     measured = competing(table_of(*rows))
-    assert (len(measured.runs), measured.left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
+    assert (len(measured.runs), measured.num_left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
     assert "a slow value may look better than it is" in measured.note
     load = {"suspect": "other programs used 40 % of the cores", "suspect_codes": ["foreign_load"]}
     fact = "3 runs, none can win: 2 suspect (other programs used 40 % of the cores), 1 oom; to accept these runs, launch again"

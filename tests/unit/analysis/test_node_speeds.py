@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ultrabench.analysis.nodes.measurements import CONTROL, NODE_RATES, Measurement, Node
-from ultrabench.analysis.nodes.relative import relative_speeds, smallest_losses
+from ultrabench.analysis.nodes.measurements import CONTROL_RATE, NODE_RATES, Measurement, Node
+from ultrabench.analysis.nodes.relative import min_slowdowns, relative_speeds
 
 NODES = [Node("big", f"n{number:02}") for number in range(32)]
 SLOW, PARTNER, HEALTHY = NODES[7], NODES[8], range(1000, 1100)
@@ -23,7 +23,14 @@ def each_day(days, rate, value):
 
 
 def cluster(
-    seed, days, *, rates=(PRODUCTS, MEMORY, CONTROL), nodes_together=1, noise=0.01, between=0.005, slower=0.04
+    seed,
+    days,
+    *,
+    rates=(PRODUCTS, MEMORY, CONTROL_RATE),
+    nodes_together=1,
+    noise=0.01,
+    between=0.005,
+    slower=0.04,
 ):
     """Each node is measured on each day: it differs from others for good, from day to day, and all of them by day.
 
@@ -35,9 +42,9 @@ def cluster(
         usual[NODES.index(SLOW)] += np.log(1 - slower)
         for day in range(days):
             logs = usual + random.normal(0, noise, len(NODES)) + random.normal(0, 0.02)
-            groups = random.permutation(len(NODES)).reshape(-1, nodes_together if rate == CONTROL else 1)
+            groups = random.permutation(len(NODES)).reshape(-1, nodes_together if rate == CONTROL_RATE else 1)
             for group in groups:
-                alone = nodes_together == 1 or rate != CONTROL
+                alone = nodes_together == 1 or rate != CONTROL_RATE
                 value = np.exp(logs[group].min() + (0.0 if alone else random.normal(0, noise / 2)))
                 yield measured(rate, [NODES[n] for n in group], value, day)
 
@@ -50,7 +57,7 @@ def slow_nodes(measurements):
     ("days", "options"),
     [
         (5, {}),
-        (10, {"rates": (CONTROL,), "nodes_together": 4, "between": 0.0}),
+        (10, {"rates": (CONTROL_RATE,), "nodes_together": 4, "between": 0.0}),
         (24, {"rates": (PRODUCTS,), "noise": 0.029, "between": 0.0}),
     ],
 )
@@ -65,17 +72,17 @@ def test_a_slow_node_is_found_and_healthy_ones_are_left_in_peace(days, options):
 def test_the_smallest_loss_is_the_one_that_marks():
     """Twins of one cluster: the node that is a little slower than the smallest loss is marked, the other is not."""
     healthy = relative_speeds(cluster(3, 5, slower=0.0))
-    losses = smallest_losses({rate: speed} for (rate, _), speed in healthy.items())
+    losses = min_slowdowns({rate: speed} for (rate, _), speed in healthy.items())
     at_node = healthy[PRODUCTS, SLOW]
     for factor, marked in ((0.9, False), (1.1, True)):
-        target = 1 - factor * at_node.smallest_loss
+        target = 1 - factor * at_node.min_slowdown
         rows = [
             row._replace(value=row.value * target / at_node.relative)
             if (row.rate, row.nodes) == (PRODUCTS, (SLOW,)) else row
             for row in cluster(3, 5, slower=0.0)
         ]  # fmt: skip
         assert relative_speeds(rows)[PRODUCTS, SLOW].slow is marked
-    assert losses[PRODUCTS] == pytest.approx(at_node.smallest_loss, rel=0.3)
+    assert losses[PRODUCTS] == pytest.approx(at_node.min_slowdown, rel=0.3)
 
 
 def test_a_node_is_told_from_its_partners():
@@ -84,7 +91,7 @@ def test_a_node_is_told_from_its_partners():
     for n in range(3, 32, 2):
         pairs += [(NODES[n], NODES[(n + 1) % 32]), (NODES[n], NODES[(n + 5) % 32])]
     rows = [
-        measured(CONTROL, pair, 0.96 if SLOW in pair else 1 + 0.001 * np.sin(n * day), day)
+        measured(CONTROL_RATE, pair, 0.96 if SLOW in pair else 1 + 0.001 * np.sin(n * day), day)
         for day in range(1, 4)
         for n, pair in enumerate(pairs)
     ]
@@ -94,12 +101,12 @@ def test_a_node_is_told_from_its_partners():
 def test_nodes_that_were_always_together_get_no_answer():
     rest = [node for node in NODES if node not in (SLOW, PARTNER)]
     rows = [
-        measured(CONTROL, pair, 0.9 if SLOW in pair else 1 + 0.001 * np.sin(n * day), day)
+        measured(CONTROL_RATE, pair, 0.9 if SLOW in pair else 1 + 0.001 * np.sin(n * day), day)
         for day in range(1, 5)
         for n, pair in enumerate([(SLOW, PARTNER), *((node,) for node in rest)])
     ]
     speeds = relative_speeds(rows)
-    assert not {(CONTROL, SLOW), (CONTROL, PARTNER)} & speeds.keys()
+    assert not {(CONTROL_RATE, SLOW), (CONTROL_RATE, PARTNER)} & speeds.keys()
     assert len(speeds) == len(rest)
     two = each_day(9, PRODUCTS, lambda _, n, day: 1 - 0.1 * n)
     # Of two nodes neither is the usual one.

@@ -12,7 +12,7 @@ from tests.unit.analysis.tables import table_of
 from ultrabench.analysis.effects import cells, competing, effects_by_axis
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.page.rows import NAMES, PUBLIC, WORDS, document, encoded
+from ultrabench.analysis.page.rows import NAME_COLUMNS, PUBLIC_COLUMNS, WORD_COLUMNS, document, encoded_column
 from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA
 from ultrabench.layout import Layout
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
@@ -95,7 +95,9 @@ def test_a_public_page_tells_no_text_that_is_not_allowed():
         "model": f"/home/{PLANTED}/8B", "kernel": f"/opt/{PLANTED}/kernel/", "hardware": rf"C:\{PLANTED}\h100x8",
     }  # fmt: skip
     names |= {column.name: [PLANTED] for column in SCHEMA if column.type == pa.list_(pa.string())}
-    texts = [column.name for column in SCHEMA if column.type == pa.string() and column.name not in PUBLIC]
+    texts = [
+        column.name for column in SCHEMA if column.type == pa.string() and column.name not in PUBLIC_COLUMNS
+    ]
     told = names | dict.fromkeys(texts, f"error on {PLANTED}")
     rows = [run(1, **told), run(2, **told, suspect=f"throttled on {PLANTED}")]
     ends = enumerate(("crash", "rejected", "oom"), 5)
@@ -108,10 +110,10 @@ def test_a_public_page_tells_no_text_that_is_not_allowed():
 
 def test_what_is_public_is_a_number_or_a_text_that_was_chosen_by_name():
     texts = {column.name for column in SCHEMA if column.type not in (INT, FLOAT, BOOL)}
-    assert set(SCHEMA.names) >= PUBLIC
-    assert PUBLIC & texts == {*NAMES, *WORDS}
+    assert set(SCHEMA.names) >= PUBLIC_COLUMNS
+    assert PUBLIC_COLUMNS & texts == {*NAME_COLUMNS, *WORD_COLUMNS}
     private = "sweep", "cluster", "reason", "hostnames", "suspect_hosts", "source", "job_id", "allocation"
-    assert PUBLIC.isdisjoint(private)
+    assert PUBLIC_COLUMNS.isdisjoint(private)
     numbers = set(SCHEMA.names) - texts
     assert not [
         name for name in numbers if {"id", "ids", "user", "host", "path", "account"} & {*name.split("_")}
@@ -176,7 +178,7 @@ def test_numbers_that_are_none_are_null():
     "values", [["a", "b", "a", None] * 4, [*range(20)], [None, 1.5], [True, False, True]]
 )
 def test_a_column_is_encoded_without_loss(values):
-    assert decoded(encoded(values)) == values
+    assert decoded(encoded_column(values)) == values
 
 
 @pytest.mark.parametrize(

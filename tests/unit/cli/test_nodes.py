@@ -12,7 +12,13 @@ from tests.unit.analysis.sweeps import OK, SPECS, make_sweep
 from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.figures.kinds import prepared
-from ultrabench.analysis.nodes.measurements import CONTROL, LINKS, NODE_RATES, journal_rows, table_rows
+from ultrabench.analysis.nodes.measurements import (
+    CONTROL_RATE,
+    LINK_RATES,
+    NODE_RATES,
+    journal_rows,
+    table_rows,
+)
 from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.page.rows import document
 from ultrabench.result import AGENT_GONE, RunResult, Status
@@ -69,14 +75,14 @@ def test_the_slow_and_the_failing_node_are_marked_and_no_other(ultrabench, night
     answer = json.loads(out)
     failing, slow, *others = answer["nodes"]
     losses = answer["smallest_losses"]
-    assert {*losses} == {*NODE_RATES, CONTROL, LINKS[0]}
+    assert {*losses} == {*NODE_RATES, CONTROL_RATE, LINK_RATES[0]}
     assert 0.01 <= losses[NODE_RATES[1]] <= losses[NODE_RATES[0]] < 0.04
     assert (failing["host"], failing["failing"], failing["slow"], failing["xids"]) == (FAILING, True, [], 3)
-    assert (slow["host"], slow["failing"], {*slow["slow"]}) == (SLOW, False, {NODE_RATES[0], CONTROL})
+    assert (slow["host"], slow["failing"], {*slow["slow"]}) == (SLOW, False, {NODE_RATES[0], CONTROL_RATE})
     products = slow["rates"][NODE_RATES[0]]
     assert products["rate"] == pytest.approx(0.96 * 7e14, rel=0.005)
     assert 0.94 < products["low"] < products["relative"] < products["high"] < 1
-    assert slow["rates"][LINKS[0]]["relative"] == pytest.approx(1)
+    assert slow["rates"][LINK_RATES[0]]["relative"] == pytest.approx(1)
     assert (slow["runs"], slow["attempts"], slow["throttled"], slow["failures"]) == (8, 8, 4, {})
     seen = [f"2023-11-{day}T22:15:20+00:00" for day in (14, 17)]
     assert [slow["first_seen"], slow["last_seen"]] == seen

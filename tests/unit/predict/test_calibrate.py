@@ -18,7 +18,7 @@ from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
 from ultrabench.analysis.predict.fit import FP8_NAMES, fit_constants, fitted_names, intervals, log_errors
-from ultrabench.analysis.predict.nanotron import fit_memory, nanotron_version, usable
+from ultrabench.analysis.predict.nanotron import fit_memory, memory_runs, nanotron_version
 from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import metrics, priors_of_fp8, table, without_own_group
 from ultrabench.layout import Layout
@@ -157,7 +157,7 @@ def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
 
     given = changed(measured(BASE.time, 40), peak_mem_reserved_rank0_bytes=peak)
     failed = replace(given[0].run, status="oom", peak_mem_reserved_rank0_bytes=10**9)
-    known = usable([*(case.run for case in given), failed])
+    known = memory_runs([*(case.run for case in given), failed])
     assert failed not in known
     found = fit_memory(known, NANOTRON_MEMORY)
     assert found.layer_hidden == pytest.approx(30.0, rel=0.1)

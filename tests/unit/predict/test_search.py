@@ -142,7 +142,7 @@ def test_replays_count_hours_and_what_was_missed(tmp_path):
     hours = {name: document["gpu_hours_share"] for name, document in found.items()}
     assert hours["adaptive"] < hours["predicted"] < hours["exhaustive"]
     all_s = sum(60 + 5 * r.step_time_s for r in cell if r.step_time_s) * 8 + (60 + 0.9) * 8
-    assert sum(r.cost() / r.layout.tp for r in cell) == pytest.approx(all_s)
+    assert sum(r.cost_gpu_s() / r.layout.tp for r in cell) == pytest.approx(all_s)
     assert found["exhaustive"]["runs"] == len(cell)
     assert render(lambda: figure(found["adaptive"], "f"), tmp_path / "f.png").startswith(b"\x89PNG")
 
