@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.analysis.figures.kinds import KINDS, prepared, rows_where, runs_drawn
+from ultrabench.analysis.figures.kinds import KINDS, num_runs_drawn, prepare_figure, rows_where
 from ultrabench.cli.options import RESULTS, AlsoRankBy, Json, RankBy, ResultsDir, Source, table_file
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
@@ -75,7 +75,7 @@ def heatmap(
     ranked_by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     notes_text = "".join(f"Ranked by {column}. " for column in ranked_by[:1]) + notes(table, include_suspects)
     path = output or Path(f"{path_prefix}heatmap.png")
-    draw(path, lambda: figure(cells, title=name, notes=notes_text, compared_with=other_name))
+    draw(path, lambda: figure(cells, title=name, notes=notes_text, compared_name=other_name))
     num_tied = sum(bool(cell.as_good_as_best) for cell in cells)
     tied_text = f"; in {num_tied} of them, several layouts tie for best: see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied_text if num_tied else ''}")
@@ -104,12 +104,12 @@ def plot(
     from ultrabench.analysis.collect import open_results
 
     words = [*(arguments or [])]
-    if KINDS[kind].over_any_axis and axis is None:
+    if KINDS[kind].takes_any_axis and axis is None:
         axis = next((word for word in words if "=" not in word and not word.endswith(".parquet")), None)
         if axis:
             words.remove(axis)
     source, settings = _split(words)
-    if KINDS[kind].of_layout:
+    if KINDS[kind].shows_layout:
         no_results = "", f"{Path.cwd()}/", None
         name, path_prefix, table = open_results(source, results_dir, warn) if source else no_results
         options = {"layout": settings}
@@ -117,9 +117,9 @@ def plot(
         name, path_prefix, table = open_results(source, results_dir, warn)
         table, options = rows_where(table, settings), {}
     path = output or Path(f"{path_prefix}{'-'.join(filter(None, (kind, axis, by)))}.png")
-    drawn, make = prepared(kind, table, title=name, axis=axis, by=by, **options)
+    drawn, make = prepare_figure(kind, table, title=name, axis=axis, by=by, **options)
     draw(path, make)
-    num_runs = runs_drawn(drawn)
+    num_runs = num_runs_drawn(drawn)
     say(f"drew {path}" if num_runs is None else f"drew {counted(num_runs, 'run')} to {path}")
 
 
@@ -127,8 +127,10 @@ def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
     for kind, description in KINDS.items():
         axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
-        columns = f" (--by COLUMN, default {description.by})" if description.by else ""
-        typer.echo(f"{kind:<14}{description.shows}{axes}{columns}")
+        columns = (
+            f" (--by COLUMN, default {description.default_column})" if description.default_column else ""
+        )
+        typer.echo(f"{kind:<14}{description.summary}{axes}{columns}")
 
 
 def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
