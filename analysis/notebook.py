@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from ultrabench.analysis.cells import Cell, notes
 from ultrabench.analysis.collect import conform, open_results
 from ultrabench.analysis.figures import heatmap
-from ultrabench.analysis.figures.kinds import KINDS, prepared
-from ultrabench.analysis.figures.picture import styled
+from ultrabench.analysis.figures.kinds import KINDS, prepare_figure
+from ultrabench.analysis.figures.picture import figure_style
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import ConfigError, require_known
@@ -77,16 +77,16 @@ def plot(kind: str, rows: pd.DataFrame | None = None, *, title: str | None = Non
         ConfigError: no such kind or axis, or the rows have nothing to draw.
     """
     require_known("figure", ("heatmap", *KINDS), kind)
-    if rows is None and not (kind in KINDS and KINDS[kind].of_layout):
+    if rows is None and not (kind in KINDS and KINDS[kind].shows_layout):
         raise ConfigError(f"the figure {kind} needs result rows; pass those of ultrabench.read()")
     table = None if rows is None else table_of(rows)
     name = title or ("" if rows is None else str(rows.attrs.get("name", "results")))
     if kind != "heatmap" or table is None:
-        _, draw = prepared(kind, table, title=name, **options)
+        _, draw = prepare_figure(kind, table, title=name, **options)
     else:
         note = notes(table, bool(options.get("include_suspects")))
         draw = partial(heatmap.figure, rank(table, **options), title=name, notes=note)
-    with styled():
+    with figure_style():
         return draw()
 
 

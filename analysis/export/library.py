@@ -25,16 +25,16 @@ def require_library(extra: str) -> None:
             raise ConfigError(f"{package} is not installed; run: pip install 'ultrabench[{extra}]'")
 
 
-def library(module: str) -> Any:
+def tracker_module(module_name: str) -> Any:
     """A module of a tracker's package.
 
     Raises:
         ConfigError: it cannot be imported.
     """
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module_name)
     except ImportError as error:
-        extra = module.partition(".")[0]
+        extra = module_name.partition(".")[0]
         raise ConfigError(
-            f"cannot import {module} ({error}); run: pip install -U 'ultrabench[{extra}]'"
+            f"cannot import {module_name} ({error}); run: pip install -U 'ultrabench[{extra}]'"
         ) from error

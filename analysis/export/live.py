@@ -29,9 +29,9 @@ from ultrabench.store.state import Fold
 
 POLL_S = 2.0
 """Seconds between two looks at the journal."""
-DEADLINE_S = 60.0
+ANSWER_DEADLINE_S = 60.0
 """Seconds after which a tracker that does not answer counts as away."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0
+FIRST_RETRY_WAIT_S, MAX_RETRY_WAIT_S = 10.0, 300.0
 """Seconds to wait after a failure; each further one in a row doubles them, up to the longest."""
 EXIT_DEADLINE_S = 300.0
 """Seconds after the end of standard input after which the process exits, whatever the library does."""
@@ -44,15 +44,15 @@ class LiveExport:
     kind: str
     folder: SweepFolder
     journal: JournalReader
-    state: Fold = field(default_factory=Fold)
-    logged: dict[str, TrackedRun] = field(default_factory=dict)
+    sweep_state: Fold = field(default_factory=Fold)
+    logged_runs: dict[str, TrackedRun] = field(default_factory=dict)
     """run_id -> the run as it was logged."""
-    num_ended: int = 0
+    num_logged_attempts: int = 0
     """Number of attempts that had ended when all was logged."""
     tracker: Tracker | None = None
-    failure: str = ""
+    latest_failure: str = ""
     """The latest failure, until all is logged."""
-    pause_s: float = 0.0
+    retry_wait_s: float = 0.0
     """Seconds to wait before the next try."""
 
     def log(self, *, is_last: bool) -> bool:
@@ -62,33 +62,33 @@ class LiveExport:
         except Exception as error:
             self._note_failure(first_line(error))
             return False
-        self.pause_s, self.failure = 0.0, ""
+        self.retry_wait_s, self.latest_failure = 0.0, ""
         return True
 
     def _log(self, is_last: bool) -> None:
-        attempts = self.state.add(self.journal.poll()).attempts.values()
+        attempts = self.sweep_state.add(self.journal.poll()).attempts.values()
         num_ended = sum(attempt.result is not None for attempt in attempts)
-        if num_ended == self.num_ended and not (is_last and num_ended):
+        if num_ended == self.num_logged_attempts and not (is_last and num_ended):
             return
         table = collect([self.folder], lambda message: None)
         for run in tracked_runs(table, has_ranks=False):
-            if self.logged.get(run.run_id) != run:
-                with _deadline(DEADLINE_S):
+            if self.logged_runs.get(run.run_id) != run:
+                with _deadline(ANSWER_DEADLINE_S):
                     self._open_tracker().log(run)
-                self.logged[run.run_id] = run
+                self.logged_runs[run.run_id] = run
         if is_last:
-            with _deadline(DEADLINE_S):
+            with _deadline(ANSWER_DEADLINE_S):
                 log_results(self._open_tracker(), (), table, self.folder.name)
-        self.num_ended = num_ended
+        self.num_logged_attempts = num_ended
 
     def _open_tracker(self) -> Tracker:
         self.tracker = self.tracker or open_tracker(self.kind, None, self.folder.path.parent)
         return self.tracker
 
     def _note_failure(self, failure: str) -> None:
-        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
-        if failure != self.failure:
-            self.failure = failure
+        self.retry_wait_s = min(max(FIRST_RETRY_WAIT_S, 2 * self.retry_wait_s), MAX_RETRY_WAIT_S)
+        if failure != self.latest_failure:
+            self.latest_failure = failure
             with (self.folder.path / "tracking.log").open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.kind}: {failure}\n")
 
@@ -97,10 +97,10 @@ class LiveExport:
 def _deadline(seconds: float) -> Iterator[None]:
     """Raises UltrabenchError in the body when it takes longer."""
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
+    def raise_error(signal_number: int, frame: FrameType | None) -> NoReturn:
         raise UltrabenchError(f"no answer within {seconds:.0f} s")
 
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGALRM, raise_error)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -111,14 +111,14 @@ def _deadline(seconds: float) -> Iterator[None]:
 def main(kind: str, path: Path) -> int:
     """Follows a sweep until standard input ends; returns 0 if all was logged at last."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it runs only on cores that would be idle
-    live = LiveExport(kind, SweepFolder(path), JournalReader(path / "journal"))
-    while not select.select([sys.stdin], [], [], max(POLL_S, live.pause_s))[0]:
-        live.log(is_last=False)
+    live_export = LiveExport(kind, SweepFolder(path), JournalReader(path / "journal"))
+    while not select.select([sys.stdin], [], [], max(POLL_S, live_export.retry_wait_s))[0]:
+        live_export.log(is_last=False)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     last_resort = threading.Timer(EXIT_DEADLINE_S, os._exit, (1,))
     last_resort.daemon = True
     last_resort.start()
-    return 0 if live.log(is_last=True) else 1
+    return 0 if live_export.log(is_last=True) else 1
 
 
 if __name__ == "__main__":

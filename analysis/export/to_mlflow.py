@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ultrabench.analysis.export.library import library, require_library
+from ultrabench.analysis.export.library import require_library, tracker_module
 from ultrabench.analysis.export.tracked_runs import TrackedRun, sweep_key
 
 _KEY_TAG = "ultrabench.key"
@@ -26,22 +26,24 @@ class MLflow:
         """
         require_library("mlflow")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self._entities, client = library("mlflow.entities"), library("mlflow").MlflowClient
-        for logger in ("mlflow", "alembic"):
-            logging.getLogger(logger).setLevel(logging.WARNING)
-        given_uri = os.environ.get("MLFLOW_TRACKING_URI")
-        uri = given_uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        artifact_uri = None if given_uri else (folder.resolve() / "mlartifacts").as_uri()
+        self._entities, mlflow = tracker_module("mlflow.entities"), tracker_module("mlflow")
+        for logger_name in ("mlflow", "alembic"):
+            logging.getLogger(logger_name).setLevel(logging.WARNING)
+        env_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        tracking_uri = env_uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        artifact_uri = None if env_uri else (folder.resolve() / "mlartifacts").as_uri()
         name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
-        self._client, self._parents = client(uri), dict[str, str]()
-        self.where = f"experiment {name} at {uri}"
-        experiment, create = self._client.get_experiment_by_name(name), self._client.create_experiment
-        self._experiment = experiment.experiment_id if experiment else create(name, artifact_uri)
+        self._client, self._parent_ids = mlflow.MlflowClient(tracking_uri), dict[str, str]()
+        self.where = f"experiment {name} at {tracking_uri}"
+        if experiment := self._client.get_experiment_by_name(name):
+            self._experiment_id = experiment.experiment_id
+        else:
+            self._experiment_id = self._client.create_experiment(name, artifact_uri)
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: settings as params, which never change, numbers as metrics, the outcome as tags."""
-        tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT_TAG: self._parent(run.sweep)}
-        mlflow_run, entities = self._run(run.key, run.name, tags), self._entities
+        tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT_TAG: self._parent_id(run.sweep)}
+        mlflow_run, entities = self._found_or_new_run(run.key, run.name, tags), self._entities
         data, now_ms = mlflow_run.data, int(1000 * time.time())
         new_metrics = {name: value for name, value in run.metrics.items() if data.metrics.get(name) != value}
         new_params = {name: value for name, value in run.config.items() if name not in data.params}
@@ -56,18 +58,19 @@ class MLflow:
     def attach(self, sweep: str, paths: Sequence[Path]) -> None:
         """Keeps files as artifacts of the sweep's run; a file of the same name is replaced."""
         for path in paths:
-            self._client.log_artifact(self._parent(sweep), str(path))
-        self._client.set_terminated(self._parent(sweep))
+            self._client.log_artifact(self._parent_id(sweep), str(path))
+        self._client.set_terminated(self._parent_id(sweep))
 
-    def _parent(self, sweep: str) -> str:
+    def _parent_id(self, sweep: str) -> str:
         """The id of the run of a sweep."""
-        if sweep not in self._parents:
-            self._parents[sweep] = self._run(sweep_key(sweep), sweep, {"sweep": sweep}).info.run_id
-        return self._parents[sweep]
+        if sweep not in self._parent_ids:
+            parent_run = self._found_or_new_run(sweep_key(sweep), sweep, {"sweep": sweep})
+            self._parent_ids[sweep] = parent_run.info.run_id
+        return self._parent_ids[sweep]
 
-    def _run(self, key: str, name: str, tags: dict[str, str]) -> Any:
+    def _found_or_new_run(self, key: str, name: str, tags: dict[str, str]) -> Any:
         """The run with this key, which is made if there is none."""
         filter_text = f"tags.`{_KEY_TAG}` = '{key}'"
-        for run in self._client.search_runs([self._experiment], filter_text, max_results=1):
+        for run in self._client.search_runs([self._experiment_id], filter_text, max_results=1):
             return run
-        return self._client.create_run(self._experiment, tags={_KEY_TAG: key, **tags}, run_name=name)
+        return self._client.create_run(self._experiment_id, tags={_KEY_TAG: key, **tags}, run_name=name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ultrabench.analysis.export.library import library
+from ultrabench.analysis.export.library import tracker_module
 from ultrabench.analysis.export.tracked_runs import TrackedRun, plain_name, sweep_key
 
 
@@ -19,7 +19,7 @@ class WeightsAndBiases:
         Raises:
             ConfigError: wandb is not installed.
         """
-        self._wandb = library("wandb")
+        self._wandb = tracker_module("wandb")
         self._project = project or os.environ.get("WANDB_PROJECT") or "ultrabench"
         self._folder = Path(os.environ.get("WANDB_DIR") or folder)
         self.where = f"W&B project {self._project}"
@@ -28,21 +28,21 @@ class WeightsAndBiases:
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: its settings as config, its numbers and its outcome as summary."""
-        wandb_run = self._begin(run.key, run.name, run.sweep, "run")
+        wandb_run = self._begin_run(run.key, run.name, run.sweep, "run")
         wandb_run.config.update({"sweep": run.sweep, "cell": run.cell, **run.config}, allow_val_change=True)
         wandb_run.summary.update({**run.metrics, **run.tags})
-        self._finish(wandb_run, exit_code=0 if run.is_ok else 1)
+        self._finish_run(wandb_run, exit_code=0 if run.is_ok else 1)
 
     def attach(self, sweep: str, paths: Sequence[Path]) -> None:
         """Keeps files as an artifact of a run of the sweep; equal files make no new version."""
-        wandb_run = self._begin(sweep_key(sweep), sweep, sweep, "sweep")
+        wandb_run = self._begin_run(sweep_key(sweep), sweep, sweep, "sweep")
         artifact = self._wandb.Artifact(plain_name(sweep), type="results")
         for path in paths:
             artifact.add_file(str(path))
         wandb_run.log_artifact(artifact)
-        self._finish(wandb_run, exit_code=0)
+        self._finish_run(wandb_run, exit_code=0)
 
-    def _begin(self, key: str, name: str, sweep: str, kind: str) -> Any:
+    def _begin_run(self, key: str, name: str, sweep: str, kind: str) -> Any:
         disabled_features = dict.fromkeys(("disable_git", "x_disable_stats", "x_disable_meta"), True)
         settings = self._wandb.Settings(silent=True, console="off", **disabled_features)
         return self._wandb.init(
@@ -50,10 +50,10 @@ class WeightsAndBiases:
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow", settings=settings,
         )  # fmt: skip
 
-    def _finish(self, wandb_run: Any, exit_code: int) -> None:
+    def _finish_run(self, wandb_run: Any, exit_code: int) -> None:
         """Ends a run; then its earlier offline files go, which `wandb sync` would upload a second time."""
-        folder = Path(wandb_run.dir).parent
+        run_folder = Path(wandb_run.dir).parent
         wandb_run.finish(exit_code=exit_code)
-        for earlier_folder in folder.parent.glob(f"offline-run-*-{wandb_run.id}"):
-            if earlier_folder != folder:
+        for earlier_folder in run_folder.parent.glob(f"offline-run-*-{wandb_run.id}"):
+            if earlier_folder != run_folder:
                 shutil.rmtree(earlier_folder)

@@ -23,21 +23,22 @@ from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, TEXT
 from ultrabench.errors import counted
 from ultrabench.result import NOT_TRIED, Status
 
-Value = str | int | float | bool
+SettingValue = str | int | float | bool
 """A setting of a run."""
-_KEY = ("sweep", "run_id", "repeat", "attempt")
-_key_of = operator.itemgetter(*_KEY)
-_ID_COLUMNS = ("schema_version", *_KEY, "env_id", "env", "variables", "kernel_digest", "gpu_name")
+_ROW_KEY = ("sweep", "run_id", "repeat", "attempt")
+"""Columns whose values identify a row of the results."""
+_row_key_of = operator.itemgetter(*_ROW_KEY)
+_ID_COLUMNS = ("schema_version", *_ROW_KEY, "env_id", "env", "variables", "kernel_digest", "gpu_name")
 """Columns of the group Identity that say which measurement of a run it was, and not what was run."""
-_CONFIG = [
+_CONFIG_COLUMNS = [
     column.name
     for group in ("Identity", "Model", "Layout")
     for column in GROUPS[group]
     if column.name not in (*_ID_COLUMNS, "variant", "first_values")
 ]
 _OUTCOME = [column for group in ("Outcome", "State of the cluster", "Provenance") for column in GROUPS[group]]
-_METRICS = [column.name for column in _OUTCOME if column.type in (INT, FLOAT)]
-_TAGS = [
+_METRIC_COLUMNS = [column.name for column in _OUTCOME if column.type in (INT, FLOAT)]
+_TAG_COLUMNS = [
     "env_id", "kernel_digest", "gpu_name",
     *(column.name for column in _OUTCOME if column.type in (TEXT, BOOL) and column.name != "evidence"),
 ]  # fmt: skip
@@ -58,7 +59,7 @@ class TrackedRun:
     """Model, nodes and layout, as tables name them."""
     cell: str
     """Model and nodes, by which trackers group runs."""
-    config: Mapping[str, Value] = field(default_factory=dict)
+    config: Mapping[str, SettingValue] = field(default_factory=dict)
     """What was run: columns of the results, and `variant.NAME` for each option that the sweep varies."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Column of the results, whose name has the unit -> finite number."""
@@ -98,40 +99,44 @@ def tracked_runs(table: pa.Table, *, has_ranks: bool = True) -> list[TrackedRun]
     Raises:
         ConfigError: the rows cannot be ranked together.
     """
-    row_by_key = {key: n for n, key in enumerate(zip(*(table[k].to_pylist() for k in _KEY), strict=True))}
-    board_rows = [*chain.from_iterable(Ranking(table).boards(_KEY))]
-    rows = table.take([row_by_key[_key_of(row)] for row in board_rows]).to_pylist()
+    row_keys = zip(*(table[column].to_pylist() for column in _ROW_KEY), strict=True)
+    index_by_key = {row_key: index for index, row_key in enumerate(row_keys)}
+    board_rows = [*chain.from_iterable(Ranking(table).boards(_ROW_KEY))]
+    rows = table.take([index_by_key[_row_key_of(row)] for row in board_rows]).to_pylist()
     pairs = zip(rows, board_rows, strict=True)
-    return [_tracked(row, board_row, has_ranks) for row, board_row in pairs if row["status"] not in NOT_TRIED]
+    return [
+        _tracked_run(row, board_row, has_ranks) for row, board_row in pairs if row["status"] not in NOT_TRIED
+    ]
 
 
 def csv_text(runs: Sequence[TrackedRun]) -> str:
     """The text of a CSV file with a line for each run; what is not known of a run is empty."""
     names = [{"sweep": run.sweep, "run_id": run.run_id, "name": run.name} for run in runs]
-    groups = names, [run.config for run in runs], [run.metrics for run in runs], [run.tags for run in runs]
-    table = pd.concat([pd.DataFrame(group, dtype=object) for group in groups], axis=1)
+    parts = names, [run.config for run in runs], [run.metrics for run in runs], [run.tags for run in runs]
+    table = pd.concat([pd.DataFrame(records, dtype=object) for records in parts], axis=1)
     return table.to_csv(index=False, lineterminator="\n")
 
 
-def _tracked(row: Row, board_row: Row, has_ranks: bool) -> TrackedRun:
-    options = {f"variant.{name}": str(value) for name, value in board_row["options"].items()}
-    numbers = [*_present(board_row, (*_RANK_COLUMNS * has_ranks, _RANKED_COLUMN)), *_present(row, _METRICS)]
-    texts = {name: board_row[name] for name in (*_MARK_COLUMNS * has_ranks, "ranked_by")}
-    texts |= {name: row[name] for name in _TAGS}
-    cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
+def _tracked_run(row: Row, board_row: Row, has_ranks: bool) -> TrackedRun:
+    variant_values = {f"variant.{name}": str(value) for name, value in board_row["options"].items()}
+    rank_columns = (*_RANK_COLUMNS * has_ranks, _RANKED_COLUMN)
+    numbers = [*_known_values(board_row, rank_columns), *_known_values(row, _METRIC_COLUMNS)]
+    tag_texts = {name: board_row[name] for name in (*_MARK_COLUMNS * has_ranks, "ranked_by")}
+    tag_texts |= {name: row[name] for name in _TAG_COLUMNS}
+    cell_name = f"{row['model']} on {counted(row['nodes'], 'node')}"
     return TrackedRun(
         sweep=row["sweep"] or row["source"] or "",
         run_id=row["run_id"],
-        name=" ".join((cell, *layout_words(row | {"options": board_row["options"]}))),
-        cell=cell,
-        config=dict(_present(row, _CONFIG)) | options,
+        name=" ".join((cell_name, *layout_words(row | {"options": board_row["options"]}))),
+        cell=cell_name,
+        config=dict(_known_values(row, _CONFIG_COLUMNS)) | variant_values,
         metrics={name: float(number) for name, number in numbers if math.isfinite(number)},
-        tags={name: "" if text is None else str(text) for name, text in texts.items()},
+        tags={name: "" if text is None else str(text) for name, text in tag_texts.items()},
         step_times_s=tuple(row["step_times_s"] or ()),
         started_at=row["started_at"],
     )
 
 
-def _present(columns: Row, names: Iterable[str]) -> list[tuple[str, Any]]:
-    """Name and value of those of the columns that are known."""
-    return [(name, columns[name]) for name in names if columns[name] is not None]
+def _known_values(row: Row, column_names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Name and value of each of these columns whose value is known."""
+    return [(column, row[column]) for column in column_names if row[column] is not None]

@@ -55,11 +55,11 @@ def open_tracker(kind: str, project: str | None, folder: Path) -> Tracker:
         raise _tracker_error(error) from error
 
 
-def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, name: str) -> None:
+def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, results_name: str) -> None:
     """Logs runs, and keeps the page and the table of their sweep.
 
     Args:
-        name: the name of the sweep or of the file.
+        results_name: the name of the sweep or of the file.
 
     Raises:
         UltrabenchError: the tracker cannot be used; what was logged stays.
@@ -67,15 +67,15 @@ def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, n
     try:
         for run in runs:
             tracker.log(run)
-        with tempfile.TemporaryDirectory() as folder:
-            tracker.attach(name, _files(table, name, Path(folder)))
+        with tempfile.TemporaryDirectory() as temporary_folder:
+            tracker.attach(results_name, _files(table, results_name, Path(temporary_folder)))
     except Exception as error:
         raise _tracker_error(error) from error
 
 
-def _files(table: pa.Table, name: str, folder: Path) -> tuple[Path, Path]:
+def _files(table: pa.Table, results_name: str, folder: Path) -> tuple[Path, Path]:
     html_file, parquet_file = folder / "report.html", folder / "runs.parquet"
-    html_file.write_text(page(document(table, public=False), title=name), encoding="utf-8")
+    html_file.write_text(page(document(table, public=False), title=results_name), encoding="utf-8")
     parquet_file.write_bytes(parquet(table))
     return html_file, parquet_file
 

@@ -18,25 +18,26 @@ if TYPE_CHECKING:  # every --help imports this module, so that it loads no panda
 class Kind:
     """What a kind of figure shows, and over which axes it can be drawn."""
 
-    shows: str
+    summary: str
+    """What the figure shows, for `ultrabench plot --list`."""
     axes: tuple[str, ...] = ()
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
-    by: str = ""
-    """The column of the y axis without --by; empty for a figure without a choice of column."""
-    over_any_axis: bool = False
-    """Whether it is drawn over any axis that varied in the results, which the command names after the kind."""
-    of_layout: bool = False
-    """Whether it shows a layout, given as NAME=VALUE; results are then what was measured of it, or are not taken."""
+    default_column: str = ""
+    """The column of the y axis when --by is not given; empty for a figure without a choice of column."""
+    takes_any_axis: bool = False
+    """Whether the x axis can be any axis that varied in the results; its name follows that of the kind in the command."""
+    shows_layout: bool = False
+    """Whether the figure shows a layout, given as NAME=VALUE; results are then optional, or not allowed."""
 
 
-_RATE = "tokens_per_s_per_gpu"
+_RATE_COLUMN = "tokens_per_s_per_gpu"
 KINDS = {
     "comm": Kind("bandwidth of collectives over nodes, from sweep=comm"),
     "scatter": Kind("MFU and throughput of every measured run over nodes"),
     "scaling": Kind("best throughput and its memory over nodes or a degree", ("nodes", *DEGREES, *DIVIDES)),
-    "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", over_any_axis=True),
+    "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", takes_any_axis=True),
     "largest-batch": Kind("largest micro-batch that fits over tp, pp and recompute, predicted and measured"),
-    "pareto": Kind("throughput, energy or cost against peak memory, with the Pareto front", by=_RATE),
+    "pareto": Kind("throughput, energy or cost against peak memory, with the Pareto front", (), _RATE_COLUMN),
     "predicted": Kind("predicted against measured step time and memory of each run"),
     "checkpoint": Kind("time and bandwidth of checkpoints over nodes, from measure.checkpoint=true"),
     "failures": Kind(
@@ -45,16 +46,16 @@ KINDS = {
     ),
     "nodes": Kind("rates of each node over time, slow and failing nodes first"),
     "bubble": Kind("bubble of pipeline schedules over micro-batches, and the measured cost of pipelines"),
-    "schedule": Kind("timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b", of_layout=True),
+    "schedule": Kind("timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b", shows_layout=True),
     "memory": Kind(
         "predicted memory of a layout by part: model=llama3-8b tp=8",
         (*DEGREES[1:], DEGREES[0], *USUAL, "seq_len", "stage"),
-        of_layout=True,
+        shows_layout=True,
     ),
 }
 
 
-def prepared(
+def prepare_figure(
     kind: str,
     table: "pa.Table | None",
     *,
@@ -70,37 +71,40 @@ def prepared(
         table: a result table with all columns of the schema; None for a layout without results.
         title: name of the sweep or file.
         axis: one of the kind's axes, None for its default; for a kind over any axis, one that varied in the table.
-        by: for a kind with a choice of column, the column; None for its default.
-        layout: for a kind that is of a layout, its values, such as {"pp": 4, "gas": 8}.
+        by: the column of the y axis, for a kind with a choice of column; None for its default.
+        layout: for a kind that shows a layout, its values, such as {"pp": 4, "gas": 8}.
 
     Raises:
         ConfigError: no such kind, axis or column, or the table has nothing to draw.
     """
     require_known("figure", KINDS, kind)
     traits = KINDS[kind]
-    if layout and not traits.of_layout:
+    if layout and not traits.shows_layout:
         raise ConfigError(f"layout: the figure {kind} shows results, not a layout; filter the rows instead")
-    if axis is not None and not traits.axes and not traits.over_any_axis:
+    if axis is not None and not traits.axes and not traits.takes_any_axis:
         raise ConfigError(f"--axis {axis}: the figure {kind} takes no axis; remove --axis")
-    if by is not None and not traits.by:
+    if by is not None and not traits.default_column:
         raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
-    if axis is not None and not traits.over_any_axis:
+    if axis is not None and not traits.takes_any_axis:
         require_known(f"axis of the figure {kind}", traits.axes, axis)
-    module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
-    options = {"axis": axis or next(iter(traits.axes), None)} if traits.axes or traits.over_any_axis else {}
-    options |= {"column": by or traits.by} if traits.by else {}
-    points, notes = module.points(*((layout or {},) if traits.of_layout else ()), table, **options)
-    return points, lambda: module.figure(points, title=title, notes=notes, **options)
+    plot_module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
+    all_options = {"axis": axis or next(iter(traits.axes), None), "column": by or traits.default_column}
+    option_names = ["axis"] * bool(traits.axes or traits.takes_any_axis) + ["column"] * bool(
+        traits.default_column
+    )
+    options = {name: all_options[name] for name in option_names}
+    points, notes = plot_module.points(*((layout or {},) if traits.shows_layout else ()), table, **options)
+    return points, lambda: plot_module.figure(points, title=title, notes=notes, **options)
 
 
-def runs_drawn(points: "pd.DataFrame") -> int | None:
-    """How many runs a figure of these points shows; None for a figure of formulas, layouts or links."""
+def num_runs_drawn(points: "pd.DataFrame") -> int | None:
+    """The number of runs that a figure of these points shows; None for a figure of formulas, layouts or links."""
     if "runs" in points:
         return int(points["runs"].sum())
     return len(points) if "run_id" in points else None
 
 
-def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
+def rows_where(table: "pa.Table", value_by_column: Mapping[str, Any]) -> "pa.Table":
     """The rows of a result table whose columns have these values, such as model=8B and nodes=4.
 
     Raises:
@@ -109,18 +113,18 @@ def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    for name, value in settings.items():
-        require_known("column", table.column_names, name)
-        column = table[name]
+    for column_name, value in value_by_column.items():
+        require_known("column", table.column_names, column_name)
+        column_values = table[column_name]
         # Numbers are sorted as numbers, not as texts; null comes last.
-        is_numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-        values = pc.unique(column.combine_chunks().sort() if is_numeric else column).to_pylist()
-        texts = [*map(str, values)]
-        if str(value) not in texts:
-            nearest_value = None if is_numeric else nearest_name(str(value), texts)
+        is_numeric = pa.types.is_integer(column_values.type) or pa.types.is_floating(column_values.type)
+        ordered_values = column_values.combine_chunks().sort() if is_numeric else column_values
+        value_texts = [*map(str, pc.unique(ordered_values).to_pylist())]
+        if str(value) not in value_texts:
+            nearest_value = None if is_numeric else nearest_name(str(value), value_texts)
             hint = f"did you mean {nearest_value}? " if nearest_value else ""
-            more_text = f" and {len(texts) - MAX_NAMES:,} more" if len(texts) > MAX_NAMES else ""
-            values_text = f"values of {name}: {', '.join(texts[:MAX_NAMES])}{more_text}"
-            raise ConfigError(f"no rows have {name}={value}", f"{hint}{values_text}")
-        table = table.filter(pc.equal(pc.fill_null(column.cast("string"), "None"), str(value)))
+            more_text = f" and {len(value_texts) - MAX_NAMES:,} more" if len(value_texts) > MAX_NAMES else ""
+            values_text = f"values of {column_name}: {', '.join(value_texts[:MAX_NAMES])}{more_text}"
+            raise ConfigError(f"no rows have {column_name}={value}", f"{hint}{values_text}")
+        table = table.filter(pc.equal(pc.fill_null(column_values.cast("string"), "None"), str(value)))
     return table

@@ -9,57 +9,60 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import SETTINGS, set_apart
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.style import Panel, looks, panel_grid
+from ultrabench.analysis.figures.style import Panel, panel_grid, series_looks
 from ultrabench.analysis.history import History, Series
 from ultrabench.errors import counted
 
 _MAX_NAMED_RUNS = 8
 """Number of runs with a change that have a colour and a name."""
-_MAX_TICKS = 6
-_VERSION_LOOK: dict[str, Any] = {
+_MAX_TICK_LABELS = 6
+"""Number of nights that have a label on the x axis."""
+_VERSION_CHANGE_LOOK: dict[str, Any] = {
     "label": "change of commit, version or cluster", "color": "#de8f05", "linestyle": ":", "linewidth": 1.2,
 }  # fmt: skip
-_OTHER_LOOK: dict[str, Any] = {
+_OTHER_RUNS_LOOK: dict[str, Any] = {
     "label": "other runs", "color": "#b5b5b5", "linewidth": 0.8, "marker": ".", "markersize": 3,
 }  # fmt: skip
 
 
 def figure(history: History) -> Figure:
     """The rates of all runs over those of their first nights, and a line where significant changes begin."""
-    cells = defaultdict[str, list[Series]](list)
-    cell_by_series = [series.cell for series in history.series]
-    settings_by_series = set_apart(cell_by_series, [name for name in SETTINGS if name in cell_by_series[0]])
-    for series, settings in zip(history.series, settings_by_series, strict=True):
+    panel_runs = defaultdict[str, list[Series]](list)
+    series_cells = [series.cell for series in history.series]
+    distinct_settings = set_apart(series_cells, [column for column in SETTINGS if column in series_cells[0]])
+    for series, settings in zip(history.series, distinct_settings, strict=True):
         cell_name = f"{series.cell['model']} on {counted(series.cell['nodes'], 'node')}"
-        cells[" | ".join((cell_name, *([", ".join(settings)] if settings else [])))].append(series)
-    change_texts = [f"{number}: {history.text(move)}." for number, move in enumerate(history.moves, 1)]
+        panel_runs[" | ".join((cell_name, *([", ".join(settings)] if settings else [])))].append(series)
+    move_texts = [f"{number}: {history.text(move)}." for number, move in enumerate(history.moves, 1)]
     title = f"Rates over {counted(len(history.nights), 'night')}: {counted(len(history.moves), 'significant change')}"
-    changed_runs = {f"{name}, {s.layout}": s for name, group in cells.items() for s in group if s.changes}
-    styles = looks([*changed_runs][:_MAX_NAMED_RUNS], ordered=False, linewidth=1.2, markersize=3.5)
-    legend = [*styles.values(), *([_OTHER_LOOK] if styles else []), _VERSION_LOOK]
-    notes = "\n".join([*change_texts, *history.notes])
-    figure, panels = panel_grid(cells, title=title, notes=notes, legend=legend, ncols=1)
-    for name, group in cells.items():
-        for series in sorted(group, key=lambda s: bool(s.changes)):
-            first_change = min(series.changes, default=len(series.rates))
+    changed_runs = ((name, run) for name, runs in panel_runs.items() for run in runs if run.changes)
+    run_names = [*dict.fromkeys(f"{name}, {run.layout}" for name, run in changed_runs)][:_MAX_NAMED_RUNS]
+    look_by_run = series_looks(run_names, is_ordered=False, linewidth=1.2, markersize=3.5)
+    legend = [*look_by_run.values(), *([_OTHER_RUNS_LOOK] if look_by_run else []), _VERSION_CHANGE_LOOK]
+    notes = "\n".join([*move_texts, *history.notes])
+    figure, panels = panel_grid(panel_runs, title=title, notes=notes, legend=legend, max_columns=1)
+    for panel_name, axes in panels.items():
+        for series in sorted(panel_runs[panel_name], key=lambda series: bool(series.changes)):
+            first_change_night = min(series.changes, default=len(series.rates))
             rates = np.array([rate or np.nan for rate in series.rates])
-            usual_rate = np.median(rates[[n for n in series.counted_nights if n < first_change]])
-            panels[name].plot(rates / usual_rate, **styles.get(f"{name}, {series.layout}", _OTHER_LOOK))
-        _mark_nights(panels[name], history, group)
-        panels[name].describe(name, "night", "rate / first nights")
+            first_nights = [night for night in series.counted_nights if night < first_change_night]
+            look = look_by_run.get(f"{panel_name}, {series.layout}", _OTHER_RUNS_LOOK)
+            axes.plot(rates / np.median(rates[first_nights]), **look)
+        _mark_nights(axes, history, panel_runs[panel_name])
+        axes.describe(panel_name, "night", "rate / first nights")
     return figure
 
 
-def _mark_nights(axes: Panel, history: History, group: Sequence[Series]) -> None:
-    """Names nights, and marks those with other versions and those in which changes of this cell begin."""
+def _mark_nights(axes: Panel, history: History, panel_runs: Sequence[Series]) -> None:
+    """Labels nights, and marks those with other versions and those in which changes of runs of this panel begin."""
     for night in range(len(history.nights)):
         if history.differing(night):
-            axes.axvline(night - 0.5, **_VERSION_LOOK)
+            axes.axvline(night - 0.5, **_VERSION_CHANGE_LOOK)
     for number, move in enumerate(history.moves, 1):
-        if any(history.series[n] in group for n in move.series):
+        if any(history.series[index] in panel_runs for index in move.series):
             axes.axvline(move.night - 0.5, color=GREY, linestyle="--", linewidth=0.8)
-            placement: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-            axes.annotate(str(number), (move.night - 0.5, 1), (3, 0), fontsize=8, va="top", **placement)
-    ticks = range(0, len(history.nights), -(-len(history.nights) // _MAX_TICKS))
-    axes.set_xticks(ticks, [history.nights[n].name for n in ticks])
+            options: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+            axes.annotate(str(number), (move.night - 0.5, 1), (3, 0), fontsize=8, va="top", **options)
+    tick_nights = range(0, len(history.nights), -(-len(history.nights) // _MAX_TICK_LABELS))
+    axes.set_xticks(tick_nights, [history.nights[night].name for night in tick_nights])
     axes.yaxis.set_major_formatter("{x:.3g} x")

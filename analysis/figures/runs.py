@@ -25,14 +25,14 @@ _PANEL_COLUMNS = [*(name for name in PANEL if name != "gbs"), "batch", "num_para
 """Columns that a panel names where they vary among the rows of a model."""
 
 
-def final(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
+def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
     panels apart: hardware, kernel, precision, routing or batch. A suspect row of an imported table is in the panel of
-    the other rows of its model, as in rankings. The column `standing` is the place of a run that ended ok in its
-    cell, null for rows that do not stand for such a run, and `good` tells whether this run may be the best. `rate_low`
-    and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
+    the other rows of its model, as in rankings. The column `place` is the place of a run that ended ok in the ranking
+    of its cell, null for rows that do not stand for such a run; `may_win` says whether this run may be the best of its
+    cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
 
     Args:
         more_columns: further columns of the rows.
@@ -45,75 +45,78 @@ def final(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
         if len(layouts):
-            rule = "all rejected by rules; see why: ultrabench heatmap"
-            raise ConfigError(f"{counted(len(layouts), 'layout')}, {rule}")
+            problem_text = f"{counted(len(layouts), 'layout')}, all rejected by rules"
+            raise ConfigError(f"{problem_text}; see why: ultrabench heatmap")
         todo = "launch a sweep: ultrabench sweep launch"
         if "probe" in table["kernel"].to_pylist():
             todo = "draw its bandwidths with: ultrabench plot comm"
-        fact = f"none of {counted(len(table), 'row')} is of a training run"
-        raise ConfigError(fact if len(table) else "the table has no rows", todo)
-    standings = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
-    intervals = {row: standing.rate_interval for row, standing in standings.items() if standing.rate_interval}
+        problem_text = f"none of {counted(len(table), 'row')} is of a training run"
+        raise ConfigError(problem_text if len(table) else "the table has no rows", todo)
+    standings = [s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK]
+    intervals = {s.repeat: s.rate_interval for s in standings if s.rate_interval}
     interval_ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)
-    numbers = frame[_NUMBER_COLUMNS].astype(float).replace([np.inf, -np.inf], np.nan)
+    number_columns = frame[_NUMBER_COLUMNS].astype(float).replace([np.inf, -np.inf], np.nan)
     frame = frame.assign(
-        **numbers,
+        **number_columns,
         nodes=frame["nodes"].astype(int),
-        standing=pd.Series({row: standing.place for row, standing in standings.items()}, dtype=float),
+        place=pd.Series({s.repeat: s.place for s in standings}, dtype=float),
         **interval_ends.reindex(frame.index),
-        good=frame.index.isin([row for row, standing in standings.items() if standing.may_win]),
+        may_win=frame.index.isin([s.repeat for s in standings if s.may_win]),
     )
     return _with_panels(frame)
 
 
-def measured(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row for each run of `final` in each environment that ended ok: of its repeats the one nearest to their median speed.
+def ok_runs(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `final_rows` of runs that ended ok: one for each run in each environment.
+
+    Of the repeats of a run, it is the row whose speed is nearest to their median.
 
     Raises:
         ConfigError: no run of a model ended ok with a speed.
     """
-    runs = frame[frame["standing"].notna() & (frame["tokens_per_s_per_gpu"] > 0)]
+    runs = frame[frame["place"].notna() & (frame["tokens_per_s_per_gpu"] > 0)]
     if not len(runs):
-        fact = f"{counted(len(frame), 'row')}, none of an ok run with a speed"
-        raise ConfigError(fact, "see why: ultrabench plot failures")
+        problem_text = f"{counted(len(frame), 'row')}, none of an ok run with a speed"
+        raise ConfigError(problem_text, "see why: ultrabench plot failures")
     return runs.reset_index(drop=True)
 
 
-def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
-    """Those of `measured` that may be the best, with `memory_gib`, the peak of their reserved memory.
+def candidate_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Those of `ok_runs` that may be the best of their cell, with `memory_gib`, the peak of their reserved memory.
 
-    `memory_of` tells of which ranks: of rank 0 where no run has the largest of all ranks, as in imported tables.
+    The column `memory_ranks` says in words of which ranks it is the peak. This is rank 0 where no run has the peak of
+    all ranks, as in imported tables.
 
     Raises:
         ConfigError: there are none.
     """
-    candidates = runs[runs["good"]]
+    candidates = runs[runs["may_win"]]
     if not len(candidates):
         raise none_left(runs, "none can win")
     has_only_rank0 = candidates["peak_mem_reserved_bytes"].isna().all()
     peak_bytes = candidates["peak_mem_reserved_rank0_bytes" if has_only_rank0 else "peak_mem_reserved_bytes"]
-    memory_of = "of rank 0" if has_only_rank0 else "largest of all ranks"
-    return candidates.assign(memory_gib=peak_bytes / GIB, memory_of=memory_of)
+    memory_ranks = "of rank 0" if has_only_rank0 else "largest of all ranks"
+    return candidates.assign(memory_gib=peak_bytes / GIB, memory_ranks=memory_ranks)
 
 
-def notes(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) -> str:
+def runs_note(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) -> str:
     """The note of figures of measured runs: those that cannot win, then how runs ended and the versions.
 
     Args:
-        runs: those of `measured`.
+        runs: those of `ok_runs`.
         has_crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
     """
-    num_not_winning = int((~runs["good"]).sum())
+    num_not_winning = int((~runs["may_win"]).sum())
     how_text = "Drawn as crosses" if has_crosses else "Not drawn"
     excluded_text = f"{how_text}: {num_not_winning:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
     return f"{excluded_text if num_not_winning else ''}{cells.notes(table)}"
 
 
-def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.DataFrame, str]:
+def runs_with_value(runs: pd.DataFrame, column: str, value_name: str, todo: str) -> tuple[pd.DataFrame, str]:
     """The runs with a value in a column, and a line that counts the others, empty if there are none.
 
     Args:
-        name: what the column holds, in words.
+        value_name: what the column holds, in words.
         todo: what to do if no run has it.
 
     Raises:
@@ -121,23 +124,26 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
     """
     complete_runs = runs.dropna(subset=column)
     if not len(complete_runs):
-        raise ConfigError(f"{counted(len(runs), 'run')}, none with {name}; {todo}")
+        raise ConfigError(f"{counted(len(runs), 'run')}, none with {value_name}; {todo}")
     num_missing = len(runs) - len(complete_runs)
-    return complete_runs, f"Excluded: {counted(num_missing, 'run')} without {name}.\n" if num_missing else ""
+    missing_text = f"Excluded: {counted(num_missing, 'run')} without {value_name}.\n"
+    return complete_runs, missing_text if num_missing else ""
 
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the column `panel`, sorted by the sizes of the models."""
-    marks = (None if mark != mark else mark for mark in frame["model_mark"])
-    names = [*map(cells.model_text, frame["model"].astype(str), marks)]
-    panel, rows = pd.Series(names, frame.index, object), frame[["gbs", "nodes", "scaling"]].to_numpy()
-    batches = [None if row[0] != row[0] else cells.batch_text(*row) for row in rows]  # gbs may be nan
-    frame = frame.assign(batch=pd.Series(batches, frame.index, object))
-    for name in _PANEL_COLUMNS:
-        if frame.groupby("model")[name].nunique().max() > 1:
-            settings = frame[name].map(cells.SETTINGS[name], na_action="ignore")
-            panel += " | " + settings.fillna(f"unknown {name}")
-    batch_of_all = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
-    sort_columns = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
-    frame = frame.assign(panel=panel, batch_of_all=batch_of_all)
-    return frame.sort_values(sort_columns, kind="stable", ignore_index=True).drop(columns="batch_of_all")
+    """The rows with the columns `panel` and `batch`, sorted by the sizes of the models."""
+    model_marks = (None if mark != mark else mark for mark in frame["model_mark"])
+    model_names = [*map(cells.model_text, frame["model"].astype(str), model_marks)]
+    batches = frame[["gbs", "nodes", "scaling"]].to_numpy()
+    batch_texts = [None if gbs != gbs else cells.batch_text(gbs, *others) for gbs, *others in batches]  # nan
+    frame = frame.assign(batch=pd.Series(batch_texts, frame.index, object))
+    panels = pd.Series(model_names, frame.index, object)
+    for column in _PANEL_COLUMNS:
+        if frame.groupby("model")[column].nunique().max() > 1:
+            setting_texts = frame[column].map(cells.SETTINGS[column], na_action="ignore")
+            panels += " | " + setting_texts.fillna(f"unknown {column}")
+    # Under weak scaling gbs grows with the nodes, so runs are compared by their batch on one node.
+    compared_batch = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
+    sort_columns = ["num_params", "model", *PANEL[:-1], "compared_batch", "panel", "nodes", *AXES]
+    frame = frame.assign(panel=panels, compared_batch=compared_batch)
+    return frame.sort_values(sort_columns, kind="stable", ignore_index=True).drop(columns="compared_batch")

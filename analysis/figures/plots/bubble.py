@@ -9,20 +9,20 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.picture import DARK, EDGE, GREY
-from ultrabench.analysis.figures.runs import final, measured
-from ultrabench.analysis.figures.style import Panel, looks, panel_grid
+from ultrabench.analysis.figures.picture import DARK, EDGE_LOOK, GREY
+from ultrabench.analysis.figures.runs import final_rows, ok_runs
+from ultrabench.analysis.figures.style import Panel, panel_grid, series_looks
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details_of
 from ultrabench.sweep.predict.pipeline import bubble_share
 from ultrabench.sweep.refusals import schedule_refusals
 
 _PIPELINE_AXES = (*FOLLOWING, "pp", *details_of("pp"))
-_PAIR_KEY = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE_AXES)]
+_PAIR_COLUMNS = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE_AXES)]
 """Columns that are equal in the two runs of a pair; the run without a pipeline has a dp that is pp times as large."""
-_COLUMNS = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
-_DASHES = ("--", "-.", (0, (6, 1)), (0, (1, 1, 4, 1)))
-_MARKERS = {"1f1b": "o", "afab": "s", "interleaved": "D", "zbv": "^"}
+_POINT_COLUMNS = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
+_INTERLEAVED_DASHES = ("--", "-.", (0, (6, 1)), (0, (1, 1, 4, 1)))
+_MARKER_BY_SCHEDULE = {"1f1b": "o", "afab": "s", "interleaved": "D", "zbv": "^"}
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -35,47 +35,48 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: no run has a pipeline.
     """
-    frame = final(table)
-    pipeline_runs = frame[frame["pp"] > 1]
+    rows = final_rows(table)
+    pipeline_runs = rows[rows["pp"] > 1]
     if not len(pipeline_runs):
         todo = "plan some with sweep.pp=[1,2], or draw a schedule with: ultrabench plot schedule"
-        raise ConfigError(f"{counted(len(frame), 'row')}, none of a run with pp > 1", todo)
-    pairs = _pairs(frame)
-    rows_note = f"{_notes(pairs, pipeline_runs)} {made_with(table)}"
-    pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_COLUMNS]
-    lines = pd.DataFrame(_formulas(pipeline_runs), columns=_COLUMNS)
-    return pd.concat([lines, pairs.sort_values(_COLUMNS)], ignore_index=True), rows_note
+        raise ConfigError(f"{counted(len(rows), 'row')}, none of a run with pp > 1", todo)
+    pairs = _pipeline_pairs(rows)
+    note = f"{_note(pairs, pipeline_runs)} {made_with(table)}"
+    pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_POINT_COLUMNS]
+    formula_points = pd.DataFrame(_formula_rows(pipeline_runs), columns=_POINT_COLUMNS)
+    return pd.concat([formula_points, pairs.sort_values(_POINT_COLUMNS)], ignore_index=True), note
 
 
-def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured runs with a pipeline that are not suspect; `share` is null for those without a run to compare with."""
-    if not ((frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)).any():
-        return frame.iloc[:0].assign(share=0.0)
-    runs = measured(frame)
-    runs = runs[runs["good"]]
-    base_s = runs[runs["pp"] == 1].groupby(_PAIR_KEY, dropna=False)["step_time_s"].median().rename("base_s")
-    pipeline_runs = runs[runs["pp"] > 1].merge(base_s.reset_index(), on=_PAIR_KEY, how="left")
-    share = 1 - pipeline_runs["base_s"] / pipeline_runs["step_time_s"]
-    return pipeline_runs.assign(share=share.where(pipeline_runs["gas"].notna()))
+def _pipeline_pairs(rows: pd.DataFrame) -> pd.DataFrame:
+    """The measured runs with a pipeline that may win; `share` is null for those without a run to compare with."""
+    if not ((rows["status"] == "ok") & (rows["tokens_per_s_per_gpu"] > 0)).any():
+        return rows.iloc[:0].assign(share=0.0)
+    runs = ok_runs(rows)
+    runs = runs[runs["may_win"]]
+    base_times = runs[runs["pp"] == 1].groupby(_PAIR_COLUMNS, dropna=False)["step_time_s"].median()
+    base_runs = base_times.rename("base_step_time_s").reset_index()
+    pipeline_runs = runs[runs["pp"] > 1].merge(base_runs, on=_PAIR_COLUMNS, how="left")
+    pipeline_share = 1 - pipeline_runs["base_step_time_s"] / pipeline_runs["step_time_s"]
+    return pipeline_runs.assign(share=pipeline_share.where(pipeline_runs["gas"].notna()))
 
 
-def _formulas(pipeline_runs: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
+def _formula_rows(pipeline_runs: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
     """The bubbles of 1F1B, which AFAB has too, interleaved and ZB-V over powers of two of micro-batches."""
     for pp in sorted({*pipeline_runs["pp"].astype(int)}):
-        runs = pipeline_runs[pipeline_runs["pp"] == pp]
-        interleaved_stages = runs.loc[runs["pp_schedule"] == "interleaved", "virtual_stages"].dropna()
+        pp_runs = pipeline_runs[pipeline_runs["pp"] == pp]
+        interleaved_stages = pp_runs.loc[pp_runs["pp_schedule"] == "interleaved", "virtual_stages"].dropna()
         stage_counts = sorted({*interleaved_stages.astype(int)}) or [2]
-        schedules = ("1f1b", 1), *(("interleaved", n) for n in stage_counts), ("zbv", 2)
-        largest_gas = max(4 * pp, runs["gas"].max())  # max() returns 4 * pp where gas is unknown (nan)
+        schedules_and_stages = ("1f1b", 1), *(("interleaved", n) for n in stage_counts), ("zbv", 2)
+        largest_gas = max(4 * pp, pp_runs["gas"].max())  # max() returns 4 * pp where gas is unknown (nan)
         for gas in (2**n for n in range(int(largest_gas).bit_length())):
-            for schedule, num_stages in schedules:
+            for schedule, num_stages in schedules_and_stages:
                 pp_schedule = default_schedule(pp, gas) if schedule == "1f1b" else schedule
                 layout = Layout(dp=1, pp=pp, gas=gas, pp_schedule=pp_schedule, virtual_stages=num_stages)
                 if not [*schedule_refusals(layout)]:
                     yield layout.pp, gas, schedule, num_stages, 0, bubble_share(layout)
 
 
-def _notes(pairs: pd.DataFrame, pipeline_runs: pd.DataFrame) -> str:
+def _note(pairs: pd.DataFrame, pipeline_runs: pd.DataFrame) -> str:
     """The note: what lines and points mean, and how many runs with a pipeline are not drawn."""
     num_unpaired = int(pairs["share"].isna().sum())
     num_not_drawn = int((pipeline_runs["status"] == "ok").sum()) - len(pairs)
@@ -91,50 +92,53 @@ def _notes(pairs: pd.DataFrame, pipeline_runs: pd.DataFrame) -> str:
 
 def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each pp: lines of the formulas, and points of measured runs coloured by their number of nodes."""
-    lines, pairs = points[points["nodes"] == 0], points[points["nodes"] > 0]
-    node_counts, markers = sorted(pairs["nodes"].unique()), {"linestyle": "", "marker": "o"}
-    node_styles = looks(node_counts, ordered=True, name=lambda n: counted(n, "node"), **markers)
+    formula_points, pairs = points[points["nodes"] == 0], points[points["nodes"] > 0]
+    node_counts, dots = sorted(pairs["nodes"].unique()), {"linestyle": "", "marker": "o"}
+    look_by_nodes = series_looks(node_counts, is_ordered=True, label_of=lambda n: counted(n, "node"), **dots)
     measured_text = " and measured cost of pipelines (points)" if len(pairs) else ""
     heading = f"Bubble of pipeline schedules (lines){measured_text}: {title}"
-    styles = _styles(lines)
-    marker_entries = [
-        {"label": f"measured, {name}", "linestyle": "", "marker": marker, "color": GREY}
-        for name, marker in _MARKERS.items() if (pairs["schedule"] == name).any()
+    look_by_formula = _look_by_formula(formula_points)
+    marker_looks = [
+        {"label": f"measured, {schedule}", "linestyle": "", "marker": marker, "color": GREY}
+        for schedule, marker in _MARKER_BY_SCHEDULE.items() if (pairs["schedule"] == schedule).any()
     ]  # fmt: skip
-    legend, pps = [*styles.values(), *marker_entries, *node_styles.values()], sorted(points["pp"].unique())
+    legend = [*look_by_formula.values(), *marker_looks, *look_by_nodes.values()]
+    pps = sorted(points["pp"].unique())
     figure, panels = panel_grid(pps, title=heading, notes=notes, legend=legend, sharey=True)
     for pp, axes in panels.items():
-        for schedule_and_stages, series in lines[lines["pp"] == pp].groupby(["schedule", "virtual_stages"]):
-            axes.plot(series["gas"], 100 * series["share"], **styles[schedule_and_stages], zorder=3)
-        for (schedule, n), series in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
-            look = {"color": node_styles[n]["color"], "marker": _MARKERS[schedule], **EDGE}
-            axes.scatter(series["gas"], 100 * series["share"], 22, **look, zorder=4)
+        formula_groups = formula_points[formula_points["pp"] == pp].groupby(["schedule", "virtual_stages"])
+        for formula, group in formula_groups:
+            axes.plot(group["gas"], 100 * group["share"], **look_by_formula[formula], zorder=3)
+        for (schedule, num_nodes), group in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
+            look = {"color": look_by_nodes[num_nodes]["color"], "marker": _MARKER_BY_SCHEDULE[schedule]}
+            axes.scatter(group["gas"], 100 * group["share"], 22, **look, **EDGE_LOOK, zorder=4)
         if len(pairs) and not (pairs["pp"] == pp).any():
             axes.remark("no measured pairs")
         axes.describe(f"pp={pp}", "micro-batches per step (gas)", "share of the step (%)")
-        _scale(axes, points)
+        _set_scales(axes, points)
     return figure
 
 
-def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
-    """Schedule and stages on each rank -> the look of its line; the schedules differ without colour, too."""
-    stage_counts = sorted({*lines.loc[lines["schedule"] == "interleaved", "virtual_stages"]})
-    interleaved = {
+def _look_by_formula(formula_points: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
+    """Schedule and number of stages on each rank -> the look of its line; the lines differ without colour, too."""
+    interleaved_points = formula_points[formula_points["schedule"] == "interleaved"]
+    stage_counts = sorted({*interleaved_points["virtual_stages"]})
+    interleaved_looks = {
         ("interleaved", n): {"color": GREY, "linestyle": dash, "label": f"interleaved x{n:g}"}
-        for n, dash in zip(stage_counts, cycle(_DASHES), strict=False)
+        for n, dash in zip(stage_counts, cycle(_INTERLEAVED_DASHES), strict=False)
     }
     return {
         ("1f1b", 1): {"color": DARK, "linestyle": "-", "label": "1f1b, afab"},
-        **interleaved,
+        **interleaved_looks,
         ("zbv", 2): {"color": DARK, "linestyle": ":", "label": "zbv"},
     }
 
 
-def _scale(axes: Panel, points: pd.DataFrame) -> None:
-    """Scales gas by powers of two, and the share to 100 %, from below 0 where a pipeline was faster."""
+def _set_scales(axes: Panel, points: pd.DataFrame) -> None:
+    """Sets the scales: gas by powers of two; the share up to 100 %, from below 0 where a pipeline was faster."""
     smallest_gas, largest_gas = int(points["gas"].min()), int(points["gas"].max())
-    ticks = [2**n for n in range(smallest_gas.bit_length() - 1, largest_gas.bit_length())]
+    gas_ticks = [2**n for n in range(smallest_gas.bit_length() - 1, largest_gas.bit_length())]
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xticks(gas_ticks, [f"{gas:,}" for gas in gas_ticks])
     axes.set_xlim(smallest_gas / 1.25, largest_gas * 1.25)
     axes.set_ylim(min(0.0, 100 * points["share"].min() - 6), 104)

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.runs import final, known
-from ultrabench.analysis.figures.style import looks, panel_grid
+from ultrabench.analysis.figures.runs import final_rows, runs_with_value
+from ultrabench.analysis.figures.style import panel_grid, series_looks
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER
 
@@ -26,18 +27,18 @@ _UNITS = tuple(dict.fromkeys(unit for _, _, unit in _SERIES.values()))
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The ok runs with the numbers of a checkpoint, each repeat of a layout, and the note.
+    """The ok runs that measured a checkpoint, with a row for each repeat, and the note.
 
     Raises:
         ConfigError: no run has them.
     """
-    runs = final(table, more_columns=("checkpoint_cause",))
+    rows = final_rows(table, more_columns=("checkpoint_cause",))
     todo = "measure it with: ultrabench sweep launch measure.checkpoint=true"
-    ok_runs = runs[runs["status"] == "ok"]
-    saved_runs, _ = known(ok_runs, "checkpoint_save_s", "checkpoint", todo)
-    unsaved = ok_runs[ok_runs["checkpoint_save_s"].isna()]
-    count = counted(len(unsaved), "run")
-    excluded_text = f"Excluded: {count} without checkpoint: {_reasons(unsaved)}.\n" if len(unsaved) else ""
+    ok_runs = rows[rows["status"] == "ok"]
+    saved_runs, _ = runs_with_value(ok_runs, "checkpoint_save_s", "checkpoint", todo)
+    unsaved_runs = ok_runs[ok_runs["checkpoint_save_s"].isna()]
+    unsaved_text = f"{counted(len(unsaved_runs), 'run')} without checkpoint: {_reasons_text(unsaved_runs)}"
+    excluded_text = f"Excluded: {unsaved_text}.\n" if len(unsaved_runs) else ""
     caption = "Lines: median of layouts and repeats; bands: minimum to maximum. Times are those of the slowest rank."
     caption += (
         " Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
@@ -45,29 +46,29 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     return saved_runs, f"{caption}\n{excluded_text}{made_with(table)}"
 
 
-def _reasons(unsaved: pd.DataFrame) -> str:
-    """Why these runs have no numbers, such as `2 stopped early as slower (measure.race=null prevents this), 1 disk_full`."""
+def _reasons_text(unsaved_runs: pd.DataFrame) -> str:
+    """The reasons why these runs measured no checkpoint, such as `2 stopped early as slower (measure.race=null prevents this), 1 disk_full`."""
     slower_text = "stopped early as slower (measure.race=null prevents this)"
-    reasons = unsaved["checkpoint_cause"].astype(object).fillna("not requested")
-    run_counts = Counter(reasons.mask(unsaved["stopped"] == SLOWER, slower_text))
+    reasons = unsaved_runs["checkpoint_cause"].astype(object).fillna("not requested")
+    run_counts = Counter(reasons.mask(unsaved_runs["stopped"] == SLOWER, slower_text))
     return ", ".join(f"{num_runs:,} {reason}" for reason, num_runs in sorted(run_counts.items()))
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A row of panels for each model, all with the same node counts; each series has a line."""
     node_counts = sorted(map(int, points["nodes"].unique()))
-    styles = looks([*_SERIES], ordered=False, markersize=4, markeredgewidth=0)
+    look_by_series = series_looks([*_SERIES], is_ordered=False, markersize=4, markeredgewidth=0)
     panel_keys, heading = product(points["panel"].unique(), _UNITS), f"Checkpoints over node counts: {title}"
-    legend, ncols = styles.values(), len(_UNITS)
-    figure, panels = panel_grid(panel_keys, title=heading, notes=notes, legend=legend, ncols=ncols)
+    options: dict[str, Any] = {"legend": look_by_series.values(), "max_columns": len(_UNITS)}
+    figure, panels = panel_grid(panel_keys, title=heading, notes=notes, **options)
     points = points.assign(position=points["nodes"].map(node_counts.index))
-    for (model, panel_unit), axes in panels.items():
-        by_position = points[points["panel"] == model].groupby("position")
-        for name, (column, factor, unit) in _SERIES.items():
+    for (panel_name, panel_unit), axes in panels.items():
+        position_groups = points[points["panel"] == panel_name].groupby("position")
+        for series_name, (column, unit_factor, unit) in _SERIES.items():
             if unit == panel_unit:
-                spans = factor * by_position[column].agg(["min", "median", "max"]).dropna()
-                axes.line_in_band(spans.index, *spans.to_numpy().T, **styles[name])
-        axes.describe(model, "nodes", panel_unit)
-        axes.categories(node_counts)
+                bands = unit_factor * position_groups[column].agg(["min", "median", "max"]).dropna()
+                axes.draw_line_in_band(bands.index, *bands.to_numpy().T, **look_by_series[series_name])
+        axes.describe(panel_name, "nodes", panel_unit)
+        axes.set_categories(node_counts)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     return figure

@@ -8,7 +8,7 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.style import looks, panel_grid
+from ultrabench.analysis.figures.style import panel_grid, series_looks
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 
@@ -19,7 +19,7 @@ _AGGREGATIONS = {
     "median": ("busbw_bytes_per_s", "median"),
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
-"""Column of the points -> its field in the column `bandwidths`, and how several measurements of it are combined."""
+"""Column of the points -> its field in the column `bandwidths`, and the function that combines several measurements."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -33,63 +33,64 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         ConfigError: the table holds no bandwidths, or those of several clusters.
     """
     runs = table.select(["status", "nodes", "cluster", "hardware", "bandwidths"]).to_pylist()
-    bandwidths = [
+    bandwidth_rows = [
         # The measured sizes are powers of two, rounded down to whole elements; log2 gives the power back.
         {**run, **bandwidth, "size": 2 ** round(log2(bandwidth["bytes"]))}
         for run in runs
         for bandwidth in run["bandwidths"] or ()
         if run["status"] == "ok" and None not in (bandwidth[column] for column, _ in _AGGREGATIONS.values())
     ]
-    if not bandwidths:
-        job_columns = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
+    if not bandwidth_rows:
+        job_columns = [column for column in table.column_names if column.endswith("_busbw_bytes_per_s")]
         report_hint = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
-        hint = report_hint if any(table[name].null_count < len(table) for name in job_columns) else ""
-        todo = f"measure them with: ultrabench sweep launch sweep=comm{hint}"
+        has_job_values = any(table[column].null_count < len(table) for column in job_columns)
+        todo = f"measure them with: ultrabench sweep launch sweep=comm{report_hint * has_job_values}"
         raise ConfigError("the table has no bandwidths by size", todo)
-    clusters = sorted({f"{run['hardware']} of {run['cluster']}" for run in bandwidths})
-    if len(clusters) > 1:
+    cluster_texts = sorted({f"{row['hardware']} of {row['cluster']}" for row in bandwidth_rows})
+    if len(cluster_texts) > 1:
         todo = "plot one with cluster=NAME or hardware=NAME"
-        raise ConfigError(f"bandwidths of {len(clusters)} places ({'; '.join(clusters)}): {todo}")
-    frame = pd.DataFrame(bandwidths)
+        raise ConfigError(f"bandwidths of {len(cluster_texts)} places ({'; '.join(cluster_texts)}): {todo}")
+    frame = pd.DataFrame(bandwidth_rows)
     is_intra_node = frame["scope"] == "intra_node"
     if (frame["nodes"] == 1).any():
         frame = frame[~is_intra_node]
     frame["nodes"] = frame["nodes"].where(~is_intra_node, 1)
-    return frame.groupby(["operation", "size", "nodes"], as_index=False).agg(**_AGGREGATIONS), _notes(table)
+    return frame.groupby(["operation", "size", "nodes"], as_index=False).agg(**_AGGREGATIONS), _note(table)
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each operation with a line and a band for each size; all panels have the same scale."""
     node_counts = sorted(map(int, points["nodes"].unique()))
-    sizes = sorted(points["size"].unique(), reverse=True)
-    styles = looks(sizes, ordered=True, name=_size)
+    sizes_bytes = sorted(points["size"].unique(), reverse=True)
+    look_by_size = series_looks(sizes_bytes, is_ordered=True, label_of=_size_text)
     heading = f"Bus bandwidth over node counts: {title}"
-    options: dict[str, Any] = {"legend_title": "buffer size of each rank", "sharey": True}
-    figure, panels = panel_grid(OPERATIONS, title=heading, notes=notes, legend=styles.values(), **options)
+    legend: dict[str, Any] = {"legend": look_by_size.values(), "legend_title": "buffer size of each rank"}
+    figure, panels = panel_grid(OPERATIONS, title=heading, notes=notes, sharey=True, **legend)
     for operation, axes in panels.items():
-        for size, rows in points[points["operation"] == operation].groupby("size"):
-            x, rates = rows["nodes"].map(node_counts.index), (rows[name] / 1e9 for name in _AGGREGATIONS)
-            axes.line_in_band(x, *rates, **styles[size], markersize=4, markeredgewidth=0)
+        for size_bytes, size_points in points[points["operation"] == operation].groupby("size"):
+            x = size_points["nodes"].map(node_counts.index)
+            gb_per_s = (size_points[column] / 1e9 for column in _AGGREGATIONS)
+            axes.draw_line_in_band(x, *gb_per_s, **look_by_size[size_bytes], markersize=4, markeredgewidth=0)
         axes.describe(_TITLE_BY_OPERATION[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
         # Only the panels whose shared ticks have labels get a title of the axis.
         axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])
-        axes.categories(node_counts)
+        axes.set_categories(node_counts)
         axes.log_scale("y", points["p5"].min(), points["p95"].max())
     return figure
 
 
-def _size(size: int) -> str:
+def _size_text(size_bytes: int) -> str:
     """A size as a text such as 16 KiB, 4 MiB or 1 GiB."""
-    for bits, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >> bits:
-            return f"{size >> bits} {unit}"
-    return f"{size} B"
+    for unit_bits, unit_name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >> unit_bits:
+            return f"{size_bytes >> unit_bits} {unit_name}"
+    return f"{size_bytes} B"
 
 
-def _notes(table: pa.Table) -> str:
+def _note(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
-    columns = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
-    gpu_names, gpus_per_node = ("/".join(map(str, values)) for values in columns)
+    value_lists = (table[column].drop_null().unique().to_pylist() for column in ("gpu_name", "gpus_per_node"))
+    gpu_names, gpus_per_node = ("/".join(map(str, values)) for values in value_lists)
     hardware_text = f"{gpu_names or 'unknown device'}, {gpus_per_node} per node"
     caption = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
     return f"{caption} Bus bandwidth as defined by nccl-tests. {hardware_text}. {made_with(table)}"

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.effects import CONFIDENCE, FEWEST_PAIRS, competing, effects, pairs, require_pairs
 from ultrabench.analysis.figures.picture import DARK, GREY
-from ultrabench.analysis.figures.runs import final
+from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.figures.style import COLOURS, panel_grid
 from ultrabench.analysis.knobs import in_order, value_text
 from ultrabench.errors import counted
@@ -23,7 +23,7 @@ _MEAN_LOOK: dict[str, Any] = {"color": DARK, "marker": "o", "markersize": 5, "li
 _BASELINE_LOOK: dict[str, Any] = {
     "color": DARK, "marker": "s", "markersize": 5, "linestyle": "", "markerfacecolor": "white",
 }  # fmt: skip
-_MAX_OFFSET = 0.16
+_MAX_X_OFFSET = 0.16
 """Largest distance of the point of a pair from the middle of its value, where values are 1 apart."""
 
 
@@ -31,28 +31,29 @@ def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
     """One row for each pair of runs that differ only in the axis, and the note.
 
     The columns are `value`, `against` (the baseline), `pair_ratio`, of the value `ratio`, `low`, `high` and
-    `pairs`, and `models`, the models of all pairs.
+    `pairs`, and `models`, the names of the models of all pairs in one text.
 
     Raises:
         ConfigError: the axis is unknown or did not vary, or no two runs differ only in it.
     """
-    final(table)  # raises ConfigError where the table has no runs
-    candidates = competing(table)
-    axis = candidates.require_axis(axis)
-    pair_rows = pairs(candidates, axis)
-    require_pairs(candidates, axis, pair_rows)
-    columns = ["value", "ratio", "low", "high", "pairs"]
-    rows = pair_rows.merge(pd.DataFrame(effects(candidates, axis))[columns], on="value")
-    models = candidates.runs.loc[pair_rows["left"]].sort_values(["num_params", "model"])["model"].unique()
-    rows = rows.assign(pair_ratio=np.exp(rows["log_ratio"]), models=", ".join(models))
+    final_rows(table)  # raises ConfigError where the table has no runs
+    competing_runs = competing(table)
+    axis = competing_runs.require_axis(axis)
+    pair_rows = pairs(competing_runs, axis)
+    require_pairs(competing_runs, axis, pair_rows)
+    effect_columns = ["value", "ratio", "low", "high", "pairs"]
+    rows = pair_rows.merge(pd.DataFrame(effects(competing_runs, axis))[effect_columns], on="value")
+    paired_runs = competing_runs.runs.loc[pair_rows["left"]].sort_values(["num_params", "model"])
+    model_names = ", ".join(paired_runs["model"].unique())
+    rows = rows.assign(pair_ratio=np.exp(rows["log_ratio"]), models=model_names)
     rows = rows.sort_values(["block", "pair_ratio"], ignore_index=True)
-    return rows, f"{candidates.note} {made_with(table)}"
+    return rows, f"{competing_runs.note} {made_with(table)}"
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
-    baseline, models = points[["against", "models"]].iloc[0]
-    heading = f"Speedup by {axis}, all else equal: {title}, {models}"
+    baseline_value, model_names = points[["against", "models"]].iloc[0]
+    heading = f"Speedup by {axis}, all else equal: {title}, {model_names}"
     caption = f"Bars: {100 * CONFIDENCE:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
     legend = [
         {"label": f"geometric mean and {100 * CONFIDENCE:.0f} % interval", **_MEAN_LOOK},
@@ -62,22 +63,23 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure
     figure, panels = panel_grid([axis], title=heading, notes=f"{caption}\n{notes}", legend=legend, height=3.0)
     axes = panels[axis]
     axes.axhline(1, color=GREY, linewidth=0.8)
-    values = in_order(axis, {baseline, *points["value"]})
+    axis_values = in_order(axis, {baseline_value, *points["value"]})
     tick_labels = []
-    for x, value in enumerate(values):
+    for x, value in enumerate(axis_values):
         value_pairs = points[points["value"] == value]
-        if value == baseline:
+        if value == baseline_value:
             axes.plot(x, 1, **_BASELINE_LOOK)
             tick_labels.append(f"{value_text(axis, value)}\nbaseline")
             continue
-        offsets = np.linspace(-_MAX_OFFSET, _MAX_OFFSET, len(value_pairs)) if len(value_pairs) > 1 else 0.0
-        axes.plot(x + offsets, value_pairs["pair_ratio"], **_PAIR_LOOK)
+        max_offset = _MAX_X_OFFSET if len(value_pairs) > 1 else 0.0
+        pair_xs = x + np.linspace(-max_offset, max_offset, len(value_pairs))
+        axes.plot(pair_xs, value_pairs["pair_ratio"], **_PAIR_LOOK)
         ratio, low, high, num_pairs = value_pairs[["ratio", "low", "high", "pairs"]].astype(float).iloc[0]
         axes.plot([x, x], [low, high], color=_MEAN_LOOK["color"], linewidth=_MEAN_LOOK["linewidth"])
         axes.plot(x, ratio, **_MEAN_LOOK)
         tick_labels.append(f"{value_text(axis, value)}\n{counted(int(num_pairs), 'pair')}")
-    axes.categories(tick_labels)
-    axes.describe("", TITLES.get(axis, axis), f"speed relative to {axis}={value_text(axis, baseline)}")
+    axes.set_categories(tick_labels)
+    axes.describe("", TITLES.get(axis, axis), f"speed relative to {axis}={value_text(axis, baseline_value)}")
     ratios = points[["pair_ratio", "low", "high"]].astype(float)
     axes.log_scale("y", min(1.0, ratios.min().min()), max(1.0, ratios.max().max()), "{x:g} x")
     return figure

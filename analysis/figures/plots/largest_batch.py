@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.picture import DARK
-from ultrabench.analysis.figures.runs import final
+from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.figures.style import COLOURS, PALE, Panel, panel_grid
 from ultrabench.analysis.knobs import in_order
 from ultrabench.analysis.left_out import none_left
@@ -41,8 +41,8 @@ _RunKey = tuple[str | None, str]
 """Sweep and run_id of a run."""
 _ROW_INCHES, _MARGIN_INCHES = 0.34, 1.0
 """Height of a row of squares, and that of the title and labels of a panel, in inches."""
-_COLOURS = colormaps["viridis"]
-_DARK_COLOURS = 0.5
+_COLOUR_MAP = colormaps["viridis"]
+_DARK_COLOURS_SHARE = 0.5
 """Share of the scale up to which light text is readable."""
 _FONT: dict[str, Any] = {"fontsize": 6.5, "linespacing": 1.05, "ha": "center", "va": "center", "zorder": 3}
 _CONTRADICTED_LOOK: dict[str, Any] = {"edgecolor": COLOURS[3], "linewidth": 1.8}
@@ -60,60 +60,62 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: no run ended ok or out of memory, or none has its degrees and mbs.
     """
-    frame, square_key = final(table), ["panel", _X_AXIS, _Y_AXIS, _PANEL_AXIS]
-    tried_runs = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
-    tried_runs = tried_runs.fillna({_PANEL_AXIS: NEUTRAL[_PANEL_AXIS]}).dropna(subset=[*square_key, "mbs"])
+    rows, key_columns = final_rows(table), ["panel", _X_AXIS, _Y_AXIS, _PANEL_AXIS]
+    tried_runs = rows[rows["status"].isin([Status.OK, Status.OOM]) & rows["suspect"].isna()]
+    tried_runs = tried_runs.fillna({_PANEL_AXIS: NEUTRAL[_PANEL_AXIS]}).dropna(subset=[*key_columns, "mbs"])
     if not len(tried_runs):
-        wanted = f"none with {_X_AXIS}, {_Y_AXIS} and mbs that ended ok or out of memory and is not suspect"
-        raise none_left(frame, wanted)
+        rule = f"none with {_X_AXIS}, {_Y_AXIS} and mbs that ended ok or out of memory and is not suspect"
+        raise none_left(rows, rule)
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
-    runs, incomplete = measured_runs(table.filter(is_measured))
-    limits = _limits({(run.sweep, run.run_id): run for run in runs})
-    ids = pd.Series([*zip(tried_runs["sweep"], tried_runs["run_id"], strict=True)], tried_runs.index, object)
-    tried_runs = tried_runs.assign(id=ids, predicted=ids.map(limits).astype(float))
+    complete_runs, incomplete_rows = measured_runs(table.filter(is_measured))
+    mbs_by_run = _predicted_mbs_by_run({(run.sweep, run.run_id): run for run in complete_runs})
+    keys = pd.Series([*zip(tried_runs["sweep"], tried_runs["run_id"], strict=True)], tried_runs.index, object)
+    tried_runs = tried_runs.assign(run_key=keys, predicted=keys.map(mbs_by_run).astype(float))
     squares = [
-        {**dict(zip(square_key, key, strict=True)), **_measured(group)}
-        for key, group in tried_runs.groupby(square_key, sort=False)
+        {**dict(zip(key_columns, square_key, strict=True)), **_square_values(square_runs)}
+        for square_key, square_runs in tried_runs.groupby(key_columns, sort=False)
     ]
-    rows_text = counted(sum(map(len, incomplete.values())), "row")
-    unpredicted = f"Not predicted: {rows_text} with an incomplete model or layout.\n" if incomplete else ""
-    return pd.DataFrame(squares), f"{unpredicted}{notes(table)}"
+    rows_text = counted(sum(map(len, incomplete_rows.values())), "row")
+    unpredicted_text = f"Not predicted: {rows_text} with an incomplete model or layout.\n"
+    return pd.DataFrame(squares), unpredicted_text * bool(incomplete_rows) + notes(table)
 
 
-def _measured(runs: pd.DataFrame) -> dict[str, Any]:
+def _square_values(runs: pd.DataFrame) -> dict[str, Any]:
     """What the runs of a square say about its largest micro-batch: the columns of `points`."""
     ok_mbs, oom_mbs = (runs.loc[runs["status"] == status, "mbs"] for status in (Status.OK, Status.OOM))
     largest_mbs = ok_mbs.max() if len(ok_mbs) else 0 if oom_mbs.min() == 1 else np.nan
-    predicted = runs["predicted"].max()
-    limit_oom_mbs = oom_mbs[runs["predicted"] == predicted]
-    is_too_large = limit_oom_mbs.min() <= predicted and not ok_mbs.max() >= predicted
+    predicted_mbs = runs["predicted"].max()
+    oom_mbs_of_predicted = oom_mbs[runs["predicted"] == predicted_mbs]
+    is_too_large = oom_mbs_of_predicted.min() <= predicted_mbs and not ok_mbs.max() >= predicted_mbs
     return {
-        "predicted": predicted,
+        "predicted": predicted_mbs,
         "measured": largest_mbs,
         "oom": (oom_mbs[oom_mbs > ok_mbs.max()] if len(ok_mbs) else oom_mbs).min(),
-        "contradicted": bool(ok_mbs.max() > predicted or is_too_large),
-        "runs": runs["id"].nunique(),
+        "contradicted": bool(ok_mbs.max() > predicted_mbs or is_too_large),
+        "runs": runs["run_key"].nunique(),
     }
 
 
-def _limits(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, float]:
-    """Sweep and run_id of a run -> the largest mbs that is predicted to fit with the layout of the run; null without a profile."""
-    constants_by_program, limit_by_family = dict[object, Any](), dict[object, float]()
-    limit_by_run = {}
+def _predicted_mbs_by_run(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, float]:
+    """Sweep and run_id of a run -> the largest mbs that is predicted to fit with the layout of the run; null without a profile.
+
+    Runs that differ only in mbs share one prediction, and runs of one program share the constants of its profile.
+    """
+    memory_by_program, mbs_by_layout, mbs_by_run = dict[object, Any](), dict[object, float](), {}
     for run_key, run in runs.items():
         program = run.spec.kernel.name, run.hardware
-        if program not in constants_by_program:
-            constants_by_program[program] = _constants(run)
-        mbs1_spec, constants = _with_mbs(run.spec, 1), constants_by_program[program]
-        family = mbs1_spec.run_id, run.hardware
-        if family not in limit_by_family:
-            limit_by_family[family] = _limit(mbs1_spec, *constants) if constants else np.nan
-        limit_by_run[run_key] = limit_by_family[family]
-    return limit_by_run
+        if program not in memory_by_program:
+            memory_by_program[program] = _constants_and_mem_bytes(run)
+        mbs1_spec, memory = _with_mbs(run.spec, 1), memory_by_program[program]
+        layout_key = mbs1_spec.run_id, run.hardware
+        if layout_key not in mbs_by_layout:
+            mbs_by_layout[layout_key] = _largest_fitting_mbs(mbs1_spec, *memory) if memory else np.nan
+        mbs_by_run[run_key] = mbs_by_layout[layout_key]
+    return mbs_by_run
 
 
-def _constants(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
-    """What predicts the memory of a run, and the memory of its GPU; None where no profile is that of its program."""
+def _constants_and_mem_bytes(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
+    """The constants that predict the memory of a run, and the memory of its GPU in bytes; None without a profile of its program."""
     with contextlib.suppress(ConfigError):
         profile, hardware = profile_and_hardware(run)
         return memory_constants(profile.framework, profile.memory), hardware.mem_bytes
@@ -129,7 +131,7 @@ def _with_mbs(spec: RunSpec, mbs: int) -> RunSpec:
     return replace(spec, layout=replace(layout, mbs=mbs, gas=gas, pp_schedule=schedule))
 
 
-def _limit(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
+def _largest_fitting_mbs(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
     """The largest mbs that is predicted to fit, for a run with mbs=1; 0 where none does."""
     for mbs in range(spec.layout.gas, 0, -1):
         if spec.layout.gas % mbs == 0:
@@ -144,39 +146,44 @@ def _limit(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
 
 def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """For each model and recomputation two panels of squares, tp across and pp up: predicted, and measured."""
-    tps, pps = (sorted(map(int, points[name].unique())) for name in (_X_AXIS, _Y_AXIS))
-    panel_values, groups = in_order(_PANEL_AXIS, points[_PANEL_AXIS]), points.groupby([_PANEL_AXIS, "panel"])
-    panel_keys = [key for key in product(panel_values, points["panel"].unique()) if key in groups.groups]
-    titled_panels = product(panel_keys, ("predicted", "measured"))
+    tps, pps = (sorted(map(int, points[axis].unique())) for axis in (_X_AXIS, _Y_AXIS))
+    recomputes = in_order(_PANEL_AXIS, points[_PANEL_AXIS])
+    group_by_key = dict(iter(points.groupby([_PANEL_AXIS, "panel"])))
+    group_keys = filter(group_by_key.__contains__, product(recomputes, points["panel"].unique()))
+    panel_keys = product(group_keys, ("predicted", "measured"))
     caption = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
     caption += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
     caption += f" measured runs ({int(points['contradicted'].sum())} of {counted(len(points), 'square')}). To draw only 4 nodes: nodes=4."
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
     height = _MARGIN_INCHES + _ROW_INCHES * len(pps)
-    figure, panels = panel_grid(titled_panels, title=heading, notes=f"{caption}\n{notes}", height=height)
+    figure, panels = panel_grid(panel_keys, title=heading, notes=f"{caption}\n{notes}", height=height)
     max_mbs = points[["predicted", "measured"]].max().max()
-    for ((value, name), column), axes in panels.items():
-        for _, square in groups.get_group((value, name)).iterrows():
-            _square(axes, square, column, (tps.index(square[_X_AXIS]), pps.index(square[_Y_AXIS])), max_mbs)
-        value_text = f" | {_PANEL_AXIS} {value}" if len(panel_values) > 1 else ""
-        axes.describe(f"{column.capitalize()}: {name}{value_text}", _X_AXIS, _Y_AXIS)
-        axes.categories(tps)
+    for ((recompute, panel_name), column), axes in panels.items():
+        for _, square in group_by_key[recompute, panel_name].iterrows():
+            x, y = tps.index(square[_X_AXIS]), pps.index(square[_Y_AXIS])
+            _draw_square(axes, square, column, (x, y), max_mbs)
+        recompute_text = f" | {_PANEL_AXIS} {recompute}" if len(recomputes) > 1 else ""
+        axes.describe(f"{column.capitalize()}: {panel_name}{recompute_text}", _X_AXIS, _Y_AXIS)
+        axes.set_categories(tps)
         axes.set_yticks(range(len(pps)), [str(pp) for pp in pps])
         axes.set_ylim(-0.5, len(pps) - 0.5)
         axes.grid(visible=False)
     return figure
 
 
-def _square(axes: Panel, square: pd.Series, column: str, position: tuple[int, int], max_mbs: float) -> None:
-    """Draws one square: its mbs as number and colour; measured ones also name the mbs that ran out of memory."""
+def _draw_square(axes: Panel, square: pd.Series, column: str, xy: tuple[int, int], max_mbs: float) -> None:
+    """Draws one square with its centre at `xy`: its mbs as number and colour.
+
+    A measured square also names the smallest larger mbs that ran out of memory.
+    """
     mbs, oom_mbs = square[column], square["oom"] if column == "measured" else np.nan
     text = "?" if pd.isna(mbs) else f"{mbs:.0f}" if mbs else "none"
     text += f"\noom {oom_mbs:.0f}" if pd.notna(oom_mbs) else ""
     colour_share = np.log2(mbs + 1) / np.log2(max_mbs + 1) if mbs > 0 else 0.0
-    face_colour = _COLOURS(0.15 + 0.85 * colour_share) if colour_share else PALE
+    face_colour = _COLOUR_MAP(0.15 + 0.85 * colour_share) if colour_share else PALE
     is_framed = square["contradicted"] and column == "predicted"
     frame_look = _CONTRADICTED_LOOK if is_framed else {"edgecolor": "white"}
-    corner = position[0] - 0.46, position[1] - 0.46
+    corner = xy[0] - 0.46, xy[1] - 0.46
     axes.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=face_colour, zorder=1 + is_framed, **frame_look))
-    text_colour = "white" if 0 < colour_share < _DARK_COLOURS else DARK
-    axes.text(*position, text, color=text_colour, **_FONT)
+    text_colour = "white" if 0 < colour_share < _DARK_COLOURS_SHARE else DARK
+    axes.text(*xy, text, color=text_colour, **_FONT)

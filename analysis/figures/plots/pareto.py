@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import Panel, looks, panel_grid
+from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note, runs_with_value
+from ultrabench.analysis.figures.style import Panel, panel_grid, series_looks
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import LOWER_IS_BETTER, require_number
 from ultrabench.errors import counted
@@ -19,9 +19,9 @@ from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.sweep.config.load import load_hardware
 
-_MAX_LINES, _LINE_WIDTH = 15, 50
+_MAX_NAME_LINES, _NAME_LINE_CHARS = 15, 50
 """Numbers of lines of text that fit beside a panel, and of characters in a line."""
-_X_COLUMN, _MIN_DISTANCE = "memory_gib", 0.05
+_X_COLUMN, _MIN_NAME_DISTANCE = "memory_gib", 0.05
 """Column of the x axis, and the smallest distance of two named runs, relative to the largest values of the front."""
 _Y_TITLES = {"tokens_per_s_per_gpu": "tokens/s/GPU"}
 """Column of the y axis -> its title, where that is not the name of the column."""
@@ -37,85 +37,94 @@ _NAME_LOOK: dict[str, Any] = {
 def points(table: pa.Table, column: str) -> tuple[pd.DataFrame, str]:
     """The runs that may win and whose memory and value of `column` are known, and the note.
 
-    The column `limit_gib` is the memory of a GPU for the runs of a plan. The column `front` marks those that no run of the panel beats in both: of `column`, the larger value is better, or
-    the smaller one where rankings say so.
+    The column `limit_gib` is the memory of a GPU for the runs of a plan. The column `is_on_front` marks the Pareto front:
+    the runs that no run of the panel beats in both memory and `column`. The larger value of `column` is better, or the
+    smaller one where rankings say so.
 
     Raises:
         ConfigError: `column` is not numeric, or no run has both values.
     """
     require_number(table, column)
     todo = "to report it from your program, see docs/start/your-program.md"
-    all_runs = measured(final(table, more_columns=(column,)))
-    runs, excluded_text = known(may_be_best(all_runs), _X_COLUMN, "peak memory", todo)
-    runs, column_text = known(runs, column, column, "choose another --by from docs/reference/columns.md")
+    all_runs = ok_runs(final_rows(table, more_columns=(column,)))
+    runs, no_memory_text = runs_with_value(candidate_runs(all_runs), _X_COLUMN, "peak memory", todo)
+    todo = "choose another --by from docs/reference/columns.md"
+    runs, no_value_text = runs_with_value(runs, column, column, todo)
     runs = runs.sort_values([_X_COLUMN, column], ascending=[True, column in LOWER_IS_BETTER], kind="stable")
     scores = -runs[column] if column in LOWER_IS_BETTER else runs[column]
     best_scores = scores.groupby(runs["panel"]).cummax()
-    best_before = best_scores.groupby(runs["panel"]).shift(fill_value=-math.inf)
+    best_with_less_memory = best_scores.groupby(runs["panel"]).shift(fill_value=-math.inf)
     planned_hardware = runs["hardware"].unique() if is_predicted(table) else ()
     limits_gib = {name: load_hardware(name).mem_bytes / GIB for name in planned_hardware}
-    runs = runs.assign(front=scores > best_before, limit_gib=runs["hardware"].map(limits_gib).astype(float))
-    return runs.sort_index(), excluded_text + column_text + notes(table, all_runs)
+    limit_gib = runs["hardware"].map(limits_gib).astype(float)
+    runs = runs.assign(is_on_front=scores > best_with_less_memory, limit_gib=limit_gib)
+    return runs.sort_index(), no_memory_text + no_value_text + runs_note(table, all_runs)
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figure:
     """A panel for each model, with the names of the layouts of its front beside it, as high as they lie."""
-    names, node_counts = list(points["panel"].unique()), sorted(points["nodes"].unique())
-    by_memory = points[points["front"]].sort_values(_X_COLUMN, kind="stable")
-    fronts = {name: by_memory[by_memory["panel"] == name] for name in names}
-    named_runs = {name: _named(front, column) for name, front in fronts.items()}
-    num_unnamed = sum(map(len, fronts.values())) - sum(map(len, named_runs.values()))
+    panel_names, node_counts = list(points["panel"].unique()), sorted(points["nodes"].unique())
+    front_runs = points[points["is_on_front"]].sort_values(_X_COLUMN, kind="stable")
+    front_by_panel = {name: front_runs[front_runs["panel"] == name] for name in panel_names}
+    named_by_panel = {name: _named_runs(front, column) for name, front in front_by_panel.items()}
+    num_unnamed = len(front_runs) - sum(map(len, named_by_panel.values()))
     is_lower_better, y_title = column in LOWER_IS_BETTER, _Y_TITLES.get(column, column)
     caption = f"Pareto front: no other run has as little memory and {'lower' if is_lower_better else 'higher'} {y_title}."
     caption += " Colour: number of nodes; to draw only one: nodes=N."
     if num_unnamed:
-        unnamed_text = counted(num_unnamed, "run")
-        caption += f"\nUnlabelled: {unnamed_text} of the front, too close to others or too many to label."
+        caption += f"\nUnlabelled: {counted(num_unnamed, 'run')} of the front, too close to others or too many to label."
     heading = f"{'Throughput' if column in _Y_TITLES else column} against memory, with the Pareto front of {counted(len(points), 'run')}: {title}"
-    caption += f"\n{notes}"
-    styles = looks(node_counts, ordered=True, name=lambda n: counted(n, "node"), linestyle="", markersize=3.5)
-    legend = [*styles.values(), _FRONT_LOOK, *([_LIMIT_LOOK] if points["limit_gib"].notna().any() else [])]
-    figure, panels = panel_grid(names, title=heading, notes=caption, legend=legend, ncols=1, height=2.6)
-    for name, axes in panels.items():
-        for n, node_runs in points[points["panel"] == name].groupby("nodes"):
-            axes.plot(node_runs[_X_COLUMN], node_runs[column], alpha=0.7, **styles[n])
-        axes.plot(*fronts[name][[_X_COLUMN, column]].T.to_numpy(), zorder=1, **_FRONT_LOOK)
+    dots: dict[str, Any] = {"linestyle": "", "markersize": 3.5}
+    look_by_nodes = series_looks(node_counts, is_ordered=True, label_of=lambda n: counted(n, "node"), **dots)
+    limit_looks = [_LIMIT_LOOK] if points["limit_gib"].notna().any() else []
+    legend = [*look_by_nodes.values(), _FRONT_LOOK, *limit_looks]
+    options: dict[str, Any] = {"legend": legend, "max_columns": 1, "height": 2.6}
+    figure, panels = panel_grid(panel_names, title=heading, notes=f"{caption}\n{notes}", **options)
+    for panel_name, axes in panels.items():
+        for num_nodes, node_runs in points[points["panel"] == panel_name].groupby("nodes"):
+            axes.plot(node_runs[_X_COLUMN], node_runs[column], alpha=0.7, **look_by_nodes[num_nodes])
+        axes.plot(*front_by_panel[panel_name][[_X_COLUMN, column]].T.to_numpy(), zorder=1, **_FRONT_LOOK)
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
-        limits = points["limit_gib"][points["panel"] == name].dropna()
-        if len(limits):
-            axes.axvline(limits.iloc[0], **_LIMIT_LOOK)
-            axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits.iloc[0]))
-        _name(axes, named_runs[name], column)
-        x_title = f"peak reserved memory, {points['memory_of'].iloc[0]} (GiB)"
-        axes.describe(name, x_title, f"{y_title} (lower is better)" if is_lower_better else y_title)
+        limits_gib = points["limit_gib"][points["panel"] == panel_name].dropna()
+        if len(limits_gib):
+            axes.axvline(limits_gib.iloc[0], **_LIMIT_LOOK)
+            axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits_gib.iloc[0]))
+        _write_names(axes, named_by_panel[panel_name], column)
+        x_title = f"peak reserved memory, {points['memory_ranks'].iloc[0]} (GiB)"
+        axes.describe(panel_name, x_title, f"{y_title} (lower is better)" if is_lower_better else y_title)
     return figure
 
 
-def _named(front: pd.DataFrame, column: str) -> pd.DataFrame:
-    """The runs of a front that are named, with the column `text`; of two that are close, the one that is better in `column`."""
-    kept_points: list[Any] = []
+def _named_runs(front: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The runs of a front that are named, with the column `text`; of two close runs only the one that is better in `column`."""
+    named_points: list[tuple[Any, float, float]] = []
     coordinates = front[[_X_COLUMN, column]]
-    for point in (coordinates / coordinates.max()).iloc[::-1].itertuples():
-        if all(abs(point[1] - other[1]) + abs(point[2] - other[2]) > _MIN_DISTANCE for other in kept_points):
-            kept_points.append(point)
-    front = front.loc[[point[0] for point in reversed(kept_points)]]
-    wrapped_names = []
+    for index, x, y in (coordinates / coordinates.max()).iloc[::-1].itertuples():
+        distances = (abs(x - named_x) + abs(y - named_y) for _, named_x, named_y in named_points)
+        if all(distance > _MIN_NAME_DISTANCE for distance in distances):
+            named_points.append((index, x, y))
+    front = front.loc[[index for index, _, _ in reversed(named_points)]]
+    run_names = []
     for run in front[["nodes", *AXES]].convert_dtypes().to_dict("records"):
-        layout = {str(name): run[name] for name in AXES if pd.notna(run[name])}
-        name = f"{counted(run['nodes'], 'node')}: {' '.join(layout_words(layout))}"
-        wrapped_names.append(textwrap.wrap(name, _LINE_WIDTH))
-    num_labels = min(len(front), _MAX_LINES // max(map(len, wrapped_names)))
-    row_numbers = [round(n * (len(front) - 1) / max(1, num_labels - 1)) for n in range(num_labels)]
-    return front.assign(text=["\n".join(lines) for lines in wrapped_names]).iloc[row_numbers]
+        layout = {str(axis): run[axis] for axis in AXES if pd.notna(run[axis])}
+        run_name = f"{counted(run['nodes'], 'node')}: {' '.join(layout_words(layout))}"
+        run_names.append(textwrap.fill(run_name, _NAME_LINE_CHARS))
+    max_lines = max(name.count("\n") + 1 for name in run_names)
+    num_named = min(len(front), _MAX_NAME_LINES // max_lines)
+    positions = [round(n * (len(front) - 1) / max(1, num_named - 1)) for n in range(num_named)]
+    return front.assign(text=run_names).iloc[positions]
 
 
-def _name(axes: Panel, named_runs: pd.DataFrame, column: str) -> None:
-    """Writes the names beside the panel, each as high as its run where there is room, with a line to it."""
-    label_height = max(text.count("\n") + 1 for text in named_runs["text"]) / _MAX_LINES
-    height, y_end = 1 + label_height / 2, axes.get_ylim()[1]
+def _write_names(axes: Panel, named_runs: pd.DataFrame, column: str) -> None:
+    """Writes the names beside the panel, each as high as its run where there is room, with a line to it.
+
+    Heights are shares of the height of the panel.
+    """
+    name_height = max(text.count("\n") + 1 for text in named_runs["text"]) / _MAX_NAME_LINES
+    y, y_end = 1 + name_height / 2, axes.get_ylim()[1]
     highest_first = named_runs.sort_values(column, ascending=False, kind="stable").to_dict("records")
     for position, run in enumerate(highest_first, start=1):
-        lowest = (len(highest_first) - position + 0.5) * label_height
-        height = max(lowest, min(run[column] / y_end, height - label_height))
-        point = run[_X_COLUMN], run[column]
-        axes.annotate(run["text"], point, (1.06, height), textcoords="axes fraction", **_NAME_LOOK)
+        min_y = (len(highest_first) - position + 0.5) * name_height
+        y = max(min_y, min(run[column] / y_end, y - name_height))
+        run_point = run[_X_COLUMN], run[column]
+        axes.annotate(run["text"], run_point, (1.06, y), textcoords="axes fraction", **_NAME_LOOK)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.analysis.figures.kinds import KINDS, prepared, rows_where, runs_drawn
+from ultrabench.analysis.figures.kinds import KINDS, num_runs_drawn, prepare_figure, rows_where
 from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, Source, table_option
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
@@ -77,7 +77,7 @@ def heatmap(
     notes_text = "".join(f"Ranked by {column}. " for column in rank_columns[:1])
     notes_text += notes(result_table, include_suspects)
     output_path = output or Path(f"{path_prefix}heatmap.png")
-    draw(output_path, lambda: figure(cells, title=name, notes=notes_text, compared_with=other_name))
+    draw(output_path, lambda: figure(cells, title=name, notes=notes_text, compared_name=other_name))
     num_tied = sum(bool(cell.as_good_as_best) for cell in cells)
     tied_text = f"; in {num_tied} of them, several layouts tie for best: see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {output_path}{tied_text if num_tied else ''}")
@@ -106,12 +106,12 @@ def plot(
     from ultrabench.analysis.collect import open_results
 
     words_left = [*(arguments or [])]
-    if KINDS[kind].over_any_axis and axis is None:
+    if KINDS[kind].takes_any_axis and axis is None:
         axis = next((word for word in words_left if "=" not in word and not word.endswith(".parquet")), None)
         if axis:
             words_left.remove(axis)
     source, value_by_column = _source_and_values(words_left)
-    if KINDS[kind].of_layout:
+    if KINDS[kind].shows_layout:
         no_results = "", f"{Path.cwd()}/", None
         name, path_prefix, result_table = open_results(source, results_dir, warn) if source else no_results
         options = {"layout": value_by_column}
@@ -119,9 +119,11 @@ def plot(
         name, path_prefix, result_table = open_results(source, results_dir, warn)
         result_table, options = rows_where(result_table, value_by_column), {}
     output_path = output or Path(f"{path_prefix}{'-'.join(filter(None, (kind, axis, by_column)))}.png")
-    drawn_data, make_figure = prepared(kind, result_table, title=name, axis=axis, by=by_column, **options)
+    drawn_data, make_figure = prepare_figure(
+        kind, result_table, title=name, axis=axis, by=by_column, **options
+    )
     draw(output_path, make_figure)
-    num_runs = runs_drawn(drawn_data)
+    num_runs = num_runs_drawn(drawn_data)
     say(f"drew {output_path}" if num_runs is None else f"drew {counted(num_runs, 'run')} to {output_path}")
 
 
@@ -129,8 +131,8 @@ def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
     for kind, traits in KINDS.items():
         axes_text = f" (--axis {', '.join(traits.axes)})" if traits.axes else ""
-        columns_text = f" (--by COLUMN, default {traits.by})" if traits.by else ""
-        typer.echo(f"{kind:<14}{traits.shows}{axes_text}{columns_text}")
+        columns_text = f" (--by COLUMN, default {traits.default_column})" if traits.default_column else ""
+        typer.echo(f"{kind:<14}{traits.summary}{axes_text}{columns_text}")
 
 
 def _source_and_values(arguments: list[str]) -> tuple[str | None, dict[str, str]]:

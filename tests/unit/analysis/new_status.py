@@ -39,7 +39,7 @@ from tests.unit.analysis.sweeps import LAYOUTS, OK, attempted, make_sweep, spec_
 from tests.unit.analysis.tables import row, table_of  # noqa: E402
 from ultrabench.analysis import cells, ranking  # noqa: E402
 from ultrabench.analysis.compare import compare  # noqa: E402
-from ultrabench.analysis.figures.kinds import prepared  # noqa: E402
+from ultrabench.analysis.figures.kinds import prepare_figure  # noqa: E402
 from ultrabench.analysis.figures.picture import render  # noqa: E402
 from ultrabench.analysis.page.rows import document  # noqa: E402
 from ultrabench.cli.sweep.live import counts_line  # noqa: E402
@@ -68,7 +68,7 @@ def places(folder):
     decision = decide_retry([*state.attempts.values()], policy)
     other = row("b", mbs=2, gas=16)
     table, before = table_of(row("a", status="melted"), other), table_of(row("a"), other)
-    points, figure = prepared("failures", table, title="sweep")
+    points, figure = prepare_figure("failures", table, title="sweep")
     picture = render(figure, Path("f.svg")).decode()
     page = document(table, public=False)
     return {
@@ -76,7 +76,7 @@ def places(folder):
         "live": "1 melted" in counts_line(now, is_active=False).plain,
         "terminal": style_of("melted"),
         "retry": [decision.retry, decision.pause_s],
-        "figure": [sorted(points["end"]), "melted away" in picture, "#123456" in picture],
+        "figure": [sorted(points["shown_status"]), "melted away" in picture, "#123456" in picture],
         "heatmap": [cell.num_failed for cell in ranking.rank(table)],
         "note": "1 melted" in cells.notes(table),
         "top": [[run["status"] for run in board] for board in ranking.leaderboard(table)],

@@ -6,7 +6,7 @@ import pytest
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.figures.kinds import prepared
+from ultrabench.analysis.figures.kinds import prepare_figure
 from ultrabench.analysis.figures.plots.memory import points
 from ultrabench.cli.predict.layout import document
 from ultrabench.hardware import GIB
@@ -31,7 +31,7 @@ def bars(axis, **layout):
 
 def drawn(kind, *rows, axis=None, **layout):
     """The points of a figure of a layout, the figure, and the texts above and below its panels."""
-    shown, make = prepared(kind, table_of(*rows) if rows else None, title="s", axis=axis, layout=layout)
+    shown, make = prepare_figure(kind, table_of(*rows) if rows else None, title="s", axis=axis, layout=layout)
     figure = make()
     above, _, below = (" ".join(text.get_text() for text in part.texts) for part in figure.subfigs)
     return shown, figure, f"{above}\n{below}".replace("\n", " ")

@@ -14,10 +14,10 @@ from matplotlib.text import Text
 from tests.configs import refused
 from tests.unit.analysis.tables import PIPELINES, SAVED, piped, row, table_of
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
-from ultrabench.analysis.figures.kinds import KINDS, prepared
-from ultrabench.analysis.figures.picture import render, styled
+from ultrabench.analysis.figures.kinds import KINDS, prepare_figure
+from ultrabench.analysis.figures.picture import figure_style, render
 from ultrabench.analysis.figures.plots.bubble import points as bubble_points
-from ultrabench.analysis.figures.runs import final, measured
+from ultrabench.analysis.figures.runs import final_rows, ok_runs
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.ranking import rank
 from ultrabench.sweep.config.load import load_hardware, load_profile
@@ -37,19 +37,19 @@ RUNS = [name for name in KINDS if name not in OTHERS]
 
 def drawn(kind, *rows, **options):
     """The points of a figure of these rows, and its texts, one a line; it is not laid out, which takes the longest."""
-    points, make = prepared(kind, table_of(*rows), title="sweep", **options)
-    with styled():
+    points, make = prepare_figure(kind, table_of(*rows), title="sweep", **options)
+    with figure_style():
         figure = make()
     return points, "\n".join(text.get_text() for text in figure.findobj(Text))
 
 
 def by_run(kind, *rows, **options):
     """The points of a figure of these rows by their run_id."""
-    return prepared(kind, table_of(*rows), title="sweep", **options)[0].set_index("run_id")
+    return prepare_figure(kind, table_of(*rows), title="sweep", **options)[0].set_index("run_id")
 
 
 def panels_of(*rows):
-    return [*final(table_of(*rows))["panel"].unique()]
+    return [*final_rows(table_of(*rows))["panel"].unique()]
 
 
 def lacking(words, text):
@@ -58,15 +58,15 @@ def lacking(words, text):
 
 def as_svg(kind, *rows):
     """The SVG of a figure of these rows."""
-    return render(prepared(kind, table_of(*rows), title="sweep")[1], Path("f.svg")).decode()
+    return render(prepare_figure(kind, table_of(*rows), title="sweep")[1], Path("f.svg")).decode()
 
 
 def test_a_run_is_its_repeat_nearest_to_the_median_and_a_good_one_counts():
     rows = [row("a", rate=rate, repeat=n) for n, rate in enumerate((100.0, 130.0, 110.0))]
     rows += [row("b", rate=90.0, suspect="x"), row("b", rate=80.0, repeat=1), row("c", status="oom")]
-    runs = measured(final(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
+    runs = ok_runs(final_rows(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
     assert runs.set_index("run_id")["tokens_per_s_per_gpu"].to_dict() == {"a": 110.0, "b": 80.0}
-    assert runs["good"].all()
+    assert runs["may_win"].all()
 
 
 def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publisher():
@@ -119,7 +119,7 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
 )  # fmt: skip
 def test_a_figure_without_anything_to_draw_says_what_to_do(kind, options, columns, told):
     with refused(told):
-        prepared(kind, table_of(row("a", **columns)), title="sweep", **options)
+        prepare_figure(kind, table_of(row("a", **columns)), title="sweep", **options)
 
 
 def test_scaling_over_an_axis_that_regroups_ranks_changes_nothing_else():
@@ -128,9 +128,9 @@ def test_scaling_over_an_axis_that_regroups_ranks_changes_nothing_else():
     runs = balanced("a", ep=1), balanced("b", 120.0, ep=2), balanced("c", 90.0, ep=2, dp=4, tp=2)
     runs = *runs, row("d", 80.0, ep=1, routing="learned")
     points, texts = drawn("scaling", *runs, axis="ep")
-    equal = points.groupby("equal")["run_id"].apply(set).tolist()
+    equal = points.groupby("equal_group")["run_id"].apply(set).tolist()
     assert sorted(map(sorted, equal)) == [["a", "b"], ["c"], ["d"]]
-    assert {*points[points["best"]]["run_id"]} == {"a", "b", "d"}
+    assert {*points[points["is_best"]]["run_id"]} == {"a", "b", "d"}
     assert "Thin lines: runs that differ only in ep. Reserved" in texts
 
 
@@ -148,7 +148,7 @@ def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
 
 
 def test_failures_count_runs_by_how_they_ended():
-    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "end"])["runs"]
+    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "shown_status"])["runs"]
     ends = [(1, "ok"), (2, "ok"), (2, "suspect"), (4, "ok"), (4, "oom"), (4, "pending")]
     assert found.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
     assert drawn("failures", *SEVERAL, axis="dp")[0]["dp"].max() == 32
@@ -161,17 +161,17 @@ def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis()
         row("f", pp=2, dp=4, gas=64, pp_schedule="1f1b", virtual_stages=None, rate=170.0),
     ]  # fmt: skip
     found = by_run("scaling", *rows)
-    assert list(found.index[found["best"]]) == ["a", "d"]
-    assert found["equal"]["a"] == found["equal"]["c"] != found["equal"]["d"]
+    assert list(found.index[found["is_best"]]) == ["a", "d"]
+    assert found["equal_group"]["a"] == found["equal_group"]["c"] != found["equal_group"]["d"]
     assert found["memory_gib"]["a"] == 100.0
     found, told = drawn("scaling", *rows, axis="tp")
     found = found.set_index("run_id")
-    assert list(found.index[found["best"]]) == ["b", "a", "d"]
-    assert found["equal"]["a"] == found["equal"]["b"] != found["equal"]["c"]
+    assert list(found.index[found["is_best"]]) == ["b", "a", "d"]
+    assert found["equal_group"]["a"] == found["equal_group"]["b"] != found["equal_group"]["c"]
     words = ("over tp", "best on 1 node\n", "best on 2 nodes", "all else equal", "largest of all ranks")
     assert lacking(words, told) == []
     found = by_run("scaling", *rows, axis="pp")
-    assert found["equal"]["a"] == found["equal"]["f"]
+    assert found["equal_group"]["a"] == found["equal_group"]["f"]
 
 
 def test_scaling_over_tp_draws_runs_with_and_without_sequence_parallelism_apart():
@@ -181,7 +181,7 @@ def test_scaling_over_tp_draws_runs_with_and_without_sequence_parallelism_apart(
     ]
     found, told = drawn("scaling", *rows, axis="tp")
     assert found.set_index("run_id")["line"].to_dict() == {"2on": 1, "4on": 1, "2off": 1.5, "4off": 1.5}
-    assert found["best"].all()
+    assert found["is_best"].all()
     assert [told.count(line) for line in ("best on 1 node", "best on 1 node, TP without SP")] == [2, 1]
     assert set(drawn("scaling", *rows)[0]["line"]) == {0}
 
@@ -277,7 +277,7 @@ def test_pareto_marks_the_runs_that_no_other_beats():
         row("unknown", rate=999.0, peak_mem_reserved_bytes=None), row("doubtful", rate=999.0, suspect="mfu 1.2"),
     ]  # fmt: skip
     front = {"fast": True, "small": True, "equal": False, "worse": False}
-    assert by_run("pareto", *rows)["front"].to_dict() == front
+    assert by_run("pareto", *rows)["is_on_front"].to_dict() == front
 
 
 def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
@@ -287,7 +287,11 @@ def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
     ]  # fmt: skip
     for by, words in (("energy_j_per_step", " (lower is better)"), ("tokens_per_j", "")):
         points, texts = drawn("pareto", *rows, by=by)
-        assert points.set_index("run_id")["front"].to_dict() == {"saves": True, "small": True, "worse": False}
+        assert points.set_index("run_id")["is_on_front"].to_dict() == {
+            "saves": True,
+            "small": True,
+            "worse": False,
+        }
         assert by + words in texts.splitlines()
 
 
@@ -326,7 +330,7 @@ def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_tha
 
 
 def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():
-    figure = prepared("bubble", table_of(*PIPELINES, piped("fast", 120.0)), title="t")[1]()
+    figure = prepare_figure("bubble", table_of(*PIPELINES, piped("fast", 120.0)), title="t")[1]()
     texts = {axes.get_title("left"): [text.get_text() for text in axes.texts] for axes in figure.axes}
     assert texts == {"pp=2": [], "pp=4": [], "pp=8": ["no measured pairs"]}
     assert figure.axes[0].get_ylim()[0] == pytest.approx(100 * (1 - 120 / 100) - 6)
@@ -363,6 +367,6 @@ def test_no_text_is_cut_or_overlaps(kind, axis, models):
             predicted_peak_mem_bytes=2**36, **SAVED)
         for m in range(models) for n in range(9 if models > 1 else 1)
     ]  # fmt: skip
-    with styled():
-        figure = prepared(kind, table_of(*rows), title="a-sweep", axis=axis)[1]()
+    with figure_style():
+        figure = prepare_figure(kind, table_of(*rows), title="a-sweep", axis=axis)[1]()
         assert overlaps(figure) == ([], [])

@@ -71,7 +71,7 @@ def test_no_text_is_clipped_and_none_overlap(models, nodes, compared):
     ]  # fmt: skip
     if len(cells) > 2:
         cells[1:] = [failed("1B", 2, LONG), *cells[2:-1]]
-    picture = figure(cells, title="playbook-h100x8", notes="Layouts: 3 ok. " * 12, compared_with=compared)
+    picture = figure(cells, title="playbook-h100x8", notes="Layouts: 3 ok. " * 12, compared_name=compared)
     assert overlaps(picture) == ([], [])
     squares = picture.axes[0]
     to_squares = squares.transData.inverted()
@@ -91,7 +91,7 @@ def test_svg_holds_the_words():
         cell(nodes=4, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=3 * GIB), ODD,
         cell(precision="fp8", mfu=0.301),
     ]  # fmt: skip
-    options = {"title": "quick & <dirty> $x", "notes": "Layouts: 2 ok.", "compared_with": "old"}
+    options = {"title": "quick & <dirty> $x", "notes": "Layouts: 2 ok.", "compared_name": "old"}
     svg = ET.fromstring(render(lambda: figure(cells, **options), Path("f.svg")))
     told = "\n".join(" ".join("".join(e.itertext()).split()) for e in svg.iter() if e.tag.endswith("text"))
     expected = (
@@ -115,7 +115,7 @@ def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
         replace(failed("1B", 2, "all 3 oom"), compare_layout=layout, num_runs=3, num_oom=3),
         cell(nodes=4, **known),
     ]
-    picture = figure(cells, title="t", compared_with="old")
+    picture = figure(cells, title="t", compared_name="old")
     texts = [(text.get_position()[0], text.get_text()) for text in picture.axes[0].texts]
     assert [[text for x, text in texts if column < x < column + 1] for column in range(3)] == [
         ["43.2 %", "dp8 tp1 pp1 cp1 z1", "shard-all", "mbs4 gas8", "recompute-none", "41.8 GiB",

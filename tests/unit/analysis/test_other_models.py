@@ -12,7 +12,7 @@ from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.cells import compared_with
 from ultrabench.analysis.collect import collect, conform
 from ultrabench.analysis.compare import compare
-from ultrabench.analysis.figures.runs import final
+from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.cli.sweep.top import cell_text
@@ -49,7 +49,7 @@ def test_a_changed_model_is_another_cell_with_another_name(tmp_path):
     assert {cell.title for cell in rank(results)} == names
     assert {cell_text(board[0]) for board in leaderboard(results)} == {f"{name} on 1 node" for name in names}
     assert {cell["model"] for cell in document(results, public=True)["cells"]} == names
-    assert {*final(results)["panel"]} == names
+    assert {*final_rows(results)["panel"]} == names
     settings = dict(zip(results["model_id"].to_pylist(), results["model_settings"].to_pylist(), strict=True))
     assert settings == {TINY.model_id: None, HALF.model_id: None, SIGMOID.model_id: '{"rope_theta":500000.0}'}
 

@@ -11,7 +11,7 @@ from tests.sweep_folder import claimed, finished, write
 from tests.unit.analysis.sweeps import OK, SPECS, make_sweep
 from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import collect
-from ultrabench.analysis.figures.kinds import prepared
+from ultrabench.analysis.figures.kinds import prepare_figure
 from ultrabench.analysis.nodes.measurements import (
     CONTROL_RATE,
     LINK_RATES,
@@ -166,7 +166,7 @@ def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
     column = table.schema.field(NODE_RATES[1])
     unknown = pa.nulls(len(table), column.type)
     table = table.set_column(table.column_names.index(column.name), column, unknown)
-    figure = prepared("nodes", table, title="t")[1]()
+    figure = prepare_figure("nodes", table, title="t")[1]()
     figure.draw_without_rendering()
     days = ["15", "16", "17", "18"]
     for axes in figure.axes[:3]:

@@ -66,7 +66,7 @@ def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabenc
 )  # fmt: skip
 def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind, table, told):
     pq.write_table(table, tmp_path / "t.parquet")
-    words = ["tp=8"] if kind == "memory" else OVER_ANY_AXIS if KINDS[kind].over_any_axis else []
+    words = ["tp=8"] if kind == "memory" else OVER_ANY_AXIS if KINDS[kind].takes_any_axis else []
     said = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
     assert (told if kind != "comm" else "the table has no bandwidths by size") in said
 
@@ -76,7 +76,7 @@ def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench
     """The missing columns are null, as those of rows of other programs are."""
     lacking = ["gas", "virtual_stages", "gbs", "num_params", "hardware", "precision", "mfu", "torch_version"]
     pq.write_table(table_of(*PIPELINES).drop_columns(lacking), tmp_path / "t.parquet")
-    words = OVER_ANY_AXIS if KINDS[kind].over_any_axis else []
+    words = OVER_ANY_AXIS if KINDS[kind].takes_any_axis else []
     code, _, err = ultrabench("plot", kind, "t.parquet", *words, "-o", "f.svg")
     assert (code, (tmp_path / "f.svg").exists()) == (0, True), err
 

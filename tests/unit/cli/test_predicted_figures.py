@@ -12,7 +12,7 @@ from pyarrow import parquet
 from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import open_results, read_parquet
 from ultrabench.analysis.figures import heatmap
-from ultrabench.analysis.figures.kinds import prepared
+from ultrabench.analysis.figures.kinds import prepare_figure
 from ultrabench.analysis.figures.plots import memory
 from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.ranking import rank
@@ -43,7 +43,7 @@ def test_figures_of_a_plan_say_that_nothing_was_measured(ultrabench, tmp_path):
     table = open_results("plan.parquet", tmp_path, print)[2]
     words = {}
     for kind in ("pareto", "scaling"):
-        _, make = prepared(kind, table, title="plan")
+        _, make = prepare_figure(kind, table, title="plan")
         words[kind] = "\n".join(text.get_text() for text in make().findobj(Text))
         note = r"nothing was measured.*: \d+ planned, \d+ predicted out of memory"
         assert re.search(note, words[kind].replace("\n", " "))

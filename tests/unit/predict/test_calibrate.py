@@ -13,7 +13,7 @@ import yaml
 from tests.configs import refused
 from tests.unit.predict.test_step_time import GPUS, PEAK, spec_of
 from ultrabench.analysis.figures.picture import render
-from ultrabench.analysis.figures.plots.predicted import validated
+from ultrabench.analysis.figures.plots.predicted import validation_figure
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
@@ -256,7 +256,7 @@ def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
     assert wrong["step_time"]["median_error"] > 1
     assert wrong["interval"]["coverage"] < 0.2
     drawn, empty = (
-        render(lambda rows=rows: validated(rows, "ultrabench"), tmp_path / "f.svg")
+        render(lambda rows=rows: validation_figure(rows, "ultrabench"), tmp_path / "f.svg")
         for rows in (rows, rows.assign(healthy=False))
     )
     assert b"30 runs: profile ultrabench" in drawn

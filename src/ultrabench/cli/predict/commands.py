@@ -124,9 +124,9 @@ def validate(
 
         write_result(rows_path, parquet(pa.Table.from_pandas(predictions, preserve_index=False)))
     if output is not None:
-        from ultrabench.analysis.figures.plots.predicted import validated
+        from ultrabench.analysis.figures.plots.predicted import validation_figure
 
-        draw(output, lambda: validated(predictions, profile_names))
+        draw(output, lambda: validation_figure(predictions, profile_names))
     if json_:
         profile_records = [
             {"name": p.name, "source": p.source, "prior": p.prior, "leave_out": leave_out} for p in profiles
