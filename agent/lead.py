@@ -140,8 +140,8 @@ class Leader:
             self._write_preflight()
         if complaint_by_host := fault_by_host | shortage_by_host | users_by_host:
             cause = None if users_by_host else "disk_full" if shortage_by_host else "node_failure"
-            return self._refuse(complaint_by_host, cause)
-        refusals = (self._other_sources(host, facts["kernel_digest"]) for host, facts in nodes)
+            return self._give_up_hosts(complaint_by_host, cause)
+        refusals = (self._mismatch(host, facts["kernel_digest"]) for host, facts in nodes)
         return next(filter(None, refusals), None)
 
     def _find_faults(self) -> dict[str, str]:
@@ -152,7 +152,7 @@ class Leader:
                 fault_by_host[str(facts["host"])] = f"the node is faulty: {'; '.join(fault_texts.values())}"
         return fault_by_host
 
-    def _refuse(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
+    def _give_up_hosts(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
         """Gives up the hosts with these complaints, which the result of the first unclaimed task records."""
         for host, complaint in sorted(complaint_by_host.items()):
             self._group.give_up(host, complaint)
@@ -165,7 +165,7 @@ class Leader:
             self._write_result(task, result)
         return Ending(reason)
 
-    def _other_sources(self, host: str, digest: str) -> Ending | None:
+    def _mismatch(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host whose training program differs from the sweep's; None if it does not."""
         expected_digest = self._allocation.kernel_digest
         mismatch_text = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
@@ -182,8 +182,7 @@ class Leader:
         if result.status != Status.OK:
             return Ending(f"the preflight failed: {result.reason}")
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
-        fault_by_host = self._find_faults()
-        return self._refuse(fault_by_host, "node_failure") if fault_by_host else None
+        return self._give_up_hosts(faults, "node_failure") if (faults := self._find_faults()) else None
 
     def _write_preflight(self, **measurements: Any) -> None:
         """Writes what is known about the nodes into the journal, and warnings about them into the job's log."""
@@ -207,7 +206,7 @@ class Leader:
             return Ending("its program could not be measured")  # the launcher decides whether other tasks run
         if not inside(self._allocation.window, time.time()):
             return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
-        return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.kernel_digest))
+        return self._mismatch(self._node.identity.host, self._node.disk.retry(self._node.kernel_digest))
 
     def _run(self, task: Task) -> None:
         key_fields = {**task.key._asdict(), "allocation": self._allocation.name}

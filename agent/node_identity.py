@@ -54,10 +54,9 @@ class NodeIdentity:
             # For link-local addresses the result also has the zone, such as %eth0.
             addresses = {socket.getnameinfo(sockaddr, socket.NI_NUMERICHOST)[0] for sockaddr in sockaddrs}
         external_addresses = [address for address in addresses if not ip_address(address).is_loopback]
-        launch_address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if external_addresses:
             return min(external_addresses, key=_address_sort_key)
-        return launch_address or min(loopback_addresses, key=_address_sort_key)
+        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or min(loopback_addresses, key=_address_sort_key)
 
 
 def _address_sort_key(address: str) -> tuple[bool, bool, bool, str]:

@@ -78,13 +78,13 @@ def hang_evidence(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> It
 
 def _ask_ranks(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> list[_ExaminedRank]:
     """Reads the states of all processes of each rank, and signals the ranks that promised to answer."""
-    pids_by_rank = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pid_by_rank.items()}
+    family_by_rank = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pid_by_rank.items()}
     states_by_read: list[dict[int, str]] = []
     for _ in range(NUM_STATE_READS):
-        states_by_read.append({pid: _process_state(pid) for pids in pids_by_rank.values() for pid in pids})
+        states_by_read.append({pid: _process_state(pid) for pids in family_by_rank.values() for pid in pids})
         time.sleep(STATE_READ_PAUSE_S)
     examined_ranks = []
-    for rank, pids in pids_by_rank.items():
+    for rank, pids in family_by_rank.items():
         report_path = run_folder / f"rank{rank}.report"
         answering_pid = _promised_pid(report_path)
         # The process that was started may be a shell, whose child is the rank.

@@ -132,13 +132,13 @@ def copy_ends(source_path: Path, target_path: Path, max_bytes: int) -> None:
     Raises:
         OSError: the copy cannot be written.
     """
-    size = file_size_bytes(source_path)
+    num_bytes, half_bytes = file_size_bytes(source_path), max_bytes // 2
+    both_ends = [(0, half_bytes), (num_bytes - half_bytes, num_bytes)]
     target_path.parent.mkdir(parents=True, exist_ok=True)
-    half = max_bytes // 2
     with target_path.open("wb") as copy:
-        for start, end in [(0, size)] if size <= max_bytes else [(0, half), (size - half, size)]:
+        for start, end in [(0, num_bytes)] if num_bytes <= max_bytes else both_ends:
             if start:
-                copy.write(f"\n--- ultrabench left out {start - half} bytes here ---\n".encode())
+                copy.write(f"\n--- ultrabench left out {start - half_bytes} bytes here ---\n".encode())
             for offset in range(start, end, COPY_CHUNK_BYTES):
                 copy.write(read_part(source_path, offset, min(COPY_CHUNK_BYTES, end - offset)))
 

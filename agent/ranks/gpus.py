@@ -209,11 +209,11 @@ class GpuGauge:
         return unfreed_text
 
     def _unfreed_memory_now(self) -> str | None:
-        for number, handle, before in self._baselines:
-            now = ask_nvml("nvmlDeviceGetMemoryInfo", handle)
-            if before and now and now.used > before.used + DRIVER_GROWTH_SHARE * now.total:
+        for number, handle, baseline in self._baselines:
+            memory = ask_nvml("nvmlDeviceGetMemoryInfo", handle)
+            if baseline and memory and memory.used > baseline.used + DRIVER_GROWTH_SHARE * memory.total:
                 users_text = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
-                excess_gib = (now.used - before.used) / 2**30
+                excess_gib = (memory.used - baseline.used) / 2**30
                 return f"GPU {number} still has {excess_gib:.1f} GiB in use after the run: {users_text}"
         return None
 

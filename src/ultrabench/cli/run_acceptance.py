@@ -22,7 +22,7 @@ from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_folder, write_acceptance
-from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
+from ultrabench.launchers.doctor.check import FAIL, Check, failure, first_problem, success
 from ultrabench.launchers.open_sweep import folder_of, open_sweep
 from ultrabench.layout import DEGREES, FOLLOWING
 from ultrabench.record import to_dict
@@ -65,7 +65,7 @@ def run_acceptance(config: SweepConfig) -> list[Check]:
     try:
         checks.extend(check.named(name) for name, check in zip(CHECKS, acceptance.checks(), strict=True))
     except ClusterError as error:
-        problem = failed(str(error), "fix this, then try again").named(CHECKS[len(checks)])
+        problem = failure(str(error), "fix this, then try again").named(CHECKS[len(checks)])
         acceptance.write([*checks, problem])
         raise
     acceptance.write(checks)
@@ -189,7 +189,7 @@ def check_memory(row: Row) -> Check:
     """Checks that a lack of memory is recognised as such, and confirmed."""
     fact, is_oom = f"predicted {row['predicted_peak_mem_bytes'] / GIB:.0f} GiB", row["status"] == Status.OOM
     if is_oom and row["confirmed"]:
-        return passed(f"{run_label(row)}, {fact}: {row['reason']}")
+        return success(f"{run_label(row)}, {fact}: {row['reason']}")
     remedy = "the GPUs must be free and have the memory of hardware=; "
     return _failed(row, f"{fact}: ", ", but not confirmed" if is_oom else "", remedy)
 
@@ -201,7 +201,7 @@ def check_speed(folder: SweepFolder, is_published: bool) -> Check:
     if not is_published:
         speeds = [(row["tokens_per_s_per_gpu"] or 0.0, _label(row)) for row in rows]
         ours_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds))
-        return passed(f"no published speed for this hardware and precision; {ours_text}")
+        return success(f"no published speed for this hardware and precision; {ours_text}")
     if failures := [row for row in rows if row["status"] != Status.OK]:
         return _failed(failures[0])
     entries = [*beside_published(table)]
@@ -214,7 +214,7 @@ def check_speed(folder: SweepFolder, is_published: bool) -> Check:
 def _failed(row: Row, prefix: str = "", suffix: str = "", advice: str = "") -> Check:
     """A failed check that says how the run of a row ended, and which command shows everything about it."""
     ending = ", ".join(text for text in (row["status"] or "has not run", row["reason"]) if text)
-    return failed(f"{prefix}{_label(row)}: {ending}{suffix}", f"{advice}see {row['show']}")
+    return failure(f"{prefix}{_label(row)}: {ending}{suffix}", f"{advice}see {row['show']}")
 
 
 def _label(row: Row) -> str:

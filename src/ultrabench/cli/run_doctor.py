@@ -8,9 +8,9 @@ from rich.text import Text
 
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
+from ultrabench.launchers.doctor.check import Check, CheckStatus, skip
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
-from ultrabench.launchers.doctor.examine import ACCESS_CHECKS, examine, failures, why_not_slurm
+from ultrabench.launchers.doctor.examine import ACCESS_CHECKS, examine, failed_names, why_not_slurm
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.compose import parts_of
@@ -57,8 +57,8 @@ def run_doctor(
         # It needs pandas, which takes time to import.
         from ultrabench.cli.run_acceptance import run_acceptance
 
-        reason = f"not started, because {' and '.join(failures(checks))} failed"
-        checks += [skipped("acceptance run", reason)] if failures(checks) else run_acceptance(config)
+        reason = f"not started, because {' and '.join(failed_names(checks))} failed"
+        checks += [skip("acceptance run", reason)] if failed_names(checks) else run_acceptance(config)
     if slurm_problem and slurm_problem.status is CheckStatus.WARN:
         checks.insert(0, slurm_problem)
     return config, checks
@@ -72,7 +72,7 @@ def report(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
         _show(config, checks)
     counts = Counter(check.status for check in checks)
     say(", ".join(f"{counts[status]} {status}" for status in CheckStatus if counts[status]))
-    if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failures(checks):
+    if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failed_names(checks):
         return ClusterError.exit_code
     return int(counts[CheckStatus.FAIL] > 0)
 
