@@ -175,8 +175,7 @@ class GpuGauge:
     @property
     def powers_w(self) -> tuple[float, ...]:
         """Mean power of each GPU in the measured steps; GPUs of unknown power are left out."""
-        powers_w = map(mean_power_w, self._power_samples.values())
-        return tuple(power_w for power_w in powers_w if power_w is not None)
+        return tuple(w for w in map(mean_power_w, self._power_samples.values()) if w is not None)
 
     def sample(self, read_own_pids: Callable[[], set[int]] = set, is_measuring: bool = False) -> None:
         """Samples clocks and processes, at most once in SAMPLE_INTERVAL_S seconds.
