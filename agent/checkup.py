@@ -25,21 +25,21 @@ from ultrabench.record import from_dict
 from ultrabench.store.claim import claim
 from ultrabench.store.folder import write_whole
 
-CANNOT_WRITE = 73
+CANNOT_WRITE_CODE = 73
 """Exit code of sysexits.h for a file that cannot be created; it is useful when no job log can be written."""
-PROBE_TIMEOUT_S = 180.0
+TORCH_TIMEOUT_S = 180.0
 """Seconds to wait for torch, whose first import from a shared file system may take minutes."""
 
 
 def main() -> int:
-    """Writes the report; returns 0, or CANNOT_WRITE where the folder cannot be written on this node."""
+    """Writes the report; returns 0, or CANNOT_WRITE_CODE where the folder cannot be written on this node."""
     began_s, folder = time.time(), Path(sys.argv[1])
     try:
         report = {"began_s": began_s, **examine_node(folder), "ended_s": time.time()}
         write_whole(folder / "report.json", json.dumps(report))
     except OSError as error:
         sys.stderr.write(f"cannot write {folder}: {error.strerror} on {identify_node(os.environ).host}\n")
-        return CANNOT_WRITE
+        return CANNOT_WRITE_CODE
     return 0
 
 
@@ -53,10 +53,10 @@ def examine_node(folder: Path) -> dict[str, Any]:
     request: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         request = json.loads((folder / "request.json").read_text())
-    owner = identity.owner("checkup")
+    owner = identity.owner_facts("checkup")
     gpus = visible_gpus()
-    reader = HealthReader(gpus)
-    facts = {
+    health_reader = HealthReader(gpus)
+    node_facts = {
         "host": identity.host,
         "job_id": identity.job and identity.job.job_id,
         "token": request.get("token"),
@@ -75,11 +75,11 @@ def examine_node(folder: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
     }
-    first_reading = reader.read()
-    facts |= _torch_facts()  # this takes seconds, in which counters may grow
-    facts["health"] = to_facts(examine(first_reading, reader.read_again()))
-    reader.close()
-    return facts
+    first_reading = health_reader.read()
+    node_facts |= _torch_facts()  # this takes seconds, in which counters may grow
+    node_facts["health"] = to_facts(examine(first_reading, health_reader.read_again()))
+    health_reader.close()
+    return node_facts
 
 
 def _digest_facts(request: dict[str, Any]) -> dict[str, str | None]:
@@ -95,8 +95,8 @@ def _digest_facts(request: dict[str, Any]) -> dict[str, str | None]:
 def _torch_facts() -> dict[str, Any]:
     """What torch reports, in a process of its own: {torch: facts} or {torch: None, torch_error}."""
     try:
-        facts = run_python("-m", "ultrabench.kernel.rank.environment", timeout_s=PROBE_TIMEOUT_S)
-        return {"torch": json.loads(facts), "torch_error": None}
+        output = run_python("-m", "ultrabench.kernel.rank.environment", timeout_s=TORCH_TIMEOUT_S)
+        return {"torch": json.loads(output), "torch_error": None}
     except (ClusterError, ValueError) as error:
         return {"torch": None, "torch_error": str(error)[:300]}
 

@@ -22,9 +22,9 @@ POLL_S = 0.05
 """Seconds for which an agent waits for messages before it looks at its ranks again."""
 SEND_TIMEOUT_S = 5.0
 """Seconds to wait for the other side to read a message; then the connection counts as broken."""
-HELLO_BYTES = 2**16
+MAX_HELLO_BYTES = 2**16
 """Longest message, in bytes, that is accepted from a stranger or from the leader, whose orders are short."""
-MESSAGE_BYTES = 2**26
+MAX_MESSAGE_BYTES = 2**26
 """Longest message, in bytes, that is accepted from an agent that has sent its facts with the secret."""
 MAX_STRANGERS = 256
 """Largest number of open connections that have not sent the secret; beyond it the oldest is closed."""
@@ -33,8 +33,8 @@ MAX_STRANGERS = 256
 class Connection:
     """One TCP connection between two agents; each message is a JSON object on a line of its own."""
 
-    def __init__(self, tcp: socket.socket) -> None:
-        self._socket = tcp
+    def __init__(self, tcp_socket: socket.socket) -> None:
+        self._socket = tcp_socket
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._unfinished_line = b""
@@ -58,17 +58,17 @@ class Connection:
     def receive(self) -> list[Message]:
         """The complete messages that have arrived, without waiting; an unreadable message becomes {}."""
         try:
-            data = self._socket.recv(1 << 20)
+            chunk = self._socket.recv(1 << 20)
         except BlockingIOError:
             return []
         except OSError:
-            data = b""
-        *lines, unfinished_line = (self._unfinished_line + data).split(b"\n")
-        if not data or len(unfinished_line) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
+            chunk = b""
+        *lines, unfinished_line = (self._unfinished_line + chunk).split(b"\n")
+        if not chunk or len(unfinished_line) > (MAX_MESSAGE_BYTES if self.facts else MAX_HELLO_BYTES):
             self.close()
             return []
         self._unfinished_line = unfinished_line
-        return [_message(line) for line in lines]
+        return [_parse_message(line) for line in lines]
 
     def close(self) -> None:
         """Ends the connection."""
@@ -76,7 +76,7 @@ class Connection:
         self._socket.close()
 
 
-def _message(line: bytes) -> Message:
+def _parse_message(line: bytes) -> Message:
     with contextlib.suppress(RecursionError, ValueError):
         if isinstance(message := json.loads(line), dict):
             return message
@@ -99,41 +99,41 @@ class Inbox:
 
     def __init__(self, connections: Collection[Connection]) -> None:
         self._connections, self._clock = connections, RunningClock()
-        self.ran_s = self._clock()
+        self.agent_time_s = self._clock()
         """Seconds for which this agent had run when the last wait ended; all its limits are measured by them.
 
         The present time would be wrong, since this agent may have been stopped after the last wait.
         """
-        self._last_heard_s = {id(connection): self.ran_s for connection in connections}
+        self._last_heard_s = {id(connection): self.agent_time_s for connection in connections}
 
     def wait(self, timeout_s: float) -> list[tuple[Connection, Message]]:
         """The messages that arrive within `timeout_s` seconds, with their connections."""
-        readable = wait_readable(self._connections, timeout_s)
-        self.ran_s = self._clock()
-        self._last_heard_s |= {id(connection): self.ran_s for connection in readable}
-        return [(peer, message) for peer in readable for message in peer.receive()]
+        readable_connections = wait_readable(self._connections, timeout_s)
+        self.agent_time_s = self._clock()
+        self._last_heard_s |= {id(connection): self.agent_time_s for connection in readable_connections}
+        return [(peer, message) for peer in readable_connections for message in peer.receive()]
 
     def silence_s(self, connection: Connection) -> float:
         """Seconds from the last message of a connection to the last wait."""
-        return self.ran_s - self._last_heard_s[id(connection)]
+        return self.agent_time_s - self._last_heard_s[id(connection)]
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
+def listening_socket(host: str, port: int = 0) -> socket.socket:
     """A socket that listens on an address of IPv4 or IPv6, such as fe80::7%eth0; port 0 stands for a free one."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family, backlog=128)
+    address_family, *_, socket_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(socket_address, family=address_family, backlog=128)
 
 
 class Rendezvous:
     """The TCP server of the leader, to which other agents connect; its address is in a file."""
 
-    def __init__(self, file: Path, host: str, secret: str) -> None:
+    def __init__(self, address_file: Path, host: str, secret: str) -> None:
         self._secret = secret.encode()
-        self._server = listen(host)
-        self._server.setblocking(False)
+        self._server_socket = listening_socket(host)
+        self._server_socket.setblocking(False)
         self._callers: list[Connection] = []
         """All open connections; those of agents have facts."""
-        write_whole(file, json.dumps({"host": host, "port": self._server.getsockname()[1]}))
+        write_whole(address_file, json.dumps({"host": host, "port": self._server_socket.getsockname()[1]}))
 
     def wait_for_peers(self, num_nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
         """The connections to nodes 1 to num_nodes-1; `beat` is called repeatedly while it waits.
@@ -149,14 +149,14 @@ class Rendezvous:
             beat()
             with contextlib.suppress(OSError):  # no other caller waits
                 while True:
-                    self._callers.append(Connection(self._server.accept()[0]))
+                    self._callers.append(Connection(self._server_socket.accept()[0]))
             strangers = [caller for caller in self._callers if not caller.facts]
             for stranger in strangers[:-MAX_STRANGERS]:
                 stranger.close()
             for stranger in wait_readable(strangers, POLL_S):
                 self._greet(stranger, absentees)
             self._callers = [caller for caller in self._callers if not caller.is_closed]
-        self._server.close()
+        self._server_socket.close()
         for caller in self._callers:
             if absentees or not caller.facts:
                 caller.close()
@@ -171,18 +171,18 @@ class Rendezvous:
         """
         for message in stranger.receive()[:1]:
             facts, secret = message.get("facts", {}), str(message.get("secret")).encode(errors="replace")
-            node = facts.get("node") if isinstance(facts, dict) else None
-            if hmac.compare_digest(secret, self._secret) and type(node) is int and node in absentees:
+            index = facts.get("node") if isinstance(facts, dict) else None
+            if hmac.compare_digest(secret, self._secret) and type(index) is int and index in absentees:
                 stranger.facts = facts
-                absentees.remove(node)
+                absentees.remove(index)
             else:
                 stranger.close()
 
 
 def connect_to_leader(
-    file: Path, facts: dict[str, Any], secret: str, timeout_s: float, leader_waits: Callable[[], bool]
+    address_file: Path, facts: dict[str, Any], secret: str, timeout_s: float, leader_waits: Callable[[], bool]
 ) -> Connection:
-    """A connection to the leader whose address is in `file`.
+    """A connection to the leader whose address is in `address_file`.
 
     Args:
         facts: what the leader needs to know about this node; `node` is its index.
@@ -197,9 +197,9 @@ def connect_to_leader(
             deadline_s = time.monotonic() + timeout_s
         # Until the leader listens, the file is missing or old, or the connection is refused.
         with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
-            address = json.loads(file.read_text())
+            address = json.loads(address_file.read_text())
             leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))
             leader.send({"secret": secret, "facts": facts})
             return leader
         time.sleep(POLL_S)
-    raise ClusterError(f"node {facts['node']} found no leader in {file} within {timeout_s:g} s")
+    raise ClusterError(f"node {facts['node']} found no leader in {address_file} within {timeout_s:g} s")

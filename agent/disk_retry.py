@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 DISK_RETRY_S = 60.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder before the allocation ends."""
-BEAT_S = 0.05
+BEAT_CALL_INTERVAL_S = 0.05
 """Seconds between two calls of `beat`, which sends a heartbeat only when one is due."""
 
 
@@ -29,13 +29,13 @@ class DiskRetry:
     """
 
     def __init__(self, touch_interval_s: float) -> None:
-        self.journal: Path | None = None
+        self.journal_path: Path | None = None
         """The journal of this agent; None if another agent leads, which writes the journal."""
         self.send_heartbeat: Callable[[], Any] = lambda: None
         """Tells the other agents that this one is alive."""
         self._touch_interval_s = touch_interval_s
-        self._touched_s = 0.0
-        self._touch: Future[None] | None = None
+        self._last_touch_s = 0.0
+        self._touch_future: Future[None] | None = None
 
     def retry(
         self, action: Callable[[], T], limit_s: float = DISK_RETRY_S, subject: str = "the results folder"
@@ -50,8 +50,8 @@ class DiskRetry:
         """
         clock, pause_s = RunningClock(), 0.1
         while True:
-            future = _in_thread(action)
-            while wait([future], BEAT_S).not_done and clock() < limit_s:
+            future = _run_in_thread(action)
+            while wait([future], BEAT_CALL_INTERVAL_S).not_done and clock() < limit_s:
                 self.beat()
             if not future.done():
                 raise ClusterError(f"{subject} did not answer for {limit_s:g} s")
@@ -61,9 +61,9 @@ class DiskRetry:
             if clock() + pause_s > limit_s:
                 raise ClusterError(f"{error}; retried for {limit_s:g} s") from error
             log_line(f"{error}; retrying in {pause_s:g} s")
-            for _ in range(round(pause_s / BEAT_S)):
+            for _ in range(round(pause_s / BEAT_CALL_INTERVAL_S)):
                 self.beat()
-                time.sleep(BEAT_S)
+                time.sleep(BEAT_CALL_INTERVAL_S)
                 clock()
             pause_s = min(2 * pause_s, 5.0)
 
@@ -72,12 +72,12 @@ class DiskRetry:
 
         It sends a message and touches the journal, but only when a heartbeat is due. It does not wait for a slow disk.
         """
-        if time.monotonic() - self._touched_s <= self._touch_interval_s:
+        if time.monotonic() - self._last_touch_s <= self._touch_interval_s:
             return
-        self._touched_s = time.monotonic()
-        if self.journal and (self._touch is None or self._touch.done()):
-            self._touch = _in_thread(partial(os.utime, self.journal))
-            wait([self._touch], BEAT_S)
+        self._last_touch_s = time.monotonic()
+        if self.journal_path and (self._touch_future is None or self._touch_future.done()):
+            self._touch_future = _run_in_thread(partial(os.utime, self.journal_path))
+            wait([self._touch_future], BEAT_CALL_INTERVAL_S)
         self.send_heartbeat()
 
 
@@ -87,7 +87,7 @@ def log_line(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _in_thread(action: Callable[[], T]) -> Future[T]:
+def _run_in_thread(action: Callable[[], T]) -> Future[T]:
     """What `action` returns or raises in another thread, which does not keep the process from ending."""
     future: Future[T] = Future()
 

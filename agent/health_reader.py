@@ -14,9 +14,9 @@ from pathlib import Path
 from ultrabench.agent.ranks.gpus import VisibleGpu
 from ultrabench.node_health import NumberByPlace, Reading
 
-FIRST_LIMIT_S = 10.0
+FIRST_READING_LIMIT_S = 10.0
 """Seconds for the first reading, in which the driver may have to start."""
-AGAIN_LIMIT_S = 2.0
+LATER_READING_LIMIT_S = 2.0
 """Seconds for each further reading."""
 ROOT = Path("/")
 
@@ -29,22 +29,22 @@ class HealthReader:
         command = [sys.executable, "-P", "-m", "ultrabench.agent.health_sources"]
         command += [str(root), tempfile.gettempdir(), json.dumps(gpus)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self._ask(FIRST_LIMIT_S)
+        self._request_reading(FIRST_READING_LIMIT_S)
 
     @property
     def is_open(self) -> bool:
         """Whether it can read again: it was not closed, and has answered in time."""
         return self._child.stdout is not None and not self._child.stdout.closed
 
-    def _ask(self, limit_s: float) -> None:
+    def _request_reading(self, limit_s: float) -> None:
         self._deadline_s = time.monotonic() + limit_s
         with contextlib.suppress(OSError, ValueError):  # the process has ended, or the pipe was closed
             assert self._child.stdin is not None
             self._child.stdin.write(b"\n")
 
     def read_again(self) -> Reading:
-        """A further reading, in at most AGAIN_LIMIT_S seconds."""
-        self._ask(AGAIN_LIMIT_S)
+        """A further reading, in at most LATER_READING_LIMIT_S seconds."""
+        self._request_reading(LATER_READING_LIMIT_S)
         return self.read()
 
     def read(self) -> Reading:
@@ -57,11 +57,11 @@ class HealthReader:
             if not chunk:
                 self.close()
             output += chunk
-        values = dict[str, NumberByPlace]()
+        numbers_by_check = dict[str, NumberByPlace]()
         for line in filter(None, output.splitlines()):
             with contextlib.suppress(ValueError):  # the last line of an answer that was cut short
-                values |= json.loads(line)
-        return Reading(time.monotonic(), values)
+                numbers_by_check |= json.loads(line)
+        return Reading(time.monotonic(), numbers_by_check)
 
     def close(self) -> None:
         """Ends the process; one that hangs inside Linux is left."""

@@ -43,7 +43,7 @@ from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
 from ultrabench.variant import variables_of
 
-SLOWEST_GAP_FACTOR = 10.0
+LONGEST_GAP_FACTOR = 10.0
 """A run counts as hung only after this many times its own longest time without progress so far."""
 STATUS_INTERVAL_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
@@ -51,17 +51,19 @@ PEER_GRACE_S = 2.0
 """Seconds after the first failure for other ranks to report theirs, and for a signal from outside to reach agents."""
 KILLED_CODES = frozenset(-number for number in CAUSE_BY_NAME["killed"].signals)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
+TaskResult = tuple[Task, RunResult]
+"""A task that was run, and how it ended."""
 _TIME_OVER_TEXT = "its allocation ended at its time limit"
-RACE_STEPS = 2
+MIN_RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
 
 
-def owns(claims: Path, allocation: str, claimant: dict[str, Any]) -> bool:
+def owns(claims_folder: Path, allocation_name: str, claimant: dict[str, Any]) -> bool:
     """Whether the job `claimant` owns the allocation: it claims it now, or an earlier start of the job did."""
-    if claim(claims, allocation, claimant):
+    if claim(claims_folder, allocation_name, claimant):
         return True
-    job = (claim_content(claims, allocation) or {}).get("job")
-    return isinstance(job, dict) and job.get("job_id") == (claimant["job"] or {}).get("job_id")
+    owner_job = (claim_content(claims_folder, allocation_name) or {}).get("job")
+    return isinstance(owner_job, dict) and owner_job.get("job_id") == (claimant["job"] or {}).get("job_id")
 
 
 class Leader:
@@ -70,23 +72,23 @@ class Leader:
     def __init__(self, node: Node, group: AgentGroup, journal: JournalWriter) -> None:
         self._node = node
         self._allocation = node.allocation
-        self._start = node.identity.job or Start()
-        self._owner = node.identity.owner(node.allocation.name)
+        self._job_start = node.identity.job or Start()
+        self._owner = node.identity.owner_facts(node.allocation.name)
         self._group = group
         self._journal = journal
-        self._ends_s = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
-        self._results: list[tuple[Task, RunResult]] = []
+        self._end_s = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
+        self._task_results: list[TaskResult] = []
         """The runs of this allocation and how they ended."""
 
     def run(self) -> Ending:
         """Runs every task that nobody else has claimed; returns why the allocation ends."""
         self._write_lost_tasks()
         self._remove_left_checkpoints()
-        ending = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
+        ending = self._refuse_nodes() or self._why_not_now(self._allocation.tasks[0]) or self._run_preflight()
         for task in self._allocation.tasks:
-            if ending := ending or self._not_now(task):
+            if ending := ending or self._why_not_now(task):
                 return ending
-            if may_fit(task, self._results) and self._claim(task):
+            if may_fit(task, self._task_results) and self._claim(task):
                 self._run(task)
         return Ending(self._group.outage or "all tasks done")
 
@@ -101,21 +103,22 @@ class Leader:
 
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
-        for task in self._allocation.tasks if self._start.restart else ():
-            read_claim = partial(claim_content, self._node.folder.claims, str(task.key))
-            claimed_by = self._node.disk.retry(read_claim) or {}
-            is_own = claimed_by.get("allocation") == self._allocation.name
-            if is_own and claimed_by.get("job") != self._owner["job"]:
-                reason = f"job {self._start.job_id} was requeued while it ran"
+        for task in self._allocation.tasks if self._job_start.restart else ():
+            claim_owner = (
+                self._node.disk.retry(partial(claim_content, self._node.folder.claims, str(task.key))) or {}
+            )
+            is_own = claim_owner.get("allocation") == self._allocation.name
+            if is_own and claim_owner.get("job") != self._owner["job"]:
+                reason = f"job {self._job_start.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _remove_left_checkpoints(self) -> None:
         """Removes the checkpoints of attempts that have ended, which agents that were killed have left."""
-        checkpoints = [task.checkpoint for task in self._allocation.tasks if task.checkpoint]
-        if not checkpoints:
+        checkpoint_paths = [task.checkpoint for task in self._allocation.tasks if task.checkpoint]
+        if not checkpoint_paths:
             return
         folder = self._node.folder
-        pattern = folder.checkpoint(Path(checkpoints[0]).parent, "*")
+        pattern = folder.checkpoint(Path(checkpoint_paths[0]).parent, "*")
 
         def remove() -> None:
             paths = {*pattern.parent.glob(pattern.name)}
@@ -129,30 +132,29 @@ class Leader:
         except (ClusterError, OSError) as error:
             log_line(f"checkpoints of earlier runs may be left: {error}")
 
-    def _unfit(self) -> Ending | None:
+    def _refuse_nodes(self) -> Ending | None:
         """Why nothing may run on these nodes: foreign processes, full disks, faults, or other sources of the program."""
-        facts = self._group.facts
-        users_by_host = {str(f["host"]): ", ".join(f["foreign"]) for f in facts if f["foreign"]}
-        foreign_by_host = {h: f"other processes use the GPUs: {users}" for h, users in users_by_host.items()}
-        short_by_host = {str(f["host"]): str(f["short_of_space"]) for f in facts if f["short_of_space"]}
-        if fault_by_host := self._faults():
+        nodes = [(str(facts["host"]), facts) for facts in self._group.node_facts]
+        users_by_host = {host: ", ".join(facts["foreign"]) for host, facts in nodes if facts["foreign"]}
+        users_by_host = {h: f"other processes use the GPUs: {users}" for h, users in users_by_host.items()}
+        shortage_by_host = {host: facts["short_of_space"] for host, facts in nodes if facts["short_of_space"]}
+        if fault_by_host := self._find_faults():
             self._write_preflight()
-        if complaint_by_host := fault_by_host | short_by_host | foreign_by_host:
-            cause = None if foreign_by_host else "disk_full" if short_by_host else "node_failure"
-            return self._refuse(complaint_by_host, cause)
-        refusals = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in facts)
+        if complaint_by_host := fault_by_host | shortage_by_host | users_by_host:
+            cause = None if users_by_host else "disk_full" if shortage_by_host else "node_failure"
+            return self._give_up_hosts(complaint_by_host, cause)
+        refusals = (self._mismatch(host, facts["kernel_digest"]) for host, facts in nodes)
         return next(filter(None, refusals), None)
 
-    def _faults(self) -> dict[str, str]:
+    def _find_faults(self) -> dict[str, str]:
         """Host -> its fault, for faults that one observation proves; none where no preflight is wanted."""
-        facts, num_nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
-        fault_by_host = dict[str, str]()
-        for node_facts in facts:
-            if faults := complaints(node_facts.get("health", {}), Health.FAIL, num_nodes=num_nodes):
-                fault_by_host[str(node_facts["host"])] = f"the node is faulty: {'; '.join(faults.values())}"
+        num_nodes, fault_by_host = self._allocation.nodes, dict[str, str]()
+        for facts in self._group.node_facts if self._allocation.preflight else ():
+            if fault_texts := complaints(facts.get("health", {}), Health.FAIL, num_nodes=num_nodes):
+                fault_by_host[str(facts["host"])] = f"the node is faulty: {'; '.join(fault_texts.values())}"
         return fault_by_host
 
-    def _refuse(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
+    def _give_up_hosts(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
         """Gives up the hosts with these complaints, which the result of the first unclaimed task records."""
         for host, complaint in sorted(complaint_by_host.items()):
             self._group.give_up(host, complaint)
@@ -165,14 +167,14 @@ class Leader:
             self._write_result(task, result)
         return Ending(reason)
 
-    def _other_sources(self, host: str, digest: str) -> Ending | None:
+    def _mismatch(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host whose training program differs from the sweep's; None if it does not."""
         expected_digest = self._allocation.kernel_digest
         mismatch_text = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
         remedy = "launch the sweep again to use the new sources"
         return None if digest == expected_digest else Ending(f"{mismatch_text}; {remedy}")
 
-    def _preflight(self) -> Ending | None:
+    def _run_preflight(self) -> Ending | None:
         """Measures devices and links; returns why nothing may run if that fails or shows a fault."""
         if not self._allocation.preflight:
             self._write_preflight()
@@ -182,92 +184,91 @@ class Leader:
         if result.status != Status.OK:
             return Ending(f"the preflight failed: {result.reason}")
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
-        fault_by_host = self._faults()
-        return self._refuse(fault_by_host, "node_failure") if fault_by_host else None
+        return self._give_up_hosts(faults, "node_failure") if (faults := self._find_faults()) else None
 
-    def _write_preflight(self, **measured: Any) -> None:
+    def _write_preflight(self, **measurements: Any) -> None:
         """Writes what is known about the nodes into the journal, and warnings about them into the job's log."""
-        findings = {"nodes": self._group.facts, "allocation": self._allocation.name, **measured}
-        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=findings))
-        for node_facts in self._group.facts:
-            for line in warning_lines(node_warnings([node_facts])):
+        name = self._allocation.name
+        findings = {"nodes": self._group.node_facts, "allocation": name, **measurements}
+        self._write(Preflight(allocation=name, restart=self._job_start.restart, found=findings))
+        for facts in self._group.node_facts:
+            for line in warning_lines(node_warnings([facts])):
                 log_line(line)
 
-    def _not_now(self, task: Task) -> Ending | None:
+    def _why_not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""
         self._group.listen(0.0)
         if self._group.end_reason:
             return Ending(self._group.end_reason)
-        if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends_s:
+        if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._end_s:
             return Ending("no time left for the next run")
         if self._node.disk.retry(self._node.folder.pause.exists):
             return Ending("the sweep is paused", EndCode.PAUSED)
-        if self._results and all(result.cause == UNMEASURED for _, result in self._results):
+        if self._task_results and all(result.cause == UNMEASURED for _, result in self._task_results):
             return Ending("its program could not be measured")  # the launcher decides whether other tasks run
         if not is_in_window(self._allocation.window, time.time()):
             return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
-        return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))
+        return self._mismatch(self._node.identity.host, self._node.disk.retry(self._node.kernel_digest))
 
     def _run(self, task: Task) -> None:
-        key = {**task.key._asdict(), "allocation": self._allocation.name}
+        key_fields = {**task.key._asdict(), "allocation": self._allocation.name}
         job, prediction = self._node.identity.job, {"step_time_s": task.predicted_step_time_s}
-        self._write(Claimed(**key, job=job, spec=raw_json(task.spec), predicted=prediction))
-        self._write(Started(**key, scratch=str(self._node.scratch)))
+        self._write(Claimed(**key_fields, job=job, spec=raw_json(task.spec), predicted=prediction))
+        self._write(Started(**key_fields, scratch=str(self._node.scratch)))
         result = self._measure(task, self._allocation.tasks.index(task))
         self._write_result(task, result, is_claimed=True)
-        self._results.append((task, result))
+        self._task_results.append((task, result))
         self._group.finish(keep_all=result.status != Status.OK)
 
     def watch(self, task: Task) -> RunResult | None:
         """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
-        group, progress, last_phase, written_s, failed_s = self._group, self._group.progress, "", 0.0, 0.0
-        while progress.running or any(rank.code in KILLED_CODES for rank in progress.ranks):
+        group, progress, last_phase, written_s, failure_s = self._group, self._group.progress, "", 0.0, 0.0
+        while progress.running_ranks or any(rank.code in KILLED_CODES for rank in progress.ranks):
             now_s = group.listen(POLL_S)
-            if progress.port is not None:
-                group.order("store", port=progress.port)
-                progress.port = None
+            if progress.store_port is not None:
+                group.order("write_store_port", port=progress.store_port)
+                progress.store_port = None
             rank0 = progress.ranks[0]
             if (rank0.phase != last_phase or now_s - written_s >= STATUS_INTERVAL_S) and not task.probe:
                 last_phase, written_s = rank0.phase, now_s
                 self._write_phase(task, rank0)
-            end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._ends_s else None)
+            end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._end_s else None)
             if end_reason:
                 return RunResult(status=Status.CANCELLED, reason=end_reason, cause="stopped")
-            if progress.failed:
-                failed_s = failed_s or now_s
-                if now_s - failed_s > PEER_GRACE_S:
+            if progress.has_failed:
+                failure_s = failure_s or now_s
+                if now_s - failure_s > PEER_GRACE_S:
                     return None
-            elif missed_deadline := overdue(task, progress, now_s):
-                if missed_deadline.status != Status.HANG:
-                    return missed_deadline
-                if hang := _hung(group, missed_deadline):
-                    return hang
-            elif too_slow := self._too_slow(task, rank0):
-                return too_slow
+            elif overdue_result := result_if_overdue(task, progress, now_s):
+                if overdue_result.status != Status.HANG:
+                    return overdue_result
+                if hang_result := _result_if_hung(group, overdue_result):
+                    return hang_result
+            elif slow_result := self._result_if_too_slow(task, rank0):
+                return slow_result
         return None
 
     def _write_phase(self, task: Task, rank: RankProgress) -> None:
         """Writes the phase of a run and the steps that it has measured into the journal."""
-        times_s = rank.measured_steps(task.measure)
-        key = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
-        median_s = median(times_s) if times_s else None
-        self._write(Phase(**key, steps=len(times_s) or None, step_time_s=median_s))
+        step_times_s = rank.measured_step_times_s(task.measure)
+        event_fields = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
+        median_step_time_s = median(step_times_s) if step_times_s else None
+        self._write(Phase(**event_fields, steps=len(step_times_s) or None, step_time_s=median_step_time_s))
 
-    def _too_slow(self, task: Task, rank: RankProgress) -> RunResult | None:
+    def _result_if_too_slow(self, task: Task, rank: RankProgress) -> RunResult | None:
         """The end of a run that is clearly slower than the best of its cell; None while it may still win.
 
         Controls and repeats may be slow. No run is ended before the step at which losses are compared.
         """
-        measure, times_s = task.measure, rank.measured_steps(task.measure)
+        measure, step_times_s = task.measure, rank.measured_step_times_s(task.measure)
         is_exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done_line
-        if measure.race is None or is_exempt:
+        has_few_steps = len(rank.steps) < measure.loss_step or len(step_times_s) < MIN_RACE_STEPS
+        if measure.race is None or is_exempt or has_few_steps:
             return None
-        if len(rank.steps) < measure.loss_step or len(times_s) < RACE_STEPS:
+        best_s = best_step_time_s(task, self._task_results, self._allocation.control)
+        if best_s is None or min(step_times_s) <= measure.race * best_s:
             return None
-        best_s = best_here_s(task, self._results, self._allocation.control)
-        if best_s is None or min(times_s) <= measure.race * best_s:
-            return None
-        reason = f"the fastest of {len(times_s)} steps took {min(times_s):.4g} s"
+        reason = f"the fastest of {len(step_times_s)} steps took {min(step_times_s):.4g} s"
         reason += f"; the best of its cell takes {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
@@ -275,19 +276,19 @@ class Leader:
         self, task: Task, result: RunResult, source: str = "agent", is_claimed: bool = False
     ) -> None:
         """Writes the result of a task, without its spec if the event Claimed of this agent has it."""
-        key = {**task.key._asdict(), "allocation": self._allocation.name}
+        key_fields = {**task.key._asdict(), "allocation": self._allocation.name}
         event_type = Result if result.status == Status.OK else Failed
-        spec = {} if is_claimed else to_dict(task.spec)
-        self._write(event_type(**key, source=source, spec=spec, result=result))
+        spec_fields = {} if is_claimed else to_dict(task.spec)
+        self._write(event_type(**key_fields, source=source, spec=spec_fields, result=result))
 
-    def _measure(self, task: Task, index: int) -> RunResult:
+    def _measure(self, task: Task, task_index: int) -> RunResult:
         """Starts the ranks of a task, watches and kills them, and returns the result."""
         group = self._group
-        group.start(task, index)
-        end, progress = self.watch(task), group.progress
+        group.start(task, task_index)
+        forced_end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task, end, group.outage, group.outage_cause)
+            result = classify(progress, task, forced_end, group.outage, group.outage_cause)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
@@ -297,14 +298,14 @@ class Leader:
             result,
             variables={name: value for name, value in result.variables.items() if name not in overrides},
             duration_s=time.monotonic() - progress.monotonic_start_s,
-            **group.measured(),
+            **group.measured_fields(),
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest, overrides),
         )
 
 
-def may_fit(task: Task, results: Sequence[tuple[Task, RunResult]]) -> bool:
+def may_fit(task: Task, results: Sequence[TaskResult]) -> bool:
     """False for a task that needs at least as much memory as a run of its cell and variant that surely had too little.
 
     This allocation leaves it out; the launcher decides whether it is run elsewhere.
@@ -314,23 +315,23 @@ def may_fit(task: Task, results: Sequence[tuple[Task, RunResult]]) -> bool:
     return not any(dominates(spec.layout, task.spec.layout) for spec in misfits)
 
 
-def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: str | None) -> float | None:
+def best_step_time_s(task: Task, results: Sequence[TaskResult], control_id: str | None) -> float | None:
     """Step time that the best run of the task's cell takes in this allocation, as far as this agent knows.
 
     Step times of another allocation are converted by the control run, if both allocations have measured it.
 
     Args:
         results: the runs of this allocation and how they ended.
-        control: run_id of the control run of the allocation.
+        control_id: run_id of the control run of the allocation.
     """
-    timings = [(run, result, median(result.step_times_s)) for run, result in results if result.step_times_s]
-    controls_s = [s for run, result, s in timings if run.run_id == control and result.status == Status.OK]
+    timed_results = [(run, r, median(r.step_times_s)) for run, r in results if r.step_times_s]
+    controls_s = [s for run, r, s in timed_results if run.run_id == control_id and r.status == Status.OK]
     best_elsewhere_s = task.best_step_time_s
     if controls_s and task.best_control_ratio:
         best_elsewhere_s = controls_s[0] / task.best_control_ratio
     repeats = [
         Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled, rate=1 / s)
-        for run, r, s in timings
+        for run, r, s in timed_results
     ]  # fmt: skip
     if best_elsewhere_s:
         repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / best_elsewhere_s))
@@ -339,47 +340,47 @@ def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: 
     return 1 / ranking[0].rate if ranking and ranking[0].may_win and ranking[0].rate else None
 
 
-def _hung(group: AgentGroup, missed_deadline: RunResult) -> RunResult | None:
+def _result_if_hung(group: AgentGroup, overdue_result: RunResult) -> RunResult | None:
     """Collects the evidence of a hang and finds its cause, before the ranks are killed.
 
     Returns None, and the run continues, if a rank moved meanwhile; the host was slow, so the next deadline is longer.
     """
-    positions = group.progress.positions
+    positions_before = group.progress.positions
     group.examine()
-    if group.progress.positions != positions and not group.progress.failed:
+    if group.progress.positions != positions_before and not group.progress.has_failed:
         return None
     cause = find_hang_cause(group.progress.ranks)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
-    reason, hosts = f"{cause.headline}; {missed_deadline.reason}", {rank.host for rank in cause.culprits}
-    return replace(missed_deadline, reason=reason, suspect_hosts=tuple(sorted(hosts)), evidence=evidence)
+    reason, hosts = f"{cause.headline}; {overdue_result.reason}", {rank.host for rank in cause.culprits}
+    return replace(overdue_result, reason=reason, suspect_hosts=tuple(sorted(hosts)), evidence=evidence)
 
 
-def overdue(task: Task, progress: AttemptProgress, now_s: float) -> RunResult | None:
+def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> RunResult | None:
     """How a run ends that has missed a deadline at `now_s`, by the leader's time; None while there is time.
 
     Until a program of the user has reported something, only its time limit applies. A run that has measured
     enough steps until its time limit is ok. Checkpoints have a limit of their own, and their run stays ok.
     """
-    measure, rank, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
+    measure, rank0, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
     if phase == CHECKPOINT_PHASE:  # the steps are measured, and a slow file system is no hang
-        if now_s - rank.phase_since_s <= measure.checkpoint_limit_s:
+        if now_s - rank0.phase_since_s <= measure.checkpoint_limit_s:
             return None
         reason = f"saving and loading the state did not finish within {measure.checkpoint_limit_s:g} s"
         return RunResult(status=Status.OK, reason=reason, cause=DISK_SLOW)
     if now_s - progress.started_s > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
-        reason += f"; {len(rank.steps)} steps done" if rank.steps else ""
-        has_enough_steps = len(rank.measured_steps(measure)) >= measure.min_steps
-        if has_enough_steps and len(rank.steps) >= measure.loss_step:
+        reason += f"; {len(rank0.steps)} steps done" if rank0.steps else ""
+        has_enough_steps = len(rank0.measured_step_times_s(measure)) >= measure.min_steps
+        if has_enough_steps and len(rank0.steps) >= measure.loss_step:
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     # Writing a large trace may take as long as a start.
     if progress.first_step_s is None or phase == TRACE_PHASE:
-        deadline_s = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
+        max_silence_s = max(measure.start_deadline_s, LONGEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
-        deadline_s = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
-    silence_s = now_s - max(rank.moved_s for rank in progress.ranks)
-    if silence_s > deadline_s and (progress.has_reported or task.forked):
-        reason = f"no progress for {silence_s:.1f} s in phase {phase} (deadline {deadline_s:.1f} s)"
+        max_silence_s = max(measure.deadline_floor_s, LONGEST_GAP_FACTOR * progress.longest_gap_s)
+    silence_s = now_s - max(rank.last_progress_s for rank in progress.ranks)
+    if silence_s > max_silence_s and (progress.has_reported or task.forked):
+        reason = f"no progress for {silence_s:.1f} s in phase {phase} (deadline {max_silence_s:.1f} s)"
         return RunResult(status=Status.HANG, reason=reason, cause="hang")
     return None

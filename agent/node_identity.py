@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from ultrabench.agent.connection import listen
+from ultrabench.agent.connection import listening_socket
 from ultrabench.record import to_dict
 from ultrabench.store.events import Start
 
@@ -18,26 +18,26 @@ from ultrabench.store.events import Start
 class NodeIdentity:
     """The node and the job of an agent, as the environment variables of its process describe them."""
 
-    node: int
+    node_index: int
     """Index of the node in the allocation."""
     host: str
     job: Start | None = None
     """The start of the Slurm job that the agent runs in; None for local processes."""
-    array_task: str | None = None
+    array_index: str | None = None
     """The index in the job array; None outside of arrays."""
 
-    def owner(self, allocation: str) -> dict[str, Any]:
+    def owner_facts(self, allocation_name: str) -> dict[str, Any]:
         """The owner that claims record: the allocation, and the host and job that run it."""
-        return {"allocation": allocation, "host": self.host, "job": self.job and to_dict(self.job)}
+        return {"allocation": allocation_name, "host": self.host, "job": self.job and to_dict(self.job)}
 
     @property
     def rendezvous_file(self) -> str:
         """Name of the file with the address of the leader, different for each start of the job."""
         return f"leader-{self.job.job_id}.{self.job.restart}.json" if self.job else "leader.json"
 
-    def folder(self, path: str) -> Path:
-        """The folder of the allocation; `path` is its path, without the index in a job array."""
-        return Path(path if self.array_task is None else f"{path}.{self.array_task}")
+    def allocation_folder(self, base_path: str) -> Path:
+        """The folder of the allocation; `base_path` is its path, without the index in a job array."""
+        return Path(base_path if self.array_index is None else f"{base_path}.{self.array_index}")
 
     def address(self, on_one_host: bool) -> str:
         """The address at which the other nodes of the allocation reach this node.
@@ -46,24 +46,23 @@ class NodeIdentity:
         host's own name leads only to loopback addresses. Then it is SLURM_LAUNCH_NODE_IPADDR, the address from
         which Slurm started the tasks: that of the first node.
         """
-        loopbacks, addresses = ["127.0.0.1", "::1"], set[str]()
+        loopback_addresses, addresses = ["127.0.0.1", "::1"], set[str]()
         if on_one_host:
-            return min(loopbacks, key=_preference)
+            return min(loopback_addresses, key=_address_sort_key)
         with contextlib.suppress(OSError):
             sockaddrs = [info[4] for info in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)]
             # For link-local addresses the result also has the zone, such as %eth0.
             addresses = {socket.getnameinfo(sockaddr, socket.NI_NUMERICHOST)[0] for sockaddr in sockaddrs}
         external_addresses = [address for address in addresses if not ip_address(address).is_loopback]
-        launch_address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if external_addresses:
-            return min(external_addresses, key=_preference)
-        return launch_address or min(loopbacks, key=_preference)
+            return min(external_addresses, key=_address_sort_key)
+        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or min(loopback_addresses, key=_address_sort_key)
 
 
-def _preference(address: str) -> tuple[bool, bool, bool, str]:
+def _address_sort_key(address: str) -> tuple[bool, bool, bool, str]:
     """Sort key of an address at which a node can be reached, the best first."""
     can_listen = False
-    with contextlib.suppress(OSError), listen(address):
+    with contextlib.suppress(OSError), listening_socket(address):
         can_listen = True
     return not can_listen, ip_address(address).is_link_local, ":" in address, address
 
@@ -74,13 +73,13 @@ def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeId
     # submitit sets this variable for its local processes, which may run inside a Slurm job.
     local_index = environ.get("SUBMITIT_LOCAL_GLOBALID")
     if local_index is not None or "SLURM_JOB_ID" not in environ:
-        node = int(local_index or 0)
-        return NodeIdentity(node=node, host=f"local-{node}" if simulated else hostname)
-    array_id, task_index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    job_id = f"{array_id}_{task_index}" if array_id and task_index else environ["SLURM_JOB_ID"]
+        node_index = int(local_index or 0)
+        return NodeIdentity(node_index=node_index, host=f"local-{node_index}" if simulated else hostname)
+    array_id, array_index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job_id = f"{array_id}_{array_index}" if array_id and array_index else environ["SLURM_JOB_ID"]
     return NodeIdentity(
-        node=int(environ.get("SLURM_NODEID", 0)),
+        node_index=int(environ.get("SLURM_NODEID", 0)),
         host=environ.get("SLURMD_NODENAME") or hostname,
         job=Start(job_id=job_id, restart=int(environ.get("SLURM_RESTART_COUNT") or 0)),
-        array_task=task_index,
+        array_index=array_index,
     )

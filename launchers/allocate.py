@@ -13,43 +13,43 @@ from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 
-def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:
-    """The jobs in groups of at most `max_array`; all jobs of a group have the same nodes, time limit and place."""
-    jobs_by_shape: dict[tuple[object, ...], list[PlannedJob]] = {}
+def array_groups(jobs: Sequence[PlannedJob], max_size: int) -> list[list[PlannedJob]]:
+    """The jobs in groups of at most `max_size`; all jobs of a group have the same nodes, time limit and place."""
+    groups: dict[tuple[object, ...], list[PlannedJob]] = {}
     for job in jobs:
-        jobs_by_shape.setdefault((job.nodes, job.limit_s, job.attempts[0].candidate.place), []).append(job)
-    return [g[i : i + max_array] for g in jobs_by_shape.values() for i in range(0, len(g), max_array)]
+        groups.setdefault((job.nodes, job.limit_s, job.attempts[0].candidate.place), []).append(job)
+    return [group[i : i + max_size] for group in groups.values() for i in range(0, len(group), max_size)]
 
 
-def allocations(
+def make_allocations(
     plan: Plan,
     folder: SweepFolder,
     jobs: Sequence[PlannedJob],
     *,
     token: str,
-    by: Origin,
+    origin: Origin,
     kernel_digest: str,
     git_commit: str | None = None,
-    cores: int | None = None,
+    num_cores: int | None = None,
 ) -> list[Allocation]:
     """The allocations of one submission, as their agents will read them; this writes no file.
 
     Args:
         token: hexadecimal digits that no other submission has.
-        by: the user who submits the allocations, and the place.
+        origin: the user who submits the allocations, and the place.
         kernel_digest: digest of the training program; the program on the nodes must have the same one.
-        cores: number of cores of this host; None if they were not counted.
+        num_cores: number of cores of this host; None if they were not counted.
     """
     config = plan.config
     return [
         Allocation(
-            name=f"n{job.nodes}-{token[:8]}.{number}",
+            name=f"n{job.nodes}-{token[:8]}.{index}",
             sweep_dir=str(folder.path),
             work_dir=str(Path.cwd()),
             nodes=job.nodes,
             gpus_per_node=config.hardware.gpus_per_node,
             simulated=config.hardware.simulated,
-            threads=_rank_threads(config, job.nodes, cores),
+            threads=_rank_threads(config, job.nodes, num_cores),
             heartbeat_s=config.launcher.heartbeat_s,
             limit_s=job.limit_s,
             kernel_digest=kernel_digest,
@@ -57,18 +57,18 @@ def allocations(
             preflight=config.launcher.preflight,
             control=job.control,
             window=config.launcher.window,
-            by=by,
+            by=origin,
             tasks=tuple(_task(plan, folder, attempt, job) for attempt in job.attempts),
         )
-        for number, job in enumerate(jobs)
+        for index, job in enumerate(jobs)
     ]
 
 
 def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: PlannedJob) -> Task:
     config, run = plan.config, attempt.candidate
     save_folder = Path.cwd() / (config.measure.checkpoint_folder or folder.path)
-    best, tokens_per_gpu = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
-    has_same_control = best is not None and best.by_control and best.control == job.control
+    best_run, tokens_per_gpu = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
+    has_same_control = best_run is not None and best_run.by_control and best_run.control == job.control
     return Task(
         **attempt.key._asdict(),
         spec=run.spec,
@@ -79,19 +79,19 @@ def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: Planned
         predicted_step_time_s=run.prediction.step_time_s,
         predicted_duration_s=run.prediction.duration_s,
         limit_s=run_limit_s(attempt, config),
-        best_step_time_s=tokens_per_gpu / best.rate if best and best.rate else None,
-        best_control_ratio=best.control_ratio if best and has_same_control else None,
+        best_step_time_s=tokens_per_gpu / best_run.rate if best_run and best_run.rate else None,
+        best_control_ratio=best_run.control_ratio if best_run and has_same_control else None,
         profile=config.trace,
         checkpoint=str(folder.checkpoint(save_folder, attempt.key)) if config.measure.checkpoint else None,
     )
 
 
-def _rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | None:
+def _rank_threads(config: SweepConfig, num_nodes: int, num_cores: int | None) -> int | None:
     """The value of OMP_NUM_THREADS for a rank: the cores of the host, divided among the ranks on it.
 
     It is None if the nodes are other hosts, since the agents there count the cores themselves.
     """
-    if cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
+    if num_cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
         return None
-    num_nodes_on_host = nodes if config.hardware.simulated else 1
-    return max(1, cores // (config.hardware.gpus_per_node * num_nodes_on_host))
+    num_nodes_on_host = num_nodes if config.hardware.simulated else 1
+    return max(1, num_cores // (config.hardware.gpus_per_node * num_nodes_on_host))

@@ -30,21 +30,21 @@ class LaunchMemory:
 
     launch: Launch = NO_LAUNCH
     """What does not change with every look; `ended_s` follows from `ended_at` at each decision."""
-    submitted: int = 0
+    num_submitted: int = 0
     """Number of allocations submitted by this launch."""
     ended_at: dict[AttemptKey, float] = field(default_factory=dict)
     """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
-    avoided: set[str] = field(default_factory=set)
+    avoided_hosts: set[str] = field(default_factory=set)
     """Nodes that the latest submission did not use."""
     cancelled_at: float = -math.inf
     """When this launch last tried to cancel its allocations, by its monotonic clock."""
     touched_at: float = 0.0
     """When this launch last showed other launches that it is alive, by its monotonic clock."""
-    claimed: set[str] = field(default_factory=set)
+    claimed_names: set[str] = field(default_factory=set)
     """Allocations that agents own, even if they have not written anything yet."""
-    ended: set[tuple[str, Start]] = field(default_factory=set)
+    recorded_ends: set[tuple[str, Start]] = field(default_factory=set)
     """Allocations whose end was recorded, each with its start, since a requeue starts it again."""
-    adopted: set[str] = field(default_factory=set)
+    adopted_names: set[str] = field(default_factory=set)
     """Allocations that this launch has seen alive; it recorded those of other launches as adopted."""
     held_s: dict[str, float] = field(default_factory=dict)
     """Allocation -> seconds for which it had held its nodes when the launcher last saw it."""
@@ -67,39 +67,39 @@ class AgentWatchdog:
         """Allocation -> its latest time stamp, the time of the latest look, and the seconds without a change."""
         self._reported_s: dict[str, float] = {}
         """Allocation -> seconds of silence that count no more, since they were reported, or it was not running."""
-        self.frozen: dict[str, str] = {}
+        self.freezes: dict[str, str] = {}
         """Allocation that was found frozen -> the message about it."""
 
-    def observe(self, unended: Iterable[AllocationState], running_names: Container[str]) -> None:
+    def observe(self, allocations: Iterable[AllocationState], running_names: Container[str]) -> None:
         """Reads the time stamps of the allocations' journals or, before they have any, of their claims.
 
         Args:
             running_names: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
-        paths_by_name = {allocation.name: self._paths(allocation) for allocation in unended}
-        self._looks = {name: self._look(name, paths) for name, paths in paths_by_name.items() if paths}
+        paths_by_name = {allocation.name: self._touched_paths(allocation) for allocation in allocations}
+        self._looks = {name: self._next_look(name, paths) for name, paths in paths_by_name.items() if paths}
         self._reported_s |= {name: self.silent_s(name) for name in self._looks if name not in running_names}
 
-    def _paths(self, allocation: AllocationState) -> list[Path]:
+    def _touched_paths(self, allocation: AllocationState) -> list[Path]:
         if not allocation.agents:
             return [self._folder.claims / allocation.name]
         return [self._folder.journal / a.journal for a in allocation.agents if a.journal]
 
-    def _look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
-        touched_at, now = max(map(mtime_s, paths)), time.monotonic()
-        previous_touched_at, looked_at, silent_s = self._looks.get(name, (touched_at, now, 0.0))
-        silent_s += min(now - looked_at, self.patience_s / MISSED_TOUCHES)
-        return touched_at, now, silent_s if touched_at == previous_touched_at else 0.0
+    def _next_look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
+        touched_at, now_s = max(map(mtime_s, paths)), time.monotonic()
+        previous_touched_at, looked_at, silent_s = self._looks.get(name, (touched_at, now_s, 0.0))
+        silent_s += min(now_s - looked_at, self.patience_s / MISSED_TOUCHES)
+        return touched_at, now_s, silent_s if touched_at == previous_touched_at else 0.0
 
     def silent_s(self, name: str) -> float:
         """Seconds without a sign of life; infinite for an allocation that has no journal to show one."""
         return self._looks.get(name, (0.0, 0.0, math.inf))[2]
 
-    def silent(self, name: str, more_s: float = 0.0) -> bool:
+    def is_silent(self, name: str, more_s: float = 0.0) -> bool:
         """Whether an allocation has been silent for longer than `patience_s` and `more_s` together."""
         return self.silent_s(name) > self.patience_s + more_s
 
-    def frozen_now(self, allocation: AllocationState) -> str | None:
+    def new_freeze(self, allocation: AllocationState) -> str | None:
         """Why this running allocation must be ended, once in each `patience_s`; None otherwise."""
         name = allocation.name
         silent_s = self.silent_s(name) if allocation.agents and name in self._looks else 0.0
@@ -108,8 +108,8 @@ class AgentWatchdog:
         if silent_s - self._reported_s.get(name, 0.0) <= self.patience_s:
             return None
         self._reported_s[name] = silent_s
-        self.frozen[name] = f"the agent on {allocation.agents[-1].host} was frozen for {silent_s:.0f} s"
-        return self.frozen[name]
+        self.freezes[name] = f"the agent on {allocation.agents[-1].host} was frozen for {silent_s:.0f} s"
+        return self.freezes[name]
 
 
 class EndRecorder:
@@ -118,15 +118,15 @@ class EndRecorder:
     def __init__(self, sweep: OpenSweep, launcher: Launcher, memory: LaunchMemory, say: Say) -> None:
         """`say` is called with each message for the user."""
         self._sweep, self._launcher, self._memory, self._say = sweep, launcher, memory, say
-        self._runs = {run.run_id: run for run in sweep.plan.runs}
+        self._run_by_id = {run.run_id: run for run in sweep.plan.runs}
         self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher)
 
     def look(self) -> tuple[JobsSeen, SweepState]:
         """The living allocations, and the state after the ends of all others were recorded."""
         # The journal is read after the launcher is asked: what ended in between has recorded its end there.
         state = self._sweep.state()
-        visible_allocations = visible(self._launcher, state.allocations)
-        started_names = {n for n, a in state.allocations.items() if a.agents} | self._memory.claimed
+        visible_allocations = visible_to(self._launcher, state.allocations)
+        started_names = {n for n, a in state.allocations.items() if a.agents} | self._memory.claimed_names
         jobs_seen = self._launcher.observe(visible_allocations)
         state = self._sweep.state()
         unended = open_allocations(state)
@@ -134,18 +134,19 @@ class EndRecorder:
         alive = jobs_seen.alive & (unended.keys() | jobs_seen.queued)
         # Agents of this machine record their end before they have removed their files. Of a job that ended while Slurm was
         # asked, the answer does not say whether it has given its nodes back.
-        holding = jobs_seen.alive - jobs_seen.queued if self._launcher.by["cluster"] else jobs_seen.running
-        leaving = holding - unended.keys()
+        on_cluster = self._launcher.origin["cluster"]
+        holders = jobs_seen.alive - jobs_seen.queued if on_cluster else jobs_seen.running
+        leavers = holders - unended.keys()
         jobs_seen = replace(
-            jobs_seen, alive=alive, held_s=self._memory.held_s, leaving=jobs_seen.leaving | leaving
+            jobs_seen, alive=alive, held_s=self._memory.held_s, leaving=jobs_seen.leaving | leavers
         )
         self.watchdog.observe(unended.values(), jobs_seen.running)
         self._end_frozen(jobs_seen, state)
         for name, held_s in sorted(jobs_seen.timed.items()):
             if state.allocations[name].ended is not None:
                 self._write_end(state.allocations[name], f"held for {held_s:.0f} s", held_s, "slurm")
-        for name in sorted(jobs_seen.alive - self._memory.adopted):
-            self._memory.adopted.add(name)
+        for name in sorted(jobs_seen.alive - self._memory.adopted_names):
+            self._memory.adopted_names.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
                 self._sweep.journal.write(Adopted(allocation=name, job=jobs_seen.jobs.get(name, {})))
         alive = jobs_seen.alive | self._record_ends(jobs_seen, state, visible_allocations, started_names)
@@ -154,10 +155,10 @@ class EndRecorder:
     def _end_frozen(self, jobs_seen: JobsSeen, state: SweepState) -> None:
         """Ends allocations whose leading agent is frozen, since they would last until their time limit."""
         for name in sorted(jobs_seen.alive & jobs_seen.running):
-            if reason := self.watchdog.frozen_now(state.allocations[name]):
+            if reason := self.watchdog.new_freeze(state.allocations[name]):
                 self._say(f"{reason}: ending {name}")
                 try:
-                    self._launcher.end_frozen(name, jobs_seen.jobs[name])
+                    self._launcher.end_frozen_job(name, jobs_seen.jobs[name])
                 except ClusterError as error:  # a later look finds it frozen again
                     self._say(f"cannot end {name}: {error}; retrying")
 
@@ -176,11 +177,11 @@ class EndRecorder:
         """
         unclear_names = set[str]()
         for name, allocation in sorted(state.allocations.items()):
-            if name in jobs_seen.alive or (name, allocation.start) in self._memory.ended:
+            if name in jobs_seen.alive or (name, allocation.start) in self._memory.recorded_ends:
                 continue
-            end = jobs_seen.ended_jobs.get(name) if name in visible_names else self._abandoned(allocation)
-            if end and name in self.watchdog.frozen:
-                end = replace(end, status=Status.LOST, reason=self.watchdog.frozen[name], agent_gone=False)
+            end = jobs_seen.ended_jobs.get(name) if name in visible_names else self._abandoned_end(allocation)
+            if end and name in self.watchdog.freezes:
+                end = replace(end, status=Status.LOST, reason=self.watchdog.freezes[name], agent_gone=False)
             if allocation.ended is not None:
                 self.record_end(allocation, None, state)
             elif end and (self._is_dead(allocation, end) if name in started_names else self.give_up(name)):
@@ -194,33 +195,33 @@ class EndRecorder:
 
         The launcher must be certain that it ended, or the agents must have stopped touching their journal.
         """
-        if end.certain or self.watchdog.silent(allocation.name):
+        if end.certain or self.watchdog.is_silent(allocation.name):
             return True
         note = f"{end.reason}, but the agents of {allocation.name} updated their journal recently"
         self._say(f"{note}; it counts as ended after {self.watchdog.patience_s:.0f} s of silence")
         return False
 
-    def _abandoned(self, allocation: AllocationState) -> JobEnd | None:
+    def _abandoned_end(self, allocation: AllocationState) -> JobEnd | None:
         """The end of an allocation that this launcher cannot see; None while it may still be alive."""
-        if allocation.ended is not None or sees(self._launcher.by, allocation.by):
+        if allocation.ended is not None or sees(self._launcher.origin, allocation.by):
             return None
-        by = allocation.by
-        user = f"{by.get('user')} on {by.get('cluster') or by.get('host')}"
+        origin = allocation.by
+        user = f"{origin.get('user')} on {origin.get('cluster') or origin.get('host')}"
         # Processes, unlike jobs, do not wait in a queue. If they start nevertheless, they find our claim.
         has_journal = any(a.journal for a in allocation.agents)
-        can_be_judged = has_journal or not (allocation.agents or by.get("cluster"))
-        if can_be_judged and self.watchdog.silent(allocation.name, allocation.limit_s):
+        can_be_judged = has_journal or not (allocation.agents or origin.get("cluster"))
+        if can_be_judged and self.watchdog.is_silent(allocation.name, allocation.limit_s):
             reason = f"the agents of {allocation.name}, of {user}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        fact = f"{allocation.name} is a job of {user}: this launcher can neither end nor replace it"
+        problem = f"{allocation.name} is a job of {user}: this launcher can neither end nor replace it"
         advice = "launch from a terminal without --yes, which can replace jobs that have not started"
-        self._say(f"{fact}. If it no longer exists, {advice}")
+        self._say(f"{problem}. If it no longer exists, {advice}")
         return None
 
-    def withdraw(self, names: Iterable[str], reason: str) -> None:
+    def withdraw(self, allocation_names: Iterable[str], reason: str) -> None:
         """Claims allocations that have not started and records their end, so that they can be replaced."""
         state = self._sweep.state()
-        for name in names:
+        for name in allocation_names:
             if not state.allocations[name].agents and self.give_up(name):
                 self.record_end(state.allocations[name], JobEnd(reason=reason), state)
 
@@ -229,10 +230,10 @@ class EndRecorder:
 
         If another launcher submits the allocation later, its agent finds this claim and runs nothing.
         """
-        given_up = self._sweep.give_up(name)
-        if not given_up:
-            self._memory.claimed.add(name)
-        return given_up
+        is_given_up = self._sweep.give_up(name)
+        if not is_given_up:
+            self._memory.claimed_names.add(name)
+        return is_given_up
 
     def record_end(self, allocation: AllocationState, observed_end: JobEnd | None, state: SweepState) -> None:
         """Records that an allocation is over, and that the attempts it claimed and did not finish are lost.
@@ -244,20 +245,20 @@ class EndRecorder:
             OSError: a claim cannot be read now; nothing was recorded.
         """
         name = allocation.name
-        owned_keys = [key for key in allocation.tasks if self._owned(key, name, state)]
+        owned_keys = [key for key in allocation.tasks if self._is_owned(key, name, state)]
         end = observed_end or JobEnd(reason=f"the agents of {name} ended ({allocation.ended})")
-        self._lose(owned_keys, state, name, end)
+        self._record_lost(owned_keys, state, name, end)
         if observed_end is not None:
             self._write_end(allocation, observed_end.reason, observed_end.held_s, "launcher")
-        self._memory.ended.add((name, allocation.start))  # last, since the writes above may have failed
+        self._memory.recorded_ends.add((name, allocation.start))  # last, since a write above may fail
 
     def record_planned(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
-        planned = AllocationPlanned(
+        planned_event = AllocationPlanned(
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
             control=allocation.control, tasks=tuple(task.key for task in allocation.tasks),
         )  # fmt: skip
-        self._sweep.journal.write(planned)
+        self._sweep.journal.write(planned_event)
 
     def record_claimed(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
         """Records the ends of attempts that are claimed although no living allocation holds them.
@@ -285,31 +286,31 @@ class EndRecorder:
                         self.record_planned(recorded_allocation)
                         continue
             reason = f"allocation {name} claimed this run and ended without a result"
-            self._lose([key], state, name, JobEnd(reason=reason))
+            self._record_lost([key], state, name, JobEnd(reason=reason))
         return is_any_claimed
 
-    def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
+    def _is_owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
         """Whether an allocation claimed an attempt, by the journal or, if that does not say, by the claim."""
         attempt = state.attempts.get(key)
         if attempt is not None and attempt.allocation is not None:
             return attempt.allocation == name
         return self._sweep.owner_of(str(key)) == name
 
-    def _lose(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
-        source = "slurm" if self._launcher.by["cluster"] else "launcher"
+    def _record_lost(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
+        source = "slurm" if self._launcher.origin["cluster"] else "launcher"
         result = RunResult(status=end.status, reason=end.reason, cause=end.cause)
         for key in keys:
-            attempt, run = state.attempts.get(key), self._runs.get(key.run_id)
+            attempt, run = state.attempts.get(key), self._run_by_id.get(key.run_id)
             if attempt is None or attempt.result is None:
                 spec = to_dict(run.spec) if run else {}
-                failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
-                self._sweep.journal.write(failed)
+                event = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
+                self._sweep.journal.write(event)
 
     def _write_end(self, allocation: AllocationState, reason: str, held_s: float | None, source: str) -> None:
-        end = AllocationEnded(
+        end_event = AllocationEnded(
             allocation=allocation.name, job=allocation.start, reason=reason, source=source, held_s=held_s
         )
-        self._sweep.journal.write(end)
+        self._sweep.journal.write(end_event)
 
 
 def open_allocations(state: SweepState) -> dict[str, AllocationState]:
@@ -317,12 +318,12 @@ def open_allocations(state: SweepState) -> dict[str, AllocationState]:
     return {n: a for n, a in sorted(state.allocations.items()) if a.ended is None}
 
 
-def visible(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
+def visible_to(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
     """The allocations among `allocations` that a launcher can see and end."""
-    return {n: a for n, a in allocations.items() if sees(launcher.by, a.by)}
+    return {n: a for n, a in allocations.items() if sees(launcher.origin, a.by)}
 
 
-def living(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str, AllocationState]:
+def live_allocations(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str, AllocationState]:
     """The open allocations that may be alive: those that the launcher finds, and those that it cannot see.
 
     Args:
@@ -331,11 +332,11 @@ def living(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str
     Raises:
         ClusterError: the batch system does not answer.
     """
-    unended, deadline = open_allocations(state), time.monotonic() + patience_s
-    visible_allocations = visible(launcher, unended)
+    unended, deadline_s = open_allocations(state), time.monotonic() + patience_s
+    visible_allocations = visible_to(launcher, unended)
     jobs_seen = launcher.observe(visible_allocations)
-    while jobs_seen.alive - jobs_seen.running - jobs_seen.queued and time.monotonic() < deadline:
-        time.sleep(launcher.rest_s)
+    while jobs_seen.alive - jobs_seen.running - jobs_seen.queued and time.monotonic() < deadline_s:
+        time.sleep(launcher.look_pause_s)
         jobs_seen = launcher.observe(visible_allocations)
     return {n: a for n, a in unended.items() if n in jobs_seen.alive or n not in visible_allocations}
 
@@ -346,7 +347,7 @@ def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     Those that have not started are given up first, so that a job that is being submitted now runs nothing.
     """
     recorder = EndRecorder(sweep, launcher, LaunchMemory(), lambda note: None)
-    visible_allocations = visible(launcher, open_allocations(sweep.state()))
+    visible_allocations = visible_to(launcher, open_allocations(sweep.state()))
     for name, allocation in visible_allocations.items():
         if not allocation.agents:
             recorder.give_up(name)

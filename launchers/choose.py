@@ -39,48 +39,48 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
     _require_at_most(limits.job_minutes, "time_minutes", launcher_config.time_minutes, f"{partition} allows")
     job_limits = JobLimits(
         max_jobs=min(launcher_config.max_jobs, limits.max_submit or launcher_config.max_jobs),
-        max_nodes=node_share(config, limits),
+        max_nodes=max_sweep_nodes(config, limits),
         max_array=limits.max_array_size,
         max_limit_s=60.0 * (limits.job_minutes or math.inf),
     )
     return SlurmLauncher(config, folder, job_limits, limits.cluster or UNKNOWN_CLUSTER)
 
 
-def node_share(config: SweepConfig, limits: Limits) -> int:
+def max_sweep_nodes(config: SweepConfig, limits: Limits) -> int:
     """The number of nodes that the sweep may hold or queue for at the same time.
 
     Raises:
         ConfigError: the largest runs of the sweep need more nodes.
     """
     require_max_nodes(config)
-    launcher_config, most_nodes = config.launcher, max(config.axes.nodes)
+    launcher_config, run_nodes = config.launcher, max(config.axes.nodes)
     max_nodes_per_user = limits.max_nodes_per_user
     max_nodes = min(n for n in (limits.max_nodes, limits.total_nodes, max_nodes_per_user) if n is not None)
-    share = launcher_config.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
+    sweep_nodes = launcher_config.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
     partition_text = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
     if limits.max_nodes is not None:
         partition_text += f", at most {limits.max_nodes} per job"
     if max_nodes_per_user is not None:
         partition_text += f", at most {max_nodes_per_user} per user"
-    if most_nodes > max_nodes:
+    if run_nodes > max_nodes:
         fitting_nodes = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= max_nodes)
         example = f", such as sweep.nodes=[{fitting_nodes}]" if fitting_nodes else ""
-        raise ConfigError(f"sweep.nodes up to {most_nodes}; {partition_text}: use fewer nodes{example}")
-    if most_nodes > share:
-        fact = f"sweep.nodes up to {most_nodes}; {partition_text}, by default a sweep uses {share}"
-        raise ConfigError(f"{fact}: set launcher.max_nodes={most_nodes}")
-    return share if max_nodes_per_user is None else min(share, max_nodes_per_user)
+        raise ConfigError(f"sweep.nodes up to {run_nodes}; {partition_text}: use fewer nodes{example}")
+    if run_nodes > sweep_nodes:
+        problem = f"sweep.nodes up to {run_nodes}; {partition_text}, by default a sweep uses {sweep_nodes}"
+        raise ConfigError(f"{problem}: set launcher.max_nodes={run_nodes}")
+    return sweep_nodes if max_nodes_per_user is None else min(sweep_nodes, max_nodes_per_user)
 
 
 def require_max_nodes(config: SweepConfig) -> None:
     """Raises ConfigError if a run of the sweep needs more nodes than launcher.max_nodes allows."""
-    max_nodes, most_nodes = config.launcher.max_nodes, max(config.axes.nodes)
-    if config.launcher.name != "local" and max_nodes and most_nodes > max_nodes:
+    max_nodes, run_nodes = config.launcher.max_nodes, max(config.axes.nodes)
+    if config.launcher.name != "local" and max_nodes and run_nodes > max_nodes:
         rule = f"the sweep may use launcher.max_nodes={max_nodes}"
-        raise ConfigError(f"sweep.nodes up to {most_nodes}; {rule}: set launcher.max_nodes={most_nodes}")
+        raise ConfigError(f"sweep.nodes up to {run_nodes}; {rule}: set launcher.max_nodes={run_nodes}")
 
 
-def _require_at_most(limit: int | None, name: str, requested: int | None, rule: str) -> None:
-    """Raises ConfigError if launcher.`name` asks for more than the site allows."""
-    if limit is not None and requested is not None and requested > limit:
-        raise ConfigError(f"launcher.{name}={requested}; {rule} {limit}: set at most that, or null")
+def _require_at_most(max_value: int | None, option: str, value: int | None, rule: str) -> None:
+    """Raises ConfigError if launcher.`option` asks for more than the site allows."""
+    if max_value is not None and value is not None and value > max_value:
+        raise ConfigError(f"launcher.{option}={value}; {rule} {max_value}: set at most that, or null")

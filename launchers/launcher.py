@@ -10,7 +10,7 @@ from ultrabench.store.jobs_seen import Job, JobLimits, JobsSeen, Origin
 from ultrabench.store.state import AllocationState
 
 
-def origin(cluster: str = "") -> Origin:
+def own_origin(cluster: str = "") -> Origin:
     """This user, cluster and host; without a cluster, the host of a container includes its PID namespace."""
     host = socket.gethostname().split(".")[0]
     if not cluster and (namespace := pid_namespace()) != FIRST_PID_NAMESPACE:
@@ -29,16 +29,16 @@ class Launcher(Protocol):
 
     limits: JobLimits
     """How many jobs and nodes a launch may hold or queue for at the same time."""
-    by: Origin
+    origin: Origin
     """The user and the place of this launcher, which sees and ends only allocations of that user there."""
-    rest_s: float
+    look_pause_s: float
     """Seconds between two looks at the journal."""
 
-    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
+    def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Submits allocations with the same node count and time limit; returns the job of each allocation.
 
         Args:
-            avoid: nodes that must not be used.
+            bad_hosts: nodes that must not be used.
             say: called with a message about each failed submission that is repeated.
 
         Raises:
@@ -56,5 +56,5 @@ class Launcher(Protocol):
             `observe` reports the others later.
         """
 
-    def end_frozen(self, name: str, job: Job) -> None:
+    def end_frozen_job(self, allocation_name: str, job: Job) -> None:
         """Ends an allocation that runs as `job` and whose agent no longer responds."""

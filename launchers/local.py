@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ultrabench import processes
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.launcher import Allocations, Say, origin
+from ultrabench.launchers.launcher import Allocations, Say, own_origin
 from ultrabench.machine_lock import holder
 from ultrabench.processes import clean_up_after_the_dead
 from ultrabench.store.allocation import END_REQUEST, Allocation, read_allocation
@@ -44,14 +44,14 @@ class LocalLauncher:
     """Starts, finds and kills allocations that are processes of this host."""
 
     limits = JobLimits(max_jobs=1)  # two jobs at once would disturb each other's measurements
-    rest_s = 0.3
+    look_pause_s = 0.3
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
-        self.by = origin()
+        self.origin = own_origin()
         self._missing_since: dict[str, float] = {}
 
-    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
+    def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Starts the agents of each allocation; returns their host.
 
         Raises:
@@ -59,20 +59,20 @@ class LocalLauncher:
         """
         for allocation in allocations:
             command = [sys.executable, "-P", "-m", "ultrabench.launchers.local", str(allocation.folder)]
-            log = allocation.folder / "submit.err"
+            log_path = allocation.folder / "submit.err"
             try:
                 subprocess.run(
                     command,
                     env={**os.environ, "PYTHONSAFEPATH": "1"},
                     stdin=subprocess.DEVNULL,
-                    stdout=log.open("wb"),
+                    stdout=log_path.open("wb"),
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     timeout=SUBMIT_TIMEOUT_S,
                     check=True,
                 )
             except (subprocess.SubprocessError, OSError) as error:
-                raise ClusterError(f"cannot start {allocation.name}: {error}; see {log}") from error
+                raise ClusterError(f"cannot start {allocation.name}: {error}; see {log_path}") from error
         return {allocation.name: {"host": socket.gethostname()} for allocation in allocations}
 
     def observe(self, allocations: Allocations) -> JobsSeen:
@@ -82,31 +82,31 @@ class LocalLauncher:
         launcher died and when the system reuses a pid.
         """
         unended_names = {name for name, allocation in allocations.items() if allocation.ended is None}
-        present_names = self._pids().keys()
+        present_names = self._pids_by_allocation().keys()
         if stragglers := present_names & (allocations.keys() - unended_names):  # such as frozen agents
             self._wait_and_kill(stragglers, GRACE_S)
-        running_names, now = present_names & unended_names, time.monotonic()
-        self._missing_since = {n: self._missing_since.get(n, now) for n in unended_names - running_names}
-        lost_names = {n for n, since in self._missing_since.items() if now - since > GRACE_S}
+        running_names, now_s = present_names & unended_names, time.monotonic()
+        self._missing_since = {n: self._missing_since.get(n, now_s) for n in unended_names - running_names}
+        lost_names = {n for n, since_s in self._missing_since.items() if now_s - since_s > GRACE_S}
         if lost_names:
             clean_up_after_the_dead()
         return JobsSeen(
             alive=frozenset(unended_names - lost_names),
             running=frozenset(running_names),
-            ended_jobs={name: self._vanished(allocations[name]) for name in sorted(lost_names)},
+            ended_jobs={name: self._vanished_end(allocations[name]) for name in sorted(lost_names)},
             jobs={name: {"host": socket.gethostname()} for name in running_names},
-            notes=self._waits_for(allocations, running_names),
+            notes=self._wait_notes(allocations, running_names),
         )
 
     @staticmethod
-    def _waits_for(allocations: Allocations, running_names: Set[str]) -> tuple[str, ...]:
+    def _wait_notes(allocations: Allocations, running_names: Set[str]) -> tuple[str, ...]:
         """A message that names the allocation for which one of these waits, if any."""
         waiting_names = [name for name in running_names if not allocations[name].agents]
         if waiting_names and (lock_holder := holder()) and lock_holder.allocation not in running_names:
             return (f"another sweep is measuring on this machine: {lock_holder}; waiting until it ends",)
         return ()
 
-    def _vanished(self, allocation: AllocationState) -> JobEnd:
+    def _vanished_end(self, allocation: AllocationState) -> JobEnd:
         reason = f"the agents of {allocation.name} disappeared"
         return JobEnd(reason=reason, certain=True, held_s=self._held_s(allocation))
 
@@ -123,11 +123,11 @@ class LocalLauncher:
         """
         if queued_only:
             return {}
-        pids = self._pids()
+        pids_by_name = self._pids_by_allocation()
         for name in allocations:
             with contextlib.suppress(OSError):
                 (self._folder.allocations / name / END_REQUEST).touch()
-        for pid in {pid for name in allocations for pid in pids[name]}:
+        for pid in {pid for name in allocations for pid in pids_by_name[name]}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         self._wait_and_kill(allocations.keys(), STOP_PATIENCE_S)
@@ -136,39 +136,39 @@ class LocalLauncher:
 
     def _wait_and_kill(self, names: Set[str], patience_s: float) -> None:
         """Waits until these allocations have no process, and kills those that have one after `patience_s`."""
-        deadline = time.monotonic() + patience_s
-        while (living_names := names & self._pids().keys()) and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + patience_s
+        while (living_names := names & self._pids_by_allocation().keys()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         for name in living_names:
-            self.end_frozen(name, {})
+            self.end_frozen_job(name, {})
 
-    def end_frozen(self, name: str, job: Job) -> None:
+    def end_frozen_job(self, allocation_name: str, job: Job) -> None:
         """Kills the agents at once; Linux and `clean_up_after_the_dead` end their ranks."""
-        processes.kill_until_gone(lambda: self._pids()[name])
+        processes.kill_until_gone(lambda: self._pids_by_allocation()[allocation_name])
         clean_up_after_the_dead()
 
-    def _pids(self) -> defaultdict[str, list[int]]:
+    def _pids_by_allocation(self) -> defaultdict[str, list[int]]:
         """Allocation -> our processes that have its folder, or a file in it, as argument."""
-        pids, prefix = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
+        pids_by_name, prefix = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
         for pid in processes.own_processes():
-            words = processes.command_line(pid)
-            names = {path.removeprefix(prefix).split("/")[0] for path in words if path.startswith(prefix)}
-            if names and OWN_MODULES & set(words) and processes.start_time(pid) is not None:
+            arguments = processes.command_line(pid)
+            names = {path.removeprefix(prefix).split("/")[0] for path in arguments if path.startswith(prefix)}
+            if names and OWN_MODULES & set(arguments) and processes.start_time(pid) is not None:
                 for name in names:
-                    pids[name].append(pid)
-        return pids
+                    pids_by_name[name].append(pid)
+        return pids_by_name
 
 
-def start_agents(folder: Path) -> None:
+def start_agents(allocation_folder: Path) -> None:
     """Starts one agent for each simulated node of an allocation, under a controller of submitit."""
     from submitit.local.local import start_controller  # only the process that starts agents needs submitit
 
-    allocation = read_allocation(folder)
+    allocation = read_allocation(allocation_folder)
     num_gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
     python = str(allocation.tasks[0].spec.variant.get("python", sys.executable))
     start_controller(
-        folder=folder / "submitit",
-        command=shlex.join([python, "-P", "-m", "ultrabench.agent", str(folder)]),
+        folder=allocation_folder / "submitit",
+        command=shlex.join([python, "-P", "-m", "ultrabench.agent", str(allocation_folder)]),
         tasks_per_node=allocation.nodes,
         cuda_devices=",".join(map(str, range(num_gpus))),
         timeout_min=allocation.limit_s / 60 + LONGEST_WAIT_MIN,

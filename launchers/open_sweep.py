@@ -61,7 +61,7 @@ def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson
     )  # fmt: skip
 
 
-def require_same(described: SweepJson, config: SweepConfig, path: Path) -> None:
+def require_same(sweep_json: SweepJson, config: SweepConfig, path: Path) -> None:
     """Raises if `config` does not describe the sweep in the folder `path`.
 
     Axes and models may change, which makes the plan larger or smaller; hardware, kernel and workload may not. Options
@@ -70,33 +70,33 @@ def require_same(described: SweepJson, config: SweepConfig, path: Path) -> None:
     Raises:
         ConfigError: they differ; the message shows the differences.
     """
-    for group in ("hardware", "kernel", "workload"):
-        old_values, new_values = to_dict(getattr(described, group)), to_dict(getattr(config, group))
+    for section in ("hardware", "kernel", "workload"):
+        old_values, new_values = to_dict(getattr(sweep_json, section)), to_dict(getattr(config, section))
         # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: _require_same_log.
         for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
             new_values.pop(name, None)
         allowed = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
-        if group == "workload":  # see require_same_batches
+        if section == "workload":  # see require_same_batches
             new_values.pop("gbs")
-        changed_names = [k for k in sorted(new_values) if old_values[k] not in (new_values[k], *allowed[k])]
-        changes = [f"{group}.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_names]
+        changed_options = [k for k in sorted(new_values) if old_values[k] not in (new_values[k], *allowed[k])]
+        changes = [f"{section}.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_options]
         if changes:
-            fact = f"{path} is a sweep with a different {group} ({', '.join(changes)})"
-            raise ConfigError(fact, "start a new one with name=NAME")
-    require_same_batches(described.config, config, path)
+            problem = f"{path} is a sweep with a different {section} ({', '.join(changes)})"
+            raise ConfigError(problem, "start a new one with name=NAME")
+    require_same_batches(sweep_json.config, config, path)
 
 
-def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, path: Path) -> None:
+def require_same_batches(resolved_config: Mapping[str, Any], config: SweepConfig, path: Path) -> None:
     """Raises ConfigError if a number of nodes had another global batch in an earlier launch.
 
     Args:
-        resolved: the composed configuration of that launch.
+        resolved_config: the composed configuration of that launch.
     """
-    sweep = resolved.get("sweep", {})
-    if not {"nodes", "gbs"} <= sweep.keys() or config.kernel.kind == "probe":
+    sweep_settings = resolved_config.get("sweep", {})
+    if not {"nodes", "gbs"} <= sweep_settings.keys() or config.kernel.kind == "probe":
         return
-    earlier_nodes, gbs = sorted(values_in(sweep["nodes"])), values_in(sweep["gbs"])[0]
-    earlier_scaling, fewest_nodes = sweep.get("scaling") or "strong", min(config.axes.nodes)
+    earlier_nodes, gbs = sorted(values_in(sweep_settings["nodes"])), values_in(sweep_settings["gbs"])[0]
+    earlier_scaling, fewest_nodes = sweep_settings.get("scaling") or "strong", min(config.axes.nodes)
 
     def earlier_gbs(nodes: int) -> Fraction:
         return scaled_gbs(gbs, nodes, earlier_nodes[0], earlier_scaling)
@@ -105,11 +105,11 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, path:
         gbs_choices = [config.gbs_on(nodes, value) for value in config.options.values["gbs"]]
         if earlier_gbs(nodes) not in gbs_choices:
             nodes_text = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
-            fact = f"{path} is a sweep with a different workload (workload.gbs{nodes_text}: {earlier_gbs(nodes)} -> {gbs_choices[0]})"
-            same_gbs = earlier_gbs(fewest_nodes)
-            is_series = earlier_scaling == config.scaling == WEAK and same_gbs.denominator == 1
-            gbs_hint = f"use sweep.gbs={same_gbs}, that of {counted(fewest_nodes, 'node')}, or " * is_series
-            raise ConfigError(fact, f"{gbs_hint}start a new one with name=NAME")
+            problem = f"{path} is a sweep with a different workload (workload.gbs{nodes_text}: {earlier_gbs(nodes)} -> {gbs_choices[0]})"
+            next_gbs = earlier_gbs(fewest_nodes)
+            is_series = earlier_scaling == config.scaling == WEAK and next_gbs.denominator == 1
+            gbs_hint = f"use sweep.gbs={next_gbs}, that of {counted(fewest_nodes, 'node')}, or " * is_series
+            raise ConfigError(problem, f"{gbs_hint}start a new one with name=NAME")
 
 
 def require_same_launch(state: SweepState, config: SweepConfig, path: Path) -> None:
@@ -122,23 +122,23 @@ def require_same_launch(state: SweepState, config: SweepConfig, path: Path) -> N
 def _require_same_log(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
     old_values, new_values = state.config.get("kernel", {}), to_dict(config.kernel)
-    changed_names = [k for k in LOG_OPTIONS if old_values.get(k, new_values[k]) != new_values[k]]
-    changes = [f"kernel.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_names]
+    changed_options = [k for k in LOG_OPTIONS if old_values.get(k, new_values[k]) != new_values[k]]
+    changes = [f"kernel.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_options]
     if changes and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
         difference = f"read from logs with other patterns ({', '.join(changes)})"
-        fact = f"sweep {config.name} has results that were {difference}"
-        raise ConfigError(fact, "start a new one with name=NAME")
+        problem = f"sweep {config.name} has results that were {difference}"
+        raise ConfigError(problem, "start a new one with name=NAME")
 
 
 def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if a value of a flag now means other arguments than at the latest launch."""
-    flags = state.config.get("sweep", {}).get(FLAGS) or {}
-    old_flags = read_flags(flags) if isinstance(flags, dict) else {}
-    for name, value in ((name, value) for name, table in old_flags.items() for value in table):
+    flag_settings = state.config.get("sweep", {}).get(FLAGS) or {}
+    old_flags = read_flags(flag_settings) if isinstance(flag_settings, dict) else {}
+    for name, value in ((name, value) for name, values in old_flags.items() for value in values):
         arguments = config.options.arguments.get(name, {}).get(value)
         if arguments is not None and arguments != old_flags[name][value]:
-            fact = f"sweep.flags.{name}.{value}: {[*old_flags[name][value]]} -> {[*arguments]} in a sweep that was launched before"
-            raise ConfigError(fact, "give these arguments another name")
+            problem = f"sweep.flags.{name}.{value}: {[*old_flags[name][value]]} -> {[*arguments]} in a sweep that was launched before"
+            raise ConfigError(problem, "give these arguments another name")
 
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
@@ -203,15 +203,15 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     A profile of another name that is given stays. The memory of a GPU decides predictions only, while on CPUs it is
     enforced, and a sweep with another one is another sweep.
     """
-    described = find_sweep_json(folder_of(config))
-    frozen_profile = described.config.get("profile") if described else None
-    if described and described.hardware.name == config.hardware.name and config.hardware.device == "cuda":
-        hardware = replace(config.hardware, mem_bytes=described.hardware.mem_bytes)
+    sweep_json = find_sweep_json(folder_of(config))
+    frozen_profile = sweep_json.config.get("profile") if sweep_json else None
+    if sweep_json and sweep_json.hardware.name == config.hardware.name and config.hardware.device == "cuda":
+        hardware = replace(config.hardware, mem_bytes=sweep_json.hardware.mem_bytes)
         if hardware != config.hardware:
             old_gib, new_gib = (f"{hw.mem_bytes / GIB:.5g}" for hw in (hardware, config.hardware))
-            fact = f"sweep {config.name} was launched with {old_gib} GiB per GPU, hardware={hardware.name} now has {new_gib}"
+            problem = f"sweep {config.name} was launched with {old_gib} GiB per GPU, hardware={hardware.name} now has {new_gib}"
             warn(
-                f"{fact}; its predictions keep using {old_gib}: to use {new_gib}, start a new sweep with name=NAME"
+                f"{problem}; its predictions keep using {old_gib}: to use {new_gib}, start a new sweep with name=NAME"
             )
             resolved = config.resolved | {"hardware": to_dict(hardware)}
             config = replace(config, hardware=hardware, resolved=resolved)
@@ -251,39 +251,39 @@ def open_sweep(
         choices = "same (measure again in the new environment) or any (keep the old results)"
         raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
-    existing, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
+    existing_json, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
     has_known_peak = bool(config.hardware.peak_flops_per_s)
-    if existing is not None:
-        require_same(existing, config, folder.path)
+    if existing_json is not None:
+        require_same(existing_json, config, folder.path)
         with contextlib.suppress(OSError):
             journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
-    environment = _machine_facts(config, needs_peak=not has_known_peak and existing is None, say=say)
+    environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
     folder.create()
-    described = existing or create_sweep_json(folder, sweep_json_of(config, environment))
-    if existing is None:
-        peak = described.peak(1, config.kernel.precision)
+    sweep_json = existing_json or create_sweep_json(folder, sweep_json_of(config, environment))
+    if existing_json is None:
+        peak = sweep_json.peak(1, config.kernel.precision)
         for line in busy_peak(peak.core_share if peak else None):
             warn(line)
-        require_same(described, config, folder.path)  # another launch may have created it meanwhile
+        require_same(sweep_json, config, folder.path)  # another launch may have created it meanwhile
     write_secrets(config.kernel.env, folder.secrets, config.secrets)
     if not has_known_peak:
-        core_rate, num_cores = described.core_flops_per_s, described.cores or 1
-        plan = within_limit(make_plan(config, core_flops_per_s=core_rate, cores=num_cores), max_limit_s)
+        core_flops_per_s, cores = sweep_json.core_flops_per_s, sweep_json.cores or 1
+        plan = within_limit(make_plan(config, core_flops_per_s=core_flops_per_s, cores=cores), max_limit_s)
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
     require_same_launch(state, config, folder.path)
-    accepts = accepted(config, environment, state, reuse)
-    digest, launch_origin = config.kernel.digest(), provenance(config)
-    launch = Launched(
-        generation=state.generation + 1, config=config.resolved, provenance=launch_origin, kernel_digest=digest,
+    accepts = acceptance(config, environment, state, reuse)
+    digest, launch_provenance = config.kernel.digest(), provenance(config)
+    launch_event = Launched(
+        generation=state.generation + 1, config=config.resolved, provenance=launch_provenance, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
     )  # fmt: skip
-    journal.write(launch)
+    journal.write(launch_event)
     _keep_difference(folder)
     write_plan(plan.candidates, folder.plan)
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, fold=fold, environment=environment,
-        accepts=accepts, kernel_digest=digest, git_commit=launch_origin["git_commit"], max_gpu_hours=max_gpu_hours,
+        accepts=accepts, kernel_digest=digest, git_commit=launch_provenance["git_commit"], max_gpu_hours=max_gpu_hours,
     )  # fmt: skip
 
 
@@ -297,17 +297,17 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
         ConfigError: the sweep runs on this machine, which has fewer GPUs than its hardware.
     """
     is_local, hardware = config.launcher.name == "local", config.hardware
-    num_needed = hardware.gpus_per_node if is_local and hardware.device == "cuda" else 0
-    if not needs_peak and not num_needed and not (is_local and config.kernel.kind != "command"):
+    num_needed_gpus = hardware.gpus_per_node if is_local and hardware.device == "cuda" else 0
+    if not needs_peak and not num_needed_gpus and not (is_local and config.kernel.kind != "command"):
         return {"cores": len(os.sched_getaffinity(0))}
     say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
-    num_visible = int(environment.get("gpus") or 0)
-    if num_visible < num_needed:
-        alternative = f"hardware.gpus_per_node={num_visible}" if num_visible else "hardware=cpu, without GPUs"
-        fact = f"hardware={hardware.name} has {counted(num_needed, 'GPU')} a node; torch sees {num_visible or 'none'}"
+    num_gpus = int(environment.get("gpus") or 0)
+    if num_gpus < num_needed_gpus:
+        alternative = f"hardware.gpus_per_node={num_gpus}" if num_gpus else "hardware=cpu, without GPUs"
+        problem = f"hardware={hardware.name} has {counted(num_needed_gpus, 'GPU')} a node; torch sees {num_gpus or 'none'}"
         advice = f"add launcher=slurm to run on a cluster, or use {alternative}"
-        raise ConfigError(f"{fact} on this machine: {advice}")
+        raise ConfigError(f"{problem} on this machine: {advice}")
     return environment
 
 
@@ -315,8 +315,8 @@ def _keep_difference(folder: SweepFolder) -> None:
     """Saves the uncommitted changes of the sources as a patch, named by the hash of its content."""
     patch = checkout.uncommitted_patch()
     if patch:
-        name = hashlib.sha256(patch).hexdigest()[:16]
-        write_whole(folder.path / f"changes-{name}.patch", patch)
+        patch_hash = hashlib.sha256(patch).hexdigest()[:16]
+        write_whole(folder.path / f"changes-{patch_hash}.patch", patch)
 
 
 @functools.cache  # an acceptance run opens several sweeps
@@ -333,28 +333,28 @@ def probe_machine(measures_peak: bool) -> dict[str, Any]:
         raise ClusterError(f"the kernel does not start here: {error}") from error
 
 
-def accepted(
+def acceptance(
     config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
 ) -> Accepts:
     """A function that says whether an ok result counts, judged by the environment it was measured in."""
-    facts = environment if config.kernel.kind != "command" else {}
+    probe_facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()
-    env_id_here = env_id(facts, config.kernel, digest, variables_of(config.options.first_variant))
+    env_id_here = env_id(probe_facts, config.kernel, digest, variables_of(config.options.first_variant))
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
-    is_on_nodes = config.launcher.name != "local" or any(
+    only_sources_count = config.launcher.name != "local" or any(
         name in config.options.values for name in JOB_OPTIONS
     )
 
     def is_same_environment(result: RunResult) -> bool:
-        return result.kernel_digest == digest if is_on_nodes else result.env_id == env_id_here
+        return result.kernel_digest == digest if only_sources_count else result.env_id == env_id_here
 
     ok_results = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
     other_results = [r for r in ok_results if not is_same_environment(r)]
     if other_results and reuse is None:
         digests = ", ".join(sorted({r.kernel_digest or "?" for r in other_results}))
         their_text = f"theirs: kernel_digest {digests}, torch {other_results[0].torch_version}"
-        our_text = f"here: {digest}, torch {facts.get('torch_version')}"
+        our_text = f"here: {digest}, torch {probe_facts.get('torch_version')}"
         difference = f"other sources, torch or machine; {their_text}; {our_text}"
         conflict = f"{len(other_results)} of {len(ok_results)} results come from a different environment ({difference})"
         raise ConfigError(f"{conflict}; --reuse any counts them, --reuse same measures those runs again")

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, SweepFolderError, may_pass
-from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible
+from ultrabench.launchers.allocate import array_groups, make_allocations
+from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible_to
 from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.node_health import node_warnings, warning_lines
@@ -33,6 +33,7 @@ REDECIDE_S = 5.0
 """Seconds until `decide` is asked again if nothing has changed, since some decisions depend on the time."""
 
 Show = Callable[[SweepState, frozenset[str]], None]
+"""Shows the user the state of a sweep; its second argument is the names of the living allocations."""
 
 
 class Reconciler:
@@ -48,21 +49,21 @@ class Reconciler:
         self.sweep, self.launcher = sweep, launcher
         self.show, self.say = show, say
         self.limits = replace(launcher.limits, max_gpu_hours=sweep.max_gpu_hours)
-        self.stopped: str | None = None
+        self.stop_reason: str | None = None
         """Why the launch ended before all runs were done; None if it did not."""
         self.over_budget = False
         """Whether the launch ended because the next job costs more than what is left of the budget."""
         if memory is None:
             attempts = sweep.state().attempts
             ended_keys = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
-            launch = Launch(name=sweep.journal.name, by=launcher.by, accepts=sweep.accepts)
+            launch = Launch(name=sweep.journal.name, by=launcher.origin, accepts=sweep.accepts)
             memory = LaunchMemory(
                 launch=replace(launch, old_attempts=ended_keys, begun_attempts=frozenset(attempts))
             )
         self.memory = memory
         self._say_once = functools.cache(say)
         self.recorder = EndRecorder(sweep, launcher, memory, self._say_once)
-        self._warned_places = set[tuple[str, str]]()
+        self._warned_checks = set[tuple[str, str]]()
         """Checks and hosts whose warnings were said."""
         self._decision: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
@@ -73,20 +74,20 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running anything.
         """
-        failing_since = math.inf
+        failing_since_s = math.inf
         while True:
             try:
-                state, is_busy = self.once()
+                state, is_busy = self.run_once()
             except (OSError, SweepFolderError) as error:
-                failing_since = min(failing_since, time.monotonic())
-                self._wait_for_disk(error, failing_since)
+                failing_since_s = min(failing_since_s, time.monotonic())
+                self._wait_for_disk(error, failing_since_s)
                 continue
-            failing_since = math.inf
+            failing_since_s = math.inf
             if not is_busy:
                 return state
-            time.sleep(self.launcher.rest_s)
+            time.sleep(self.launcher.look_pause_s)
 
-    def once(self) -> tuple[SweepState, bool]:
+    def run_once(self) -> tuple[SweepState, bool]:
         """Observes, decides and acts once; returns the state and whether there is anything to wait for.
 
         Raises:
@@ -106,36 +107,35 @@ class Reconciler:
 
     def _decide(self, state: SweepState, jobs_seen: JobsSeen) -> Actions:
         """What to do now; it is decided again after a change, and otherwise every REDECIDE_S."""
-        now, memory = time.monotonic(), self.memory
+        now_s, memory = time.monotonic(), self.memory
         if state.paused or state.cancelled:
-            excused = memory.launch.excused | state.allocations.keys()
-            memory.launch = replace(memory.launch, excused=excused)
+            memory.launch = replace(memory.launch, excused=memory.launch.excused | state.allocations.keys())
         for key, attempt in state.attempts.items():
             if attempt.result is not None and key not in memory.launch.old_attempts:
-                memory.ended_at.setdefault(key, now)
+                memory.ended_at.setdefault(key, now_s)
         observations = (self.sweep.fold.num_lines, jobs_seen.alive, jobs_seen.leaving)
-        if self._decision and self._decision[1] == observations and now - self._decision[0] < REDECIDE_S:
+        if self._decision and self._decision[1] == observations and now_s - self._decision[0] < REDECIDE_S:
             return self._decision[2]
-        ended_s = {key: now - ended_at for key, ended_at in memory.ended_at.items()}
-        launch = replace(memory.launch, since_end_s=ended_s)
+        seconds_since_end = {key: now_s - ended_at for key, ended_at in memory.ended_at.items()}
+        launch = replace(memory.launch, since_end_s=seconds_since_end)
         actions = decide(self.sweep.plan, state, jobs_seen, self.limits, launch, time.time())
-        self._decision = (now, observations, actions)
+        self._decision = (now_s, observations, actions)
         return actions
 
     def _act(self, actions: Actions, state: SweepState, jobs_seen: JobsSeen) -> bool:
         """Carries out the decided actions; returns whether there is anything to wait for."""
-        self.stopped, self.over_budget = actions.stop_reason, actions.over_budget
+        self.stop_reason, self.over_budget = actions.stop_reason, actions.over_budget
         if actions.dead_end:
-            raise ClusterError(self._message_of(actions.dead_end))
+            raise ClusterError(self._dead_end_message(actions.dead_end))
         if actions.end_jobs:
             return self._cancel(state, jobs_seen)
         if actions.submit:
             self._submit(actions, state)
-        return bool(jobs_seen.alive) or (actions.wait and self.stopped is None)
+        return bool(jobs_seen.alive) or (actions.wait and self.stop_reason is None)
 
     def _cancel(self, state: SweepState, jobs_seen: JobsSeen) -> bool:
         """Cancels the visible allocations, every CANCEL_PAUSE_S; returns whether any live."""
-        visible_allocations = visible(self.launcher, {n: state.allocations[n] for n in jobs_seen.alive})
+        visible_allocations = visible_to(self.launcher, {n: state.allocations[n] for n in jobs_seen.alive})
         if visible_allocations and time.monotonic() - self.memory.cancelled_at >= CANCEL_PAUSE_S:
             self.memory.cancelled_at = time.monotonic()
             try:
@@ -149,37 +149,37 @@ class Reconciler:
         old_digest, digest = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
         if old_digest != digest:
             change = f"the training program changed during the sweep (kernel_digest {old_digest} -> {digest})"
-            self.stopped = f"{change}; launch again to continue with the new one"
+            self.stop_reason = f"{change}; launch again to continue with the new one"
             return
         if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first record the ends of the claimed attempts
-        for node, why in actions.avoid.items():
-            self._say_once(f"node {node} is excluded: {why}")
-        for node in sorted(self.memory.avoided - actions.avoid.keys()):
-            self.say(f"node {node} is used again: the runs that failed there fail in the same way elsewhere")
-        self.memory.avoided = {*actions.avoid}
-        for array in shapes(actions.submit, self.limits.max_array):
+        for host, reason in actions.avoid.items():
+            self._say_once(f"node {host} is excluded: {reason}")
+        for host in sorted(self.memory.avoided_hosts - actions.avoid.keys()):
+            self.say(f"node {host} is used again: the runs that failed there fail in the same way elsewhere")
+        self.memory.avoided_hosts = {*actions.avoid}
+        for array in array_groups(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
 
-    def _submit_array(self, jobs: Sequence[PlannedJob], avoid: list[str]) -> None:
+    def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> None:
         sweep, journal = self.sweep, self.sweep.journal
         token = uuid.uuid4().hex
-        new_allocations = allocations(
-            sweep.plan, sweep.folder, jobs, token=token, by=self.launcher.by, kernel_digest=sweep.kernel_digest,
-            git_commit=sweep.git_commit, cores=sweep.environment.get("cores"),
+        new_allocations = make_allocations(
+            sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,
+            git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
         )  # fmt: skip
         for allocation in new_allocations:
             allocation.write()
             self.recorder.record_planned(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
         try:
-            submitted = self.launcher.submit(new_allocations, avoid, self.say)
+            job_by_name = self.launcher.submit(new_allocations, bad_hosts, self.say)
         except ClusterError as error:
             # A launcher that cannot see jobs of this cluster would wait for these for ever.
             self.recorder.withdraw((a.name for a in new_allocations), f"not submitted: {error}")
             raise
-        self.memory.submitted += len(new_allocations)
-        for name, job in submitted.items():
+        self.memory.num_submitted += len(new_allocations)
+        for name, job in job_by_name.items():
             journal.write(Submitted(allocation=name, job=job))
 
     def _other_commits(self, state: SweepState) -> list[str]:
@@ -194,30 +194,30 @@ class Reconciler:
     def _node_warnings(self, state: SweepState) -> list[str]:
         """A line for each check that new nodes fail; each check of a node is warned of once."""
         warnings = node_warnings(state.node_facts())
-        new_warnings = {place: warnings[place] for place in warnings.keys() - self._warned_places}
-        self._warned_places |= new_warnings.keys()
+        new_warnings = {key: warnings[key] for key in warnings.keys() - self._warned_checks}
+        self._warned_checks |= new_warnings.keys()
         return [f"warning: {line}" for line in warning_lines(new_warnings)]
 
-    def _message_of(self, dead_end: DeadEnd) -> str:
+    def _dead_end_message(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
         log_path, last_line = _last_log_line(self.sweep.folder.allocations / dead_end.allocation.name)
         reason = f"{dead_end.allocation.ended}{f'; its log ends: {last_line[:200]}' if last_line else ''}"
         message = f"{dead_end.num_allocations} allocations in a row ended without running {dead_end.missing_run} ({reason})"
         return f"{message}; see {log_path}, then launch again"
 
-    def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:
+    def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since_s: float) -> None:
         """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long.
 
         Args:
-            failing_since: since when it has been unusable, by the monotonic clock.
+            failing_since_s: since when it has been unusable, by the monotonic clock.
         """
         self.sweep.folder.require_present()
         cause = error.__cause__ if isinstance(error, SweepFolderError) else error
         if not may_pass(error) and not (cause and may_pass(cause)):
             raise error
-        if time.monotonic() - failing_since > DISK_PATIENCE_S:
-            fact = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
-            raise ClusterError(f"{fact}; jobs continue: fix the folder, then launch again") from error
+        if time.monotonic() - failing_since_s > DISK_PATIENCE_S:
+            problem = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
+            raise ClusterError(f"{problem}; jobs continue: fix the folder, then launch again") from error
         self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); retrying, running jobs continue")
         time.sleep(DISK_PAUSE_S)
 
@@ -227,9 +227,9 @@ def _last_log_line(folder: Path) -> tuple[Path, str]:
 
     On this machine submitit keeps one log for each node.
     """
-    logs = [log for pattern in ("job.log", "submitit/*.err") for log in sorted(folder.glob(pattern))]
-    for log in logs:
-        lines = [line.strip() for line in log.read_text(errors="replace").split("\n") if line.strip()]
+    log_paths = [path for pattern in ("job.log", "submitit/*.err") for path in sorted(folder.glob(pattern))]
+    for path in log_paths:
+        lines = [line.strip() for line in path.read_text(errors="replace").split("\n") if line.strip()]
         if lines:
-            return log, lines[-1]
-    return (logs or [folder])[0], ""
+            return path, lines[-1]
+    return (log_paths or [folder])[0], ""

@@ -21,9 +21,9 @@ def require_local(config: SweepConfig) -> None:
     """
     max_nodes = max(config.axes.nodes)
     if config.launcher.name == "local" and max_nodes > 1 and not config.hardware.simulated:
-        fact = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
+        problem = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
         remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
-        raise ConfigError(f"{fact}, which uses this machine only", remedy)
+        raise ConfigError(f"{problem}, which uses this machine only", remedy)
 
 
 def require_checkpoint_folder(config: SweepConfig) -> None:
@@ -51,11 +51,11 @@ def require_program(config: SweepConfig) -> None:
     if config.kernel.kind != "command":
         return
     program, *arguments = config.kernel.command[:2]
-    files = [program] if "/" in program else []
-    files += [path for path in arguments if Path(path).suffix in (".py", ".sh")]
-    missing_files = [path for path in files if "{" not in path and not Path(path).is_file()]
-    is_local_program = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
-    if is_local_program and shutil.which(program) is None:
+    program_files = [program] if "/" in program else []
+    program_files += [path for path in arguments if Path(path).suffix in (".py", ".sh")]
+    missing_files = [path for path in program_files if "{" not in path and not Path(path).is_file()]
+    is_bare_name = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
+    if is_bare_name and shutil.which(program) is None:
         missing_files.append(program)
     if missing_files:
         remedy = "fix the path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
@@ -69,16 +69,16 @@ def _require_interpreter(python: str, config: SweepConfig) -> None:
     one inside a container, or launcher.setup sets the PYTHONPATH that it imports from.
     """
     setting, launcher_config = f"sweep.python={python}", config.launcher
-    path = shutil.which(python) if launcher_config.name == "local" or "/" in python else None
-    if path is None and launcher_config.name == "local":
+    python_path = shutil.which(python) if launcher_config.name == "local" or "/" in python else None
+    if python_path is None and launcher_config.name == "local":
         raise ConfigError(f"{setting} is not a program here", "give the path of a Python that has ultrabench")
-    is_set_in_job = "container" in config.options.values or any(
+    is_set_by_job = "container" in config.options.values or any(
         "container" in word or "PYTHONPATH" in word
         for word in (*launcher_config.srun, *launcher_config.setup)
     )
-    if path is not None and not is_set_in_job and (why := _why_no_agent(path)):
+    if python_path is not None and not is_set_by_job and (problem := _why_no_agent(python_path)):
         remedy = f"install it there (in a clone: {python} -m pip install -e .), or give another interpreter"
-        raise ConfigError(f"{setting} cannot start the agents of ultrabench: {why}", remedy)
+        raise ConfigError(f"{setting} cannot start the agents of ultrabench: {problem}", remedy)
 
 
 @functools.cache  # a launch and its plan ask the same

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size, read_text
+from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size_bytes, read_text
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.processes import descendants, tag_of
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line
@@ -22,24 +22,24 @@ ANSWER_TIMEOUT_S = 3.0
 """Seconds to wait for the answers of ranks; a rank that can answer does so immediately."""
 PY_SPY_TIMEOUT_S = 10.0
 """Seconds to wait for py-spy."""
-STATE_READS = 3
+NUM_STATE_READS = 3
 """How many times the state of a process is read; only a state that lasts counts."""
-BETWEEN_READS_S = 0.02
+STATE_READ_PAUSE_S = 0.02
 """Seconds between two reads of the state of a process."""
-STACK_DEPTH = 40
+MAX_STACK_FRAMES = 40
 """Largest number of frames of a stack that are kept."""
-NAME_CHARS = 300
+MAX_NAME_CHARS = 300
 """Longest name of a function, a group or a collective, in characters."""
 
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<path>.+\.py|<\w+>):(?P<line>\d+)\)$")
 
 
-class _Subject(NamedTuple):
+class _ExaminedRank(NamedTuple):
     """A rank that is examined."""
 
     rank: int
-    report: Path
+    report_path: Path
     pid: int
     evidence: dict[str, Any]
     """What is known about it, as in `RankProgress.evidence`. The state is T if any process of the rank is stopped."""
@@ -47,86 +47,86 @@ class _Subject(NamedTuple):
     """Whether signals have asked the rank for its stacks and collectives."""
 
 
-def hang_evidence(run_folder: Path, pids: dict[int, int], tag: str) -> Iterator[list[RankEvent]]:
+def hang_evidence(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> Iterator[list[RankEvent]]:
     """Asks every rank, then runs py-spy on it; yields [] while it waits for answers, then the events.
 
     Args:
         run_folder: node-local folder of the run; raw stacks and dumps go into its EVIDENCE_FOLDER.
-        pids: rank -> the process that was started as that rank.
+        pid_by_rank: rank -> the process that was started as that rank.
         tag: the tag of the processes of the run; no other process is sent a signal.
     """
-    subjects = _ask_ranks(run_folder, pids, tag)
+    examined_ranks = _ask_ranks(run_folder, pid_by_rank, tag)
     deadline_s, previous_bytes = time.monotonic() + ANSWER_TIMEOUT_S, -1
     while time.monotonic() < deadline_s:
-        reports = [s.report for s in subjects if s.is_signalled]
-        stack_bytes = sum(file_size(f"{report}{STACKS_SUFFIX}") for report in reports)
-        has_collectives = all(file_size(f"{report}{COLLECTIVES_SUFFIX}") for report in reports)
+        paths = [e.report_path for e in examined_ranks if e.is_signalled]
+        stack_bytes = sum(file_size_bytes(f"{path}{STACKS_SUFFIX}") for path in paths)
+        has_collectives = all(file_size_bytes(f"{path}{COLLECTIVES_SUFFIX}") for path in paths)
         if has_collectives and stack_bytes == previous_bytes:  # no rank is still writing its stacks
             break
         previous_bytes = stack_bytes
         yield []
     folder = run_folder / EVIDENCE_FOLDER
-    spies = _start_py_spy(subjects, folder)
+    py_spies = _start_py_spy(examined_ranks, folder)
     deadline_s = time.monotonic() + PY_SPY_TIMEOUT_S
-    while any(spy.poll() is None for spy in spies) and time.monotonic() < deadline_s:
+    while any(py_spy.poll() is None for py_spy in py_spies) and time.monotonic() < deadline_s:
         yield []
-    for spy in spies:
-        spy.kill()
-        spy.wait()
-    yield [{"rank": s.rank, "evidence": _collect_evidence(s, folder)} for s in subjects]
+    for py_spy in py_spies:
+        py_spy.kill()
+        py_spy.wait()
+    yield [{"rank": e.rank, "evidence": _collect_evidence(e, folder)} for e in examined_ranks]
 
 
-def _ask_ranks(run_folder: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
+def _ask_ranks(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> list[_ExaminedRank]:
     """Reads the states of all processes of each rank, and signals the ranks that promised to answer."""
-    family_by_rank = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pids.items()}
-    reads: list[dict[int, str]] = []
-    for _ in range(STATE_READS):
-        reads.append({pid: _state(pid) for family in family_by_rank.values() for pid in family})
-        time.sleep(BETWEEN_READS_S)
-    subjects = []
-    for rank, family in family_by_rank.items():
-        report = run_folder / f"rank{rank}.report"
-        answering_pid = _dumping_process(report)
+    family_by_rank = {rank: [pid, *sorted(descendants(pid))] for rank, pid in pid_by_rank.items()}
+    states_by_read: list[dict[int, str]] = []
+    for _ in range(NUM_STATE_READS):
+        states_by_read.append({pid: _process_state(pid) for pids in family_by_rank.values() for pid in pids})
+        time.sleep(STATE_READ_PAUSE_S)
+    examined_ranks = []
+    for rank, pids in family_by_rank.items():
+        report_path = run_folder / f"rank{rank}.report"
+        answering_pid = _promised_pid(report_path)
         # The process that was started may be a shell, whose child is the rank.
-        python_pids = (pid for pid in family if read_text(f"/proc/{pid}/comm").startswith("python"))
-        pid = answering_pid if answering_pid in family else next(python_pids, family[0])
+        python_pids = (pid for pid in pids if read_text(f"/proc/{pid}/comm").startswith("python"))
+        pid = answering_pid if answering_pid in pids else next(python_pids, pids[0])
         wchan = read_text(f"/proc/{pid}/wchan").strip().strip("0")
-        evidence = {"state": _lasting_state(pid, family, reads), "wchan": wchan}
+        evidence = {"state": _lasting_state(pid, pids, states_by_read), "wchan": wchan}
         is_signalled = answering_pid == pid and evidence["state"] not in "TZ" and tag_of(pid) == tag
         for signal_number in (signal.SIGUSR1, signal.SIGUSR2) if is_signalled else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_number)
-        subjects.append(_Subject(rank, report, pid, evidence, is_signalled))
-    return subjects
+        examined_ranks.append(_ExaminedRank(rank, report_path, pid, evidence, is_signalled))
+    return examined_ranks
 
 
-def _start_py_spy(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[bytes]]:
+def _start_py_spy(examined_ranks: list[_ExaminedRank], folder: Path) -> list[subprocess.Popen[bytes]]:
     """Starts py-spy, if it is installed, on each rank; on a stopped rank it only reads the memory."""
     py_spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     processes = []
-    for subject in subjects if py_spy else ():
-        mode = "--nonblocking" if subject.evidence["state"] == "T" else "--native"
-        command = [str(py_spy), "dump", "--pid", str(subject.pid), mode]
-        with (folder / f"rank{subject.rank}.py-spy.txt").open("wb") as output:
+    for examined in examined_ranks if py_spy else ():
+        mode_option = "--nonblocking" if examined.evidence["state"] == "T" else "--native"
+        command = [str(py_spy), "dump", "--pid", str(examined.pid), mode_option]
+        with (folder / f"rank{examined.rank}.py-spy.txt").open("wb") as output:
             processes.append(subprocess.Popen(command, stdout=output, stderr=output))
     return processes
 
 
-def _collect_evidence(subject: _Subject, folder: Path) -> dict[str, Any]:
-    stacks_text = read_text(f"{subject.report}{STACKS_SUFFIX}")
-    collectives_text = read_text(f"{subject.report}{COLLECTIVES_SUFFIX}")
-    for name, text in (("stacks.txt", stacks_text), ("collectives.json", collectives_text)):
+def _collect_evidence(examined: _ExaminedRank, folder: Path) -> dict[str, Any]:
+    stacks_text = read_text(f"{examined.report_path}{STACKS_SUFFIX}")
+    collectives_text = read_text(f"{examined.report_path}{COLLECTIVES_SUFFIX}")
+    for suffix, text in (("stacks.txt", stacks_text), ("collectives.json", collectives_text)):
         if text:
-            (folder / f"rank{subject.rank}.{name}").write_text(text)
-    stack = main_stack(stacks_text) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt"))
-    return {**subject.evidence, "stack": stack, "groups": _checked_groups(collectives_text)}
+            (folder / f"rank{examined.rank}.{suffix}").write_text(text)
+    stack = main_stack(stacks_text) or main_stack(read_text(folder / f"rank{examined.rank}.py-spy.txt"))
+    return {**examined.evidence, "stack": stack, "groups": _checked_groups(collectives_text)}
 
 
 def dump_variables(run_folder: Path) -> dict[str, str]:
     """The variables by which the flight recorder of NCCL, if it is on, writes to the folder of the run."""
     # New versions of torch read the first name, old ones the second.
-    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    return dict.fromkeys(names, str(run_folder / EVIDENCE_FOLDER / "nccl_trace_rank_"))
+    variable_names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    return dict.fromkeys(variable_names, str(run_folder / EVIDENCE_FOLDER / "nccl_trace_rank_"))
 
 
 def main_stack(text: str) -> list[str]:
@@ -141,8 +141,8 @@ def main_stack(text: str) -> list[str]:
             stacks.append([])
         frame = (_PY_SPY_FRAME if is_py_spy else _FAULTHANDLER_FRAME).match(line)
         if frame and stacks:
-            stacks[-1].append(f"{frame['function']} ({frame['path']}:{frame['line']})"[-NAME_CHARS:])
-    return stacks[0 if is_py_spy else -1][:STACK_DEPTH] if stacks else []
+            stacks[-1].append(f"{frame['function']} ({frame['path']}:{frame['line']})"[-MAX_NAME_CHARS:])
+    return stacks[0 if is_py_spy else -1][:MAX_STACK_FRAMES] if stacks else []
 
 
 def _checked_groups(collectives_text: str) -> list[dict[str, Any]]:
@@ -153,28 +153,28 @@ def _checked_groups(collectives_text: str) -> list[dict[str, Any]]:
         return []
 
 
-def _checked_group(reported: dict[str, Any]) -> dict[str, Any]:
+def _checked_group(report: dict[str, Any]) -> dict[str, Any]:
     """A process group of an answer, with values of the right types and of bounded size."""
-    name, ranks = str(reported["group"])[:NAME_CHARS], [int(rank) for rank in reported["ranks"]]
-    counts = {key: None if reported[key] is None else int(reported[key]) for key in ("started", "finished")}
-    ops = {str(number): str(op)[:NAME_CHARS] for number, op in reported["ops"].items()}
-    return {"group": name, "ranks": ranks, "entered": int(reported["entered"]), **counts, "ops": ops}
+    group, ranks = str(report["group"])[:MAX_NAME_CHARS], [int(rank) for rank in report["ranks"]]
+    counts = {key: None if report[key] is None else int(report[key]) for key in ("started", "finished")}
+    ops = {str(number): str(op)[:MAX_NAME_CHARS] for number, op in report["ops"].items()}
+    return {"group": group, "ranks": ranks, "entered": int(report["entered"]), **counts, "ops": ops}
 
 
-def _dumping_process(report: Path) -> int | None:
+def _promised_pid(report_path: Path) -> int | None:
     """The process that promised, at the beginning of the report, to answer signals with its stacks."""
-    lines = (parse_line(text) for text in read_text(report).splitlines())
+    lines = (parse_line(line_text) for line_text in read_text(report_path).splitlines())
     promises = (line for line in lines if line and line["event"] == "stack_dump" and "pid" in line)
     return next((promise["pid"] for promise in promises), None)
 
 
-def _lasting_state(pid: int, family: list[int], reads: list[dict[int, str]]) -> str:
+def _lasting_state(pid: int, family_pids: list[int], states_by_read: list[dict[int, str]]) -> str:
     """The state of `pid` if it was the same in all reads; T if any process of its family stays stopped."""
-    if any(all(states[member] in "Tt" for states in reads) for member in family):
+    if any(all(states[member] in "Tt" for states in states_by_read) for member in family_pids):
         return "T"
-    pid_states = {states[pid] for states in reads}
+    pid_states = {states[pid] for states in states_by_read}
     return pid_states.pop() if len(pid_states) == 1 else "?"
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     return read_text(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1] or "?"

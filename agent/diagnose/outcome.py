@@ -15,8 +15,8 @@ from ultrabench.agent.diagnose.findings import (
     cause_by_exit,
     findings,
     fingerprint,
-    own_gpu_memory,
-    own_limit,
+    has_filled_gpu,
+    has_reached_limit,
 )
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, ending_lines, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -29,18 +29,20 @@ from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
-MESSAGE_CHARS = 1000
+MAX_MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
-DEVICE_SLACK = 0.02
+MEMORY_EXCESS_SHARE = 0.02
 """Share by which a device may have more memory than its configuration says; devices of one name differ by less."""
 
-_STOPPED_TEXT = "the run was stopped early because it was slower; measure.race=null never does this"
+Columns = dict[str, Any]
+"""Field of a RunResult -> its value."""
+_STOPPED_EARLY_TEXT = "the run was stopped early because it was slower; measure.race=null never does this"
 
 
 def classify(
     progress: AttemptProgress,
     task: Task,
-    end: RunResult | None,
+    agent_end: RunResult | None,
     outage: str | None = None,
     outage_cause: str = "node_failure",
 ) -> RunResult:
@@ -51,11 +53,11 @@ def classify(
     consequences; a communication error is last, since the peers of any dead rank report one.
 
     Args:
-        end: why ultrabench ended the ranks; None if they ended by themselves.
+        agent_end: why ultrabench ended the ranks; None if they ended by themselves.
         outage: which node was lost and why; None if none was.
         outage_cause: the cause of the outage.
     """
-    measure, result = task.measure, _diagnosis(progress, task, end, outage)
+    measure, result = task.measure, _diagnosis(progress, task, agent_end, outage)
     if result.cause == "node_failure":
         result = replace(result, cause=outage_cause)
     if result.cause in (UNMEASURED, "time_limit") and (hint := _step_line_hint(progress.ranks, task)):
@@ -63,26 +65,26 @@ def classify(
     environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done_line
     gpu_name, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and expected_names and gpu_name not in (None, *expected_names):
-        result = _invalid("wrong_gpu", f"it ran on {gpu_name!r}, not on {' or '.join(expected_names)}")
-    times_s = rank0.measured_steps(measure)
-    source_mfu = median(rank0.mfus[-len(times_s) :]) if times_s and rank0.mfus else None
-    if result.status == Status.OK and (misread_text := _misread_text(progress.ranks, task, source_mfu)):
-        result = _invalid(UNMEASURED, misread_text)
-    interval_rel = ci95_rel(times_s)
-    names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
-    versions: dict[str, Any] = {name: environment.get(name) for name in names}
-    is_ok, evidence = result.status == Status.OK, end.evidence if end else {}
+        result = _invalid_result("wrong_gpu", f"it ran on {gpu_name!r}, not on {' or '.join(expected_names)}")
+    step_times_s = rank0.measured_step_times_s(measure)
+    reported_mfu = median(rank0.mfus[-len(step_times_s) :]) if step_times_s and rank0.mfus else None
+    if result.status == Status.OK and (misread_text := _misread_text(progress.ranks, task, reported_mfu)):
+        result = _invalid_result(UNMEASURED, misread_text)
+    step_time_ci95_rel = ci95_rel(step_times_s)
+    keys = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
+    environment_columns: Columns = {key: environment.get(key) for key in keys}
+    is_ok, evidence = result.status == Status.OK, agent_end.evidence if agent_end else {}
     return replace(
         result,
-        **versions,
+        **environment_columns,
         variables=redact_env(environment.get("variables") or {})[0],
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
-        source_mfu=source_mfu,
+        source_mfu=reported_mfu,
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
-        ci_reached=None if interval_rel is None else interval_rel <= measure.target_ci95_rel,
-        step_times_s=tuple(times_s),
-        rank_step_times_s=extreme_medians_s([rank.measured_steps(measure) for rank in progress.ranks]),
-        loss_final=_loss(rank0, measure),
+        ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
+        step_times_s=tuple(step_times_s),
+        rank_step_times_s=extreme_medians_s([rank.measured_step_times_s(measure) for rank in progress.ranks]),
+        loss_final=_compared_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
         ran=rank0.options_read_back,
@@ -93,58 +95,60 @@ def classify(
         peak_mem_reserved_bytes=_max_over_ranks(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory_report.get("reserved_bytes"),
         allocator_retries=_max_over_ranks(progress.ranks, "allocator_retries"),
-        **_checkpoint(progress, task, end or result, outage),
+        **_checkpoint_columns(progress, task, agent_end or result, outage),
         init_time_s=progress.first_step_s - progress.started_s if progress.first_step_s else None,
         started_at=progress.started_at,
-        probe=progress.probe,
-        evidence={} if is_ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **evidence},
+        probe=progress.probe_rates,
+        evidence={} if is_ok else {"ranks": [_rank_evidence(rank) for rank in progress.ranks], **evidence},
     )
 
 
-def _diagnosis(progress: AttemptProgress, task: Task, end: RunResult | None, outage: str | None) -> RunResult:
+def _diagnosis(
+    progress: AttemptProgress, task: Task, agent_end: RunResult | None, outage: str | None
+) -> RunResult:
     """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
-        return _invalid("bad_report", progress.fault)
+        return _invalid_result("bad_report", progress.fault)
     bad_loss_text = _bad_loss_text(progress.ranks[0])
     # Our own kernel always reports that it is done; a program of the user may just exit with 0.
     if all(rank.done_line or (rank.ended_well and not task.forked) for rank in progress.ranks):
         if bad_loss_text:
-            return _invalid("non_finite_loss", bad_loss_text)
-        unmeasured_text = None if progress.probe else _unmeasured_text(progress.ranks[0], task.measure)
-        return _invalid(UNMEASURED, unmeasured_text) if unmeasured_text else RunResult(status=Status.OK)
+            return _invalid_result("non_finite_loss", bad_loss_text)
+        problem = None if progress.probe_rates else _unmeasured_text(progress.ranks[0], task.measure)
+        return _invalid_result(UNMEASURED, problem) if problem else RunResult(status=Status.OK)
     rank_findings = findings(progress.ranks)
     root = rank_findings[0] if rank_findings else None
-    sure_statuses = (Status.OOM, Status.INVALID) if outage else frozenset(Status) - {Status.COMM_ERROR}
-    if root and root.is_certain and root.cause.status in sure_statuses:
-        return _failed(rank_findings, progress)
+    decisive_statuses = (Status.OOM, Status.INVALID) if outage else frozenset(Status) - {Status.COMM_ERROR}
+    if root and root.is_certain and root.cause.status in decisive_statuses:
+        return _failed_result(rank_findings, progress)
     if bad_loss_text:
-        return _invalid("non_finite_loss", bad_loss_text)
+        return _invalid_result("non_finite_loss", bad_loss_text)
     if outage is not None:
         hosts = _hosts_in(progress.hosts, outage)
         return RunResult(status=Status.NODE_FAIL, reason=outage, cause="node_failure", suspect_hosts=hosts)
-    if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
-        return end
+    if agent_end and (agent_end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
+        return agent_end
     if root is not None:
-        return _failed(rank_findings, progress)
+        return _failed_result(rank_findings, progress)
     return RunResult(status=Status.CRASH, reason="the ranks ended without an exit code", cause="exit_code")
 
 
-def _invalid(cause: str, reason: str) -> RunResult:
+def _invalid_result(cause: str, reason: str) -> RunResult:
     return RunResult(status=Status.INVALID, reason=reason, cause=cause)
 
 
-def _failed(rank_findings: list[Finding], progress: AttemptProgress) -> RunResult:
+def _failed_result(rank_findings: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
     rank, cause, line = rank_findings[0].rank, rank_findings[0].cause, rank_findings[0].line
     pointed_hosts = _pointed_hosts(rank_findings, progress) if cause.status == Status.COMM_ERROR else ()
-    prove_full = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
+    check_own_memory = {"cuda_oom": has_filled_gpu, "cpu_oom": has_reached_limit}.get(cause.name)
     failure_id = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
     return RunResult(
         status=cause.status,
         reason=f"{cause.description}, {rank.name}: {line}",
         cause=cause.name,
         fingerprint=failure_id if cause.is_specific else None,
-        confirmed=bool(prove_full and prove_full(rank)) if cause.status == Status.OOM else None,
+        confirmed=bool(check_own_memory and check_own_memory(rank)) if cause.status == Status.OOM else None,
         suspect_hosts=pointed_hosts or ((rank.host,) if cause.blames_host else ()),
     )
 
@@ -156,12 +160,12 @@ def _pointed_hosts(rank_findings: Sequence[Finding], progress: AttemptProgress) 
     else the hosts of the few ranks that reported no failure while most ranks did.
     """
     failed_ranks = [finding.rank for finding in rank_findings]
-    texts = [(rank, "\n".join(ending_lines(rank.last_text))) for rank in failed_ranks]
-    pointed_hosts = {h for rank, text in texts for h in _hosts_in(progress.hosts, text) if h != rank.host}
-    silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done_line]
+    rank_texts = [(r, "\n".join(ending_lines(r.last_text))) for r in failed_ranks]
+    pointed_hosts = {h for r, text in rank_texts for h in _hosts_in(progress.hosts, text) if h != r.host}
+    silent_ranks = [r for r in progress.ranks if r not in failed_ranks and not r.done_line]
     if not pointed_hosts and len(silent_ranks) < len(rank_findings):
-        pointed_hosts = {rank.host for rank in silent_ranks}
-    return tuple(host for host in progress.hosts if host in pointed_hosts)
+        pointed_hosts = {r.host for r in silent_ranks}
+    return tuple(h for h in progress.hosts if h in pointed_hosts)
 
 
 def _hosts_in(hosts: Sequence[str], text: str) -> tuple[str, ...]:
@@ -171,13 +175,13 @@ def _hosts_in(hosts: Sequence[str], text: str) -> tuple[str, ...]:
 
 def _unmeasured_text(rank: RankProgress, measure: Measure) -> str | None:
     """Why the steps of a program that ended well cannot be used as a measurement; None if they can."""
-    for number, step in enumerate(rank.steps, start=1):
+    for step_number, step in enumerate(rank.steps, start=1):
         if step.get("seconds", 0) <= 0:
-            return f"step {number} was reported with {step.get('seconds', 'no')} seconds"
-    if rank.measured_steps(measure):
+            return f"step {step_number} was reported with {step.get('seconds', 'no')} seconds"
+    if rank.measured_step_times_s(measure):
         return None
-    count_text = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
-    return f"the program exited with code 0 but reported {count_text}"
+    steps_text = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
+    return f"the program exited with code 0 but reported {steps_text}"
 
 
 def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
@@ -192,13 +196,13 @@ def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
     return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {excerpt}; to test a pattern: {TRY_LOG}"
 
 
-def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
+def _misread_text(ranks: Sequence[RankProgress], task: Task, reported_mfu: float | None) -> str | None:
     """Which pattern of the kernel found an impossible value in a log; None if none did."""
-    max_bytes = (1 + DEVICE_SLACK) * task.rank_mem_bytes if task.device == "cuda" else math.inf
-    observations = [("memory_line", rank, rank.memory_report) for rank in ranks]
-    if source_mfu is not None:
-        observations.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
-    for option, rank, values in observations:
+    max_bytes = (1 + MEMORY_EXCESS_SHARE) * task.rank_mem_bytes if task.device == "cuda" else math.inf
+    observed_values = [("memory_line", rank, rank.memory_report) for rank in ranks]
+    if reported_mfu is not None:
+        observed_values.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": reported_mfu}))
+    for option, rank, values in observed_values:
         if getattr(task.spec.kernel, option) and (reason := misread_reason(option, values, max_bytes)):
             return f"kernel.{option} misreads the log of rank {rank.number}: {reason}; to test it: {TRY_LOG}"
     return None
@@ -206,36 +210,36 @@ def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float |
 
 def _bad_loss_text(rank: RankProgress) -> str | None:
     """Which loss of a rank is not finite; None if all are."""
-    for number, step in enumerate(rank.steps, start=1):
+    for step_number, step in enumerate(rank.steps, start=1):
         if not math.isfinite(loss := step.get("loss", 0.0)):
-            return f"loss is {loss} at step {step.get('step', number)}"
+            return f"loss is {loss} at step {step.get('step', step_number)}"
     return None
 
 
-def _loss(rank: RankProgress, measure: Measure) -> float | None:
+def _compared_loss(rank: RankProgress, measure: Measure) -> float | None:
     """The loss at the step at which layouts are compared; None if it is unknown or not finite."""
     loss = rank.steps[measure.loss_step - 1].get("loss") if len(rank.steps) >= measure.loss_step else None
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def _max_over_ranks(ranks: Sequence[RankProgress], name: str) -> int | None:
-    return max((rank.memory_report[name] for rank in ranks if name in rank.memory_report), default=None)
+def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:
+    return max((rank.memory_report[key] for rank in ranks if key in rank.memory_report), default=None)
 
 
-def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, outage: str | None) -> dict[str, Any]:
+def _checkpoint_columns(progress: AttemptProgress, task: Task, end: RunResult, outage: str | None) -> Columns:
     """The columns of a checkpoint: its numbers, or why a run that was asked for one has none.
 
     Args:
         end: how the run ended.
     """
     if task.checkpoint and end.stopped == SLOWER:
-        return {"checkpoint_cause": "stopped", "checkpoint_reason": _STOPPED_TEXT}
-    lines = [rank.checkpoint_line for rank in progress.ranks if rank.checkpoint_line]
-    messages = [quoted(line["message"]) for line in lines if "message" in line]
+        return {"checkpoint_cause": "stopped", "checkpoint_reason": _STOPPED_EARLY_TEXT}
+    checkpoint_lines = [rank.checkpoint_line for rank in progress.ranks if rank.checkpoint_line]
+    messages = [quoted(line["message"]) for line in checkpoint_lines if "message" in line]
     exit_causes = [cause_by_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]
     cause, reason = end.cause or "stopped", end.reason or "the ranks ended before the checkpoint"
-    if lines and not messages:
-        return {f"checkpoint_{name}": lines[0].get(name) for name in CHECKPOINT_NUMBERS}
+    if checkpoint_lines and not messages:
+        return {f"checkpoint_{column}": checkpoint_lines[0].get(column) for column in CHECKPOINT_NUMBERS}
     # Without a `done` line the result of the run itself says what ended it.
     if not task.checkpoint or not progress.ranks[0].done_line:
         return {}
@@ -248,9 +252,9 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, outage: s
     return {"checkpoint_cause": cause, "checkpoint_reason": reason}
 
 
-def _evidence(rank: RankProgress) -> dict[str, Any]:
+def _rank_evidence(rank: RankProgress) -> dict[str, Any]:
     """How a rank ended, its error and the last line of its log, for `sweep show`."""
-    reported = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
-    error_text = rank.error_line.get("message", "")[:MESSAGE_CHARS] if rank.error_line else None
+    rank_facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
+    error_text = rank.error_line.get("message", "")[:MAX_MESSAGE_CHARS] if rank.error_line else None
     final_line = last_line(rank.tail) if rank.tail and rank.code else None
-    return {"rank": rank.number, **reported, "error": error_text, "last_line": final_line}
+    return {"rank": rank.number, **rank_facts, "error": error_text, "last_line": final_line}

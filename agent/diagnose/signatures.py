@@ -20,7 +20,7 @@ class Cause:
     status: Status
     description: str
     """The cause in a few words, with which the reason of a result begins."""
-    text: str = ""
+    pattern: str = ""
     """Regular expression of a line that shows the cause; empty if only other evidence shows it."""
     signals: tuple[int, ...] = ()
     """Signals that show the cause when ultrabench did not send them."""
@@ -35,8 +35,8 @@ class Cause:
     @property
     def blames_host(self) -> bool:
         """Whether the node may be at fault."""
-        has_such_name = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
-        return has_such_name or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
+        is_host_cause = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
+        return is_host_cause or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
 
     @property
     def is_specific(self) -> bool:
@@ -104,16 +104,16 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
 )}  # fmt: skip
 """Name -> cause. Roots come before their consequences; the first cause whose text matches a log is the cause."""
 
-MESSAGE_LINES = 8
+MAX_MESSAGE_LINES = 8
 """Lines of the longest exception message, that of NCCL; if more lines follow, the program has continued."""
-LINE_CHARS = 300
+MAX_LINE_CHARS = 300
 """Longest line, in characters, that is quoted."""
 
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
 _STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
 _CHAIN_TEXTS = ("The above exception was the direct cause", "During handling of the above exception")
-_TRACEBACK = "Traceback (most recent call last):"
-_WARNING = re.compile(r"\bwarn(?:ing)?\b", re.IGNORECASE)
+_TRACEBACK_START = "Traceback (most recent call last):"
+_WARNING_WORD = re.compile(r"\bwarn(?:ing)?\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch.distributed puts it before a traceback
 
 
@@ -122,18 +122,18 @@ def ending_lines(text: str) -> list[str]:
 
     The source lines of a stack, and errors that a program has caught, may contain any word.
     """
-    *earlier_parts, last_part = _RANK_PREFIX.sub("", text).split(_TRACEBACK)
+    *earlier_parts, last_part = _RANK_PREFIX.sub("", text).split(_TRACEBACK_START)
     while earlier_parts and any(chain_text in earlier_parts[-1] for chain_text in _CHAIN_TEXTS):
         last_part = earlier_parts.pop() + last_part
     return [line.strip() for line in last_part.splitlines() if line.strip() and not _STACK_LINE.match(line)]
 
 
-def _went_on(lines: list[str], index: int) -> bool:
-    """Whether a program continued after line `index`: it is a warning, or more than MESSAGE_LINES lines follow."""
-    later_lines = [line for line in lines[index + 1 :] if not _WARNING.search(line)]
+def _has_continued(lines: list[str], index: int) -> bool:
+    """Whether a program continued after line `index`: it is a warning, or more than MAX_MESSAGE_LINES lines follow."""
+    later_lines = [line for line in lines[index + 1 :] if not _WARNING_WORD.search(line)]
     if _EXCEPTION.match(lines[index]):  # any number of lines from a logger may follow an exception
         return any(_EXCEPTION.match(line) for line in later_lines)
-    return bool(_WARNING.search(lines[index])) or len(later_lines) > MESSAGE_LINES
+    return bool(_WARNING_WORD.search(lines[index])) or len(later_lines) > MAX_MESSAGE_LINES
 
 
 def cause_by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
@@ -142,18 +142,18 @@ def cause_by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] |
     Args:
         only_uncaught: return None unless the log seems to end with an uncaught exception.
     """
-    lines, (_, traceback, end_text) = ending_lines(text), text.rpartition(_TRACEBACK)
-    final_lines = ending_lines(end_text) if traceback else []
-    is_uncaught = final_lines and _EXCEPTION.match(final_lines[0]) and len(final_lines) <= MESSAGE_LINES
+    lines, (_, traceback_start, end_text) = ending_lines(text), text.rpartition(_TRACEBACK_START)
+    final_lines = ending_lines(end_text) if traceback_start else []
+    is_uncaught = final_lines and _EXCEPTION.match(final_lines[0]) and len(final_lines) <= MAX_MESSAGE_LINES
     if only_uncaught and not is_uncaught:
         return None
     for cause in CAUSE_BY_NAME.values():
         for index, line in enumerate(lines):
-            is_shown = cause.text and re.search(cause.text, line)
-            if is_shown and (cause.status != Status.OOM or not _went_on(lines, index)):
+            is_shown = cause.pattern and re.search(cause.pattern, line)
+            if is_shown and (cause.status != Status.OOM or not _has_continued(lines, index)):
                 return cause, quoted(line)
-    exceptions = [line for line in lines if _EXCEPTION.search(line)]
-    return (CAUSE_BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
+    exception_lines = [line for line in lines if _EXCEPTION.search(line)]
+    return (CAUSE_BY_NAME["exception"], quoted(exception_lines[-1])) if exception_lines else None
 
 
 def last_line(text: str) -> str:
@@ -163,5 +163,5 @@ def last_line(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as one line of at most LINE_CHARS characters."""
-    return " ".join(text.split())[:LINE_CHARS]
+    """A text as one line of at most MAX_LINE_CHARS characters."""
+    return " ".join(text.split())[:MAX_LINE_CHARS]

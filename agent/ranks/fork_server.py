@@ -33,7 +33,7 @@ Main = Callable[[], int] | None
 """The function that a forked rank calls; None where no module was imported."""
 FORK_LIMIT_S = 30.0
 """Seconds to wait until a server that is ready has forked a rank; one that needs more is replaced."""
-STOPPED = ("T", "t")
+STOPPED_STATES = ("T", "t")
 """States of /proc of a process that a signal or a debugger has stopped."""
 EXIT_POLL_S = 0.02
 """Seconds between two checks for ranks that have ended."""
@@ -42,9 +42,9 @@ EXIT_POLL_S = 0.02
 class ForkServer:
     """The fork server of this node; it is started again if it has died."""
 
-    def __init__(self, log: Path, env: dict[str, str], module: str = "") -> None:
-        """`module` is imported before ranks are forked; without it all ranks have to be programs."""
-        self._log, self._module = log, module
+    def __init__(self, log_path: Path, env: dict[str, str], module_name: str = "") -> None:
+        """`module_name` is imported before ranks are forked; without it all ranks have to be programs."""
+        self._log_path, self._module_name = log_path, module_name
         self._env = {**env, **thread_variables(1)}
         self.rank_pids: dict[int, int] = {}
         """Rank -> pid of the process that was forked last for it."""
@@ -56,10 +56,10 @@ class ForkServer:
         self._clock, self._waiting_since_s = RunningClock(), 0.0
         self._killed_ranks = set[int]()
         """Ranks that died with a server that was replaced, and whose ends were not reported yet."""
-        self._link, server_link = Pipe()
-        fd = server_link.fileno()
-        argv = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
-        with self._log.open("ab") as log, server_link:
+        self._connection, server_connection = Pipe()
+        fd = server_connection.fileno()
+        argv = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module_name, str(fd)]
+        with self._log_path.open("ab") as log, server_connection:
             self._process = Popen(argv, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd])
         self._running_ranks, self._is_ready = set[int](), False
         """Ranks that were requested and have not ended, and whether the server can fork already."""
@@ -69,8 +69,8 @@ class ForkServer:
         """Pid of the server."""
         return self._process.pid
 
-    def fork(self, rank: int, env: dict[str, str], log: Path, cpus: Cpus | None, **program: Any) -> None:
-        """Requests one rank, bound to `cpus` if given; `exits` reports its end.
+    def fork(self, rank: int, env: dict[str, str], log_path: Path, cpus: Cpus | None, **program: Any) -> None:
+        """Requests one rank, bound to `cpus` if given; `new_exits` reports its end.
 
         Args:
             env: variables besides those of the server; for a program, all variables.
@@ -78,13 +78,13 @@ class ForkServer:
         """
         if self._process.poll() is not None:
             self._start()
-        self._request({"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program})
+        self._send_request({"rank": rank, "env": env, "log": str(log_path), "cpus": cpus, **program})
 
-    def _request(self, request: dict[str, Any]) -> None:
+    def _send_request(self, request: dict[str, Any]) -> None:
         self._running_ranks.add(request["rank"])
         self._requests[request["rank"]], self._waiting_since_s = request, self._clock()
-        with contextlib.suppress(OSError):  # `exits` reports a dead server
-            self._link.send(request)
+        with contextlib.suppress(OSError):  # `new_exits` reports a dead server
+            self._connection.send(request)
 
     def replace_if_stuck(self) -> None:
         """Replaces a server that is stopped, or does not fork in time; the ranks it has not forked are requested again.
@@ -95,7 +95,7 @@ class ForkServer:
         waited_s = self._clock() - self._waiting_since_s if self._requests else 0.0
         if not self._requests or not self._is_ready:
             return
-        if state_of(self.pid) not in STOPPED and waited_s <= FORK_LIMIT_S:
+        if state_of(self.pid) not in STOPPED_STATES and waited_s <= FORK_LIMIT_S:
             return
         # Where the server has forked some ranks, one of them may have stopped it; the deadlines of their run decide.
         if not descendants(self.pid):
@@ -110,16 +110,16 @@ class ForkServer:
         self._start()
         self._killed_ranks = killed_ranks
         for request in requests:
-            self._request(request)
+            self._send_request(request)
 
-    def exits(self) -> Iterator[tuple[int, int]]:
+    def new_exits(self) -> Iterator[tuple[int, int]]:
         """Each rank that has ended since the last call, and its exit code: negative for a signal."""
         yield from ((rank, -signal.SIGKILL) for rank in sorted(self._killed_ranks))
         self._killed_ranks = set()
-        has_ended = self._process.poll() is not None
+        server_has_ended = self._process.poll() is not None
         with contextlib.suppress(EOFError, OSError):  # the server has closed its end of the link
-            while self._link.poll():
-                answer: dict[str, Any] = self._link.recv()
+            while self._connection.poll():
+                answer: dict[str, Any] = self._connection.recv()
                 if "ready" in answer:  # the time to fork counts from here
                     self._is_ready, self._waiting_since_s = True, self._clock()
                 if "forked" in answer:
@@ -128,18 +128,18 @@ class ForkServer:
                 if "exited" in answer:
                     self._running_ranks.discard(answer["exited"])
                     yield answer["exited"], answer["code"]
-        if has_ended:
+        if server_has_ended:
             # Linux kills the ranks when their server dies. A server that never became ready has forked
             # no rank, and its log shows why it died.
-            code = -signal.SIGKILL if self._is_ready else self._process.returncode
-            yield from ((rank, code) for rank in sorted(self._running_ranks))
+            exit_code = -signal.SIGKILL if self._is_ready else self._process.returncode
+            yield from ((rank, exit_code) for rank in sorted(self._running_ranks))
             self._running_ranks.clear()
 
     def stop(self) -> None:
         """Kills the server; Linux then kills the ranks that it forked."""
         self._process.kill()
         self._process.wait()
-        self._link.close()
+        self._connection.close()
 
 
 def rank_cpus(num_ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path("/sys")) -> list[Cpus] | None:
@@ -154,12 +154,12 @@ def rank_cpus(num_ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path(
         sysfs: the folder in which Linux describes its devices.
     """
     all_cpus = tuple(sorted(os.sched_getaffinity(0)))
-    cpus_by_node = numa_nodes(sysfs, all_cpus)
+    cpus_by_node = cpus_by_numa_node(sysfs, all_cpus)
     if len(cpus_by_node) < 2:
         return None
     if bus_ids is None:
-        nodes = sorted(cpus_by_node)
-        return [cpus_by_node[nodes[rank * len(nodes) // num_ranks]] for rank in range(num_ranks)]
+        numa_nodes = sorted(cpus_by_node)
+        return [cpus_by_node[numa_nodes[rank * len(numa_nodes) // num_ranks]] for rank in range(num_ranks)]
     cpus_by_rank = [cpus_by_node.get(numa_node_of(sysfs, bus_id), all_cpus) for bus_id in bus_ids[:num_ranks]]
     return cpus_by_rank + [all_cpus] * (num_ranks - len(cpus_by_rank))
 
@@ -167,17 +167,17 @@ def rank_cpus(num_ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path(
 def cpu_text(cpus: Sequence[int]) -> str:
     """CPUs as a list in the form of Linux: `0-3,8` for (0, 1, 2, 3, 8)."""
     cpu_groups = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
-    spans = [[cpu for _, cpu in pairs] for _, pairs in cpu_groups]
-    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    cpu_spans = [[cpu for _, cpu in pairs] for _, pairs in cpu_groups]
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in cpu_spans)
 
 
-def numa_nodes(sysfs: Path, allowed_cpus: Cpus) -> dict[int, Cpus]:
+def cpus_by_numa_node(sysfs: Path, allowed_cpus: Cpus) -> dict[int, Cpus]:
     """NUMA node -> its allowed CPUs; nodes without any, such as those that have only memory, are left out."""
     cpus_by_node: dict[int, Cpus] = {}
     for cpu in allowed_cpus:
-        for path in sysfs.glob(f"devices/system/cpu/cpu{cpu}/node[0-9]*"):
-            node = int(path.name.removeprefix("node"))
-            cpus_by_node[node] = (*cpus_by_node.get(node, ()), cpu)
+        for node_link in sysfs.glob(f"devices/system/cpu/cpu{cpu}/node[0-9]*"):
+            numa_node = int(node_link.name.removeprefix("node"))
+            cpus_by_node[numa_node] = (*cpus_by_node.get(numa_node, ()), cpu)
     return cpus_by_node
 
 
@@ -190,61 +190,61 @@ def numa_node_of(sysfs: Path, bus_id: str) -> int:
     return -1
 
 
-def serve(module: str, link: Connection) -> None:
+def serve(module_name: str, connection: Connection) -> None:
     """Forks a rank for each request.
 
     Raises:
         EOFError: the agent has closed the link.
     """
     die_with_parent(os.getppid())
-    main: Main = importlib.import_module(module).main if module else None
+    rank_main: Main = importlib.import_module(module_name).main if module_name else None
     # Imported objects are never freed; frozen, they are skipped by the garbage collectors of the children.
     gc.collect()
     gc.freeze()
     rank_by_pid: dict[int, int] = {}
-    link.send({"ready": True})
+    connection.send({"ready": True})
     while True:
-        has_request = link.poll(EXIT_POLL_S if rank_by_pid else None)
-        _report_exits(rank_by_pid, link)
+        has_request = connection.poll(EXIT_POLL_S if rank_by_pid else None)
+        _report_exits(rank_by_pid, connection)
         if has_request:
-            request = link.recv()
+            request = connection.recv()
             _assert_forkable()
             server_pid = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become_rank(request, main, server_pid, link)
+                _become_rank(request, rank_main, server_pid, connection)
             rank_by_pid[pid] = request["rank"]
-            link.send({"forked": request["rank"], "pid": pid})
+            connection.send({"forked": request["rank"], "pid": pid})
 
 
-def _report_exits(rank_by_pid: dict[int, int], link: Connection) -> None:
+def _report_exits(rank_by_pid: dict[int, int], connection: Connection) -> None:
     """Reports which of the ranks (pid -> rank) have ended."""
     while rank_by_pid:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, wait_status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        link.send({"exited": rank_by_pid.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+        connection.send({"exited": rank_by_pid.pop(pid), "code": os.waitstatus_to_exitcode(wait_status)})
 
 
 def _assert_forkable() -> None:
     """Fails unless this process has one thread and no CUDA context: no other process may be forked."""
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"the fork server has {len(threads)} threads"
+    thread_ids = os.listdir("/proc/self/task")
+    assert len(thread_ids) == 1, f"the fork server has {len(thread_ids)} threads"
     torch = sys.modules.get("torch")
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(request: dict[str, Any], main: Main, server_pid: int, link: Connection) -> None:
+def _become_rank(request: dict[str, Any], rank_main: Main, server_pid: int, connection: Connection) -> None:
     """Turns the forked child into a rank; it never returns."""
     command = request.get("command")
     exit_code = 127 if command else 70
     try:
         die_with_parent(server_pid)
         os.setpgid(0, 0)
-        link.close()
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        connection.close()
+        log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
         if command:
@@ -253,9 +253,9 @@ def _become_rank(request: dict[str, Any], main: Main, server_pid: int, link: Con
                 signal.signal(signal_number, signal.SIG_DFL)
             os.chdir(request["cwd"])
             os.execvpe(command[0], command, request["env"])
-        assert main is not None
+        assert rank_main is not None
         os.environ.update(request["env"])
-        exit_code = main()
+        exit_code = rank_main()
     except BaseException as error:
         print(f"cannot start {command[0]}: {error}" if command else traceback.format_exc(), file=sys.stderr)
     finally:

@@ -18,15 +18,15 @@ from ultrabench.processes import RunningClock
 
 LIST_TIMEOUT_S = 10.0
 """Seconds to wait for an answer of the driver."""
-SAMPLE_S = 1.0
+SAMPLE_INTERVAL_S = 1.0
 """Seconds between two samples of the clocks."""
 FREE_TIMEOUT_S = 10.0
 """Seconds to wait until the driver has freed the memory of a killed process."""
-MEMORY_SLACK = 0.02
+DRIVER_GROWTH_SHARE = 0.02
 """Share of a GPU's memory by which the driver's own use may grow during a run."""
 CLOCK_SM = 1
 """The clock of the multiprocessors: nvml.h, NVML_CLOCK_SM."""
-SLOWDOWNS = {
+SLOWDOWN_BY_BIT = {
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
@@ -42,6 +42,7 @@ class VisibleGpu(NamedTuple):
     """A GPU that the ranks of this node may use."""
 
     number: str
+    """Index by which NVML counts the GPUs of the host, as a text."""
     uuid: str
     bus_id: str
     """PCI bus as NVML writes it, such as 00000000:1B:00.0."""
@@ -54,15 +55,15 @@ def visible_gpus() -> list[VisibleGpu]:
 
     The list is empty where the driver is absent, fails or does not answer.
     """
-    gpus, visible_devices = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible_devices is None:
+    gpus, device_prefixes = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device_prefixes is None:
         return gpus
-    matches_by_prefix = (
+    matching_gpus = (
         [g for g in gpus if prefix == g.number or (prefix[:4] == "GPU-" and g.uuid.startswith(prefix))]
-        for prefix in map(str.strip, visible_devices.split(","))
+        for prefix in map(str.strip, device_prefixes.split(","))
     )
     # CUDA also accepts the beginnings of UUIDs, and ends the list at the first entry that names no GPU or several.
-    return [gpu for (gpu,) in takewhile(lambda matches: len(matches) == 1, matches_by_prefix)]
+    return [g for (g,) in takewhile(lambda gpus_of_prefix: len(gpus_of_prefix) == 1, matching_gpus)]
 
 
 def foreign_processes(is_ours: Callable[[int], bool]) -> list[str]:
@@ -93,35 +94,36 @@ def print_gpus() -> None:
     """Prints the fields of all GPUs of this host as JSON, for `_all_gpus`."""
     ask_nvml("nvmlInit")
     gpus = []
-    for number in range(ask_nvml("nvmlDeviceGetCount") or 0):
-        handle = ask_nvml("nvmlDeviceGetHandleByIndex", number)
-        uuid, pci = ask_nvml("nvmlDeviceGetUUID", handle), ask_nvml("nvmlDeviceGetPciInfo", handle)
-        if uuid and pci:
-            processes = [(p.pid, _process_text(p, number)) for p in _processes(handle)]
-            gpus.append(VisibleGpu(str(number), uuid, pci.busId, processes))
+    for gpu_index in range(ask_nvml("nvmlDeviceGetCount") or 0):
+        handle = ask_nvml("nvmlDeviceGetHandleByIndex", gpu_index)
+        uuid, pci_info = ask_nvml("nvmlDeviceGetUUID", handle), ask_nvml("nvmlDeviceGetPciInfo", handle)
+        if uuid and pci_info:
+            processes = [(p.pid, _process_text(p, gpu_index)) for p in _processes(handle)]
+            gpus.append(VisibleGpu(str(gpu_index), uuid, pci_info.busId, processes))
     print(json.dumps(gpus))
 
 
-def _process_text(process: Any, number: int) -> str:
+def _process_text(process: Any, gpu_index: int) -> str:
     """Describes a process on the GPU with this number in a line; its user is unknown if it is in another container."""
-    program = Path(ask_nvml("nvmlSystemGetProcessName", process.pid) or "unknown program").name
+    program_name = Path(ask_nvml("nvmlSystemGetProcessName", process.pid) or "unknown program").name
     user_text, used_bytes = "unknown user", process.usedGpuMemory
     with contextlib.suppress(OSError, KeyError):
         user_text = f"user {pwd.getpwuid(os.stat(f'/proc/{process.pid}').st_uid).pw_name}"
     memory_text = "" if used_bytes is None else f" with {used_bytes >> 20} MiB"
-    return f"process {process.pid} ({program}, {user_text}) on GPU {number}{memory_text}"
+    return f"process {process.pid} ({program_name}, {user_text}) on GPU {gpu_index}{memory_text}"
 
 
 def _processes(handle: Any) -> list[Any]:
+    """The processes that compute on a GPU, as NVML describes them."""
     return ask_nvml("nvmlDeviceGetComputeRunningProcesses", handle) or []
 
 
-def ask_nvml(query: str, *arguments: Any) -> Any:
+def ask_nvml(function_name: str, *arguments: Any) -> Any:
     """The driver's answer to a function of NVML; None if the driver, or the function in it or pynvml, is absent."""
     import pynvml  # 0.05 s of CPU, which an agent saves where no GPU is used
 
     with contextlib.suppress(pynvml.NVMLError, AttributeError):
-        return getattr(pynvml, query)(*arguments)
+        return getattr(pynvml, function_name)(*arguments)
     return None
 
 
@@ -137,9 +139,9 @@ class PowerSample(NamedTuple):
 
 def mean_power_w(samples: Sequence[PowerSample]) -> float | None:
     """The mean power of a GPU over its samples, by its energy counter or else its powers; None if unknown."""
-    counters = [(sample.time_s, sample.energy_j) for sample in samples if sample.energy_j is not None]
-    if len(counters) > 1:
-        (first_s, first_j), (last_s, last_j) = counters[0], counters[-1]
+    energy_readings = [(sample.time_s, sample.energy_j) for sample in samples if sample.energy_j is not None]
+    if len(energy_readings) > 1:
+        (first_s, first_j), (last_s, last_j) = energy_readings[0], energy_readings[-1]
         if last_j > first_j:  # after a reload of the driver the counter begins at 0
             return (last_j - first_j) / (last_s - first_s)
     powers_w = [sample.power_w for sample in samples if sample.power_w is not None]
@@ -153,8 +155,9 @@ class GpuGauge:
         if gpus:
             ask_nvml("nvmlInit")
         handles = ((gpu.number, ask_nvml("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in gpus)
-        self._gpus = [(number, h, ask_nvml("nvmlDeviceGetMemoryInfo", h)) for number, h in handles if h]
-        self._sampled_s = 0.0
+        self._baselines = [(number, h, ask_nvml("nvmlDeviceGetMemoryInfo", h)) for number, h in handles if h]
+        """Number, NVML handle and memory before the first run of each GPU."""
+        self._last_sample_s = 0.0
         """When the last sample was taken, by the monotonic clock."""
         self.clear()
 
@@ -163,6 +166,7 @@ class GpuGauge:
         self.clocks_hz: list[float] = []
         """SM clock of each GPU in each sample."""
         self.slowdowns: set[str] = set()
+        """Reasons of SLOWDOWN_BY_BIT for which the driver lowered clocks in the samples."""
         self.foreign_processes: set[str] = set()
         """Processes of somebody else that used the GPUs during the run."""
         self._power_samples = defaultdict[str, list[PowerSample]](list)
@@ -171,43 +175,42 @@ class GpuGauge:
     @property
     def powers_w(self) -> tuple[float, ...]:
         """Mean power of each GPU in the measured steps; GPUs of unknown power are left out."""
-        powers_w = map(mean_power_w, self._power_samples.values())
-        return tuple(power_w for power_w in powers_w if power_w is not None)
+        return tuple(w for w in map(mean_power_w, self._power_samples.values()) if w is not None)
 
     def sample(self, read_own_pids: Callable[[], set[int]] = set, is_measuring: bool = False) -> None:
-        """Samples clocks and processes, at most once in SAMPLE_S seconds.
+        """Samples clocks and processes, at most once in SAMPLE_INTERVAL_S seconds.
 
         Args:
             read_own_pids: returns the pids of our own processes; none in a PID namespace, which the driver cannot see.
             is_measuring: whether the steps are measured, so that the power counts.
         """
-        if time.monotonic() - self._sampled_s < SAMPLE_S:
+        if time.monotonic() - self._last_sample_s < SAMPLE_INTERVAL_S:
             return
-        self._sampled_s = time.monotonic()
-        own_pids = read_own_pids() if self._gpus else set[int]()
-        for number, handle, _ in self._gpus:
+        self._last_sample_s = time.monotonic()
+        own_pids = read_own_pids() if self._baselines else set[int]()
+        for number, handle, _ in self._baselines:
             if own_pids:
                 foreign = (process for process in _processes(handle) if process.pid not in own_pids)
                 self.foreign_processes |= {_process_text(process, int(number)) for process in foreign}
             clock_mhz = ask_nvml("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
             slowdown_mask = ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
             self.clocks_hz += [clock_mhz * 1e6] if clock_mhz else []
-            self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if slowdown_mask & bit}
+            self.slowdowns |= {text for bit, text in SLOWDOWN_BY_BIT.items() if slowdown_mask & bit}
             if is_measuring:
                 self._power_samples[number].append(_power_sample(handle))
 
-    def still_held(self, beat: Callable[[], Any]) -> str | None:
+    def unfreed_memory_text(self, beat: Callable[[], Any]) -> str | None:
         """Which GPU still has less free memory than before the first run, after a wait of at most FREE_TIMEOUT_S."""
         clock = RunningClock()
-        while (full_gpu := self._full_gpu()) and clock() < FREE_TIMEOUT_S:
+        while (unfreed_text := self._unfreed_memory_now()) and clock() < FREE_TIMEOUT_S:
             beat()
             time.sleep(0.05)
-        return full_gpu
+        return unfreed_text
 
-    def _full_gpu(self) -> str | None:
-        for number, handle, baseline in self._gpus:
+    def _unfreed_memory_now(self) -> str | None:
+        for number, handle, baseline in self._baselines:
             memory = ask_nvml("nvmlDeviceGetMemoryInfo", handle)
-            if baseline and memory and memory.used > baseline.used + MEMORY_SLACK * memory.total:
+            if baseline and memory and memory.used > baseline.used + DRIVER_GROWTH_SHARE * memory.total:
                 users_text = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
                 excess_gib = (memory.used - baseline.used) / 2**30
                 return f"GPU {number} still has {excess_gib:.1f} GiB in use after the run: {users_text}"
@@ -218,7 +221,7 @@ def _power_sample(handle: Any) -> PowerSample:
     """The energy counter and the power of a GPU now; NVML has them in mJ and mW."""
     energy_mj = ask_nvml("nvmlDeviceGetTotalEnergyConsumption", handle)
     power_mw = ask_nvml("nvmlDeviceGetPowerUsage", handle)
-    energy_j, power_w = (value / 1e3 if value else None for value in (energy_mj, power_mw))
+    energy_j, power_w = (milli_value / 1e3 if milli_value else None for milli_value in (energy_mj, power_mw))
     return PowerSample(time.monotonic(), energy_j, power_w)
 
 

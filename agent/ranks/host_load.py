@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from ultrabench.processes import core_ticks, cpu_ticks, descendants
 
-SAMPLE_S = 1.0
+SAMPLE_INTERVAL_S = 1.0
 """Seconds between two samples; each reads all processes of the host."""
 MIN_SPAN_S = 0.5
 """Shortest time between two samples, in seconds, for which shares are given; a tick has 10 ms."""
 
 
-class Sample(NamedTuple):
+class LoadSample(NamedTuple):
     """The ticks that the cores of the host have counted since its boot."""
 
     time_s: float
@@ -33,22 +33,22 @@ class HostLoad:
 
     def clear(self) -> None:
         """Drops the samples of the last run."""
-        self._first_sample: Sample | None = None
-        self._last_sample: Sample | None = None
+        self._first_sample: LoadSample | None = None
+        self._last_sample: LoadSample | None = None
 
     def sample(self, is_last: bool = False) -> None:
-        """Samples the host, at most once in SAMPLE_S seconds; the last sample of a run has no such limit."""
+        """Samples the host, at most once in SAMPLE_INTERVAL_S seconds; the last sample of a run has no such limit."""
         now_s, last = time.monotonic(), self._last_sample
-        if (is_last and not last) or (not is_last and last and now_s - last.time_s < SAMPLE_S):
+        if (is_last and not last) or (not is_last and last and now_s - last.time_s < SAMPLE_INTERVAL_S):
             return
         ticks = core_ticks()
         total_ticks, idle_ticks = sum(ticks), ticks[3] + ticks[4]
         agent_ticks = sum(map(cpu_ticks, {os.getpid(), *descendants(os.getpid())}))
-        self._last_sample = Sample(now_s, total_ticks - idle_ticks, total_ticks, agent_ticks)
+        self._last_sample = LoadSample(now_s, total_ticks - idle_ticks, total_ticks, agent_ticks)
         self._first_sample = self._first_sample or self._last_sample
 
     @property
-    def shares(self) -> tuple[float, float] | None:
+    def core_shares(self) -> tuple[float, float] | None:
         """The shares of the host's cores, from 0 to 1, that all processes and this agent used; None if unknown."""
         first, last = self._first_sample, self._last_sample
         if first is None or last is None or last.time_s - first.time_s < MIN_SPAN_S:

@@ -18,11 +18,11 @@ from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.health_reader import HealthReader
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import cleanup
-from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED, ForkServer, cpu_text, rank_cpus
+from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED_STATES, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
-from ultrabench.agent.ranks.sources import Source, sources_of
+from ultrabench.agent.ranks.sources import ReportSource, report_sources
 from ultrabench.errors import ClusterError
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
@@ -35,10 +35,10 @@ from ultrabench.variant import variables_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cleaned:
+class NodeAfterRun:
     """The state of a node after a run."""
 
-    unusable: str | None
+    complaint: str | None
     """Why the node cannot be used any more; None if it can."""
     sm_clocks_hz: tuple[float, ...]
     """SM clock of each GPU in each sample."""
@@ -46,7 +46,7 @@ class Cleaned:
     """Reasons for which the driver lowered the clocks."""
     powers_w: tuple[float, ...] = ()
     """Mean power of each GPU in the measured steps, where it is known."""
-    load: tuple[float, float] | None = None
+    core_shares: tuple[float, float] | None = None
     """The shares of the host's cores that all processes, and this agent, used during the steps; None if unknown."""
     foreign_processes: tuple[str, ...] = ()
     """Processes of somebody else that used the GPUs during the steps."""
@@ -55,14 +55,14 @@ class Cleaned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """Whether the files of a run on a node were kept and removed."""
+class FileCleanup:
+    """How keeping the logs and removing the files of a run went on a node."""
 
     problem: str | None = None
     """Which files could not be kept or removed, and why; None if all were."""
-    stuck: bool = False
+    is_stuck: bool = False
     """Whether a file system did not answer in time, so that files of the run may still be removed."""
-    short_of_space: str | None = None
+    space_shortage: str | None = None
     """Which folder of the node has too little space for another run; None if none has."""
 
 
@@ -70,15 +70,15 @@ LOGS_RETRY_S = 10.0
 """Seconds to retry writing logs to a failing disk; after that the next run begins without them."""
 CLEANING_S = 120.0
 """Seconds for removing the files of a run; at 1 ms each, 20,000 files take 20 s."""
-PREPARING_S = 60.0
+PREPARING_LIMIT_S = 60.0
 """Seconds for making the node-local files of a run."""
 HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
 
 
-def with_values(env: Mapping[str, str], variables: Mapping[str, str | None]) -> dict[str, str]:
+def with_variant_env(env: Mapping[str, str], variant_env: Mapping[str, str | None]) -> dict[str, str]:
     """The variables `env` with the values of a variant; those whose value is None are unset."""
-    return {name: value for name, value in {**env, **variables}.items() if value is not None}
+    return {name: value for name, value in {**env, **variant_env}.items() if value is not None}
 
 
 class Node:
@@ -89,63 +89,63 @@ class Node:
         self.identity = identity
         self.folder = SweepFolder(Path(allocation.sweep_dir))
         self.scratch = processes.make_scratch()
-        self.tag = processes.own_tag(allocation.name, self.identity.node)
+        self.tag = processes.own_tag(allocation.name, self.identity.node_index)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
         gpus_per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
-        names = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(HIDDEN_PREFIXES)}
-        self._base_env = {**{name: os.environ[name] for name in names}, processes.TAG_VARIABLE: self.tag}
-        self._on_gpus = allocation.tasks[0].device == "cuda"
-        gpus = visible_gpus()[:gpus_per_node] if self._on_gpus else []
-        self._health = HealthReader(gpus)  # it reads in the background
-        self._gauge, self._host_load = GpuGauge(gpus), HostLoad()
-        self._rank_cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
+        kept_names = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(HIDDEN_PREFIXES)}
+        self._base_env = {**{k: os.environ[k] for k in kept_names}, processes.TAG_VARIABLE: self.tag}
+        self._uses_gpus = allocation.tasks[0].device == "cuda"
+        gpus = visible_gpus()[:gpus_per_node] if self._uses_gpus else []
+        self._health_reader = HealthReader(gpus)  # it reads in the background
+        self._gpu_gauge, self._host_load = GpuGauge(gpus), HostLoad()
+        self._rank_cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._uses_gpus else None)
         self._threads_per_rank = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
-        self._shared_memory = cleanup.SharedMemoryCleanup()
+        self._shared_memory_cleanup = cleanup.SharedMemoryCleanup()
         self._program_env = reveal_env(kernel.env, self.folder.secrets)
         self._task = allocation.tasks[0]
         """The task of the current run."""
         self._run_folder = self.scratch
         """Folder of the current run."""
-        self._sources: list[Source] = []
-        self._progress: dict[int, Progress] = {}
+        self._report_sources: list[ReportSource] = []
+        self._sent_progress: dict[int, Progress] = {}
         """Rank -> the progress that was last sent to the leader."""
-        self._evidence: Iterator[list[RankEvent]] = iter(())
+        self._hang_evidence: Iterator[list[RankEvent]] = iter(())
         self._exits: dict[int, int] = {}
         """Rank -> exit code that was not sent to the leader yet."""
         self._measured_phase = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
         self._is_training = True
         """Whether the run trains; False once it saves its state, which its measurements must not include."""
-        self._oom_kills = 0
+        self._oom_kills_before = 0
         """Number of processes that Linux had killed for lack of memory before the current run."""
         self._full_folder: str | None = None
         """Which node-local folder was full during the current run, as a text; None if none was."""
         self._server_module = KERNEL_MODULE if allocation.tasks[0].forked or allocation.preflight else ""
         # Torch reads some variables when it is imported, so those of forked ranks are set in the server.
         self._server_env = self._base_env | (self._program_env if allocation.tasks[0].forked else {})
-        self._server_variables: dict[str, str | None] = {}
+        self._server_variant_env: dict[str, str | None] = {}
         """The variables of a variant with which the fork server runs."""
-        self._server = self._new_server(self._server_variables)
+        self._fork_server = self._start_server(self._server_variant_env)
 
-    def _new_server(self, variables: Mapping[str, str | None]) -> ForkServer:
-        env = with_values(self._server_env, variables)
+    def _start_server(self, variant_env: Mapping[str, str | None]) -> ForkServer:
+        env = with_variant_env(self._server_env, variant_env)
         return ForkServer(self.scratch / "fork_server.log", env, self._server_module)
 
-    def _use_server(self, variables: dict[str, str | None]) -> None:
+    def _use_server(self, variant_env: dict[str, str | None]) -> None:
         """Replaces the fork server if the next run has other variables; libraries read them when they are imported."""
-        if variables != self._server_variables:
-            self._server.stop()
-            self._server, self._server_variables = self._new_server(variables), variables
+        if variant_env != self._server_variant_env:
+            self._fork_server.stop()
+            self._fork_server, self._server_variant_env = self._start_server(variant_env), variant_env
 
-    def facts(self) -> dict[str, Any]:
+    def own_facts(self) -> dict[str, Any]:
         """What the leader needs to know about this node before the first run."""
         return {
-            "node": self.identity.node,
+            "node": self.identity.node_index,
             "host": self.identity.host,
             "threads": self._threads_per_rank,
             "bindings": [cpu_text(cpus) for cpus in self._rank_cpus or ()],
-            "foreign": foreign_processes(self._is_ours) if self._on_gpus else [],
-            "short_of_space": self._short_of_space(),
-            "kernel_digest": self.digest(),
+            "foreign": foreign_processes(self._is_ours) if self._uses_gpus else [],
+            "short_of_space": self._space_shortage(),
+            "kernel_digest": self.kernel_digest(),
             "git_commit": checkout.commit_sha(),
             "health": to_facts(examine(self._first_reading, self._first_reading)),
         }
@@ -153,16 +153,16 @@ class Node:
     @cached_property
     def _first_reading(self) -> Reading:
         """The health of this node before the first run; without a preflight nothing is read later."""
-        reading = self._health.read()
+        reading = self._health_reader.read()
         if not self.allocation.preflight:
-            self._health.close()
+            self._health_reader.close()
         return reading
 
     def _is_ours(self, pid: int) -> bool:
         """Whether a process has the tag of this agent, which started it or one of its ancestors."""
         return processes.tag_of(pid) == self.tag
 
-    def digest(self) -> str:
+    def kernel_digest(self) -> str:
         """The hash of the training program's sources as this node reads them now."""
         with contextlib.chdir(self.allocation.work_dir):
             return self.allocation.tasks[0].spec.kernel.digest()
@@ -176,38 +176,39 @@ class Node:
     def ranks(self) -> range:
         """Global ranks of this node."""
         gpus_per_node = self.allocation.gpus_per_node
-        return range(self.identity.node * gpus_per_node, (self.identity.node + 1) * gpus_per_node)
+        return range(self.identity.node_index * gpus_per_node, (self.identity.node_index + 1) * gpus_per_node)
 
     def obey(self, message: dict[str, Any]) -> Any:
         """Calls the method that the leader orders; returns what `kill` and `finish` return, else None."""
-        orders = {f.__name__: f for f in (self.start, self.store, self.examine, self.kill, self.finish)}
-        method = orders.get(message.get("do", ""))
+        methods = (self.start, self.write_store_port, self.collect_hang_evidence, self.kill, self.finish)
+        method = {method.__name__: method for method in methods}.get(message.get("do", ""))
         return method and method(**{name: value for name, value in message.items() if name != "do"})
 
-    def start(self, index: int, address: str, port: int) -> None:
+    def start(self, task_index: int, address: str, port: int) -> None:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
-        task = self._task = self.allocation.task(index)
+        task = self._task = self.allocation.task(task_index)
         run_folder = self._run_folder = self.scratch / str(task.key)
-        self.disk.retry(self._prepare, PREPARING_S)
-        self._sources = sources_of(task, self.ranks, self._run_folder)
-        self._gauge.clear()
+        self.disk.retry(self._prepare, PREPARING_LIMIT_S)
+        self._report_sources = report_sources(task, self.ranks, self._run_folder)
+        self._gpu_gauge.clear()
         self._host_load.clear()
-        self._oom_kills, self._full_folder, self._is_training = oom_kills(), None, True
+        self._oom_kills_before, self._full_folder, self._is_training = num_oom_kills(), None, True
         self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
-        variables = variables_of(task.spec.variant)
+        variant_env = variables_of(task.spec.variant)
         if task.forked:
-            self._use_server(variables)
+            self._use_server(variant_env)
         for local_rank, rank in enumerate(self.ranks):
-            env, log = self._rank_env(task, rank, local_rank, address, port), run_folder / f"rank{rank}.log"
+            env = self._rank_env(task, rank, local_rank, address, port)
+            log_path = run_folder / f"rank{rank}.log"
             cpus = self._rank_cpus[local_rank] if self._rank_cpus else None
             if task.forked:
-                self._server.fork(rank, env, log, cpus)
+                self._fork_server.fork(rank, env, log_path, cpus)
                 continue
             env = {**self._base_env, **env, **dump_variables(run_folder), **self._program_env}
-            env = with_values(env, variables)
+            env = with_variant_env(env, variant_env)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             command = fill_in(task.spec, task.key, task.measure)
-            self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
+            self._fork_server.fork(rank, env, log_path, cpus, command=command, cwd=self.allocation.work_dir)
 
     def _prepare(self) -> None:
         """Makes the node-local files of the current run."""
@@ -216,8 +217,8 @@ class Node:
         for rank in self.ranks:
             (self._run_folder / f"rank{rank}.log").touch()
 
-    def _short_of_space(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
-        return cleanup.short_of_space(self.scratch.parent, min_bytes)
+    def _space_shortage(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
+        return cleanup.space_shortage(self.scratch.parent, min_bytes)
 
     def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -226,7 +227,7 @@ class Node:
             "WORLD_SIZE": str(task.spec.layout.world_size),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.allocation.gpus_per_node),
-            "NODE_RANK": str(self.identity.node),
+            "NODE_RANK": str(self.identity.node_index),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             **processes.thread_variables(self._threads_per_rank),
@@ -237,73 +238,74 @@ class Node:
 
     def rank_events(self) -> list[RankEvent]:
         """Reported lines, progress, evidence and exits of this node's ranks since the last call."""
-        self._exits |= dict(self._server.exits())
-        self._server.replace_if_stuck()
+        self._exits |= dict(self._fork_server.new_exits())
+        self._fork_server.replace_if_stuck()
         # A disk that makes a rank fail may have space again when the rank ends.
-        self._full_folder = self._full_folder or self._short_of_space(cleanup.FULL_BYTES)
+        self._full_folder = self._full_folder or self._space_shortage(cleanup.FULL_BELOW_BYTES)
         events: list[RankEvent] = []
-        for source in self._sources:
-            lines = filter(None, map(source.parse, source.lines.read()))
+        for source in self._report_sources:
+            report_lines = filter(None, map(source.parse, source.new_lines.read()))
             # Only our own kernel may report measurements of devices and links.
-            trusted_lines = (line for line in lines if self._task.forked or line["event"] != "probe")
-            events += [{"rank": source.reporter, "line": line} for line in trusted_lines]
+            trusted_lines = (line for line in report_lines if self._task.forked or line["event"] != "probe")
+            events += [{"rank": source.described_rank, "line": line} for line in trusted_lines]
         events += self._new_progress()
-        step_events = [event for event in events if event.get("line", {}).get("event") == "step"]
+        step_events = [e for e in events if e.get("line", {}).get("event") == "step"]
         self._measured_phase.observe(step_events)
-        if self._is_training and (step_events or any("microbatches" in event for event in events)):
-            self._gauge.sample(self._own_pids, self._measured_phase.is_measuring)
+        if self._is_training and (step_events or any("microbatches" in e for e in events)):
+            self._gpu_gauge.sample(self._own_pids, self._measured_phase.is_measuring)
         if self._is_training and step_events:
             self._host_load.sample()
         if self._is_training and any(e.get("line", {}).get("name") == CHECKPOINT_PHASE for e in events):
             self._host_load.sample(is_last=True)
             self._is_training = False
-        events += next(self._evidence, [])
+        events += next(self._hang_evidence, [])
         # Exits come last, so that the leader reads the last report of a rank before its exit.
-        ranks_behind = {source.rank for source in self._sources if source.lines.has_more}
+        ranks_behind = {source.writer_rank for source in self._report_sources if source.new_lines.has_more}
         for rank in sorted(self._exits.keys() - ranks_behind):
-            code, log = self._exits.pop(rank), self._run_folder / f"rank{rank}.log"
-            tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)
-            oom_killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
-            exit_event = {"code": code, "tail": tail, "oom_killed": oom_killed}
-            events.append({"rank": rank, **exit_event, "disk_full": self._full_folder if code else None})
+            exit_code = self._exits.pop(rank)
+            log_paths = (self._run_folder / f"rank{rank}.log", self.scratch / "fork_server.log")
+            tail = next(filter(None, (cleanup.read_tail(path, 8192) for path in log_paths)), "")
+            was_oom_killed = exit_code == -signal.SIGKILL and num_oom_kills() > self._oom_kills_before
+            exit_event = {"code": exit_code, "tail": tail, "oom_killed": was_oom_killed}
+            events.append({"rank": rank, **exit_event, "disk_full": self._full_folder if exit_code else None})
         return events
 
     def _new_progress(self) -> Iterator[RankEvent]:
         """The progress of each rank where it has changed since the last call."""
         for rank in self.ranks:
-            previous = self._progress.get(rank, Progress())
+            previous = self._sent_progress.get(rank, Progress())
             progress = read_progress(self._run_folder / f"rank{rank}.report")
             # Counts that decrease can only be an error of the rank.
             has_decreased = progress.step < previous.step or progress.microbatches < previous.microbatches
             if progress != previous and not has_decreased:
-                self._progress[rank] = progress
+                self._sent_progress[rank] = progress
                 yield {"rank": rank, **to_dict(progress)}
 
-    def store(self, port: int) -> None:
+    def write_store_port(self, port: int) -> None:
         """Writes the port of rank 0's store to the file for which the other ranks wait."""
         write_whole(self._run_folder / "store", str(port))
 
-    def examine(self) -> None:
+    def collect_hang_evidence(self) -> None:
         """Begins to collect the evidence of a hang; `rank_events` returns it when it is complete."""
-        pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._is_ours(pid)}
-        self._evidence = hang_evidence(self._run_folder, pids, self.tag)
+        pid_by_rank = {rank: pid for rank, pid in self._fork_server.rank_pids.items() if self._is_ours(pid)}
+        self._hang_evidence = hang_evidence(self._run_folder, pid_by_rank, self.tag)
 
-    def kill(self) -> Cleaned:
+    def kill(self) -> NodeAfterRun:
         """Kills every process of the current run on this node, and removes what they left behind."""
         if self._is_training:
             self._host_load.sample(is_last=True)
-        health = None
-        if self._task.probe and self._health.is_open:
-            health = to_facts(examine(self._first_reading, self._health.read_again()))
-            self._health.close()
-        unusable = self._end_processes()
-        if processes.state_of(self._server.pid) in STOPPED:
-            self._server.replace()
-        gauge = self._gauge
-        return Cleaned(
-            unusable=unusable or gauge.still_held(self.disk.beat), sm_clocks_hz=tuple(gauge.clocks_hz),
-            slowdowns=tuple(sorted(gauge.slowdowns)), powers_w=gauge.powers_w, load=self._host_load.shares,
-            foreign_processes=tuple(sorted(gauge.foreign_processes)), health=health,
+        health_facts = None
+        if self._task.probe and self._health_reader.is_open:
+            health_facts = to_facts(examine(self._first_reading, self._health_reader.read_again()))
+            self._health_reader.close()
+        complaint = self._end_processes()
+        if processes.state_of(self._fork_server.pid) in STOPPED_STATES:
+            self._fork_server.replace()
+        gauge = self._gpu_gauge
+        return NodeAfterRun(
+            complaint=complaint or gauge.unfreed_memory_text(self.disk.beat), sm_clocks_hz=tuple(gauge.clocks_hz),
+            slowdowns=tuple(sorted(gauge.slowdowns)), foreign_processes=tuple(sorted(gauge.foreign_processes)),
+            powers_w=gauge.powers_w, core_shares=self._host_load.core_shares, health=health_facts,
         )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
@@ -321,59 +323,58 @@ class Node:
 
         The agent's own children are already killed by this call.
         """
-        killed_pids = processes.kill_children({self._server.pid})
+        killed_pids = processes.kill_children({self._fork_server.pid})
         living_pids = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
-        return sorted(living_pids - {self._server.pid} or killed_pids)
+        return sorted(living_pids - {self._fork_server.pid} or killed_pids)
 
-    def finish(self, keep_all: bool) -> Finished:
+    def finish(self, keep_all: bool) -> FileCleanup:
         """Keeps the logs of the run and removes its files; meanwhile the agent shows that it is alive.
 
         Args:
             keep_all: keep the logs of all ranks, as of a failed run.
         """
-        self._sources, self._progress, self._exits, self._evidence = [], {}, {}, iter(())
+        self._report_sources, self._sent_progress, self._exits, self._hang_evidence = [], {}, {}, iter(())
         host, problem = self.identity.host, None
         try:
-            if too_large := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
-                limit_text = f"over the limit of {cleanup.TRACE_BYTES >> 20:,} MiB"
-                problem = f"trace files on {host} were not kept: {', '.join(too_large)}, {limit_text}"
+            if too_large_names := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
+                limit_text = f"over the limit of {cleanup.MAX_TRACE_BYTES >> 20:,} MiB"
+                problem = f"trace files on {host} were not kept: {', '.join(too_large_names)}, {limit_text}"
         except (ClusterError, OSError) as error:
             problem = f"cannot keep the logs of {host}: {error}"
         try:
             self.disk.retry(self._remove_files, CLEANING_S, subject=f"removing {self._run_folder} on {host}")
         except ClusterError as error:
-            return Finished(problem=str(error), stuck=True)
-        return Finished(problem=problem, short_of_space=self._short_of_space())
+            return FileCleanup(problem=str(error), is_stuck=True)
+        return FileCleanup(problem=problem, space_shortage=self._space_shortage())
 
     def _remove_files(self) -> None:
         shutil.rmtree(self._run_folder, ignore_errors=True)
-        if self._task.checkpoint and self.identity.node == 0:
+        if self._task.checkpoint and self.identity.node_index == 0:
             shutil.rmtree(self._task.checkpoint, ignore_errors=True)
-        self._shared_memory.remove()
+        self._shared_memory_cleanup.remove()
 
-    def _keep_logs(self, failed: bool) -> list[str]:
+    def _keep_logs(self, keep_all: bool) -> list[str]:
         """Copies what is kept of a run; returns the names of files that are too large."""
-        task = self._task
-        log_folder = self.folder.log_folder(task.key)
-        if failed:
-            cleanup.copy_logs(self._run_folder, log_folder, int(task.measure.log_mib_per_rank * 2**20))
-        elif self.identity.node == 0 and not task.probe:
+        log_folder = self.folder.log_folder(self._task.key)
+        if keep_all:
+            cleanup.copy_logs(self._run_folder, log_folder, int(self._task.measure.log_mib_per_rank * 2**20))
+        elif self.identity.node_index == 0 and not self._task.probe:
             cleanup.join_tails(self._run_folder, log_folder, self.ranks)
-        return cleanup.copy_trace(self._run_folder, log_folder) if task.profile else []
+        return cleanup.copy_trace(self._run_folder, log_folder) if self._task.profile else []
 
     def close(self) -> None:
         """Kills every process, the fork server too."""
-        self._server.stop()
-        self._health.close()
+        self._fork_server.stop()
+        self._health_reader.close()
         self._end_processes()
 
     def remove_scratch(self) -> None:
         """Removes the node-local folder, after the end of the allocation was recorded."""
         shutil.rmtree(self.scratch, ignore_errors=True)
-        self._shared_memory.remove()
+        self._shared_memory_cleanup.remove()
 
 
-def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """How many processes Linux has killed for lack of memory in the memory cgroup of this process.
 
     The ranks of a run share the cgroup of their agent, so that kills in other jobs of the host do not count.
@@ -383,8 +384,8 @@ def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
     """
     entries = [line.split(":", 2) for line in cleanup.read_text(proc / "self/cgroup").splitlines()]
     v2_files = [f"{cgroups}{path}/memory.events" for _, controllers, path in entries if not controllers]
-    memory_groups = (path for _, controllers, path in entries if "memory" in controllers.split(","))
-    v1_files = [f"{cgroups}/memory{path}/memory.oom_control" for path in memory_groups]
+    v1_paths = (path for _, controllers, path in entries if "memory" in controllers.split(","))
+    v1_files = [f"{cgroups}/memory{path}/memory.oom_control" for path in v1_paths]
     for file in (*v2_files, *v1_files, f"{proc}/vmstat"):
         if match := re.search(r"^oom_kill (\d+)$", cleanup.read_text(file), re.MULTILINE):
             return int(match[1])

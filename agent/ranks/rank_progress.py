@@ -16,7 +16,7 @@ RankEvent = dict[str, Any]
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """The evidence of a rank that its node has not examined."""
 
-MAX_STEPS = 10_000
+MAX_KEPT_STEPS = 10_000
 """Steps of a rank that are remembered and stored; further ones are signs of progress only."""
 
 
@@ -36,18 +36,18 @@ class RankProgress:
     step: int = 0
     part: str = ""
     """The part of the step that the rank is in; empty if the rank does not report it."""
-    moved_s: float = 0.0
+    last_progress_s: float = 0.0
     """When the rank last made progress or was started, in seconds for which the leader has run."""
     gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress in the first step, in seconds; it also compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The report lines of its first MAX_STEPS steps."""
+    """The report lines of its first MAX_KEPT_STEPS steps."""
     memory_report: dict[str, Any] = field(default_factory=dict)
     """What it reported about its memory, in bytes: peaks, limits, and what was free at the start."""
     mfus: list[float] = field(default_factory=list)
-    """MFU that its log shows, as fractions in order, at most MAX_STEPS of them."""
+    """MFU that its log shows, as fractions in order, at most MAX_KEPT_STEPS of them."""
     options_read_back: dict[str, str] = field(default_factory=dict)
     """Option -> value that it read back from the objects of its first step; empty until then."""
     done_line: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class RankProgress:
     killed_by_us: bool = False
     oom_killed: bool = False
     """The rank died of SIGKILL, and Linux killed processes on its node for lack of memory during the run."""
-    disk_full: str | None = None
+    full_folder_text: str | None = None
     """Which node-local folder was full when the rank failed, and its free space; None if none was."""
     tail: str = ""
     """The end of the rank's log."""
@@ -97,33 +97,33 @@ class RankProgress:
         """The key of `gaps_s` under which its time without progress counts now."""
         return "optimizer" if self.part == "optimizer" else "steady"
 
-    def observe(self, line: dict[str, Any]) -> None:
+    def record_observed(self, line: dict[str, Any]) -> None:
         """Records memory and MFU that its log shows; some programs reset their peaks, so the largest one counts."""
-        for name in line.keys() & {"allocated_bytes", "reserved_bytes"}:
-            self.memory_report[name] = max(line[name], self.memory_report.get(name, 0))
-        if "mfu" in line and len(self.mfus) < MAX_STEPS:
+        for memory_key in line.keys() & {"allocated_bytes", "reserved_bytes"}:
+            self.memory_report[memory_key] = max(line[memory_key], self.memory_report.get(memory_key, 0))
+        if "mfu" in line and len(self.mfus) < MAX_KEPT_STEPS:
             self.mfus.append(line["mfu"])
 
-    def measured_steps(self, measure: Measure) -> list[float]:
+    def measured_step_times_s(self, measure: Measure) -> list[float]:
         """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
-        marked = [step for step in self.steps if "measured" in step]
+        marked = [s for s in self.steps if "measured" in s]
         steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
-        return [step["seconds"] for step in steps if "seconds" in step]
+        return [s["seconds"] for s in steps if "seconds" in s]
 
 
 class MeasuredPhase:
     """Whether the ranks of a node are in measured steps, by the same rule as `RankProgress.measured_steps`."""
 
     def __init__(self, warmup_steps: int) -> None:
-        self._warmup_steps, self._num_steps = warmup_steps, Counter[int]()
+        self._warmup_steps, self._num_steps_by_rank = warmup_steps, Counter[int]()
         self.is_measuring = False
         """Whether the latest step is a measured one, so that warm-up is over."""
 
     def observe(self, step_events: Sequence[RankEvent]) -> None:
         """Takes the steps that ranks have reported, the latest last."""
-        self._num_steps.update(event["rank"] for event in step_events)
+        self._num_steps_by_rank.update(event["rank"] for event in step_events)
         if step_events:
-            is_warm = max(self._num_steps.values()) > self._warmup_steps
+            is_warm = max(self._num_steps_by_rank.values()) > self._warmup_steps
             self.is_measuring = step_events[-1]["line"].get("measured", is_warm)
 
 
@@ -137,14 +137,14 @@ class AttemptProgress:
     def __init__(self, num_ranks: int, hosts: Sequence[str], now_s: float = 0.0) -> None:
         """Each of the `hosts`, in their order, has an equal share of the ranks; `now_s` is the leader's time."""
         self.hosts = hosts
-        rank_hosts = (hosts[rank * len(hosts) // num_ranks] for rank in range(num_ranks))
+        rank_hosts = (hosts[n * len(hosts) // num_ranks] for n in range(num_ranks))
         self.ranks = [
-            RankProgress(number=rank, host=host, moved_s=now_s) for rank, host in enumerate(rank_hosts)
+            RankProgress(number=n, host=host, last_progress_s=now_s) for n, host in enumerate(rank_hosts)
         ]
         self.environment: dict[str, Any] = {}
-        self.port: int | None = None
+        self.store_port: int | None = None
         """The port of rank 0's store; None again after it was sent to the other ranks."""
-        self.probe: dict[str, Any] = {}
+        self.probe_rates: dict[str, Any] = {}
         """Rates of devices and links, from a preflight or from a run that only measures them."""
         self.started_s = now_s
         """When the ranks were started, by the leader's time."""
@@ -175,15 +175,15 @@ class AttemptProgress:
             rank.evidence = event["evidence"]
             return
         if event.get("line", {}).get("event") == OBSERVED_EVENT:
-            rank.observe(event["line"])
+            rank.record_observed(event["line"])
             return
         gaps_s = rank.gaps_s if rank.steps else rank.first_gaps_s
-        gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.moved_s)
-        rank.moved_s = now_s
+        gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.last_progress_s)
+        rank.last_progress_s = now_s
         if "code" in event:
             rank.code, rank.tail = event["code"], event.get("tail", "")
             rank.oom_killed = event.get("oom_killed", False) and not rank.killed_by_us
-            rank.disk_full = None if rank.killed_by_us else event.get("disk_full")
+            rank.full_folder_text = None if rank.killed_by_us else event.get("disk_full")
         elif "microbatches" in event:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
         else:
@@ -200,7 +200,7 @@ class AttemptProgress:
                 rank.first_gaps_s = {}
         elif event_name == "step":
             self.first_step_s = self.first_step_s or now_s
-            if len(rank.steps) < MAX_STEPS:
+            if len(rank.steps) < MAX_KEPT_STEPS:
                 rank.steps.append(line)
         elif event_name == "memory":
             rank.memory_report |= line
@@ -213,11 +213,11 @@ class AttemptProgress:
         elif event_name == "error":
             rank.error_line = rank.error_line or line
         elif event_name == "store":
-            self.port = line.get("port")
+            self.store_port = line.get("port")
         elif event_name == "environment":
             self.environment = line
         elif event_name == "probe":
-            self.probe = {name: value for name, value in line.items() if name not in ("event", "time")}
+            self.probe_rates = {name: value for name, value in line.items() if name not in ("event", "time")}
 
     @property
     def positions(self) -> list[tuple[object, ...]]:
@@ -225,24 +225,24 @@ class AttemptProgress:
         return [(r.phase, len(r.steps), r.step, r.part, r.microbatches, r.code) for r in self.ranks]
 
     @property
-    def slowest_gap_s(self) -> float:
+    def longest_gap_s(self) -> float:
         """Longest time without progress of any single rank, in seconds, of the kinds that count now.
 
         The time in which all ranks together make no progress would be far too short to compare with.
         While a rank is in the optimizer both kinds count, since its GPU may still finish micro-batches. The
         first step of a rank counts only until its second step is complete.
         """
-        gap_kinds = {"steady", *(rank.gap_kind for rank in self.running)}
+        gap_kinds = {"steady", *(rank.gap_kind for rank in self.running_ranks)}
         rank_gaps_s = [rank.gaps_s for rank in self.ranks]
         rank_gaps_s += [rank.first_gaps_s for rank in self.ranks if len(rank.steps) < 2]
         return max(gaps_s.get(kind, 0.0) for gaps_s in rank_gaps_s for kind in gap_kinds)
 
     @property
-    def running(self) -> list[RankProgress]:
+    def running_ranks(self) -> list[RankProgress]:
         """The ranks that have not ended."""
         return [rank for rank in self.ranks if rank.code is None]
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether some rank reported an error or invalid values, or ended with an exit code other than 0."""
         return self.fault is not None or any(rank.error_line or rank.code for rank in self.ranks)

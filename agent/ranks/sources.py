@@ -10,25 +10,25 @@ from ultrabench.rank_report import NewLines, parse_line
 from ultrabench.run import Task
 
 
-class Source(NamedTuple):
+class ReportSource(NamedTuple):
     """A file in which a rank reports its progress line by line."""
 
-    rank: int
+    writer_rank: int
     """The rank that writes the file."""
-    reporter: int
+    described_rank: int
     """The rank for which the lines count."""
-    lines: NewLines
+    new_lines: NewLines
     parse: Callable[[str], dict[str, Any] | None]
     """Turns a line of the file into a line of a report; None if it says nothing about the progress."""
 
 
-def sources_of(task: Task, ranks: range, run_folder: Path) -> list[Source]:
+def report_sources(task: Task, ranks: range, run_folder: Path) -> list[ReportSource]:
     """The reports of a node's ranks, and the logs that the patterns of the kernel read."""
-    reports = [Source(n, n, NewLines(run_folder / f"rank{n}.report"), parse_line) for n in ranks]
-    return reports if task.forked else [*reports, *_logs_of(task, ranks, run_folder)]
+    reports = [ReportSource(n, n, NewLines(run_folder / f"rank{n}.report"), parse_line) for n in ranks]
+    return reports if task.forked else [*reports, *_log_sources(task, ranks, run_folder)]
 
 
-def _logs_of(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]:
+def _log_sources(task: Task, ranks: range, run_folder: Path) -> Iterator[ReportSource]:
     """A source for each pattern of the kernel and each log of this node to which it applies.
 
     Steps and MFU count as those of rank 0, whichever rank prints them; memory counts for the rank that prints it.
@@ -41,5 +41,5 @@ def _logs_of(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]:
             parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu, option=option)
             source_ranks = ranks if log_pattern.every_rank else [spec.logging_rank]
             for rank in (rank for rank in source_ranks if rank in ranks):
-                log = NewLines(run_folder / f"rank{rank}.log")
-                yield Source(rank, rank if log_pattern.every_rank else 0, log, parse)
+                log_lines = NewLines(run_folder / f"rank{rank}.log")
+                yield ReportSource(rank, rank if log_pattern.every_rank else 0, log_lines, parse)

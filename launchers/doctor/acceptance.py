@@ -14,7 +14,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 
 SCHEMA_VERSION = 1
 """Version of doctor.json."""
-MANY_NODES = 8
+MAX_UNTESTED_NODES = 8
 """A launch on more nodes than this gives a warning if its cluster has not passed an acceptance run."""
 
 
@@ -50,10 +50,10 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], folder: Path,
     return path
 
 
-def not_accepted(config: SweepConfig) -> str | None:
+def acceptance_warning(config: SweepConfig) -> str | None:
     """The warning for a large sweep on a cluster that has passed no acceptance run; None in other cases."""
     max_nodes, folder = max(config.axes.nodes), acceptance_folder(config)
-    if config.launcher.name == "local" or config.hardware.simulated or max_nodes <= MANY_NODES:
+    if config.launcher.name == "local" or config.hardware.simulated or max_nodes <= MAX_UNTESTED_NODES:
         return None
     problem = "has no acceptance run"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -61,8 +61,8 @@ def not_accepted(config: SweepConfig) -> str | None:
         if document["passed"] and max(document["nodes"]) > 1:
             return None
         if not document["passed"]:
-            failed_checks = [c["name"] for c in document["checks"] if c["status"] == FAIL]
+            failed_checks = [check["name"] for check in document["checks"] if check["status"] == FAIL]
             problem = f"failed its acceptance run ({', '.join(failed_checks)})"
-    cluster_words = f"cluster={config.cluster} hardware={config.hardware.name}"
-    remedy = f"to make one, with at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {cluster_words}"
-    return f"sweep.nodes up to {max_nodes}, and {cluster_words} {problem} in {folder}; {remedy}"
+    cluster_text = f"cluster={config.cluster} hardware={config.hardware.name}"
+    remedy = f"to make one, with at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {cluster_text}"
+    return f"sweep.nodes up to {max_nodes}, and {cluster_text} {problem} in {folder}; {remedy}"

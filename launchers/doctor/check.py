@@ -34,27 +34,27 @@ class Check:
         return replace(self, name=name)
 
 
-def passed(finding: str) -> Check:
+def success(finding: str) -> Check:
     """A check that found no problem."""
     return Check(status=CheckStatus.PASS, finding=finding)
 
 
-def failed(finding: str, remedy: str) -> Check:
+def failure(finding: str, remedy: str) -> Check:
     """A check that found a problem which makes sweeps impossible."""
     return Check(status=FAIL, finding=finding, remedy=remedy)
 
 
-def warned(finding: str, remedy: str) -> Check:
+def warning(finding: str, remedy: str) -> Check:
     """A check that found a problem with which some sweeps run, or run less well than they could."""
     return Check(status=WARN, finding=finding, remedy=remedy)
 
 
-def skipped(name: str, finding: str) -> Check:
+def skip(name: str, finding: str) -> Check:
     """A check that was left out because another check failed."""
     return Check(name=name, status=CheckStatus.SKIP, finding=finding)
 
 
-def unknown(finding: str) -> Check:
+def unknown_check(finding: str) -> Check:
     """A check whose facts cannot be read."""
     return Check(status=CheckStatus.UNKNOWN, finding=finding)
 
@@ -68,4 +68,4 @@ def first_problem(finding: str, *problems: Problem) -> Check:
     for exists, status, remedy, *details in problems:
         if exists:
             return Check(status=status, finding="; ".join([finding, *details]), remedy=remedy)
-    return passed(finding)
+    return success(finding)

@@ -21,14 +21,14 @@ from ultrabench.launchers.doctor.check import (
     FAIL,
     WARN,
     Check,
-    failed,
+    failure,
     first_problem,
-    passed,
-    unknown,
-    warned,
+    success,
+    unknown_check,
+    warning,
 )
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.slurm.job import SlurmJob, find
+from ultrabench.launchers.slurm.job import SlurmJob, find_job
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.query import CommandError, NoAnswerError, ask
 from ultrabench.launchers.slurm.states import pending_remedy
@@ -91,51 +91,51 @@ def _short(commit: str | None) -> str:
 
 def check_torch(report: Report, config: SweepConfig) -> Check:
     """Checks that torch and the libraries of the training kernel can be loaded on the node."""
-    torch = report["torch"]
-    if torch is None:
+    facts = report["torch"]
+    if facts is None:
         remedy = "install torch in that Python, or load its libraries with launcher.setup="
-        failure = f"the kernel does not start: {report['torch_error']}"
+        error = f"the kernel does not start: {report['torch_error']}"
         if config.kernel.kind == "command" and not config.launcher.preflight:
-            return warned(failure, f"kernel=command may not need it; otherwise {remedy}")
-        return failed(failure, f"{remedy}; kernel=command with launcher.preflight=false does not need it")
-    names = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
-    parts = [] if torch["cuda_version"] else ["without CUDA"]
-    parts += [f"{name} {torch[key]}" for name, key in names.items() if torch[key]]
-    return passed(f"torch {torch['torch_version']} ({', '.join(parts)}) on {torch['gpu_name']}")
+            return warning(error, f"kernel=command may not need it; otherwise {remedy}")
+        return failure(error, f"{remedy}; kernel=command with launcher.preflight=false does not need it")
+    key_by_label = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
+    libraries = [] if facts["cuda_version"] else ["without CUDA"]
+    libraries += [f"{label} {facts[key]}" for label, key in key_by_label.items() if facts[key]]
+    return success(f"torch {facts['torch_version']} ({', '.join(libraries)}) on {facts['gpu_name']}")
 
 
 def check_devices(report: Report, config: SweepConfig) -> Check:
     """Checks that the GPUs are those of `hardware=`, and that no other processes use them."""
-    hardware, torch, num_driver = config.hardware, report["torch"] or {}, report["gpus"]
-    num_visible, num_needed = int(torch.get("gpus") or 0), hardware.gpus_per_node
-    gpu_name, cuda_version = torch.get("gpu_name"), torch.get("cuda_version")
-    fact = f"torch sees {num_visible}, the driver {num_driver}"
+    hardware, facts, num_driver_gpus = config.hardware, report["torch"] or {}, report["gpus"]
+    num_visible_gpus, num_needed = int(facts.get("gpus") or 0), hardware.gpus_per_node
+    gpu_name, cuda_version = facts.get("gpu_name"), facts.get("cuda_version")
+    finding = f"torch sees {num_visible_gpus}, the driver {num_driver_gpus}"
     if hardware.device != "cuda":
-        return passed(f"hardware={hardware.name} needs no GPU; {fact}")
-    mem_bytes = int(torch.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
+        return success(f"hardware={hardware.name} needs no GPU; {finding}")
+    mem_bytes = int(facts.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
     expected_names = " or ".join(hardware.reported_as)
     build_remedy = "install the build that matches the driver"
     cuda_hint = "" if cuda_version else ", install a torch built with CUDA"
-    no_gpu = (
+    no_gpu_remedy = (
         f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{cuda_hint}, or the hardware= "
     )
     return first_problem(
-        f"{fact}; hardware={hardware.name} has {num_needed} {hardware.gpu}; they are {gpu_name or 'unknown'}",
-        (num_visible < num_needed <= num_driver and not cuda_version, FAIL, f"this torch is built without CUDA: {build_remedy}"),
-        (num_visible < num_needed <= num_driver, FAIL, f"torch does not see the GPUs of the driver: {build_remedy}"),
-        (0 < num_visible < num_needed, FAIL, f"set hardware.gpus_per_node={num_visible}, or ask for more with launcher.gres="),
-        (not num_visible, FAIL, f"{no_gpu}of this node (hardware=cpu needs no GPU)"),
+        f"{finding}; hardware={hardware.name} has {num_needed} {hardware.gpu}; they are {gpu_name or 'unknown'}",
+        (num_visible_gpus < num_needed <= num_driver_gpus and not cuda_version, FAIL, f"this torch is built without CUDA: {build_remedy}"),
+        (num_visible_gpus < num_needed <= num_driver_gpus, FAIL, f"torch does not see the GPUs of the driver: {build_remedy}"),
+        (0 < num_visible_gpus < num_needed, FAIL, f"set hardware.gpus_per_node={num_visible_gpus}, or ask for more with launcher.gres="),
+        (not num_visible_gpus, FAIL, f"{no_gpu_remedy}of this node (hardware=cpu needs no GPU)"),
         (gpu_name not in hardware.reported_as, FAIL, f"set the hardware= of this node (this one expects {expected_names}), "
          "otherwise results are invalid"),
         (report["foreign"], WARN, "have these processes ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
-        (num_visible > num_needed, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={num_visible}"),
+        (num_visible_gpus > num_needed, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={num_visible_gpus}"),
         (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_TOLERANCE, WARN,
          f"for predictions with the real memory, set hardware.mem_bytes={mem_bytes}",
          f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
     )  # fmt: skip
 
 
-def check_room(report: Report, config: SweepConfig) -> Check:
+def check_cpus(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has cores for the ranks."""
     num_cores, num_ranks = report["cores"], config.hardware.gpus_per_node
     has_few_cores = config.hardware.device == "cuda" and num_cores < num_ranks
@@ -150,11 +150,11 @@ def check_health(name: str, report: Report, config: SweepConfig) -> Check:
     """One check of the table of `node_health`, for which the node took two readings."""
     check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
     if finding.health is Health.UNKNOWN:
-        return unknown(f"this node cannot report it; limit: {check.limit}")
+        return unknown_check(f"this node cannot report it; limit: {check.limit}")
     text = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
     if finding.health is Health.OK:
-        return passed(text)
-    return failed(text, check.remedy) if finding.health is Health.FAIL else warned(text, check.remedy)
+        return success(text)
+    return failure(text, check.remedy) if finding.health is Health.FAIL else warning(text, check.remedy)
 
 
 def check_clock(report: Report, config: SweepConfig) -> Check:
@@ -163,27 +163,27 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     The report contains the times of its begin and end by the clock of the node. By the clock of this host the
     job began after `earliest_s`, and its report existed before `latest_s`. No time stamps of files are used.
     """
-    host, window, utc_offset = report["host"], config.launcher.window, time.strftime("%z")
+    host, start_window, utc_offset = report["host"], config.launcher.window, time.strftime("%z")
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
-    off_s, side = max((ahead_s, "ahead of"), (behind_s, "behind"))
+    clock_error_s, direction = max((ahead_s, "ahead of"), (behind_s, "behind"))
     agreement = f"agrees within the {report['latest_s'] - report['earliest_s']:.1f} s of the job"
-    if off_s > CLOCK_WARN_S:
-        agreement = f"{host} is at least {off_s:.1f} s {side} this host"
+    if clock_error_s > CLOCK_WARN_S:
+        agreement = f"{host} is at least {clock_error_s:.1f} s {direction} this host"
     remedy = "ask the administrators to fix the time service (chrony, ntpd) of nodes and login node"
     return first_problem(
         agreement,
-        (off_s > CLOCK_FAIL_S, FAIL, remedy),
-        (off_s > CLOCK_WARN_S, WARN, remedy),
-        (window and report["utc_offset"] != utc_offset, WARN,
-         f"launcher.window={window} is read as local time: set TZ in launcher.setup=",
+        (clock_error_s > CLOCK_FAIL_S, FAIL, remedy),
+        (clock_error_s > CLOCK_WARN_S, WARN, remedy),
+        (start_window and report["utc_offset"] != utc_offset, WARN,
+         f"launcher.window={start_window} is read as local time: set TZ in launcher.setup=",
          f"{host} has the time zone {report['utc_offset']}, this host {utc_offset}"),
     )  # fmt: skip
 
 
-LIMIT_S = 600.0
+JOB_LIMIT_S = 600.0
 """Time limit of the job, in seconds; the first import of torch on a node may take minutes."""
-PAUSE_S = 0.3
+REPORT_POLL_S = 0.3
 """Seconds between two looks for the report of the job."""
 POLL_S = 3.0
 """Seconds between two calls of squeue."""
@@ -221,7 +221,7 @@ class CheckupFolder:
         self.config, self.token = config, uuid.uuid4().hex
         self.results_dir = Path(config.results_dir).absolute()
         self.path = self.results_dir / f".doctor-{self.token[:8]}"
-        self.keep = False
+        self.is_kept = False
         """Whether the folder is kept because it shows what went wrong."""
 
     def report(self) -> Report | None:
@@ -236,16 +236,16 @@ class CheckupFolder:
 
     def check_writable(self) -> Check:
         """Makes the folder; checks that it can be written, and that a claim in it succeeds only once."""
-        claims = self.path / "claims"
+        claims_folder = self.path / "claims"
         request = {"token": self.token, "kernel": to_dict(self.config.kernel), "work_dir": os.getcwd()}
         try:
-            claims.mkdir(parents=True)
+            claims_folder.mkdir(parents=True)
             write_whole(self.path / "request.json", json.dumps(request))
-            claim_successes = [claim(claims, "login", {"host": "here"}) for _ in range(2)]
+            claim_successes = [claim(claims_folder, "login", {"host": "here"}) for _ in range(2)]
             free_bytes = shutil.disk_usage(self.path).free
         except OSError as error:
             remedy = "choose a folder that all nodes share with results_dir=FOLDER"
-            return failed(f"cannot write {self.results_dir}: {error.strerror}", remedy)
+            return failure(f"cannot write {self.results_dir}: {error.strerror}", remedy)
         return first_problem(
             f"{self.results_dir}: writable, {free_bytes / GIB:.1f} GiB free",
             (claim_successes != [True, False], FAIL,
@@ -263,7 +263,7 @@ def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]
     try:
         yield folder, folder.check_writable()
     finally:
-        if not folder.keep:
+        if not folder.is_kept:
             shutil.rmtree(folder.path, ignore_errors=True)
             with contextlib.suppress(OSError):
                 for parent in absent_folders:
@@ -276,14 +276,14 @@ class CheckupJob:
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
         config, launcher_config = folder.config, folder.config.launcher
         comment = f"ultrabench doctor of {own_name()}: examines one node, ends by itself"
-        sbatch = {"comment": comment} | launcher_config.sbatch
-        launcher_config = replace(launcher_config, sbatch=sbatch, poll_s=min(POLL_S, launcher_config.poll_s))
+        options = {"comment": comment} | launcher_config.sbatch
+        launcher_config = replace(launcher_config, sbatch=options, poll_s=min(POLL_S, launcher_config.poll_s))
         self.launcher = SlurmLauncher(replace(config, launcher=launcher_config), SweepFolder(folder.path))
         self.launcher.module = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(
             name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
             gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
-            heartbeat_s=launcher_config.heartbeat_s, limit_s=LIMIT_S, kernel_digest="", tasks=(),
+            heartbeat_s=launcher_config.heartbeat_s, limit_s=JOB_LIMIT_S, kernel_digest="", tasks=(),
         )  # fmt: skip
         self._folder, self._log = folder, self.allocation.folder / "job.log"
         self._say, self._say_once = say, functools.cache(say)
@@ -306,7 +306,7 @@ class CheckupJob:
                 raise
             is_timeout = isinstance(error.__cause__, NoAnswerError)
             remedy = _UNREACHABLE if is_timeout else _first_remedy(_SBATCH_REMEDIES, error.fact)
-            return failed(error.fact, remedy), None
+            return failure(error.fact, remedy), None
         finally:
             if not self._job.is_over:
                 self._cancel()
@@ -319,30 +319,30 @@ class CheckupJob:
             self._say(f"job {self._job.array_id} could not be cancelled: {error}")
 
     def _watch(self, wait_s: float) -> tuple[Check, Report | None]:
-        began_at, name, report, reported_s = time.monotonic(), self._state.name, None, 0.0
+        began_s, name, report, report_s = time.monotonic(), self._state.name, None, 0.0
         while True:
             jobs_seen = self.launcher.observe({name: self._state})
-            self._look()
-            is_over, elapsed_s = self._job.is_over, time.monotonic() - began_at
+            self._update_job()
+            is_over, elapsed_s = self._job.is_over, time.monotonic() - began_s
             if report is None:
-                report, reported_s = self._folder.report(), elapsed_s
+                report, report_s = self._folder.report(), elapsed_s
             # The folder is removed afterwards, so no process of the job may be left.
             if report is not None and (
-                is_over or name not in jobs_seen.alive or elapsed_s > reported_s + END_PATIENCE_S
+                is_over or name not in jobs_seen.alive or elapsed_s > report_s + END_PATIENCE_S
             ):
-                fact = f"job {self._job.array_id} ran on {report['host']}"
+                finding = f"job {self._job.array_id} ran on {report['host']}"
                 report["earliest_s"] = self._earliest_s
-                return passed(f"{fact}; its report arrived after {reported_s:.0f} s"), report
+                return success(f"{finding}; its report arrived after {report_s:.0f} s"), report
             if report is None and (end := jobs_seen.ended_jobs.get(name)):
-                return self._ended(end.reason), None
+                return self._check_without_report(end.reason), None
             if report is None and not is_over and elapsed_s > wait_s:
-                return self._too_late(wait_s), None
-            time.sleep(PAUSE_S)
+                return self._timeout_check(wait_s), None
+            time.sleep(REPORT_POLL_S)
 
-    def _look(self) -> None:
+    def _update_job(self) -> None:
         """Takes the state of the job from the answer of squeue, and tells the user about changes."""
         answer = self.launcher.query.jobs("")
-        job = None if answer.error else find(answer.jobs, self._job.job_id)
+        job = None if answer.error else find_job(answer.jobs, self._job.job_id)
         if job is None:
             return
         self._job = job
@@ -350,32 +350,32 @@ class CheckupJob:
             self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
         self._say_once(": ".join(filter(None, (job.description, pending_remedy(job.reason)))))
 
-    def _too_late(self, wait_s: float) -> Check:
-        fact = f"{self._job.description}; not finished after {wait_s:.0f} s, cancelled"
+    def _timeout_check(self, wait_s: float) -> Check:
+        finding = f"{self._job.description}; not finished after {wait_s:.0f} s, cancelled"
         if self._job.is_waiting:
             wait_remedy = f"the cluster is busy: wait longer with --wait {max(3600, 3 * wait_s):.0f}"
-            return failed(fact, pending_remedy(self._job.reason) or wait_remedy)
-        self._folder.keep = True
-        slow_remedy = f"if the node is only slow, use --wait {max(LIMIT_S, 3 * wait_s):.0f}"
-        return failed(fact, f"see {self._log}; {slow_remedy}")
+            return failure(finding, pending_remedy(self._job.reason) or wait_remedy)
+        self._folder.is_kept = True
+        slow_remedy = f"if the node is only slow, use --wait {max(JOB_LIMIT_S, 3 * wait_s):.0f}"
+        return failure(finding, f"see {self._log}; {slow_remedy}")
 
-    def _ended(self, reason: str) -> Check:
+    def _check_without_report(self, reason: str) -> Check:
         """The failed check for a job that ended without a report; its folder is kept as evidence."""
-        self._folder.keep = True
+        self._folder.is_kept = True
         exit_code = self._exit_code()
-        fact = f"{reason}{self._job.nodes_suffix}; exit code {exit_code}, no report"
-        unshared_text = "is not shared by all nodes: choose a shared one with results_dir=FOLDER"
+        finding = f"{reason}{self._job.nodes_suffix}; exit code {exit_code}, no report"
+        share_remedy = f"{self._folder.results_dir} is not shared by all nodes: choose a shared one with results_dir=FOLDER"
         try:
             log_text = self._log.read_text(errors="replace")
         except OSError:
-            return failed(f"{fact}; it wrote no {self._log}", f"{self._folder.results_dir} {unshared_text}")
+            return failure(f"{finding}; it wrote no {self._log}", share_remedy)
         lines = [line.strip()[:200] for line in log_text.splitlines() if line.strip()]
         # The last lines of srun only say that it has ended the remaining processes.
         log_tail = [line for line in lines if not line.startswith("srun:")][-2:] or lines[-2:]
-        fact += f"; its log ends: {' | '.join(log_tail)}" if log_tail else "; its log is empty"
+        finding += f"; its log ends: {' | '.join(log_tail)}" if log_tail else "; its log is empty"
         if exit_code == "73:0":
-            return failed(fact, f"{self._folder.results_dir} {unshared_text}")
-        return failed(fact, f"{_first_remedy(_LOG_REMEDIES, log_text)}; see {self._log}")
+            return failure(finding, share_remedy)
+        return failure(finding, f"{_first_remedy(_LOG_REMEDIES, log_text)}; see {self._log}")
 
     def _exit_code(self) -> str:
         with contextlib.suppress(CommandError):

@@ -9,63 +9,63 @@ from typing import Any
 import yaml
 
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.doctor.site_checks import facts
+from ultrabench.launchers.doctor.site_checks import partition_text
 from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.folder import write_whole
 from ultrabench.sweep.config.sweep_config import LauncherConfig
 
 
 def write_cluster_file(
-    folder: Path, name: str, site: Site, limits: Limits, launcher_config: LauncherConfig, force: bool
+    folder: Path, cluster_name: str, site: Site, limits: Limits, launcher_config: LauncherConfig, force: bool
 ) -> Path:
     """Writes FOLDER/NAME.yaml for the partition of `limits`; returns its path.
 
     Raises:
-        ConfigError: `name` is not possible for a cluster, the file exists and `force` is not set, or the file
+        ConfigError: `cluster_name` is not possible for a cluster, the file exists and `force` is not set, or the file
             cannot be written.
     """
-    path = folder / f"{name}.yaml"
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name == "local":
-        raise ConfigError(f"--name {name}; use letters, digits, _ and -, but not the name local")
+    path = folder / f"{cluster_name}.yaml"
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", cluster_name, re.ASCII) or cluster_name == "local":
+        raise ConfigError(f"--name {cluster_name}; use letters, digits, _ and -, but not the name local")
     if path.exists() and not force:
         raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _text(name, site, limits, launcher_config))
+        write_whole(path, _file_text(cluster_name, site, limits, launcher_config))
     except OSError as error:
         raise ConfigError(f"--write: cannot write {path}: {error.strerror}; use another folder") from error
     return path
 
 
-def _text(name: str, site: Site, limits: Limits, launcher_config: LauncherConfig) -> str:
+def _file_text(cluster_name: str, site: Site, limits: Limits, launcher_config: LauncherConfig) -> str:
     """The text of the file: the options that jobs in the partition need, and further facts as comments."""
     account = launcher_config.account or site.needed_account(limits.name)
-    gpu_gres = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
-    values: dict[str, Any] = {
-        "name": name, "partition": limits.name, "account": account, "qos": launcher_config.qos,
-        "gres": launcher_config.gres or (gpu_gres[1] if gpu_gres else None),
+    gpu_match = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
+    option_values: dict[str, Any] = {
+        "name": cluster_name, "partition": limits.name, "account": account, "qos": launcher_config.qos,
+        "gres": launcher_config.gres or (gpu_match[1] if gpu_match else None),
     }  # fmt: skip
     lines = [
         f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.node_kinds) or 'nodes unknown'}",
         f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from the answers of Slurm; edit it as you like.",
-        f"# {facts(limits)}; nodes up: {'unknown' if limits.up_nodes is None else limits.up_nodes}",
-        *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in values.items() if v is not None),
-        *_hints(site, limits, values),
+        f"# {partition_text(limits)}; nodes up: {'unknown' if limits.up_nodes is None else limits.up_nodes}",
+        *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in option_values.items() if v is not None),
+        *_hints(site, limits, option_values),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
+def _hints(site: Site, limits: Limits, option_values: Mapping[str, Any]) -> list[str]:
     """Lines in comments that name options the user could also set."""
-    account, default = values["account"], site.accounts.default
+    account, default = option_values["account"], site.accounts.default
     associations = site.accounts.usable(limits.name)
-    names = list(dict.fromkeys(a.account for a in associations))
+    accounts = list(dict.fromkeys(a.account for a in associations))
     association = next((a for a in associations if a.account == (account or default)), None)
     hints = []
-    if account is None and names:
+    if account is None and accounts:
         default_text = f"the default is {default}" if default else "no default"
-        hints.append(f"# account: {default or names[0]}  # {default_text}; you have {', '.join(names)}")
-    if values["qos"] is None and association and association.qos:
+        hints.append(f"# account: {default or accounts[0]}  # {default_text}; you have {', '.join(accounts)}")
+    if option_values["qos"] is None and association and association.qos:
         qos = association.default_qos or association.qos[0]
         hints.append(f"# qos: {qos}  # account {association.account} has {', '.join(association.qos)}")
     if limits.mem_mb_per_node:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor import checkup, site_checks
-from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped, warned
+from ultrabench.launchers.doctor.check import Check, CheckStatus, failure, skip, success, warning
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.required_programs import require_local
@@ -33,9 +33,9 @@ SITE_CHECKS: Table = {
     "accounting": site_checks.check_accounting,
 }
 """Checks of the answers of Slurm, in order."""
-NODE_CHECKS = ("nodes", "GPUs", "node size")
-"""The checks of SITE that need the answers of sinfo."""
-HOST_CHECKS: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
+NODE_CHECK_NAMES = ("nodes", "GPUs", "node size")
+"""The checks of SITE_CHECKS that need the answers of sinfo."""
+HOST_CHECKS: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_cpus}
 HOST_CHECKS |= {name: partial(checkup.check_health, name) for name in CHECKS}
 """Checks of this machine for launcher=local."""
 REPORT_CHECKS: Table = {
@@ -64,22 +64,22 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     for name, check in ACCESS_CHECKS.items():
         checks.append(check(site).named(name))
         if checks[-1].status is CheckStatus.FAIL:
-            return [*checks, skipped("everything else", f"not checked because {name} failed")]
+            return [*checks, skip("everything else", f"not checked because {name} failed")]
     try:
         checks += _examine_site(config, site, say)
     except ClusterError as error:
-        return [*checks, failed(str(error), REACH_SLURMCTLD).named("slurmctld")]
+        return [*checks, failure(str(error), REACH_SLURMCTLD).named("slurmctld")]
     with checkup_folder(config) as (folder, folder_check):
         checks.append(folder_check.named("results folder"))
-        blocking = [name for name in failures(checks) if name in ("partition", "nodes", "results folder")]
-        if blocking or not wait_s:
-            why = f"{' and '.join(blocking)} failed" if blocking else "of --wait 0"
-            return [*checks, skipped("job", f"none submitted because {why}; nodes were not examined")]
-        job, report = CheckupJob(folder, say).run(wait_s)
-        return [*checks, job.named("job"), *(_run(REPORT_CHECKS, report, config) if report else [])]
+        blockers = [name for name in failed_names(checks) if name in ("partition", "nodes", "results folder")]
+        if blockers or not wait_s:
+            reason = f"{' and '.join(blockers)} failed" if blockers else "of --wait 0"
+            return [*checks, skip("job", f"none submitted because {reason}; nodes were not examined")]
+        job_check, report = CheckupJob(folder, say).run(wait_s)
+        return [*checks, job_check.named("job"), *(_run_all(REPORT_CHECKS, report, config) if report else [])]
 
 
-def failures(checks: Sequence[Check]) -> list[str]:
+def failed_names(checks: Sequence[Check]) -> list[str]:
     """The names of the checks that failed."""
     return [check.name for check in checks if check.status is CheckStatus.FAIL]
 
@@ -87,12 +87,12 @@ def failures(checks: Sequence[Check]) -> list[str]:
 def why_not_slurm(site: Site) -> Check | None:
     """Why no Slurm can be checked on this host: a warning if it has sbatch, else a skipped check; None if one can."""
     if shutil.which("sbatch") is None:
-        return skipped("slurmctld", "there is no sbatch on PATH")
+        return skip("slurmctld", "there is no sbatch on PATH")
     check = site_checks.check_controller(site)
     if check.status is CheckStatus.PASS:
         return None
     remedy = "to check a cluster, add launcher=slurm"
-    return warned(f"sbatch is here, but {check.finding}", remedy).named("slurmctld")
+    return warning(f"sbatch is here, but {check.finding}", remedy).named("slurmctld")
 
 
 def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
@@ -105,13 +105,13 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     try:
         limits = site.limits(launcher_config.partition, launcher_config.account, launcher_config.qos)
     except ConfigError as error:
-        return [failed(error.fact, error.remedy or "set launcher.partition=").named("partition")]
+        return [failure(error.fact, error.remedy or "set launcher.partition=").named("partition")]
     say(f"checking partition {limits.name}")
-    unknown_checks = NODE_CHECKS if limits.up_nodes is None else ()
-    return _run(SITE_CHECKS | dict.fromkeys(unknown_checks, site_checks.nodes_unknown), config, site, limits)
+    unlisted = NODE_CHECK_NAMES if limits.up_nodes is None else ()
+    return _run_all(SITE_CHECKS | dict.fromkeys(unlisted, site_checks.nodes_unknown), config, site, limits)
 
 
-def _run(table: Table, *arguments: object) -> list[Check]:
+def _run_all(table: Table, *arguments: object) -> list[Check]:
     """The results of the checks of a table, which are all called with the same arguments."""
     return [check(*arguments).named(name) for name, check in table.items()]
 
@@ -122,22 +122,22 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
     with checkup_folder(config) as (folder, folder_check):
         checks.append(folder_check.named("results folder"))
         if folder_check.status is CheckStatus.FAIL:
-            return [*checks, skipped("this machine", "not checked because the results folder failed")]
+            return [*checks, skip("this machine", "not checked because the results folder failed")]
         say("checking this machine")
         try:
             run_python("-m", "ultrabench.agent.checkup", str(folder.path), timeout_s=LOCAL_TIMEOUT_S)
         except ClusterError as error:
-            agent_check = failed(f"the agent does not start: {error}", "reinstall ultrabench")
+            agent_check = failure(f"the agent does not start: {error}", "reinstall ultrabench")
             return [*checks, agent_check.named("this machine")]
         report = folder.report()
     assert report is not None
-    return [*checks, *_run(HOST_CHECKS, report, config)]
+    return [*checks, *_run_all(HOST_CHECKS, report, config)]
 
 
 def _check_nodes_here(config: SweepConfig) -> Check:
     try:
         require_local(config)
     except ConfigError as error:
-        return failed(error.fact, error.remedy)
+        return failure(error.fact, error.remedy)
     kind_text = "simulated " if config.hardware.simulated else ""
-    return passed(f"up to {max(config.axes.nodes)} {kind_text}nodes of hardware={config.hardware.name} here")
+    return success(f"up to {max(config.axes.nodes)} {kind_text}nodes of hardware={config.hardware.name} here")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from ultrabench.launchers.slurm.states import Meaning, Phase, meaning
+from ultrabench.launchers.slurm.states import JobState, Phase, job_state
 from ultrabench.result import Status
 
 SQUEUE_OPTIONS = ("--states=all", "--all", "--array", "--noheader", "--format=%i|%A|%T|%M|%N|%r|%j")
@@ -47,9 +47,9 @@ class SlurmJob:
         return self.job_id.partition("_")[0]
 
     @property
-    def meaning(self) -> Meaning:
+    def meaning(self) -> JobState:
         """What the state of the job means to us."""
-        return meaning(self.state)
+        return job_state(self.state)
 
     @property
     def is_waiting(self) -> bool:
@@ -87,19 +87,20 @@ class JobIdentity:
     submitting_at: float | None = None
     """When the launcher was about to submit it, in seconds since 1970; None if the journal does not say."""
 
-    def difference(self, job: SlurmJob, now: float) -> str | None:
+    def difference(self, job: SlurmJob, now_s: float) -> str | None:
         """Why a row is about another job; None if it is about this one. Columns that are empty do not decide."""
         values_by_column = {"name": (job.name, self.name), "user": (job.uid, str(os.getuid()))}
         values_by_column["cluster"] = (job.cluster.lower(), self.cluster.lower())
-        for column, (theirs, ours) in values_by_column.items():
-            if theirs and ours and theirs != ours:
-                return f"has {column} {theirs} instead of {ours}"
+        for column, (their_value, our_value) in values_by_column.items():
+            if their_value and our_value and their_value != our_value:
+                return f"has {column} {their_value} instead of {our_value}"
         if self.submitting_at is None:
             return None
-        earliest = self.submitting_at - CLOCKS_DIFFER_S
-        if job.submitted_at is not None and job.submitted_at < earliest:
-            return f"was submitted before {datetime.fromtimestamp(earliest):%Y-%m-%d %H:%M:%S}"
-        return "ran for longer than the time since its submission" if job.elapsed_s > now - earliest else None
+        earliest_at = self.submitting_at - CLOCKS_DIFFER_S
+        if job.submitted_at is not None and job.submitted_at < earliest_at:
+            return f"was submitted before {datetime.fromtimestamp(earliest_at):%Y-%m-%d %H:%M:%S}"
+        is_too_long = job.elapsed_s > now_s - earliest_at
+        return "ran for longer than the time since its submission" if is_too_long else None
 
 
 def duration_s(text: str) -> float | None:
@@ -107,10 +108,10 @@ def duration_s(text: str) -> float | None:
 
     Slurm writes MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
     """
-    duration = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
-    if not duration:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
+    if not match:
         return None
-    days, *time_parts = duration.groups()
+    days, *time_parts = match.groups()
     time_numbers = [int(part) for part in time_parts if part]
     if days is None and len(time_numbers) < 3:
         time_numbers.insert(0, 0)
@@ -125,7 +126,7 @@ def _epoch_s(text: str) -> float | None:
     return None
 
 
-def _rows(text: str, num_columns: int) -> Iterator[list[str]]:
+def _parse_rows(text: str, num_columns: int) -> Iterator[list[str]]:
     """The rows, each from a job id to a job name; the name may contain `|` and even line breaks."""
     is_in_row = False
     for line in text.split("\n"):
@@ -137,7 +138,7 @@ def _rows(text: str, num_columns: int) -> Iterator[list[str]]:
             raise ValueError(f"unexpected output: {line.strip()[:80]!r}")
 
 
-def _elements(job: SlurmJob) -> Iterator[SlurmJob]:
+def _array_elements(job: SlurmJob) -> Iterator[SlurmJob]:
     """The jobs of one row; array elements that have not started share a row, such as `123_[4-7,9%2]`."""
     array_id, bracket, ranges_text = job.job_id.partition("_[")
     if not bracket:
@@ -153,7 +154,7 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     Raises:
         ValueError: the text has another form.
     """
-    return {job.job_id: job for row in _rows(text, 7) for job in _elements(_job_of(row))}
+    return {job.job_id: job for row in _parse_rows(text, 7) for job in _array_elements(_job_of(row))}
 
 
 def sacct_jobs(text: str) -> list[SlurmJob]:
@@ -164,22 +165,22 @@ def sacct_jobs(text: str) -> list[SlurmJob]:
     """
     # The row of a range may still list elements that now have their own row, and a requeued job may have a
     # row for each start, so the last submission counts.
-    rows = sorted(_rows(text, 9), key=lambda row: ("[" not in row[0], row[5]))
+    rows = sorted(_parse_rows(text, 9), key=lambda row: ("[" not in row[0], row[5]))
     jobs = (
         replace(_job_of(row), reason="", submitted_at=_epoch_s(row[5]), uid=row[6], cluster=row[7])
         for row in rows
     )
-    return [element for job in jobs for element in _elements(job)]
+    return [element for job in jobs for element in _array_elements(job)]
 
 
 def _job_of(row: Sequence[str]) -> SlurmJob:
-    job_id, _, state, elapsed, nodes, reason, *_, name = row
+    job_id, _, state, elapsed_text, nodes, reason, *_, name = row
     nodes, reason = ("" if text in _EMPTY_TEXTS else text for text in (nodes, reason))
-    elapsed_s = duration_s(elapsed) or 0.0
+    elapsed_s = duration_s(elapsed_text) or 0.0
     return SlurmJob(job_id=job_id, name=name, state=state, reason=reason, nodes=nodes, elapsed_s=elapsed_s)
 
 
-def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
+def find_job(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
     """The job with this id; array elements that were cancelled before they started share the array's row.
 
     A single element that was cancelled before its start has no row at all (tried with Slurm 22.05).
@@ -190,12 +191,12 @@ def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
     return job
 
 
-def collapse(job_ids: Iterable[str]) -> list[str]:
+def collapsed_ids(job_ids: Iterable[str]) -> list[str]:
     """The ids as few arguments for scancel: the elements of one array become `123_[4,6]`."""
     indices_by_id: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
         indices_by_id.setdefault(array_id, []).extend([int(index)] if index else [])
-    ranges = (
+    ids_and_indices = (
         (array_id, ",".join(map(str, sorted(indices)))) for array_id, indices in sorted(indices_by_id.items())
     )
-    return [f"{array_id}_[{indices}]" if indices else array_id for array_id, indices in ranges]
+    return [f"{array_id}_[{indices}]" if indices else array_id for array_id, indices in ids_and_indices]

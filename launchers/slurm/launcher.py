@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, counted
-from ultrabench.launchers.launcher import Allocations, Say, origin
-from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find
+from ultrabench.launchers.launcher import Allocations, Say, own_origin
+from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
 from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
@@ -26,9 +26,9 @@ TIMEOUT_S = 60.0
 """Seconds for an answer of sbatch."""
 FIND_TIMEOUT_S = 60.0
 """Seconds for an answer of squeue about a job whose answer of sbatch was lost."""
-SUBMIT_TRIES = 6
+MAX_SUBMIT_TRIES = 6
 """Number of times that sbatch is called for one array."""
-SUBMIT_PAUSE_S = 1.0
+FIRST_SUBMIT_PAUSE_S = 1.0
 """Seconds to wait after the first failed submission; each further wait is twice as long."""
 END_GRACE_S = 10.0
 """Seconds after the end of a job for which files of its agents may still change, since file systems lag."""
@@ -66,17 +66,17 @@ sbatch would take SLURM_* and SBATCH_* of an enclosing job for options.
 """
 
 
-def inherited(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of `environ` that a job inherits; `names` adds names to INHERITED_VARIABLES."""
-    patterns = (*INHERITED_VARIABLES, *names)
+def inherited_env(environ: Mapping[str, str], extra_names: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of `environ` that a job inherits; `extra_names` adds names to INHERITED_VARIABLES."""
+    patterns = (*INHERITED_VARIABLES, *extra_names)
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
-def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
+def submit(path: Path, script: str, extra_names: Iterable[str]) -> str | None:
     """Writes `script` to the file `path` and submits it.
 
     Args:
-        environment: names of variables that the job inherits in addition to INHERITED_VARIABLES.
+        extra_names: names of variables that the job inherits in addition to INHERITED_VARIABLES.
 
     Returns:
         The job number of the array; None if sbatch did not fail, but its output names no job, or several.
@@ -88,20 +88,20 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
     path.parent.mkdir(exist_ok=True)
     write_whole(path, script)
     try:
-        answer = ask("sbatch", str(path), timeout_s=TIMEOUT_S, environ=inherited(os.environ, environment))
+        answer = ask("sbatch", str(path), timeout_s=TIMEOUT_S, environ=inherited_env(os.environ, extra_names))
     except CommandError as error:
-        errors = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
-        errors = errors or [line for line in error.complaints if line.startswith("sbatch:")]
-        raise CommandError("; ".join(dict.fromkeys(errors)) or str(error)) from error
+        messages = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
+        messages = messages or [line for line in error.complaints if line.startswith("sbatch:")]
+        raise CommandError("; ".join(dict.fromkeys(messages)) or str(error)) from error
     matches = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
-    job_ids = {line[1] or line[2] for line in matches if line}
+    job_ids = {match[1] or match[2] for match in matches if match}
     return job_ids.pop() if len(job_ids) == 1 else None
 
 
 class SlurmLauncher:
     """Submits, finds and ends allocations that are elements of job arrays."""
 
-    rest_s = 1.0
+    look_pause_s = 1.0
     module: tuple[str, ...] = ()
     """The Python module that runs on each node, and its arguments; our agent if empty."""
 
@@ -112,7 +112,7 @@ class SlurmLauncher:
         limits: JobLimits = NO_JOBS,
         cluster: str = UNKNOWN_CLUSTER,
     ) -> None:
-        self.limits, self.by = limits, origin(cluster)
+        self.limits, self.origin = limits, own_origin(cluster)
         self.query = SlurmQuery(config.launcher.poll_s)
         self._config, self._folder = config, folder
         self._prefix = job_prefix(folder.path)
@@ -131,54 +131,54 @@ class SlurmLauncher:
         self._accounting_since: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
 
-    def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
+    def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Submits one array; if the answer of sbatch was lost, squeue is asked for the name of the job.
 
         Raises:
-            ClusterError: sbatch refused the job, or failed SUBMIT_TRIES times.
+            ClusterError: sbatch refused the job, or failed MAX_SUBMIT_TRIES times.
         """
-        script = array_script(allocations, self._config, avoid, self.module)
-        name = f"{self._prefix}{array_name(allocations[0])}"
-        path, failure = self._folder.scripts / f"{name}.sh", ""
-        cause: CommandError | None = None
-        for num_failures in range(SUBMIT_TRIES):
+        script = array_script(allocations, self._config, bad_hosts, self.module)
+        job_name = f"{self._prefix}{array_name(allocations[0])}"
+        path, failure_text = self._folder.scripts / f"{job_name}.sh", ""
+        last_error: CommandError | None = None
+        for num_failures in range(MAX_SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
             except CommandError as error:
-                failure, cause = str(error), error
-                if _PERMANENT_ERRORS.search(failure) and not _PASSING_ERRORS.search(failure):
+                failure_text, last_error = str(error), error
+                if _PERMANENT_ERRORS.search(failure_text) and not _PASSING_ERRORS.search(failure_text):
                     break
             else:
                 if job_id:
-                    return {a.name: _job(f"{job_id}_{index}", name) for index, a in enumerate(allocations)}
-                failure, cause = "its output does not name exactly one job", None
-            say(f"sbatch failed ({failure}); checking whether Slurm has the job, then retrying")
+                    return {a.name: _job(f"{job_id}_{i}", job_name) for i, a in enumerate(allocations)}
+                failure_text, last_error = "its output does not name exactly one job", None
+            say(f"sbatch failed ({failure_text}); checking whether Slurm has the job, then retrying")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
-            while (jobs := self._find(name)) is None:
+            while (jobs := self._find_jobs(job_name)) is None:
                 say("squeue does not answer; no jobs are submitted until it does")
             if jobs:
                 return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
-            time.sleep(SUBMIT_PAUSE_S * 2**num_failures)
-        fact = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure}"
+            time.sleep(FIRST_SUBMIT_PAUSE_S * 2**num_failures)
+        fact = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure_text}"
         remedy = "fix launcher.* or the cluster, then launch again; results are kept"
-        raise ClusterError(fact, remedy) from cause
+        raise ClusterError(fact, remedy) from last_error
 
-    def _find(self, name: str) -> dict[str, Job] | None:
+    def _find_jobs(self, job_name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
 
         Raises:
             ClusterError: squeue has not answered for a long time.
         """
-        asked_at = time.monotonic()
-        while time.monotonic() - asked_at < FIND_TIMEOUT_S:
+        asked_s = time.monotonic()
+        while time.monotonic() - asked_s < FIND_TIMEOUT_S:
             answer = self.query.jobs(self._prefix, fresh=True)
-            if not answer.error and answer.age_s < time.monotonic() - asked_at:
-                namesakes = [job for job in answer.jobs.values() if job.name == name]
-                return {self._allocation(job): _job(job.job_id, name) for job in namesakes}
+            if not answer.error and answer.age_s < time.monotonic() - asked_s:
+                namesakes = [job for job in answer.jobs.values() if job.name == job_name]
+                return {self._allocation_name(job): _job(job.job_id, job_name) for job in namesakes}
             time.sleep(0.5)
         return None
 
-    def _allocation(self, job: SlurmJob) -> str:
+    def _allocation_name(self, job: SlurmJob) -> str:
         return f"{job.name.removeprefix(self._prefix)}.{job.job_id.partition('_')[2]}"
 
     def observe(self, allocations: Allocations) -> JobsSeen:
@@ -194,7 +194,7 @@ class SlurmLauncher:
         answer = self.query.jobs(self._prefix)
         listed_jobs = defaultdict[str, list[SlurmJob]](list)
         for job in answer.jobs.values():
-            listed_jobs[self._allocation(job)].append(job)
+            listed_jobs[self._allocation_name(job)].append(job)
         listed_names = [n for n in listed_jobs if n in allocations]
         jobs_by_name = {
             n: self._jobs_of_owner(allocations[n].start.job_id, listed_jobs[n], answer) for n in listed_names
@@ -211,8 +211,8 @@ class SlurmLauncher:
         self._unseen_at = {n: self._unseen_at.get(n, asked_at) for n in missing_names}
         ends = {n: self._end_of(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen_at)}
         certain_ends = {n: end for n, end in ends.items() if end}
-        self._end_late({n: running_jobs[n] for n in running_jobs.keys() - unended_names}, asked_at)
-        ended_jobs = {n: allocations[n] for n in allocations.keys() - live_jobs.keys() - unended_names}
+        self._end_late_jobs({n: running_jobs[n] for n in running_jobs.keys() - unended_names}, asked_at)
+        ended_allocations = {n: allocations[n] for n in allocations.keys() - live_jobs.keys() - unended_names}
         # An answer from before its end says nothing about whether a job has given its nodes back.
         leaving_names = {n for n, end in self._ended_at.items() if n in live_jobs or end > asked_at}
         return JobsSeen(
@@ -222,14 +222,14 @@ class SlurmLauncher:
             leaving=frozenset(leaving_names - queued_names),
             ended_jobs=certain_ends,
             held_s={n: self._held_s(job) for n, job in live_jobs.items() if n not in queued_names},
-            timed=self._durations(ended_jobs, jobs_by_name),
+            timed=self._held_s_of(ended_allocations, jobs_by_name),
             jobs={n: _job(job.job_id, job.name) for n, job in live_jobs.items()},
-            notes=(*_notes(answer, live_jobs), *stuck_notes, *self.query.foreign_job_notes.values()),
+            notes=(*_user_notes(answer, live_jobs), *stuck_notes, *self.query.foreign_job_notes.values()),
         )
 
     def _identity(self, allocation: AllocationState) -> JobIdentity:
         """What the job of an allocation must be; an id alone is no proof, since Slurm uses ids again."""
-        cluster = "" if self.by["cluster"] == UNKNOWN_CLUSTER else self.by["cluster"]
+        cluster = "" if self.origin["cluster"] == UNKNOWN_CLUSTER else self.origin["cluster"]
         name = f"{self._prefix}{allocation.name.rpartition('.')[0]}"
         return JobIdentity(name=name, cluster=cluster, submitting_at=allocation.submitting_at)
 
@@ -246,21 +246,21 @@ class SlurmLauncher:
                 self.query.cancel(waiting_ids)
         return [job for job in jobs if job not in duplicates]
 
-    def _durations(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
+    def _held_s_of(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
         """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
-        untimed = {n: a for n, a in ended.items() if a.agents and not a.timed}
-        jobs = {n: jobs_by_name[n][-1] for n in untimed if jobs_by_name.get(n)}
-        now, missing_names = time.monotonic(), untimed.keys() - jobs.keys()
-        self._accounting_since = {n: self._accounting_since.get(n, now) for n in missing_names}
-        recent_names = [n for n in missing_names if now - self._accounting_since[n] < STALE_ACCOUNTING_S]
-        job_id_by_name = {n: untimed[n].start.job_id for n in recent_names}
-        identities = {job_id: self._identity(untimed[n]) for n, job_id in job_id_by_name.items()}
+        untimed_allocations = {n: a for n, a in ended.items() if a.agents and not a.timed}
+        jobs = {n: jobs_by_name[n][-1] for n in untimed_allocations if jobs_by_name.get(n)}
+        now_s, missing_names = time.monotonic(), untimed_allocations.keys() - jobs.keys()
+        self._accounting_since = {n: self._accounting_since.get(n, now_s) for n in missing_names}
+        recent_names = [n for n in missing_names if now_s - self._accounting_since[n] < STALE_ACCOUNTING_S]
+        job_id_by_name = {n: untimed_allocations[n].start.job_id for n in recent_names}
+        identities = {job_id: self._identity(untimed_allocations[n]) for n, job_id in job_id_by_name.items()}
         sacct_jobs = self.query.accounting(identities) if job_id_by_name else {}
         jobs |= {n: sacct_jobs[job_id] for n, job_id in job_id_by_name.items() if job_id in sacct_jobs}
         # Of a requeued job Slurm shows only the latest start.
-        requeued = untimed.items() if self._config.launcher.requeue else ()
-        least_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
-        return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in jobs.items() if job.is_over}
+        requeued = untimed_allocations.items() if self._config.launcher.requeue else ()
+        min_held_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
+        return {n: max(self._held_s(job), min_held_s.get(n, 0.0)) for n, job in jobs.items() if job.is_over}
 
     def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
@@ -287,7 +287,7 @@ class SlurmLauncher:
         first_at, last_at = self._completing_times.get(job.job_id, (0.0, 0.0))
         return job.elapsed_s + (last_at - first_at)
 
-    def _end_late(self, late_jobs: Mapping[str, SlurmJob], asked_at: float) -> None:
+    def _end_late_jobs(self, late_jobs: Mapping[str, SlurmJob], asked_at: float) -> None:
         """Ends the jobs of allocations that have ended, if they still run after `grace_s`.
 
         The time counts from the first answer in which a job runs: a job that was requeued may have started again, and its
@@ -315,7 +315,7 @@ class SlurmLauncher:
             return None
         job_id = allocation.start.job_id or (allocation.job or {}).get("job_id")
         identity = self._identity(allocation)
-        job = listed_jobs[-1] if listed_jobs else find(answer.jobs, job_id) if job_id else None
+        job = listed_jobs[-1] if listed_jobs else find_job(answer.jobs, job_id) if job_id else None
         if job_id and (job is None or job.name != identity.name):
             job = self.query.accounting({job_id: identity}).get(job_id)
         if job is None:
@@ -335,7 +335,7 @@ class SlurmLauncher:
             self.query.cancel_named(f"{self._prefix}{array}", pending_only=queued_only)
         return {}
 
-    def end_frozen(self, name: str, job: Job) -> None:
+    def end_frozen_job(self, allocation_name: str, job: Job) -> None:
         """Ends this array element; Slurm kills it after KillWait if it does not end by itself."""
         self.query.cancel([job["job_id"]])
 
@@ -346,11 +346,11 @@ _USUAL_STATES = {
 """States of active jobs that need no message."""
 
 
-def _job(job_id: str, name: str) -> Job:
-    return {"job_id": job_id, "name": name}
+def _job(job_id: str, job_name: str) -> Job:
+    return {"job_id": job_id, "name": job_name}
 
 
-def _notes(answer: Answer, active_jobs: Mapping[str, SlurmJob]) -> tuple[str, ...]:
+def _user_notes(answer: Answer, active_jobs: Mapping[str, SlurmJob]) -> tuple[str, ...]:
     """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
     notes = [f"squeue does not answer ({answer.error}); retrying, jobs continue"] if answer.error else []
     for job in active_jobs.values():

@@ -16,17 +16,17 @@ from ultrabench.launchers.slurm.job import (
     SQUEUE_OPTIONS,
     JobIdentity,
     SlurmJob,
-    collapse,
-    find,
+    collapsed_ids,
+    find_job,
     sacct_jobs,
     squeue_jobs,
 )
 
-TIMEOUT_S = 20.0
+QUERY_TIMEOUT_S = 20.0
 """Seconds after which a Slurm program is killed, if its caller gives no other time."""
-_KEPT_VARS = {"SLURM_CONF", "SLURM_JWT"}
-_OPTION_VARS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
-MIN_PAUSE_S = 2.0
+_KEPT_NAMES = {"SLURM_CONF", "SLURM_JWT"}
+_OPTION_NAME = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
+MIN_SQUEUE_PAUSE_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
 MAX_BACK_OFF_S = 300.0
 """Longest time in seconds between two calls of a program that fails."""
@@ -49,7 +49,7 @@ class NoAnswerError(CommandError):
     """A Slurm program did not answer in time."""
 
 
-def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | None = None) -> str:
+def ask(*command: str, timeout_s: float = QUERY_TIMEOUT_S, environ: Mapping[str, str] | None = None) -> str:
     """The output of a Slurm program.
 
     Args:
@@ -60,29 +60,29 @@ def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | 
         CommandError: the program cannot be started, fails, or was killed after `timeout_s`.
     """
     if environ is None:
-        environ = {k: v for k, v in os.environ.items() if k in _KEPT_VARS or not _OPTION_VARS.match(k)}
+        environ = {k: v for k, v in os.environ.items() if k in _KEPT_NAMES or not _OPTION_NAME.match(k)}
         environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: squeue prints long ranges in full
         environ["SLURM_TIME_FORMAT"] = "%s"  # seconds since 1970, in whatever time zone
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            words, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
             encoding="utf-8", errors="replace", start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        raise CommandError(f"{words[0]}: {error.strerror}") from error
+        raise CommandError(f"{command[0]}: {error.strerror}") from error
     with process:
         try:
-            answer, errors = process.communicate(timeout=timeout_s)
+            answer, stderr_text = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise NoAnswerError(f"{words[0]}: no answer within {timeout_s:g} s") from error
+            raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        complaints = [line.strip() for line in errors.splitlines() if line.strip()]
+        complaints = [line.strip() for line in stderr_text.splitlines() if line.strip()]
         last_line = complaints[-1][:200] if complaints else "no message"
-        raise CommandError(f"{words[0]}: {last_line} (exit {process.returncode})", complaints)
+        raise CommandError(f"{command[0]}: {last_line} (exit {process.returncode})", complaints)
     return answer
 
 
@@ -106,9 +106,10 @@ class SlurmQuery:
 
     def __init__(self, poll_s: float) -> None:
         """`poll_s` is the usual number of seconds between two calls of squeue."""
-        self._poll_s, self._user = poll_s, f"--user={os.getuid()}"
+        self._poll_s, self._user_option = poll_s, f"--user={os.getuid()}"
         self._jobs: dict[str, SlurmJob] = {}
         self._asked_at = self._answered_at = self._failing_since = -math.inf
+        """When squeue was last called, when it last answered, and since when it fails, by the monotonic clock."""
         self._num_failures = 0
         self._error: str | None = None
         self._sacct_retry_at = -math.inf
@@ -118,67 +119,67 @@ class SlurmQuery:
         self.foreign_job_notes: dict[str, str] = {}
         """Job id -> the message that sacct shows only another job with this id."""
 
-    def jobs(self, prefix: str, *, fresh: bool = False) -> Answer:
-        """Our jobs whose names begin with `prefix`.
+    def jobs(self, name_prefix: str, *, fresh: bool = False) -> Answer:
+        """Our jobs whose names begin with `name_prefix`.
 
-        squeue is called again after `poll_s` seconds, with `fresh` after MIN_PAUSE_S; while it fails, this time
+        squeue is called again after `poll_s` seconds, with `fresh` after MIN_SQUEUE_PAUSE_S; while it fails, this time
         doubles after each call. Between calls, and if a call fails, the previous answer is returned.
 
         Raises:
             ClusterError: squeue has failed for longer than MAX_FAILING_S.
         """
         back_off_s = min(self._poll_s * 2.0 ** (self._num_failures - 1), MAX_BACK_OFF_S)
-        pause_s = MIN_PAUSE_S if fresh and not self._num_failures else max(self._poll_s, back_off_s)
+        pause_s = MIN_SQUEUE_PAUSE_S if fresh and not self._num_failures else max(self._poll_s, back_off_s)
         if time.monotonic() - self._asked_at >= pause_s:
             self._poll()
-        jobs = {i: job for i, job in self._jobs.items() if job.name.startswith(prefix)}
+        jobs = {job_id: job for job_id, job in self._jobs.items() if job.name.startswith(name_prefix)}
         return Answer(jobs=jobs, age_s=time.monotonic() - self._answered_at, error=self._error)
 
     def _poll(self) -> None:
-        self._asked_at = now = time.monotonic()
+        self._asked_at = now_s = time.monotonic()
         try:
             # Given a user, slurmctld looks up only the jobs of that user. Names or ids would not reduce its
             # work, and squeue fails for an id that slurmctld has forgotten.
-            self._jobs = squeue_jobs(ask("squeue", self._user, *SQUEUE_OPTIONS))
+            self._jobs = squeue_jobs(ask("squeue", self._user_option, *SQUEUE_OPTIONS))
         except (CommandError, ValueError) as error:
-            self._failing_since = self._failing_since if self._num_failures else now
+            self._failing_since = self._failing_since if self._num_failures else now_s
             self._num_failures, self._error = self._num_failures + 1, f"{error}"
             failing_s = time.monotonic() - self._failing_since
             if failing_s >= MAX_FAILING_S:
-                fact = f"{error}, for {failing_s / 60:.0f} minutes now; running jobs continue"
-                raise ClusterError(f"{fact}; run the same command again when Slurm answers") from error
+                problem = f"{error}, for {failing_s / 60:.0f} minutes now; running jobs continue"
+                raise ClusterError(f"{problem}; run the same command again when Slurm answers") from error
         else:
-            self._num_failures, self._error, self._answered_at = 0, None, now
+            self._num_failures, self._error, self._answered_at = 0, None, now_s
 
-    def accounting(self, jobs: Mapping[str, JobIdentity]) -> dict[str, SlurmJob]:
+    def accounting(self, identities: Mapping[str, JobIdentity]) -> dict[str, SlurmJob]:
         """Jobs that squeue no longer lists, by sacct, in answers at most `poll_s` old.
 
         Rows about other jobs with the same ids are left out. The result is empty while sacct does not answer; after a failure it is asked again every 5 minutes.
         sacct shows changes some seconds later than squeue.
         """
-        now = time.monotonic()
+        now_s = time.monotonic()
         # The query is for whole arrays, since sacct does not know an element that has not started.
-        arrays = sorted({job_id.partition("_")[0] for job_id in jobs})
-        due_ids = [i for i in arrays if now - self._accounted_at.get(i, -math.inf) >= self._poll_s]
-        for chunk in _chunks(due_ids):
-            if now < self._sacct_retry_at:
+        array_ids = sorted({i.partition("_")[0] for i in identities})
+        due_ids = [i for i in array_ids if now_s - self._accounted_at.get(i, -math.inf) >= self._poll_s]
+        for chunk in _id_chunks(due_ids):
+            if now_s < self._sacct_retry_at:
                 return {}
             try:
                 rows = sacct_jobs(ask("sacct", *SACCT_OPTIONS, f"--jobs={','.join(chunk)}"))
             except (CommandError, ValueError):
-                self._sacct_retry_at = now + MAX_BACK_OFF_S
+                self._sacct_retry_at = now_s + MAX_BACK_OFF_S
                 return {}
             self._accounting_rows |= {i: [row for row in rows if row.array_id == i] for i in chunk}
-            self._accounted_at |= dict.fromkeys(chunk, now)
-        return {job_id: job for job_id, identity in jobs.items() if (job := self._account(job_id, identity))}
+            self._accounted_at |= dict.fromkeys(chunk, now_s)
+        return {i: job for i, identity in identities.items() if (job := self._accounted_job(i, identity))}
 
-    def _account(self, job_id: str, identity: JobIdentity) -> SlurmJob | None:
+    def _accounted_job(self, job_id: str, identity: JobIdentity) -> SlurmJob | None:
         """The latest row of sacct about this job; `foreign_job_notes` says if there are only rows about others."""
-        rows, now = self._accounting_rows.get(job_id.partition("_")[0], []), time.time()
-        job = find({row.job_id: row for row in rows if not identity.difference(row, now)}, job_id)
-        if job is None and (other_job := find({row.job_id: row for row in rows}, job_id)):
+        rows, now_s = self._accounting_rows.get(job_id.partition("_")[0], []), time.time()
+        job = find_job({row.job_id: row for row in rows if not identity.difference(row, now_s)}, job_id)
+        if job is None and (other_job := find_job({row.job_id: row for row in rows}, job_id)):
             self.foreign_job_notes[job_id] = (
-                f"sacct shows another job {job_id}, which {identity.difference(other_job, now)}: its state and hours do not"
+                f"sacct shows another job {job_id}, which {identity.difference(other_job, now_s)}: its state and hours do not"
                 f" count, because Slurm reuses job ids. If it is {identity.name} after all, correct the clocks: those"
                 f" of this host and of Slurm may differ by at most {CLOCKS_DIFFER_S / 60:g} minutes"
             )
@@ -190,7 +191,7 @@ class SlurmQuery:
         Raises:
             ClusterError: scancel failed.
         """
-        self._scancel(*(collapse(chunk) for chunk in _chunks(sorted(job_ids))))
+        self._scancel(*(collapsed_ids(chunk) for chunk in _id_chunks(sorted(job_ids))))
 
     def cancel_named(self, name: str, *, pending_only: bool) -> None:
         """Ends all our jobs with this name, or only those that hold no nodes.
@@ -199,7 +200,7 @@ class SlurmQuery:
             ClusterError: scancel failed, or with `pending_only` squeue did.
         """
         if not pending_only:
-            self._scancel([self._user, f"--name={name}"])
+            self._scancel([self._user_option, f"--name={name}"])
             return
         # `scancel --state=PENDING 123_4` cannot be used, since it cancels all waiting elements of the array
         # (tried with Slurm 22.05).
@@ -224,5 +225,5 @@ class SlurmQuery:
 _ALREADY_OVER = re.compile("invalid job id|already complet|already finish|no longer pending", re.IGNORECASE)
 
 
-def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (names[i : i + MAX_IDS_PER_COMMAND] for i in range(0, len(names), MAX_IDS_PER_COMMAND))
+def _id_chunks(job_ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (job_ids[i : i + MAX_IDS_PER_COMMAND] for i in range(0, len(job_ids), MAX_IDS_PER_COMMAND))

@@ -34,18 +34,18 @@ def require_plain(*folders: Path) -> None:
     Raises:
         ConfigError: a path has a line break, or a backslash, which disables patterns in Slurm's file names.
     """
-    for name in map(str, folders):
-        if re.search(r"[\\\r\n]", name):
-            raise ConfigError(f"{name!r} has a backslash or a line break; Slurm needs a path without these")
+    for path in map(str, folders):
+        if re.search(r"[\\\r\n]", path):
+            raise ConfigError(f"{path!r} has a backslash or a line break; Slurm needs a path without these")
 
 
 def array_script(
-    array: Sequence[Allocation], config: SweepConfig, avoid: Sequence[str] = (), module: Sequence[str] = ()
+    array: Sequence[Allocation], config: SweepConfig, exclude: Sequence[str] = (), module: Sequence[str] = ()
 ) -> str:
     """The job script of allocations that have the same nodes and time limit.
 
     Args:
-        avoid: nodes that must not be used.
+        exclude: nodes that must not be used.
         module: the Python module that runs on each node, and its arguments; our agent if empty.
     """
     from submitit.core.utils import JobPaths  # importing submitit is slow
@@ -59,21 +59,20 @@ def array_script(
     srun_options = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
                     "--cpu-bind=none", *([f"--cpus-per-task={launcher_config.cpus}"] if launcher_config.cpus else [])]  # fmt: skip
     variant = allocation.tasks[0].spec.variant if allocation.tasks else {}
-    python = fill_in_container(variant, launcher_config.python or (sys.executable,))
-    user_srun_options = fill_in_container(variant, launcher_config.srun)
-    if "python" in variant:
-        python = (str(variant["python"]),)
+    default_python = launcher_config.python or (sys.executable,)
+    python = (str(variant["python"]),) if "python" in variant else fill_in_container(variant, default_python)
     sweep_dir = Path(allocation.sweep_dir)
     owner_text = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
     comment = f"{owner_text}; to free the nodes: ultrabench sweep pause {sweep_dir.name}"
+    options = {"comment": comment, "output": log_path, **_sbatch_options(allocation, config, exclude)}
     script = _make_sbatch_string(
         command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(array_path)))]),
         folder=sweep_dir,
         job_name=f"{job_prefix(sweep_dir)}{array_name(allocation)}",
         map_count=len(array),
-        additional_parameters={"comment": comment, "output": log_path, **_options(allocation, config, avoid)},
-        setup=["export PYTHONSAFEPATH=1", *_checked(launcher_config.setup)],
-        srun_args=[*srun_options, *user_srun_options],
+        additional_parameters=options,
+        setup=["export PYTHONSAFEPATH=1", *_checked_setup(launcher_config.setup)],
+        srun_args=[*srun_options, *fill_in_container(variant, launcher_config.srun)],
         signal_delay_s=int(allocation.warning_s),
         stderr_to_stdout=True,
         wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
@@ -83,27 +82,27 @@ def array_script(
     return script.replace(f"--output {shlex.quote(submitit_log)} ", "")
 
 
-def _checked(setup: Sequence[str]) -> list[str]:
+def _checked_setup(setup: Sequence[str]) -> list[str]:
     """The lines of launcher.setup, each followed by a line that ends the job if the command failed."""
     lines = []
-    for number, line in enumerate(setup, start=1):
-        message = shlex.quote(f"line {number} of launcher.setup failed: {line}")
+    for line_number, line in enumerate(setup, start=1):
+        message = shlex.quote(f"line {line_number} of launcher.setup failed: {line}")
         lines += [line, f"status=$?; [ $status -eq 0 ] || {{ echo {message} >&2; exit $status; }}"]
     return lines
 
 
-def _options(allocation: Allocation, config: SweepConfig, avoid: Sequence[str]) -> dict[str, Any]:
+def _sbatch_options(allocation: Allocation, config: SweepConfig, exclude: Sequence[str]) -> dict[str, Any]:
     """The options of sbatch; those that the user sets in launcher.sbatch replace ours."""
     launcher_config, hardware = config.launcher, config.hardware
-    gpus = hardware.gpus_per_node if hardware.device == "cuda" and launcher_config.gres is None else None
+    num_gpus = hardware.gpus_per_node if hardware.device == "cuda" and launcher_config.gres is None else None
     options: dict[str, Any] = {
         "nodes": allocation.nodes,
         "ntasks-per-node": 1,
         "time": math.ceil(allocation.limit_s / 60),
         "chdir": allocation.work_dir,
-        "exclude": ",".join(filter(None, [launcher_config.exclude, *avoid])) or None,
+        "exclude": ",".join(filter(None, [launcher_config.exclude, *exclude])) or None,
         "cpus-per-task": launcher_config.cpus,
-        "gpus-per-node": gpus,
+        "gpus-per-node": num_gpus,
         "exclusive": launcher_config.exclusive or None,
         "requeue" if launcher_config.requeue else "no-requeue": True,
         **{k: getattr(launcher_config, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},

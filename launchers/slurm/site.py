@@ -26,7 +26,7 @@ PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
 """Programs without which no sweep can run on Slurm."""
 REACH_SLURMCTLD = "run this on a login node, wait until `scontrol ping` says UP, or set launcher=local"
 
-Rules = Sequence[Mapping[str, str]]
+LimitRules = Sequence[Mapping[str, str]]
 """Rows of sacctmgr; the first row that sets a limit counts."""
 
 
@@ -83,7 +83,7 @@ class Limits(Partition):
     @property
     def job_minutes(self) -> int | None:
         """The longest time limit of one job, in minutes, by partition, QOS and account."""
-        return _smallest(self.max_time_minutes, self.max_wall_minutes)
+        return _smallest_limit(self.max_time_minutes, self.max_wall_minutes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +136,9 @@ class Site:
     @property
     def enforced(self) -> frozenset[str]:
         """What Slurm enforces: associations, limits, qos, ...; empty if Slurm accepts any account."""
-        words = set(re.split(r"[, ]+", self.config.get("AccountingStorageEnforce", "").lower()))
+        enforced_words = set(re.split(r"[, ]+", self.config.get("AccountingStorageEnforce", "").lower()))
         # Each of these words implies that jobs need an association (slurm.conf(5)).
-        return frozenset(words & {"all", "associations", "limits", "qos", "safe", "wckeys"})
+        return frozenset(enforced_words & {"all", "associations", "limits", "qos", "safe", "wckeys"})
 
     @cached_property
     def partitions(self) -> list[Partition]:
@@ -187,24 +187,24 @@ class Site:
             )
             for row in rows
         ]  # fmt: skip
-        default = users[0]["DefaultAccount"] if users else None
-        return Accounts(default=default, associations=tuple(associations))
+        default_account = users[0]["DefaultAccount"] if users else None
+        return Accounts(default=default_account, associations=tuple(associations))
 
     def needed_account(self, partition: str) -> str | None:
         """The account that jobs in a partition must name; None if they need not name one."""
-        names = [a.account for a in self.accounts.usable(partition)]
-        return names[0] if self.enforced and names and self.accounts.default not in names else None
+        accounts = [a.account for a in self.accounts.usable(partition)]
+        return accounts[0] if self.enforced and accounts and self.accounts.default not in accounts else None
 
-    def table(self, *words: str, columns: str) -> list[dict[str, str]]:
+    def table(self, *filters: str, columns: str) -> list[dict[str, str]]:
         """The rows that `sacctmgr show` prints.
 
         Raises:
             CommandError: sacctmgr fails.
         """
-        answer = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *words, f"format={columns}")
-        names = columns.split(",")
+        answer = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *filters, f"format={columns}")
+        column_names = columns.split(",")
         rows = (line.split("|") for line in answer.splitlines() if line.strip())
-        return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+        return [dict(zip(column_names, row, strict=True)) for row in rows if len(row) == len(column_names)]
 
     def limits(self, partition: str | None, account: str | None, qos: str | None) -> Limits:
         """The limits of this user in a partition; None as an argument stands for the site's default.
@@ -218,7 +218,7 @@ class Site:
         config, job_partition = self.config, self.partition(partition)
         rules = self._rules(job_partition, account, qos)
         node_limits = (_whole_nodes(rules, key, job_partition) for key in ("MaxTRES", "GrpTRES"))
-        max_nodes = _smallest(job_partition.max_nodes, *node_limits)
+        max_nodes = _smallest_limit(job_partition.max_nodes, *node_limits)
         has_slurmdbd = config.get("AccountingStorageType", "").endswith("dbd")
         return Limits(
             **asdict(job_partition) | {"max_nodes": max_nodes},
@@ -231,7 +231,7 @@ class Site:
             max_wall_minutes=_first_limit(rules, ("MaxWall",), minutes_or_none),
         )
 
-    def _rules(self, partition: Partition, account: str | None, qos: str | None) -> Rules:
+    def _rules(self, partition: Partition, account: str | None, qos: str | None) -> LimitRules:
         """The limits that this cluster enforces: those of the QOS of partition and job, then of the association.
 
         Slurm applies them in this order (slurm.schedmd.com/resource_limits.html). The association includes
@@ -260,28 +260,28 @@ class Site:
             raise ClusterError(f"cannot query Slurm: {reason}", remedy) from error
 
 
-def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:
-    """One partition, from the `facts` of scontrol and the `rows` of sinfo in _SINFO_FORMAT."""
-    name, nodes_by_kind = facts["PartitionName"], Counter[tuple[str, ...]]()
+def _partition(scontrol_facts: Mapping[str, str], sinfo_rows: Sequence[Sequence[str]]) -> Partition:
+    """One partition, from the `scontrol_facts` of scontrol and the `sinfo_rows` of sinfo in _SINFO_FORMAT."""
+    name, num_nodes_by_kind = scontrol_facts["PartitionName"], Counter[tuple[str, ...]]()
     node_rows = [
         (int_or_none(num_nodes) or 0, state, (*node_kind, gres))
-        for p, num_nodes, *node_kind, state, gres in rows
-        if p == name
+        for partition_name, num_nodes, *node_kind, state, gres in sinfo_rows
+        if partition_name == name
     ]
     for num_nodes, _, node_kind in node_rows:
-        nodes_by_kind[node_kind] += num_nodes
-    ranked_kinds = nodes_by_kind.most_common()
+        num_nodes_by_kind[node_kind] += num_nodes
+    ranked_kinds = num_nodes_by_kind.most_common()
     cpus_text, mem_text, gres = ranked_kinds[0][0] if ranked_kinds else (None, None, None)
     gpu_counts = re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres or "")
     return Partition(
         name=name,
-        is_default=facts.get("Default") == "YES",
-        state=text_or_none(facts.get("State")),
-        total_nodes=int_or_none(facts.get("TotalNodes")) or 0,
+        is_default=scontrol_facts.get("Default") == "YES",
+        state=text_or_none(scontrol_facts.get("State")),
+        total_nodes=int_or_none(scontrol_facts.get("TotalNodes")) or 0,
         up_nodes=sum(n for n, state, _ in node_rows if _UP_STATE.fullmatch(state)) if node_rows else None,
-        max_nodes=int_or_none(facts.get("MaxNodes")),
-        max_time_minutes=minutes_or_none(facts.get("MaxTime")),
-        partition_qos=text_or_none(facts.get("QoS")),
+        max_nodes=int_or_none(scontrol_facts.get("MaxNodes")),
+        max_time_minutes=minutes_or_none(scontrol_facts.get("MaxTime")),
+        partition_qos=text_or_none(scontrol_facts.get("QoS")),
         cpus_per_node=int_or_none(cpus_text),
         mem_mb_per_node=int_or_none(mem_text),
         gpus_per_node=sum(map(int, gpu_counts)) if node_rows else None,
@@ -293,25 +293,25 @@ def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Parti
     )
 
 
-def _first_limit(rules: Rules, columns: Sequence[str], parse: Callable[[str], int | None]) -> int | None:
+def _first_limit(rules: LimitRules, columns: Sequence[str], parse: Callable[[str], int | None]) -> int | None:
     """The value of the first rule that sets one of the keys; None if none does."""
     limits = (parse(rule[column]) for rule in rules for column in columns if column in rule)
     return next((limit for limit in limits if limit is not None), None)
 
 
-def _whole_nodes(rules: Rules, column: str, partition: Partition) -> int | None:
+def _whole_nodes(rules: LimitRules, column: str, partition: Partition) -> int | None:
     """The number of whole nodes, at least 1, that limits such as `cpu=64,gres/gpu=16,node=4` allow."""
     max_gpus = _first_limit(rules, (column,), lambda text: _tres_count(text, "gres/gpu"))
     gpus_per_node = partition.gpus_per_node
     node_limit = max(1, max_gpus // gpus_per_node) if max_gpus is not None and gpus_per_node else None
-    return _smallest(_first_limit(rules, (column,), lambda text: _tres_count(text, "node")), node_limit)
+    return _smallest_limit(_first_limit(rules, (column,), lambda text: _tres_count(text, "node")), node_limit)
 
 
-def _tres_count(text: str, name: str) -> int | None:
-    return _smallest(*map(int, re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)))
+def _tres_count(text: str, resource: str) -> int | None:
+    return _smallest_limit(*map(int, re.findall(rf"(?:^|,){resource}(?::\w+)?=(\d+)", text)))
 
 
-def _smallest(*limits: int | None) -> int | None:
+def _smallest_limit(*limits: int | None) -> int | None:
     """The smallest limit; None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -19,7 +19,7 @@ class Phase(StrEnum):
     OVER = "over"  # ended for good; holds nothing
 
 
-class Meaning(NamedTuple):
+class JobState(NamedTuple):
     """What a state of Slurm means to us."""
 
     phase: Phase
@@ -33,51 +33,51 @@ class Meaning(NamedTuple):
 # A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold
 # nodes", except the flags that Slurm sets only on waiting jobs.
 _MEANINGS = {
-    "PENDING": Meaning(Phase.QUEUED, "is pending"),
-    "REQUEUE_FED": Meaning(Phase.QUEUED, "goes back to the queue of its federation"),
-    "EXPEDITING": Meaning(Phase.QUEUED, "goes back to the head of the queue"),
-    "REQUEUE_HOLD": Meaning(Phase.HELD, "went back to the queue and is held there"),
-    "SPECIAL_EXIT": Meaning(Phase.HELD, "went back to the queue by a rule of the site and is held there"),
-    "RESV_DEL_HOLD": Meaning(Phase.HELD, "is held because its reservation was deleted"),
-    "RUNNING": Meaning(Phase.RUNNING, "is running"),
-    "CONFIGURING": Meaning(Phase.RUNNING, "has nodes that are not ready yet"),
-    "POWER_UP_NODE": Meaning(Phase.RUNNING, "has nodes that are being powered up"),
-    "COMPLETING": Meaning(Phase.RUNNING, "is ending; some of its processes may be left"),
-    "REQUEUED": Meaning(Phase.RUNNING, "goes back to the queue; some of its processes may be left"),
-    "STAGE_OUT": Meaning(Phase.RUNNING, "is copying its files back"),
-    "SUSPENDED": Meaning(Phase.RUNNING, "is suspended; its processes are kept"),
-    "STOPPED": Meaning(Phase.RUNNING, "is stopped; its processes are kept"),
-    "SIGNALING": Meaning(Phase.RUNNING, "is being signalled"),
-    "RESIZING": Meaning(Phase.RUNNING, "is being resized"),
-    "UPDATE_DB": Meaning(Phase.RUNNING, "is being written to the accounting database"),
-    "COMPLETED": Meaning(Phase.OVER, "ended by itself", Status.LOST),
-    "FAILED": Meaning(Phase.OVER, "ended with an error", Status.LOST, agent_gone=True),
-    "OUT_OF_MEMORY": Meaning(Phase.OVER, "was killed for using too much host memory", Status.OOM),
-    "CANCELLED": Meaning(Phase.OVER, "was cancelled", Status.CANCELLED),
-    "TIMEOUT": Meaning(Phase.OVER, "reached its time limit", Status.CANCELLED),
-    "DEADLINE": Meaning(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
-    "REVOKED": Meaning(Phase.OVER, "was started by another cluster of the federation", Status.CANCELLED),
-    "PREEMPTED": Meaning(Phase.OVER, "was preempted", Status.PREEMPTED),
-    "NODE_FAIL": Meaning(Phase.OVER, "lost a node", Status.NODE_FAIL),
-    "BOOT_FAIL": Meaning(Phase.OVER, "had a node that did not boot", Status.NODE_FAIL),
-    "LAUNCH_FAILED": Meaning(Phase.OVER, "could not be started on its nodes", Status.NODE_FAIL),
-    "RECONFIG_FAIL": Meaning(Phase.OVER, "had a node that could not be configured", Status.NODE_FAIL),
+    "PENDING": JobState(Phase.QUEUED, "is pending"),
+    "REQUEUE_FED": JobState(Phase.QUEUED, "goes back to the queue of its federation"),
+    "EXPEDITING": JobState(Phase.QUEUED, "goes back to the head of the queue"),
+    "REQUEUE_HOLD": JobState(Phase.HELD, "went back to the queue and is held there"),
+    "SPECIAL_EXIT": JobState(Phase.HELD, "went back to the queue by a rule of the site and is held there"),
+    "RESV_DEL_HOLD": JobState(Phase.HELD, "is held because its reservation was deleted"),
+    "RUNNING": JobState(Phase.RUNNING, "is running"),
+    "CONFIGURING": JobState(Phase.RUNNING, "has nodes that are not ready yet"),
+    "POWER_UP_NODE": JobState(Phase.RUNNING, "has nodes that are being powered up"),
+    "COMPLETING": JobState(Phase.RUNNING, "is ending; some of its processes may be left"),
+    "REQUEUED": JobState(Phase.RUNNING, "goes back to the queue; some of its processes may be left"),
+    "STAGE_OUT": JobState(Phase.RUNNING, "is copying its files back"),
+    "SUSPENDED": JobState(Phase.RUNNING, "is suspended; its processes are kept"),
+    "STOPPED": JobState(Phase.RUNNING, "is stopped; its processes are kept"),
+    "SIGNALING": JobState(Phase.RUNNING, "is being signalled"),
+    "RESIZING": JobState(Phase.RUNNING, "is being resized"),
+    "UPDATE_DB": JobState(Phase.RUNNING, "is being written to the accounting database"),
+    "COMPLETED": JobState(Phase.OVER, "ended by itself", Status.LOST),
+    "FAILED": JobState(Phase.OVER, "ended with an error", Status.LOST, agent_gone=True),
+    "OUT_OF_MEMORY": JobState(Phase.OVER, "was killed for using too much host memory", Status.OOM),
+    "CANCELLED": JobState(Phase.OVER, "was cancelled", Status.CANCELLED),
+    "TIMEOUT": JobState(Phase.OVER, "reached its time limit", Status.CANCELLED),
+    "DEADLINE": JobState(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
+    "REVOKED": JobState(Phase.OVER, "was started by another cluster of the federation", Status.CANCELLED),
+    "PREEMPTED": JobState(Phase.OVER, "was preempted", Status.PREEMPTED),
+    "NODE_FAIL": JobState(Phase.OVER, "lost a node", Status.NODE_FAIL),
+    "BOOT_FAIL": JobState(Phase.OVER, "had a node that did not boot", Status.NODE_FAIL),
+    "LAUNCH_FAILED": JobState(Phase.OVER, "could not be started on its nodes", Status.NODE_FAIL),
+    "RECONFIG_FAIL": JobState(Phase.OVER, "had a node that could not be configured", Status.NODE_FAIL),
 }
 
 
-def meaning(state: str) -> Meaning:
+def job_state(state: str) -> JobState:
     """The meaning of a state in the long form of squeue and sacct, such as `RUNNING` or `CANCELLED by 1000`.
 
     An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
     unknown_note = f"is in state {state.strip() or '(none)'}, which ultrabench does not know"
-    name = (state.upper().split() or [""])[0].rstrip("+")
-    return _MEANINGS.get(name, Meaning(Phase.RUNNING, unknown_note))
+    base_state = (state.upper().split() or [""])[0].rstrip("+")
+    return _MEANINGS.get(base_state, JobState(Phase.RUNNING, unknown_note))
 
 
 # The first pattern that matches the beginning of the reason counts. Limits that are shared with other jobs,
 # also our own (Grp, PerUser, PerAccount, numbers of jobs), are left out, since they pass when those jobs end.
-_REMEDIES = (
+_PENDING_REMEDIES = (
     (r"jobhelduser", "held by its owner: `scontrol release` it"),
     (r"jobheldadmin", "held by the administrators: ask them, or cancel it"),
     (r"job requeued in held state", "held after a requeue, by an administrator (`scontrol requeuehold`) or a rule for exit"
@@ -113,4 +113,4 @@ def pending_remedy(reason: str) -> str | None:
     `reason` is what squeue prints: a code or a sentence, with or without parentheses.
     """
     plain_reason = reason.strip().strip("()").replace("_", " ").lower()
-    return next((remedy for pattern, remedy in _REMEDIES if re.match(pattern, plain_reason)), None)
+    return next((remedy for pattern, remedy in _PENDING_REMEDIES if re.match(pattern, plain_reason)), None)

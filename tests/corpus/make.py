@@ -71,9 +71,9 @@ def task_of(fault: str, ranks: int) -> Task:
 
 def run(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     task = task_of(head["fault"], head["ranks"])
-    node = Recorder(one_node.allocation(folder, task), NodeIdentity(node=0, host="local-0"))
+    node = Recorder(one_node.allocation(folder, task), NodeIdentity(node_index=0, host="local-0"))
     node.heard = []
-    group = AgentGroup(node, node.facts(), {}, StopRequest())
+    group = AgentGroup(node, node.own_facts(), {}, StopRequest())
     leader = Striker(node, group, JournalWriter(folder, "agent"))
     leader.signal = head["signal"]
     group.start(task, 0)

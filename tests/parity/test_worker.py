@@ -48,7 +48,7 @@ def run_ranks(forks, task, folder, **more):
     deadline, codes = Deadline(60), dict[int, int]()
     while len(codes) < len(ranks):
         assert not deadline.over(), [lines_of(report) for report in reports]
-        codes |= dict(forks.exits())
+        codes |= dict(forks.new_exits())
         for line in lines_of(reports[0]):
             if line["event"] == "store" and not (folder / "port").exists():
                 (folder / "port.new").write_text(str(line["port"]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.configs import left
 from tests.sweep_folder import ended
-from ultrabench.launchers.allocate import allocations
+from ultrabench.launchers.allocate import make_allocations
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import raw_json
 from ultrabench.run import AttemptKey
@@ -54,9 +54,9 @@ def jobs_of(sweep, state=None, alive=frozenset(), max_limit_s=float("inf")):
 
 def made_of(sweep, jobs, by=None):
     """What the agents of a submission read."""
-    return allocations(
-        sweep.plan, sweep.folder, jobs, token=uuid.uuid4().hex, by=by or {}, kernel_digest=sweep.kernel_digest,
-        git_commit=sweep.git_commit, cores=sweep.environment.get("cores"),
+    return make_allocations(
+        sweep.plan, sweep.folder, jobs, token=uuid.uuid4().hex, origin=by or {}, kernel_digest=sweep.kernel_digest,
+        git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_folder, write_acceptance
-from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
+from ultrabench.launchers.doctor.check import FAIL, Check, failure, first_problem, success
 from ultrabench.launchers.open_sweep import folder_of, open_sweep
 from ultrabench.layout import DEGREES, FOLLOWING
 from ultrabench.record import to_dict
@@ -65,7 +65,7 @@ def run_acceptance(config: SweepConfig) -> list[Check]:
     try:
         checks.extend(check.named(name) for name, check in zip(CHECK_NAMES, acceptance.checks(), strict=True))
     except ClusterError as error:
-        failed_check = failed(str(error), "fix this, then try again").named(CHECK_NAMES[len(checks)])
+        failed_check = failure(str(error), "fix this, then try again").named(CHECK_NAMES[len(checks)])
         acceptance.write([*checks, failed_check])
         raise
     acceptance.write(checks)
@@ -189,7 +189,7 @@ def check_memory(row: Row) -> Check:
     """Checks that a lack of memory is recognised as such, and confirmed."""
     is_oom, peak_text = row["status"] == Status.OOM, f"{row['predicted_peak_mem_bytes'] / GIB:.0f} GiB"
     if is_oom and row["confirmed"]:
-        return passed(f"{run_label(row)}, predicted {peak_text}: {row['reason']}")
+        return success(f"{run_label(row)}, predicted {peak_text}: {row['reason']}")
     remedy = "the GPUs must be free and have the memory of hardware=; "
     return _failed_check(row, f"predicted {peak_text}: ", ", but not confirmed" if is_oom else "", remedy)
 
@@ -201,7 +201,7 @@ def check_speed(folder: SweepFolder, is_published: bool) -> Check:
     if not is_published:
         speeds_and_runs = [(row["tokens_per_s_per_gpu"] or 0.0, _run_text(row)) for row in rows]
         fastest_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds_and_runs))
-        return passed(f"no published speed for this hardware and precision; {fastest_text}")
+        return success(f"no published speed for this hardware and precision; {fastest_text}")
     if failed_rows := [row for row in rows if row["status"] != Status.OK]:
         return _failed_check(failed_rows[0])
     best_runs = [*beside_published(result_table)]
@@ -214,7 +214,7 @@ def check_speed(folder: SweepFolder, is_published: bool) -> Check:
 def _failed_check(row: Row, prefix: str = "", suffix: str = "", advice: str = "") -> Check:
     """A failed check that says how the run of a row ended, and which command shows everything about it."""
     end_text = ", ".join(part for part in (row["status"] or "has not run", row["reason"]) if part)
-    return failed(f"{prefix}{_run_text(row)}: {end_text}{suffix}", f"{advice}see {row['show']}")
+    return failure(f"{prefix}{_run_text(row)}: {end_text}{suffix}", f"{advice}see {row['show']}")
 
 
 def _run_text(row: Row) -> str:

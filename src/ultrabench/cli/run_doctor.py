@@ -8,9 +8,9 @@ from rich.text import Text
 
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
+from ultrabench.launchers.doctor.check import Check, CheckStatus, skip
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
-from ultrabench.launchers.doctor.examine import ACCESS_CHECKS, examine, failures, why_not_slurm
+from ultrabench.launchers.doctor.examine import ACCESS_CHECKS, examine, failed_names, why_not_slurm
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.compose import parts_of
@@ -60,8 +60,8 @@ def run_doctor(
         # It needs pandas, which takes time to import.
         from ultrabench.cli.run_acceptance import run_acceptance
 
-        skip_reason = f"not started, because {' and '.join(failures(checks))} failed"
-        checks += [skipped("acceptance run", skip_reason)] if failures(checks) else run_acceptance(config)
+        skip_reason = f"not started, because {' and '.join(failed_names(checks))} failed"
+        checks += [skip("acceptance run", skip_reason)] if failed_names(checks) else run_acceptance(config)
     if slurm_problem and slurm_problem.status is CheckStatus.WARN:
         checks.insert(0, slurm_problem)
     return config, checks
@@ -75,7 +75,7 @@ def print_checks(config: SweepConfig, checks: Sequence[Check], as_json: bool) ->
         _show_checks(config, checks)
     num_by_status = Counter(check.status for check in checks)
     say(", ".join(f"{num_by_status[status]} {status}" for status in CheckStatus if num_by_status[status]))
-    if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failures(checks):
+    if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failed_names(checks):
         return ClusterError.exit_code
     return int(num_by_status[CheckStatus.FAIL] > 0)
 

@@ -12,7 +12,7 @@ import yaml
 import ultrabench
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import gpus
-from ultrabench.agent.ranks.node import Cleaned, Node
+from ultrabench.agent.ranks.node import Node, NodeAfterRun
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -53,11 +53,11 @@ def allocation(folder: Path, *tasks: Task) -> Allocation:
 def main() -> None:
     folder, code, device = Path(sys.argv[1]), sys.argv[2], (*sys.argv[3:], "cpu")[0]
     become_subreaper()
-    node = Node(allocation(folder, task(code, device)), NodeIdentity(node=0, host="local-0"))
+    node = Node(allocation(folder, task(code, device)), NodeIdentity(node_index=0, host="local-0"))
     node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:
         found = eval(line, {"node": node, "gpus": gpus})
-        print(json.dumps(to_dict(found) if isinstance(found, Cleaned) else found), flush=True)
+        print(json.dumps(to_dict(found) if isinstance(found, NodeAfterRun) else found), flush=True)
     node.close()
 
 

@@ -55,7 +55,7 @@ TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
 
 def exits(server, count):
     found = []
-    wait_until(lambda: found.extend(server.exits()) or len(found) >= count, 30)
+    wait_until(lambda: found.extend(server.new_exits()) or len(found) >= count, 30)
     return sorted(found)
 
 
@@ -129,5 +129,5 @@ def test_a_server_that_imports_for_long_has_its_time_to_fork_from_then_on(tmp_pa
     server, codes = start("slow", PYTHONPATH=str(tmp_path)), []
     server.fork(0, {}, tmp_path / "rank0.log", None)
     first = server.pid
-    wait_until(lambda: codes.extend(server.exits()) or server.replace_if_stuck() or codes, 60)
+    wait_until(lambda: codes.extend(server.new_exits()) or server.replace_if_stuck() or codes, 60)
     assert (codes, server.pid) == ([(0, 0)], first)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.patience import Deadline, wait_until
 from ultrabench import processes
-from ultrabench.agent.ranks.cleanup import SHARED_MEMORY, SharedMemoryCleanup
+from ultrabench.agent.ranks.cleanup import SHARED_MEMORY_FOLDER, SharedMemoryCleanup
 
 ROOT = Path(__file__).parents[3]
 PRELUDE = """
@@ -80,9 +80,9 @@ def one_node(tmp_path):
 def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, count):
     node = one_node(code)
     family = node.wait_for(count)
-    server = node.ask("node._server.pid")
+    server = node.ask("node._fork_server.pid")
     assert not node.ask("'pynvml' in __import__('sys').modules"), "it is needed on GPUs only"
-    assert node.ask("node.kill()")["unusable"] is None
+    assert node.ask("node.kill()")["complaint"] is None
     assert [pid for pid, started in family.items() if processes.is_alive(pid, started)] == []
     assert processes.start_time(server) is not None
 
@@ -106,7 +106,7 @@ def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
     node.wait_for(1)
     folder = node.pids.parent
     wait_until(lambda: len(list(folder.glob("alive*"))) == 6, 20)
-    assert node.ask("node.kill()")["unusable"] is None
+    assert node.ask("node.kill()")["complaint"] is None
     ended = time.time()
     time.sleep(0.5)
     # Whoever lived would have written since.
@@ -143,12 +143,12 @@ def test_what_a_run_leaves_is_removed_and_its_logs_are_kept_with_both_ends(one_n
     node.wait_for(2)
     folder, scratch = node.pids.parent, Path(node.ask("str(node.scratch)"))
     assert len([p for p in scratch.iterdir() if p.is_dir()]) == 1
-    with (SHARED_MEMORY / held).open("wb"):  # somebody else's, in use
+    with (SHARED_MEMORY_FOLDER / held).open("wb"):  # somebody else's, in use
         node.ask("node.kill()")
         assert node.ask("node.finish(keep_all=True).problem") is None
-        assert not (SHARED_MEMORY / name).exists()
-        assert (SHARED_MEMORY / held).exists()
-    (SHARED_MEMORY / held).unlink()
+        assert not (SHARED_MEMORY_FOLDER / name).exists()
+        assert (SHARED_MEMORY_FOLDER / held).exists()
+    (SHARED_MEMORY_FOLDER / held).unlink()
     socket.create_server(("127.0.0.1", int((folder / "port").read_text()))).close()
     assert [p for p in scratch.iterdir() if p.is_dir()] == []
     (log,) = folder.glob("logs/*/0.0/rank0.log")

@@ -25,7 +25,13 @@ from tests.patience import slowness
 from tests.unit.agent.one_node import allocation, task
 from ultrabench.agent.__main__ import follow
 from ultrabench.agent.agent_group import AgentGroup, StopRequest, free_port
-from ultrabench.agent.connection import HELLO_BYTES, Connection, Rendezvous, connect_to_leader, wait_readable
+from ultrabench.agent.connection import (
+    MAX_HELLO_BYTES,
+    Connection,
+    Rendezvous,
+    connect_to_leader,
+    wait_readable,
+)
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.node_identity import NodeIdentity, identify_node
 from ultrabench.agent.ranks.node import Node
@@ -67,7 +73,7 @@ class Leader:
 
 STRANGERS = {
     "silent": b"", "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "null": b"null\n", "list": b"[1]\n",
-    "bytes": bytes(range(256)) + b"\n", "nested": b"[" * 50_000 + b"\n", "endless": b"x" * (4 * HELLO_BYTES),
+    "bytes": bytes(range(256)) + b"\n", "nested": b"[" * 50_000 + b"\n", "endless": b"x" * (4 * MAX_HELLO_BYTES),
     "wrong secret": hello(1, "guess"), "no secret": hello(1, None), "strange secret": hello(1, "\ud800"),
     "no facts": json.dumps({"secret": SECRET, "facts": 7}).encode() + b"\n", "no node": hello("1"),
     "node 0": hello(0), "node 9": hello(9), "node true": hello(True), "half": hello(1)[:20],
@@ -123,26 +129,26 @@ LOCAL = {"SUBMITIT_LOCAL_GLOBALID": "1"}
 
 
 def on_gpu02(job_id, restart=0, **words):
-    return NodeIdentity(node=1, host="gpu02", job=Start(job_id=job_id, restart=restart), **words)
+    return NodeIdentity(node_index=1, host="gpu02", job=Start(job_id=job_id, restart=restart), **words)
 
 
 @pytest.mark.parametrize(
     ("environ", "simulated", "expected", "file"),
     [
-        ({}, True, NodeIdentity(node=0, host="local-0"), "leader.json"),
-        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, False, on_gpu02("57_0", 1, array_task="0"), "leader-57_0.1.json"),
+        ({}, True, NodeIdentity(node_index=0, host="local-0"), "leader.json"),
+        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, False, on_gpu02("57_0", 1, array_index="0"), "leader-57_0.1.json"),
         ({**JOB, "SLURM_RESTART_COUNT": ""}, False, on_gpu02("60"), "leader-60.0.json"),
         ({"SLURM_JOB_ID": "60", "SLURMD_NODENAME": ""}, False,
-         NodeIdentity(node=0, host=HERE, job=Start(job_id="60")), "leader-60.0.json"),
-        (LOCAL, False, NodeIdentity(node=1, host=HERE), "leader.json"),
-        ({**ARRAY, **LOCAL}, True, NodeIdentity(node=1, host="local-1"), "leader.json"),
+         NodeIdentity(node_index=0, host=HERE, job=Start(job_id="60")), "leader-60.0.json"),
+        (LOCAL, False, NodeIdentity(node_index=1, host=HERE), "leader.json"),
+        ({**ARRAY, **LOCAL}, True, NodeIdentity(node_index=1, host="local-1"), "leader.json"),
     ],
 )  # fmt: skip
 def test_where_an_agent_is(environ, simulated, expected, file):
     identity = identify_node(environ, simulated)
     assert (identity, identity.rendezvous_file) == (expected, file)
-    index = f".{expected.array_task}" if expected.array_task else ""
-    assert identity.folder("/s/allocations/n1-a.0") == Path(f"/s/allocations/n1-a.0{index}")
+    index = f".{expected.array_index}" if expected.array_index else ""
+    assert identity.allocation_folder("/s/allocations/n1-a.0") == Path(f"/s/allocations/n1-a.0{index}")
 
 
 STARTS = st.tuples(st.integers(1, 99), st.none() | st.integers(0, 9), st.integers(0, 3))
@@ -177,7 +183,7 @@ def test_the_address_others_can_reach(monkeypatch, host, one_host, variable, add
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
     if variable:
         monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", variable)
-    assert NodeIdentity(node=0, host=host).address(one_host) == address
+    assert NodeIdentity(node_index=0, host=host).address(one_host) == address
 
 
 @pytest.fixture
@@ -207,7 +213,7 @@ from ultrabench.agent.agent_group import free_port
 from ultrabench.agent.connection import Rendezvous
 from ultrabench.agent.node_identity import NodeIdentity
 for one_host in (True, False):
-    address = NodeIdentity(node=0, host="fd00:db8::7").address(one_host)
+    address = NodeIdentity(node_index=0, host="fd00:db8::7").address(one_host)
     Rendezvous(Path(sys.argv[1]) / "leader.json", address, "secret")
     print(address, free_port(address) > 0)
 """
@@ -232,10 +238,10 @@ def test_a_port_is_none_that_the_system_gives_away():
 @pytest.fixture
 def node(tmp_path):
     two = replace(allocation(tmp_path, task("x.py", "cpu")), nodes=2)
-    leading = Node(two, NodeIdentity(node=0, host="local-0"))
+    leading = Node(two, NodeIdentity(node_index=0, host="local-0"))
     yield leading
-    leading._server.stop()
-    leading._health.close()
+    leading._fork_server.stop()
+    leading._health_reader.close()
     shutil.rmtree(leading.scratch)
 
 
@@ -290,12 +296,12 @@ def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(group, pair,
     pair[1].sendall(json.dumps(message).encode() + b"\n")
     group.listen(5.0)
     assert group.progress.fault or "node 1 (local-1) sent an invalid message" in str(group.end_reason)
-    assert (group.outage, group.avoid) == (None, [])
+    assert (group.outage, group.hosts_to_avoid) == (None, [])
 
 
 def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
     line, there = pair
-    there.sendall(b'{"do": "start", "index": 99, "address": "127.0.0.1", "port": 0}\n')
+    there.sendall(b'{"do": "start", "task_index": 99, "address": "127.0.0.1", "port": 0}\n')
     with pytest.raises(IndexError):
         follow(node, line, stop)
     said = [json.loads(text) for text in there.recv(2**16).splitlines()]
@@ -309,7 +315,7 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(group, pair):
     group.listen(5.0)
     group.end_ranks()
     group.listen(0.1)
-    assert (group.outage, group.avoid) == (None, [])
+    assert (group.outage, group.hosts_to_avoid) == (None, [])
     stopped = RunResult(status=Status.CANCELLED, reason=group.end_reason)
     ended = classify(group.progress, task("x.py", "cpu"), stopped, group.outage)
     assert (ended.status, ended.suspect_hosts) == (Status.CANCELLED, ())

@@ -6,7 +6,7 @@ import pytest
 
 from tests.configs import measure as measure_of
 from tests.unit.agent.one_node import task
-from ultrabench.agent.lead import overdue
+from ultrabench.agent.lead import result_if_overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 
 CALM = {
@@ -41,13 +41,13 @@ def test_deadlines(change, until, status, reason):
     case = {**CALM, **change}
     progress = AttemptProgress(1, ("n0",))
     gaps = {"steady": case["slowest_gap_s"]}
-    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, moved_s=case["moved_s"])
+    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, last_progress_s=case["moved_s"])
     for name in ("started_s", "first_step_s", "has_reported"):
         setattr(progress, name, case[name])
     limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
     limited = replace(TASK, **limits)
-    assert overdue(limited, progress, until) is None
-    found = overdue(limited, progress, until + 0.1)
+    assert result_if_overdue(limited, progress, until) is None
+    found = result_if_overdue(limited, progress, until + 0.1)
     assert found.status == status
     assert reason in found.reason
 
@@ -57,11 +57,11 @@ def test_a_checkpoint_has_a_limit_of_its_own_and_is_no_hang():
     limited = replace(TASK, limit_s=100.0, measure=replace(TASK.measure, checkpoint_limit_s=50.0))
     progress = AttemptProgress(1, ("n0",))
     progress.add([{"rank": 0, **STEP}, {"rank": 0, **phase("checkpoint")}], now_s=90.0)
-    assert overdue(limited, progress, 140.0) is None
-    missed = overdue(limited, progress, 140.1)
+    assert result_if_overdue(limited, progress, 140.0) is None
+    missed = result_if_overdue(limited, progress, 140.1)
     assert (missed.status, missed.cause, missed.suspect_hosts) == ("ok", "disk_slow", ())
     progress.add([{"rank": 0, **phase("teardown")}], now_s=140.2)
-    assert overdue(limited, progress, 140.2).status != "ok", "the limit of the run counts again"
+    assert result_if_overdue(limited, progress, 140.2).status != "ok", "the limit of the run counts again"
 
 
 STEP = {"line": {"event": "step", "seconds": 1.0}}
@@ -82,7 +82,7 @@ class Simulated:
         self.progress = AttemptProgress(world_size, ("n0",))
         self.progress.started_s = 0.0
         for rank in self.progress.ranks:
-            rank.moved_s = 0.0
+            rank.last_progress_s = 0.0
         measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 
@@ -91,7 +91,7 @@ class Simulated:
         self.progress.add([{"rank": rank, **event}], now_s=at)
 
     def hangs(self, at):
-        return overdue(self.task, self.progress, at) is not None
+        return result_if_overdue(self.task, self.progress, at) is not None
 
 
 def test_a_slow_rank_among_quick_ones_is_healthy():
@@ -119,7 +119,7 @@ def test_what_the_start_and_the_first_step_took_is_forgotten():
     assert run.hangs(121.1), "from the second step on the first does not count"
     # What is found at a rank that hangs is no progress.
     run.progress.add([{"rank": 0, "evidence": {"state": "T"}}], now_s=112.0)
-    assert (run.progress.ranks[0].moved_s, run.progress.ranks[0].evidence) == (111.0, {"state": "T"})
+    assert (run.progress.ranks[0].last_progress_s, run.progress.ranks[0].evidence) == (111.0, {"state": "T"})
 
 
 def test_the_optimizer_has_a_deadline_of_its_own():

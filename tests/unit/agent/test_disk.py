@@ -103,6 +103,6 @@ def test_an_agent_shows_that_it_is_there_by_its_journal(tmp_path):
     journal, disk_retry = tmp_path / "journal", DiskRetry(0.0)
     journal.touch()
     os.utime(journal, (0, 0))
-    disk_retry.journal = journal
+    disk_retry.journal_path = journal
     disk_retry.beat()
     wait_until(lambda: journal.stat().st_mtime > 0, 5)

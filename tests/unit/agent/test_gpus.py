@@ -84,10 +84,10 @@ def test_a_driver_that_fails_hangs_or_is_absent_knows_nothing(driver, monkeypatc
 def test_without_a_driver_the_gauge_knows_nothing():
     gauge = gpus.GpuGauge([VisibleGpu("0", "GPU-none", "")])
     gauge.sample()
-    assert (gauge.still_held(lambda: None), gauge.clocks_hz) == (None, [])
+    assert (gauge.unfreed_memory_text(lambda: None), gauge.clocks_hz) == (None, [])
 
 
-CLEAN = dict.fromkeys(("unusable", "load", "health"))
+CLEAN = dict.fromkeys(("complaint", "core_shares", "health"))
 CLEAN |= {name: [] for name in ("sm_clocks_hz", "slowdowns", "foreign_processes", "powers_w")}
 STEPS = """
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
@@ -115,21 +115,21 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
             held = f"GPU 0 still has 40.0 GiB in use after the run: {holder}"
-            assert node.ask("node.kill()")["unusable"] == held
+            assert node.ask("node.kill()")["complaint"] == held
 
 
 def test_a_gauge_tells_clocks_and_the_faults_that_slow_them(tmp_path, driver):
     with closing(OneNode(tmp_path, STEPS, "cuda")) as node:
-        node.ask("setattr(gpus, 'SAMPLE_S', 0.0)")
+        node.ask("setattr(gpus, 'SAMPLE_INTERVAL_S', 0.0)")
         # No work, and a power cap that was reached, are no faults; the others are.
         for mhz, mask in ((1200, 0x1 | 0x4), (900, 0x8 | 0x40 | 0x80)):
             driver(gpu("a", A, mhz=mhz, mask=mask))
-            node.ask("node._gauge.sample()")
+            node.ask("node._gpu_gauge.sample()")
         faults = ["hardware slowdown", "hardware thermal slowdown", "power brake"]
         assert node.ask("node.kill()") == CLEAN | {"sm_clocks_hz": [1200e6, 900e6], "slowdowns": faults}
-        node.ask("node._gauge.clear()")
+        node.ask("node._gpu_gauge.clear()")
         driver()  # it fell off the bus
-        node.ask("node._gauge.sample()")
+        node.ask("node._gpu_gauge.sample()")
         assert node.ask("node.kill()") == CLEAN
 
 
@@ -147,13 +147,13 @@ here()
 def test_the_power_is_that_of_the_measured_steps(tmp_path, driver):
     """The 50 kJ before the first measured step do not count."""
     with closing(OneNode(tmp_path, WARM_UP, "cuda")) as node:
-        node.ask("setattr(gpus, 'SAMPLE_S', 0.0)")
+        node.ask("setattr(gpus, 'SAMPLE_INTERVAL_S', 0.0)")
         node.wait_for(1)
         for step, energy_j in enumerate((10_000, 60_000, 60_070)):
             driver(gpu("a", A, energy_mj=energy_j * 1000, power_mw=900_000))
             (tmp_path / f"step{step}").touch()
             wait_until(lambda: node.ask("len([e for e in node.rank_events() if 'line' in e])"), 20)
-        first_s, last_s = node.ask("[sample.time_s for sample in node._gauge._power_samples['0']]")
+        first_s, last_s = node.ask("[sample.time_s for sample in node._gpu_gauge._power_samples['0']]")
         assert node.ask("node.kill()")["powers_w"] == pytest.approx([70 / (last_s - first_s)])
 
 

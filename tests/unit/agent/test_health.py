@@ -29,7 +29,7 @@ def tree(root):
     for n, hca in enumerate(HCAS):
         files |= {f"sys/class/infiniband/{hca}/board_id": "MT_0000000838"}
         files |= port(hca, state="4: ACTIVE", phys_state="5: LinkUp", rate="400 Gb/sec (4X NDR)")
-        files |= port(hca, **{f"counters__{name}": "0" for name in health_sources.PORT_COUNTERS})
+        files |= port(hca, **{f"counters__{name}": "0" for name in health_sources.MAX_COUNT_BY_COUNTER})
         files |= {f"sys/class/infiniband_verbs/uverbs{n}/ibdev": hca, f"dev/infiniband/uverbs{n}": ""}
     for cpu in os.sched_getaffinity(0):
         files[f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"] = "performance"
@@ -173,7 +173,7 @@ def test_a_driver_that_fails_or_hangs_is_unknown_and_the_rest_is_known(
     tmp_path, driver, monkeypatch, trouble
 ):
     monkeypatch.setenv(trouble, "1")
-    monkeypatch.setattr(health_reader, "FIRST_LIMIT_S", 60.0 if trouble == "FAKE_FAILURE" else 4.0)
+    monkeypatch.setattr(health_reader, "FIRST_READING_LIMIT_S", 60.0 if trouble == "FAKE_FAILURE" else 4.0)
     began_s = time.monotonic()
     with closing(HealthReader(GPUS, tree(tmp_path))) as reader:
         first = reader.read()

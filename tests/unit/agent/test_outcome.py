@@ -10,7 +10,7 @@ from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.findings import fingerprint
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.ranks.node import oom_kills
+from ultrabench.agent.ranks.node import num_oom_kills
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.rank_report import CHECKPOINT_NUMBERS, parse_line
 from ultrabench.result import SLOWER, RunResult, Status
@@ -188,7 +188,7 @@ def test_causes_and_suspects(ranks, words, status, cause, suspects):
 )  # fmt: skip
 def test_a_preflight_names_the_rank_that_failed_and_measures_no_steps(ranks, reason):
     progress = progress_of([replace(rank, steps=[]) for rank in ranks])
-    progress.probe, progress.environment = {"hbm_bytes_per_s": 1e12}, {"gpu_name": "A100"}
+    progress.probe_rates, progress.environment = {"hbm_bytes_per_s": 1e12}, {"gpu_name": "A100"}
     result = classify(progress, replace(TASK, probe=True, gpu_names=("H100",)), None)
     assert (result.status == Status.OK, result.reason) == (reason is None, reason)
 
@@ -297,14 +297,14 @@ def test_whether_a_run_itself_filled_its_memory(message, memory, error, expected
 )
 def test_kills_in_the_own_cgroup_count_and_else_those_of_the_host(tmp_path, membership, counter):
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    assert oom_kills(proc, cgroups) == 0
+    assert num_oom_kills(proc, cgroups) == 0
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text(membership)
     (proc / "vmstat").write_text("pgfault 3\noom_kill 7\n")
-    assert oom_kills(proc, cgroups) == 7
+    assert num_oom_kills(proc, cgroups) == 7
     (cgroups / counter).parent.mkdir(parents=True)
     (cgroups / counter).write_text("oom_kill_disable 0\noom 9\noom_kill 2\n")
-    assert oom_kills(proc, cgroups) == 2
+    assert num_oom_kills(proc, cgroups) == 2
 
 
 STACK = """Traceback (most recent call last):
@@ -355,9 +355,9 @@ GPU_TASK = replace(
 def observed(*, mfus=(), reserved=0, task=GPU_TASK):
     rank = ok()
     for mfu in mfus:
-        rank.observe({"event": "observed", "mfu": mfu})
+        rank.record_observed({"event": "observed", "mfu": mfu})
     for part in (reserved, reserved // 2):  # some programs reset their peaks
-        rank.observe({"event": "observed", "reserved_bytes": part})
+        rank.record_observed({"event": "observed", "reserved_bytes": part})
     return classify(progress_of([rank]), task, None)
 
 
@@ -385,4 +385,8 @@ def test_memory_and_mfu_of_a_log_are_no_progress_of_a_rank():
     progress = AttemptProgress(2, ("n0",))
     progress.add([{"rank": 1, "line": {"event": "observed", "reserved_bytes": 5}}], now_s=7.0)
     rank = progress.ranks[1]
-    assert (rank.memory_report, rank.moved_s, progress.has_reported) == ({"reserved_bytes": 5}, 0.0, False)
+    assert (rank.memory_report, rank.last_progress_s, progress.has_reported) == (
+        {"reserved_bytes": 5},
+        0.0,
+        False,
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.agent.one_node import task
-from ultrabench.agent.lead import best_here_s, may_fit
+from ultrabench.agent.lead import best_step_time_s, may_fit
 from ultrabench.result import SLOWER, RunResult, Status
 
 TASK = replace(task("x.py", "cpu"), run_id="new")
@@ -36,7 +36,7 @@ OTHER_BATCH = replace(TASK, spec=replace(TASK.spec, workload=replace(TASK.spec.w
     ],
 )  # fmt: skip
 def test_the_best_of_the_cell_as_it_would_run_here(results, elsewhere, best_s):
-    best = best_here_s(replace(TASK, **elsewhere), results, "control")
+    best = best_step_time_s(replace(TASK, **elsewhere), results, "control")
     assert best == (best_s and pytest.approx(best_s))
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.ranks.rank_progress import MAX_STEPS, AttemptProgress
+from ultrabench.agent.ranks.rank_progress import MAX_KEPT_STEPS, AttemptProgress
 from ultrabench.log_patterns import nearest_lines, parse_log_line
 from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import canonical_json, to_dict
@@ -85,7 +85,7 @@ def test_long_words_are_cut_in_the_middle():
 def test_news_that_cannot_be_taken_in_cost_the_run_only():
     progress = AttemptProgress(2, ("n0", "n1"))
     progress.add([{"rank": 1, "line": None}, {"rank": 0, "code": 0}, {"rank": 1, "code": 0}])
-    assert progress.failed
+    assert progress.has_failed
     result = classify(progress, TASK, None)
     assert (result.status, result.suspect_hosts) == (Status.INVALID, ())
 
@@ -93,7 +93,7 @@ def test_news_that_cannot_be_taken_in_cost_the_run_only():
 def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_length():
     began = time.process_time()
     result, written = judged(steps=60_000)
-    assert (result.status, len(result.step_times_s)) == (Status.OK, MAX_STEPS - MEASURE.warmup_steps)
+    assert (result.status, len(result.step_times_s)) == (Status.OK, MAX_KEPT_STEPS - MEASURE.warmup_steps)
     assert len(written) < 200_000
     assert time.process_time() - began < 20
 

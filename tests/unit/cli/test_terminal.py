@@ -12,7 +12,7 @@ from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, record
 from ultrabench.cli.run_doctor import _show_checks
 from ultrabench.cli.tables import PlainConsole, plain_text, table
-from ultrabench.launchers.doctor.check import failed
+from ultrabench.launchers.doctor.check import failure
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Started
@@ -175,7 +175,7 @@ def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
 def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(monkeypatch, capsys):
     monkeypatch.setattr("ultrabench.cli.tables.PIPE_WIDTH", 50)
     _show_checks(
-        QUICK.config, [failed("cannot be written: /somewhere/far/away", "mend it").named("results folder")]
+        QUICK.config, [failure("cannot be written: /somewhere/far/away", "mend it").named("results folder")]
     )
     assert "remedy: mend it" in " ".join(capsys.readouterr().out.split())
 

@@ -35,7 +35,7 @@ def shape_with(**values):
     return ModelShape(name="experts", vocab_size=32, tie_word_embeddings=False, **SIZES, **experts, **values)
 
 
-def with_values(block):
+def with_variant_env(block):
     """The block in fp64 with random values, the same for parameters of the same order and size."""
     torch.manual_seed(0)
     for param in block.parameters():
@@ -66,7 +66,7 @@ def test_a_sparse_block_is_the_one_of_transformers(name):
     kind, values, more = THEIRS[name]
     config = AutoConfig.for_model(name, **{**SIZES, "num_experts_per_tok": K, **values})
     config._experts_implementation = "eager"
-    theirs, ours = with_values(kind(config)), sparse_feed_forward(shape_with(**more)).double()
+    theirs, ours = with_variant_env(kind(config)), sparse_feed_forward(shape_with(**more)).double()
     ours.balance.zero_()
     if name == "glm4_moe":  # a bias that changes the choice, but no weight
         theirs.gate.e_score_correction_bias = torch.linspace(0, 0.5, E).double()

@@ -7,7 +7,7 @@ import pytest
 from tests import sweep_folder
 from tests.unit.allocations import PLAN, open_sweep
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.record import to_dict
 from ultrabench.store import events
@@ -27,11 +27,11 @@ JOB = Start(job_id="57_0")
 class Played:
     """A batch system of which everything lives until the test says otherwise."""
 
-    rest_s = 0.0
+    look_pause_s = 0.0
 
     def __init__(self, play=lambda allocation: None, max_jobs=2):
         """`play` is what agents do at once where a job is submitted."""
-        self.play, self.by = play, origin("big")
+        self.play, self.origin = play, own_origin("big")
         self.limits = JobLimits(max_jobs=max_jobs, max_nodes=99, max_array=99)
         self.taken, self.looked, self.cancelled, self.ended = [], [], [], []
         self.ended_jobs, self.running, self.timed = {}, frozenset(), {}
@@ -58,7 +58,7 @@ class Played:
             raise ClusterError("scancel: no answer")
         return {}
 
-    def end_frozen(self, name, job):
+    def end_frozen_job(self, name, job):
         self.ended.append(name)
 
 

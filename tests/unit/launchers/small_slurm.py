@@ -32,13 +32,13 @@ class SmallSlurm:
     """The Launcher of a reconciler, whose answers are steps; `jobs` are those of the world it was made for."""
 
     limits = JobLimits(max_jobs=2, max_nodes=2, max_array=2)
-    rest_s = 0.0
+    look_pause_s = 0.0
 
     def __init__(
         self, jobs: dict[str, SmallJob], tape: Tape, most: int = 0, by: Origin = OURS, double: bool = False
     ) -> None:
         """`most`: jobs that it takes in all; `by`: whose it sees; `double`: a wrapper submits all of them twice."""
-        self.jobs, self.tape, self.most, self.by, self.double = jobs, tape, most, by, double
+        self.jobs, self.tape, self.most, self.origin, self.double = jobs, tape, most, by, double
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
@@ -71,7 +71,7 @@ class SmallSlurm:
 
     def _seen(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         unended = {name for name, allocation in allocations.items() if allocation.ended is None}
-        visible = [job for job in self.jobs.values() if job.allocation.by == self.by]
+        visible = [job for job in self.jobs.values() if job.allocation.by == self.origin]
         active: dict[str, SmallJob] = {}
         for job in visible:
             allocation = allocations.get(job.allocation.name)

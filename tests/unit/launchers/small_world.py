@@ -94,7 +94,7 @@ class TapedRanks:
     """All agents of an allocation as its leader sees them: nothing is foreign or full, and every run goes well."""
 
     hosts, end_reason, outage, outage_cause = ("gpu01",), None, None, ""
-    facts = ({"host": "gpu01", "foreign": (), "short_of_space": None, "kernel_digest": "digest"},)
+    node_facts = ({"host": "gpu01", "foreign": (), "short_of_space": None, "kernel_digest": "digest"},)
 
     def __init__(self, tape: Tape, witness: list[str]) -> None:
         self._tape, self._witness = tape, witness
@@ -114,7 +114,7 @@ class TapedRanks:
 
     def finish(self, keep_all: bool) -> None: ...
 
-    def measured(self) -> dict[str, Any]:
+    def measured_fields(self) -> dict[str, Any]:
         return {}
 
 
@@ -237,8 +237,8 @@ class Stage:
             slurm = SmallSlurm(jobs, tape, self.most_jobs, by, self.double)
             reconciler = Reconciler(sweep, slurm, *UNSEEN, copy.deepcopy(process.memory))
             memory = reconciler.memory
-            self.current = f"{name[-1]}{memory.submitted}"
-            _, busy = reconciler.once()
+            self.current = f"{name[-1]}{memory.num_submitted}"
+            _, busy = reconciler.run_once()
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
@@ -274,13 +274,13 @@ class Stage:
     ) -> None:
         """The agent that leads an allocation: what ultrabench.agent does around the Leader, and the Leader."""
         start, name = Start(job_id=job.job_id, restart=job.restart), job.allocation.name
-        identity, disk = NodeIdentity(node=0, host="gpu01", job=start), TapedDisk(claims, tape)
-        if not disk.retry(partial(lead.owns, claims, name, identity.owner(name))):
+        identity, disk = NodeIdentity(node_index=0, host="gpu01", job=start), TapedDisk(claims, tape)
+        if not disk.retry(partial(lead.owns, claims, name, identity.owner_facts(name))):
             return
         journal.write(AllocationStarted(allocation=name, agent=LeadingAgent(job=start)))
         folder = SimpleNamespace(claims=claims, pause=SimpleNamespace(exists=lambda: False))
         node = SimpleNamespace(allocation=job.allocation, identity=identity, disk=disk, folder=folder)
-        node.scratch, node.digest = "", lambda: "digest"
+        node.scratch, node.kernel_digest = "", lambda: "digest"
         ending = lead.Leader(node, TapedRanks(tape, witness), journal).run()
         tape.step(lambda: None, word="is done", kind="done")
         journal.write(AllocationEnded(allocation=name, job=start, **ending._asdict(), source="agent"))

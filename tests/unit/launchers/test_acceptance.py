@@ -10,8 +10,8 @@ from tests.unit.allocations import with_launcher
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.cli import run_acceptance
 from ultrabench.cli.run_acceptance import check_equal, check_memory, check_speed, comparable_rates
-from ultrabench.launchers.doctor.acceptance import acceptance_folder, not_accepted, write_acceptance
-from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
+from ultrabench.launchers.doctor.acceptance import acceptance_folder, acceptance_warning, write_acceptance
+from ultrabench.launchers.doctor.check import CheckStatus, failure, success
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, pairs_of, selected_runs
@@ -20,7 +20,7 @@ from ultrabench.sweep.remedy import nothing_fits
 pytestmark = pytest.mark.usefixtures("alone")
 
 H100 = ("sweep=acceptance", "hardware=h100x8", "launcher=slurm", "cluster=local")
-ACCEPTED = passed("x").named("a")
+ACCEPTED = success("x").named("a")
 
 
 @pytest.fixture
@@ -157,16 +157,18 @@ def test_the_selected_runs_are_those_that_add_the_most_new_pairs_one_after_anoth
 def test_a_large_sweep_wants_an_acceptance_run_that_passed():
     large, two, one = (load_config([*H100, f"sweep.nodes={nodes}"]) for nodes in ("[1,16]", "[1,2]", "[1]"))
     folder = acceptance_folder(large) / "now"
-    assert "ultrabench doctor --deep launcher=slurm cluster=local hardware=h100x8" in not_accepted(large)
+    assert "ultrabench doctor --deep launcher=slurm cluster=local hardware=h100x8" in acceptance_warning(
+        large
+    )
     path = write_acceptance(one, [ACCEPTED], folder, 1.0)
-    assert "has no acceptance run" in not_accepted(large), "on one node only"
-    write_acceptance(two, [ACCEPTED, failed("x", "y").named("b")], folder, 1.0)
-    assert "failed its acceptance run (b)" in not_accepted(large)
-    assert not_accepted(replace(large, axes=replace(large.axes, nodes=(8,)))) is None
-    assert not_accepted(replace(large, hardware=replace(large.hardware, simulated=True))) is None
-    assert not_accepted(with_launcher(large, name="local")) is None
+    assert "has no acceptance run" in acceptance_warning(large), "on one node only"
+    write_acceptance(two, [ACCEPTED, failure("x", "y").named("b")], folder, 1.0)
+    assert "failed its acceptance run (b)" in acceptance_warning(large)
+    assert acceptance_warning(replace(large, axes=replace(large.axes, nodes=(8,)))) is None
+    assert acceptance_warning(replace(large, hardware=replace(large.hardware, simulated=True))) is None
+    assert acceptance_warning(with_launcher(large, name="local")) is None
     write_acceptance(two, [ACCEPTED], folder, 1.0)
-    assert not_accepted(large) is None
+    assert acceptance_warning(large) is None
     assert json.loads(path.read_text())["gpu_hours"] == 1.0
     path.write_text("{")
-    assert "has no acceptance run" in not_accepted(large)
+    assert "has no acceptance run" in acceptance_warning(large)

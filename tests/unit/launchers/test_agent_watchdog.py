@@ -43,7 +43,7 @@ class Watch:
     def look(self):
         """Whether the first allocation has to be ended, and why."""
         self.dog.observe(self.held, self.running)
-        return self.dog.frozen_now(self.held[0])
+        return self.dog.new_freeze(self.held[0])
 
     def wait(self, seconds):
         """Looks each second; why the allocation had to be ended, each time it had to."""
@@ -69,19 +69,19 @@ def test_an_agent_that_touches_nothing_is_frozen(watch, grace_s, patience_s):
     assert dog.patience_s == patience_s
     assert watch.look() is None
     assert watch.wait(patience_s) == []
-    assert not dog.silent(NAME)
+    assert not dog.is_silent(NAME)
     watch.touch(watch.journal)
     assert watch.wait(patience_s) == []
     (reason,) = watch.wait(2)
     assert reason.startswith("the agent on gpu03 was frozen for ")
-    assert dog.frozen == {NAME: reason}
-    assert (dog.silent(NAME), dog.silent(NAME, 10.0)) == (True, False)
+    assert dog.freezes == {NAME: reason}
+    assert (dog.is_silent(NAME), dog.is_silent(NAME, 10.0)) == (True, False)
     (again,) = watch.wait(patience_s + 3)  # should ending it have failed, it is found again
-    assert dog.frozen == {NAME: again} != {NAME: reason}
-    assert dog.silent(NAME, 10.0)
+    assert dog.freezes == {NAME: again} != {NAME: reason}
+    assert dog.is_silent(NAME, 10.0)
     watch.touch(watch.journal, 6.0)
     assert watch.wait(patience_s) == [], "it has all the patience again"
-    assert not dog.silent(NAME)
+    assert not dog.is_silent(NAME)
     assert len(watch.wait(2)) == 1
 
 
@@ -89,7 +89,7 @@ def test_an_agent_that_touches_nothing_is_frozen(watch, grace_s, patience_s):
 def test_agents_that_keep_no_journal_are_not_judged(watch, agents):
     watch.of(AllocationState(name=NAME, agents=agents))
     assert watch.wait(3 * LOCAL_S) == []
-    assert watch.dog.silent(NAME), "nor is there a sign that they live"
+    assert watch.dog.is_silent(NAME), "nor is there a sign that they live"
 
 
 def test_allocations_are_watched_apart_and_of_several_starts_the_one_that_moves_counts(watch):
@@ -100,10 +100,10 @@ def test_allocations_are_watched_apart_and_of_several_starts_the_one_that_moves_
         watch.touch(watch.second, 2e9 + n)
         found += watch.wait(1)
     assert "gpu03" in found[0]
-    assert (watch.dog.silent(NAME), watch.dog.silent(other.name)) == (True, False)
-    assert watch.dog.frozen_now(other) is None
+    assert (watch.dog.is_silent(NAME), watch.dog.is_silent(other.name)) == (True, False)
+    assert watch.dog.new_freeze(other) is None
     watch.dog.observe([], RUNNING)
-    assert watch.dog.silent(other.name), "who was not looked at lately shows no sign of life"
+    assert watch.dog.is_silent(other.name), "who was not looked at lately shows no sign of life"
 
 
 def test_the_silence_of_a_suspended_job_proves_nothing_when_it_runs_again(watch):
@@ -120,9 +120,9 @@ def test_a_claim_without_a_journal_is_given_its_time(watch):
     watch.folder.claims.mkdir()
     (watch.folder.claims / NAME).write_text("{}")
     watch.of(AllocationState(name=NAME)).wait(LOCAL_S)
-    assert not watch.dog.silent(NAME)
+    assert not watch.dog.is_silent(NAME)
     watch.wait(2)
-    assert watch.dog.silent(NAME)
+    assert watch.dog.is_silent(NAME)
 
 
 def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN, jobs_of, key_of, open_sweep, todo_of, told
 from tests.unit.allocations import made_of as allocations_of
-from ultrabench.launchers.allocate import shapes
+from ultrabench.launchers.allocate import array_groups
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
@@ -96,7 +96,7 @@ def draft(run, limit_s):
 def test_one_submission_holds_what_is_alike(words, most):
     """In the order of the jobs, and in as few submissions as an array may be long."""
     chosen = [draft(*word) for word in words]
-    arrays = shapes(chosen, most)
+    arrays = array_groups(chosen, most)
     assert sum(map(len, arrays)) == len(chosen)
     for nodes, limit_s in product((1, 2), (300.0, 600.0)):
         own = [a for a in arrays if (a[0].nodes, a[0].limit_s) == (nodes, limit_s)]

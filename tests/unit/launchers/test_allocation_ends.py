@@ -13,7 +13,7 @@ from tests.unit.launchers import played
 from tests.unit.launchers.played import CONTROL, JOB, NAME, OTHERS, Agents, Played, keys, plan, statuses
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
 from ultrabench.result import Status
 from ultrabench.store.claim import claim
@@ -65,10 +65,10 @@ def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
             recorder.record_end(state.allocations[NAME], GONE, state)
         with pytest.raises(OSError, match="Stale"):
             recorder.record_claimed([key], state)
-    assert (statuses(sweep), sweep.state().allocations[NAME].ended, memory.ended) == ({}, None, set())
+    assert (statuses(sweep), sweep.state().allocations[NAME].ended, memory.recorded_ends) == ({}, None, set())
     recorder.record_end(state.allocations[NAME], GONE, state)
     assert statuses(sweep) == {key: Status.NODE_FAIL}
-    assert memory.ended == {(NAME, JOB)}
+    assert memory.recorded_ends == {(NAME, JOB)}
 
 
 # claims of nobody who lives
@@ -113,7 +113,7 @@ def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
 
 def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     """The journal of the launcher that submitted it was lost: its job may run."""
-    by = {"user": origin()["user"], "cluster": "big", "host": "login7"}
+    by = {"user": own_origin()["user"], "cluster": "big", "host": "login7"}
     (allocation,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
     allocation.write()
     agents = Agents(sweep, allocation.name).start()
@@ -122,7 +122,7 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     launcher = Played()
     reconciler = played.reconciler_of(sweep, launcher)
     for _ in range(4):
-        assert reconciler.once()[1]
+        assert reconciler.run_once()[1]
     (planned,) = events_of(sweep.folder, "allocation_planned")
     assert (planned.allocation, planned.by, planned.limit_s) == (allocation.name, by, allocation.limit_s)
     assert [*planned.tasks] == keys(allocation)
@@ -143,7 +143,7 @@ def test_what_was_refused_is_over_for_launchers_of_other_clusters_too(sweep):
     refused = {name: state.ended for name, state in sweep.state().allocations.items()}
     assert set(refused.values()) == {"not submitted: sbatch does not take it"}
     elsewhere = Played(lambda allocation: Agents(sweep, allocation.name).start().end(ran=keys(allocation)))
-    elsewhere.by = origin("small")
+    elsewhere.origin = own_origin("small")
     played.reconciler_of(sweep, elsewhere).run()
     assert set(statuses(sweep).values()) == {Status.OK}
     assert {allocation.name for allocation in elsewhere.taken}.isdisjoint(refused)
@@ -184,7 +184,7 @@ def dead_end_of(sweep, ends, max_jobs):
             sweep.journal.write(Submitting(allocation=name, token="t"))
         ran = [tasks[kind == "a"]] if kind in "cwa" else []
         Agents(sweep, name).start().end(codes.get(kind, EndCode.OTHER), ran=ran)
-    launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
+    launch = Launch(name=sweep.journal.name, by=own_origin("big"), excused=excused)
     limits = JobLimits(max_jobs=max_jobs)
     dead_end = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
     return dead_end and (dead_end.num_allocations, dead_end.missing_run)
@@ -213,10 +213,10 @@ def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
     launcher = Played(max_jobs=1)
     reconciler = played.reconciler_of(sweep, launcher)
     for generation in range(2, 12, 2):
-        reconciler.once()
+        reconciler.run_once()
         sweep.journal.write(Pause(generation=generation, on=True))
         launcher.ended_jobs[launcher.taken[-1].name] = JobEnd(status=Status.CANCELLED, reason="cancelled")
-        assert not reconciler.once()[1]
+        assert not reconciler.run_once()[1]
         sweep.journal.write(Pause(generation=generation + 1, on=False))
     assert len(launcher.taken) == 5
 
@@ -229,18 +229,18 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     launcher = Played()
     reconciler = played.reconciler_of(sweep, launcher, say=notes.append)
-    reconciler.once()
+    reconciler.run_once()
     (allocation,) = launcher.taken
     sweep.journal.write(Cancel(generation=2))
     launcher.refusals = 2
     for tries in range(1, 5):
-        assert reconciler.once()[1], "something is left"
-        assert reconciler.once()[1]
+        assert reconciler.run_once()[1], "something is left"
+        assert reconciler.run_once()[1]
         assert launcher.cancelled == [[allocation.name]] * tries
         clock[0] += CANCEL_PAUSE_S
     assert notes == ["cannot cancel: scancel: no answer; retrying until the jobs have ended"]
     Agents(sweep, allocation.name).start().end()
-    assert not reconciler.once()[1]
+    assert not reconciler.run_once()[1]
     assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)
 
 
@@ -251,7 +251,7 @@ def test_a_job_that_ends_while_slurm_is_asked_still_holds_its_nodes(sweep):
     """The answer is from before its end, so that nobody knows whether its nodes are free."""
     launcher = Played(max_jobs=1)
     reconciler = played.reconciler_of(sweep, launcher)
-    reconciler.once()
+    reconciler.run_once()
     (allocation,) = launcher.taken
     agents, observe = Agents(sweep, allocation.name).start(), launcher.observe
 
@@ -261,25 +261,25 @@ def test_a_job_that_ends_while_slurm_is_asked_still_holds_its_nodes(sweep):
         return jobs
 
     launcher.observe = ends_meanwhile
-    assert reconciler.once()[1]
+    assert reconciler.run_once()[1]
     assert launcher.taken == [allocation], "its nodes may be in use"
     launcher.observe = observe
-    reconciler.once()
+    reconciler.run_once()
     assert len(launcher.taken) == 2
 
 
 def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     launcher = Played()
     reconciler = played.reconciler_of(sweep, launcher)
-    reconciler.once()
+    reconciler.run_once()
     (allocation,) = launcher.taken
     launcher.timed = {allocation.name: 130.0}
-    reconciler.once()
+    reconciler.run_once()
     assert events_of(sweep.folder, "allocation_ended") == [], "it has not ended"
     Agents(sweep, allocation.name).start().end(ran=keys(allocation)[:1])
-    reconciler.once()
+    reconciler.run_once()
     launcher.timed = {}
-    reconciler.once()
+    reconciler.run_once()
     state = sweep.state().allocations[allocation.name]
     assert (state.ended, state.held_s, state.timed) == ("all tasks done", 130.0, True)
     (end,) = (e for e in events_of(sweep.folder, "allocation_ended") if e.source == "slurm")

@@ -125,7 +125,7 @@ def test_the_folder_of_a_checkup_goes_with_all_that_was_made_for_it(tmp_path):
         assert (report["same_folder"], report["own_claim_seen"]) == (False, False)
     assert list(tmp_path.iterdir()) == []
     with checkup_folder(config) as (folder, _):
-        folder.keep = True
+        folder.is_kept = True
     assert (folder.path / "request.json").is_file()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.patience import slowness, wait_until
 from ultrabench.launchers import local
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
@@ -51,7 +51,7 @@ def launcher(folder, monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", GRACE_S)
     monkeypatch.setattr(local, "STOP_PATIENCE_S", 0.1 * slowness())
     made = LocalLauncher(folder)
-    assert made.by == origin() | {"cluster": ""}
+    assert made.origin == own_origin() | {"cluster": ""}
     return made
 
 

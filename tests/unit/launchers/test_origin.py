@@ -10,7 +10,7 @@ from tests.sweep_folder import events_of
 from tests.unit.launchers.played import Agents, Played, keys, plan, statuses, sweep
 from ultrabench.launchers import launcher as launcher_module
 from ultrabench.launchers.allocation_ends import interrupt
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.processes import own_name
 from ultrabench.result import Status
@@ -28,14 +28,14 @@ THEIRS = "n1-0000bbbb.0"
 
 def test_this_user_on_this_host_is_the_origin(monkeypatch):
     host = socket.gethostname().split(".")[0]
-    assert origin("big") == {"user": own_name(), "cluster": "big", "host": host}
+    assert own_origin("big") == {"user": own_name(), "cluster": "big", "host": host}
     inode = os.stat("/proc/self/ns/pid").st_ino
     monkeypatch.setattr(launcher_module, "FIRST_PID_NAMESPACE", inode)
-    assert origin() == {"user": own_name(), "cluster": "", "host": host}
+    assert own_origin() == {"user": own_name(), "cluster": "", "host": host}
     # Of processes in a container those outside, and in others of the same name, see nothing.
     monkeypatch.setattr(launcher_module, "FIRST_PID_NAMESPACE", inode + 1)
-    assert origin()["host"] == f"{host}:{inode}"
-    assert origin("big")["host"] == host
+    assert own_origin()["host"] == f"{host}:{inode}"
+    assert own_origin("big")["host"] == host
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ class Watched:
 
     def once(self, after=0.0):
         self.clock[0] += after
-        return self.reconciler.once()[1]
+        return self.reconciler.run_once()[1]
 
     def starts(self, name=THEIRS, **job):
         return Agents(self.sweep, name, **job).start()

@@ -11,7 +11,7 @@ from tests.configs import refused
 from tests.unit.allocations import with_launcher
 from tests.unit.launchers.conftest import CONFIG, PARTITIONS, UNENFORCED
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.choose import PARTITION_DIVISOR, node_share
+from ultrabench.launchers.choose import PARTITION_DIVISOR, max_sweep_nodes
 from ultrabench.launchers.slurm.site import Limits, Partition, Site
 
 NODES = """hopper|1|16|2000|down*|gpu:h100:8
@@ -125,7 +125,7 @@ def wanting(*nodes, **launcher):
      ((2,), 8, {"max_nodes_per_user": 2}, 2), ((4,), None, {"max_nodes": 4, "max_nodes_per_user": 100}, 4)],
 )  # fmt: skip
 def test_what_a_sweep_may_hold(nodes, asked, limits, share):
-    assert node_share(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits)) == share
+    assert max_sweep_nodes(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits)) == share
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_a_sweep_may_hold(nodes, asked, limits, share):
 )  # fmt: skip
 def test_what_cannot_be_had_is_said_before_anything_is_submitted(nodes, asked, limits, told):
     with refused(told):
-        node_share(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits))
+        max_sweep_nodes(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits))
 
 
 SOME = st.none() | st.integers(1, 40)
@@ -154,7 +154,7 @@ def test_every_size_of_a_sweep_can_be_submitted(nodes, asked, total, most, user)
     limits = replace(HOPPER, total_nodes=total, max_nodes=most, max_nodes_per_user=user)
     possible = max(nodes) <= min(n for n in (total, most, user) if n is not None)
     try:
-        share = node_share(wanting(*nodes, max_nodes=asked), limits)
+        share = max_sweep_nodes(wanting(*nodes, max_nodes=asked), limits)
     except ConfigError:
         assert not possible or max(nodes) > (asked or max(1, total // PARTITION_DIVISOR))
         return

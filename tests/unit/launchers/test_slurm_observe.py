@@ -8,9 +8,9 @@ import pytest
 
 from tests.unit.allocations import with_launcher
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.launcher import origin
+from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.slurm import launcher as slurm_module
-from ultrabench.launchers.slurm.job import SlurmJob, find
+from ultrabench.launchers.slurm.job import SlurmJob, find_job
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, STUCK_S, SlurmLauncher
 from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
@@ -53,7 +53,9 @@ class Slurm:
         self.asked += jobs
 
         def job_of(job_id, ours):
-            return find({i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}, job_id)
+            return find_job(
+                {i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}, job_id
+            )
 
         return {job_id: job for job_id, ours in jobs.items() if (job := job_of(job_id, ours))}
 
@@ -97,7 +99,7 @@ def slurm(tmp_path, monkeypatch):
     made = Slurm(tmp_path)
     monkeypatch.setattr(slurm_module, "time", made)
     made.submitted(A)
-    assert made.launcher.by == origin("slurm")
+    assert made.launcher.origin == own_origin("slurm")
     return made
 
 
@@ -157,7 +159,7 @@ def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where,
 @pytest.mark.parametrize("job_id", ["57_0", None])
 def test_without_accounting_a_missing_job_is_lost(slurm, job_id, other):
     """A row about another job with the same id says nothing."""
-    slurm.launcher.by["cluster"] = "alps"
+    slurm.launcher.origin["cluster"] = "alps"
     slurm.submitted(A, job_id)
     slurm.held[A].submitting_at = 2e6
     slurm.known = rows(("57_0", "OUT_OF_MEMORY"), **other) if other else {}

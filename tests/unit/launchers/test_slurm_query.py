@@ -13,7 +13,7 @@ from tests.patience import slowness, wait_until
 from tests.unit.launchers.conftest import Programs
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import query as query_module
-from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, duration_s, find, squeue_jobs
+from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, duration_s, find_job, squeue_jobs
 from ultrabench.launchers.slurm.query import CommandError, SlurmQuery, ask
 from ultrabench.processes import start_time
 
@@ -176,8 +176,12 @@ def test_variables_that_change_the_programs_are_left_out(slurm, monkeypatch, tmp
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETED", "CANCELLED"])
 def test_only_a_cancelled_array_speaks_for_its_elements(state):
     jobs = squeue_jobs(f"57|57|{state}|0:00||None|ub-e\n57_0|58|RUNNING|0:09|gpu01|None|ub-e\n")
-    assert (jobs["57"].job_id, find(jobs, "57_0").state, find(jobs, "58_3")) == ("57", "RUNNING", None)
-    cancelled = find(jobs, "57_3")
+    assert (jobs["57"].job_id, find_job(jobs, "57_0").state, find_job(jobs, "58_3")) == (
+        "57",
+        "RUNNING",
+        None,
+    )
+    cancelled = find_job(jobs, "57_3")
     assert (cancelled and cancelled.job_id) == ("57_3" if state == "CANCELLED" else None)
 
 

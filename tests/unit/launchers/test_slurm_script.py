@@ -12,7 +12,7 @@ import pytest
 from tests.configs import refused
 from tests.unit.allocations import CONFIG, jobs_of, open_sweep, with_launcher
 from tests.unit.allocations import made_of as allocations_of
-from ultrabench.launchers.slurm.launcher import inherited
+from ultrabench.launchers.slurm.launcher import inherited_env
 from ultrabench.launchers.slurm.script import array_name, array_script, require_plain
 from ultrabench.sweep.config.load import load_config
 
@@ -168,4 +168,4 @@ OTHERS = [
 )  # fmt: skip
 def test_jobs_inherit_what_programs_need_and_what_is_asked_for(more, taken):
     environ = {name: f"value of {name}" for name in (*NEEDED, *OTHERS)}
-    assert inherited(environ, more) == {name: environ[name] for name in (*NEEDED, *taken)}
+    assert inherited_env(environ, more) == {name: environ[name] for name in (*NEEDED, *taken)}

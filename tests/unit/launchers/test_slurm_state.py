@@ -1,6 +1,6 @@
 import pytest
 
-from ultrabench.launchers.slurm.states import Phase, meaning, pending_remedy
+from ultrabench.launchers.slurm.states import Phase, job_state, pending_remedy
 from ultrabench.result import Status
 
 QUEUED, RUNNING, HELD, OVER = Phase.QUEUED, Phase.RUNNING, Phase.HELD, Phase.OVER
@@ -20,14 +20,14 @@ STATES = {
 
 @pytest.mark.parametrize(("word", "told"), [(word, told) for told in STATES for word in STATES[told]])
 def test_every_state_has_a_phase_and_the_status_of_what_it_left(word, told):
-    found = meaning(word)
+    found = job_state(word)
     assert (found.phase, found.status) == told
     assert "not known" not in found.note
 
 
 @pytest.mark.parametrize(("word", "named"), [("COMPLET+", "COMPLET+"), ("  ", "(none)"), ("?", "?")])
 def test_an_unknown_state_may_still_hold_nodes(word, named):
-    assert meaning(word) == (RUNNING, f"is in state {named}, which ultrabench does not know", None, False)
+    assert job_state(word) == (RUNNING, f"is in state {named}, which ultrabench does not know", None, False)
 
 
 REMEDIES = {

@@ -123,8 +123,10 @@ def test_every_kind_of_event_is_damaged_below():
 @pytest.mark.parametrize("event", EVERY_EVENT, ids=lambda e: NAMES[type(e)])
 def test_a_damaged_field_breaks_nothing(event):
     line = written(event)
-    with_values = replace(event, spec={}) if NAMES[type(event)] == "claimed" else event
-    values = to_dict(with_values) | json.loads(encode(line))  # with all fields, which earlier versions wrote
+    with_variant_env = replace(event, spec={}) if NAMES[type(event)] == "claimed" else event
+    values = to_dict(with_variant_env) | json.loads(
+        encode(line)
+    )  # with all fields, which earlier versions wrote
     assert encode(written(decode(json.dumps(values).encode()).event)) == encode(line)
     damaged = [{k: v for k, v in values.items() if k != field} for field in values]
     damaged += [values | {field: junk} for field in values.keys() - {"v"} for junk in JUNK]

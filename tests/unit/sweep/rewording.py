@@ -85,14 +85,14 @@ def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupt
     """How an allocation ends, in the words of the agent."""
     limits = {"limit_s": 0.0 if late else float("inf"), "warning_s": 0.0}
     allocation = SimpleNamespace(name="n1", window=window, kernel_digest="digest", **limits)
-    identity = SimpleNamespace(host="gpu01", job=None, owner=lambda name: {})
-    node = SimpleNamespace(allocation=allocation, identity=identity, digest=lambda: "other")
+    identity = SimpleNamespace(host="gpu01", job=None, owner_facts=lambda name: {})
+    node = SimpleNamespace(allocation=allocation, identity=identity, kernel_digest=lambda: "other")
     node.disk = SimpleNamespace(retry=lambda action: action())
     node.folder = SimpleNamespace(pause=SimpleNamespace(exists=lambda: paused))
     group = SimpleNamespace(listen=lambda seconds: None, end_reason=interrupted)
     leader = Leader(node, group, journal=None)
-    leader._results = [(None, RunResult(status=Status.INVALID, cause=UNMEASURED))] if unmeasured else []
-    return leader._not_now(SimpleNamespace(limit_s=60.0, predicted_duration_s=1.0))
+    leader._task_results = [(None, RunResult(status=Status.INVALID, cause=UNMEASURED))] if unmeasured else []
+    return leader._why_not_now(SimpleNamespace(limit_s=60.0, predicted_duration_s=1.0))
 
 
 ENDINGS = [

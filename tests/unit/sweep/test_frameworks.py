@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from tests.unit.sweep.test_other_kernels import CHANGES, spec_of, with_values
+from tests.unit.sweep.test_other_kernels import CHANGES, spec_of, with_variant_env
 from ultrabench.cli.sweep.show_as import not_expressed, spec_for_kernel, with_precision
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -26,7 +26,7 @@ framework_of = functools.cache(load_framework)
 
 def shown(name, **more):
     """The file of a framework for a run, and what it does not express."""
-    framework, spec = framework_of(name), with_values(USUAL, more)
+    framework, spec = framework_of(name), with_variant_env(USUAL, more)
     there = with_precision(framework.kernel, spec.kernel.precision)
     words = fill_in(spec_for_kernel(spec, there), AttemptKey("x", 0, 0), CONFIG.measure)
     return text_of(words, framework.file), [*not_expressed(spec, there, framework.elsewhere)]

@@ -12,8 +12,8 @@ from tests.sweep_folder import ended
 from tests.unit import allocations
 from tests.unit.sweep.test_adaptive import state_of
 from ultrabench.agent.lead import may_fit
-from ultrabench.agent.ranks.node import with_values
-from ultrabench.launchers.allocate import shapes
+from ultrabench.agent.ranks.node import with_variant_env
+from ultrabench.launchers.allocate import array_groups
 from ultrabench.launchers.open_sweep import (
     require_same,
     require_same_batches,
@@ -79,7 +79,7 @@ def test_commands_and_variables_are_those_of_the_variant():
     words = fill_in(run.spec, AttemptKey(run.run_id, 0, 0), ALL.config.measure)
     assert words == ["train", f"--tp={run.layout.tp}", "--etp=2", "--overlap"]
     assert run.spec.label().endswith(" ALGO=Ring overlap=on etp=2")
-    assert with_values({"ALGO": "Tree", "A": "1"}, {"ALGO": None}) == {"A": "1"}
+    assert with_variant_env({"ALGO": "Tree", "A": "1"}, {"ALGO": None}) == {"A": "1"}
     facts = {"variables": {"ALGO": "Ring", "B": "2"}}
     varied = env_id(facts, run.spec.kernel, "d", {"ALGO"})
     assert varied == env_id({"variables": {"B": "2"}}, run.spec.kernel, "d")
@@ -118,7 +118,7 @@ def test_places_have_allocations_of_their_own_whose_agents_run_there():
         [("a.sqsh", "/a/python")], [("b.sqsh", "/a/python")],
     ]  # fmt: skip
     jobs = [PlannedJob(attempts=tuple(group), control=None, limit_s=60.0, gpu_hours=1.0) for group in groups]
-    assert len(shapes(jobs, 100)) == 2
+    assert len(array_groups(jobs, 100)) == 2
     assert len({control.run_id for control in controls(places).values()}) == 2
     first = allocations.first_allocations(allocations.open_sweep("unused"))[0]
     task = replace(first.tasks[0], spec=places.runs[0].spec)

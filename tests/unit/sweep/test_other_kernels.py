@@ -128,7 +128,7 @@ def spec_of(layout, shape, kernel, seq_len=4096):
     return RunSpec(layout=layout, shape=shape, workload=workload, kernel=kernel, **place)
 
 
-def with_values(spec, values):
+def with_variant_env(spec, values):
     """The run with other values of axes, sizes, batch and options of the kernel, on as many GPUs as it then needs."""
     records = {name: getattr(spec, name) for name in ("layout", "shape", "workload", "kernel")}
     changed = {
@@ -254,7 +254,7 @@ def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework
 
     def shown(**more):
         layout = Layout(dp=2, tp=2, gas=4, zero_stage=zero_stage)
-        spec = with_values(spec_of(layout, shape, KernelConfig(name="x", precision="bf16")), more)
+        spec = with_variant_env(spec_of(layout, shape, KernelConfig(name="x", precision="bf16")), more)
         return command_of(spec, config), list(not_expressed(spec, kernel))
 
     assert shown()[1] == []

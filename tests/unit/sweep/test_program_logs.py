@@ -46,7 +46,7 @@ def read_log(kernel, lines):
             pattern = compile_pattern(option, text)
             for line in filter(None, (parse_log_line(line, pattern, 4096, option) for line in lines)):
                 if line["event"] == OBSERVED_EVENT:
-                    progress.observe(line)
+                    progress.record_observed(line)
                 else:
                     steps.append(line)
     return steps, progress

@@ -19,7 +19,7 @@ from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
-from ultrabench.launchers.doctor.acceptance import not_accepted
+from ultrabench.launchers.doctor.acceptance import acceptance_warning
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
@@ -72,7 +72,7 @@ def run_launch(
     if config.launcher.name == "local":
         ask_for_this_machine(plan, price, yes)
     else:
-        if acceptance_note := not_accepted(config):
+        if acceptance_note := acceptance_warning(config):
             warn(acceptance_note)
         max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
     sweep = open_sweep(
@@ -131,7 +131,7 @@ def follow(
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
             reconciler.recorder.withdraw(replaced_jobs, f"taken over by {own_name()}")
-            state = reconciler.once()[0] if detach else reconciler.run()
+            state = reconciler.run_once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as interruption:
         signal_number = int((*interruption.args, signal.SIGINT)[0])
         if ends_jobs:
@@ -139,14 +139,14 @@ def follow(
             return 128 + signal_number
         return _report_interruption(sweep, launcher, signal_number, display_name)
     _set_handler(signal.SIG_DFL, caught_signals)  # the rest takes only a moment
-    if detach and reconciler.memory.submitted:
-        fact = f"Submitted {counted(reconciler.memory.submitted, 'job')}; later ones need a launcher"
+    if detach and reconciler.memory.num_submitted:
+        fact = f"Submitted {counted(reconciler.memory.num_submitted, 'job')}; later ones need a launcher"
         say(f"{fact}: ultrabench sweep resume {display_name} (same user, any login node of the cluster)")
         return 0
     progress = progress_of(config.name, runs, state, config.hardware.device)
     show(panel(progress, is_active=False), stderr=stderr)
     say(*launch_differences(state, {run.run_id for run in runs}, old_settled_ids))
-    if reconciler.stopped:
+    if reconciler.stop_reason:
         if state.cancelled and config.launcher.name == "local":
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
         _print_stop_reason(reconciler, state, display_name)
@@ -162,7 +162,7 @@ def follow(
 
 def _print_stop_reason(reconciler: Reconciler, state: SweepState, display_name: str) -> None:
     """Prints why a sweep stopped and, if it is over its budget, the command that continues it."""
-    say(f"stopped: {reconciler.stopped}")
+    say(f"stopped: {reconciler.stop_reason}")
     if reconciler.over_budget:
         plan = reconciler.sweep.plan
         budget = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * price_of(plan, state).gpu_hours
@@ -212,7 +212,7 @@ def _ask_to_replace_jobs(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     Jobs of others are never replaced without asking. Those that already run are waited for.
     """
     waiting_allocations = (a for a in sweep.state().allocations.values() if a.ended is None and not a.agents)
-    hidden_allocations = [a for a in waiting_allocations if not sees(launcher.by, a.by)]
+    hidden_allocations = [a for a in waiting_allocations if not sees(launcher.origin, a.by)]
     if not hidden_allocations or not can_ask():
         return []
     owners = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in hidden_allocations}

@@ -14,9 +14,9 @@ from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, pri
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.allocate import allocations, shapes
+from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.choose import require_max_nodes
-from ultrabench.launchers.open_sweep import accepted, folder_of, in_force, require_same, require_same_launch
+from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
@@ -87,7 +87,7 @@ def show_plan(
                 peak_rate = {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
             require_same_launch(state, config, folder.path)
             if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
-                accepted(config, {}, state, None)
+                acceptance(config, {}, state, None)
         require_local(config)
         require_max_nodes(config)
         require_program(config)
@@ -303,7 +303,7 @@ def print_script(overrides: list[str]) -> None:
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
     plan = within_limit(plan_with_bar(config))
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
-    first_jobs = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
+    group = array_groups(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     token, digest = uuid.uuid4().hex, config.kernel.digest()
-    array = allocations(plan, folder_of(config), first_jobs, token=token, by={}, kernel_digest=digest)
+    array = make_allocations(plan, folder_of(config), group, token=token, origin={}, kernel_digest=digest)
     sys.stdout.write(array_script(array, config))

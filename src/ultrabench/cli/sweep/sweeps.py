@@ -13,7 +13,7 @@ from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
 from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
-from ultrabench.launchers.allocation_ends import living, open_allocations
+from ultrabench.launchers.allocation_ends import live_allocations, open_allocations
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.local import GRACE_S
 from ultrabench.record import value_from
@@ -163,7 +163,7 @@ def _require_idle(folder: SweepFolder, participle: str) -> None:
     if not user_texts and open_allocations(state):
         config = launched_config(folder, state)
         launcher = choose_launcher(config, folder)  # it must know the cluster, to tell its jobs from others
-        jobs = living(launcher, state, GRACE_S + config.launcher.grace_s + launcher.rest_s)
+        jobs = live_allocations(launcher, state, GRACE_S + config.launcher.grace_s + launcher.look_pause_s)
         user_texts = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
     if user_texts:
         rule = f"only an idle sweep can be {participle}"
