@@ -20,7 +20,7 @@ from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.attempts import contenders
+from ultrabench.sweep.running.attempts import contender_ids
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.progress import progress_of
 
@@ -65,7 +65,7 @@ def best_by_answer(folder):
     columns = {name: decoded(held) for name, held in document(table, public=False)["columns"].items()}
     pages = zip(columns["cell"], columns["rank"], columns["nodes"], columns["run_id"], strict=True)
     boards = [board for board in leaderboard(table) if board and board[0]["best"]]
-    near = contenders(runs, for_answers(state), "cuda")
+    near = contender_ids(runs, for_answers(state), "cuda")
     best = {cell.nodes: cell.run_id for cell in rank(table) if cell.run_id}
     ranked = sorted((c, place, n, i) for c, place, n, i in pages if place is not None)
     firsts = {nodes: run_id for _, _, nodes, run_id in reversed(ranked)}
