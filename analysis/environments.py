@@ -125,7 +125,7 @@ def _variable_texts(variables_by_id: Mapping[str, Mapping[str, str]], env_id: st
 
 
 def differing(table_a: pa.Table, table_b: pa.Table) -> dict[str, tuple[str, str]]:
-    """Column of _CONTEXT -> its values in the tables A and B, where these differ."""
+    """Column of _CONTEXT_COLUMNS -> its values in the tables A and B, where these differ."""
     values_by_column = {}
     for name in _CONTEXT_COLUMNS:
         distinct_values = (table[name].drop_null().unique().to_pylist() for table in (table_a, table_b))

@@ -320,7 +320,9 @@ def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line],
     failed = {key.partition(":")[0] for key, result in results.items() if result["status"] == "fail"}
     show(*(f"{step} failed; look at: {look}" for step, look in LOOK.items() if step in failed))
     if left := [line.estimate_s for key, line in lines.items() if key not in results]:
-        show(f"left: {counted(len(left), 'line')}, {duration_text(sum(left))}; the same command continues")
+        show(
+            f"left: {counted(len(left), 'line')}, about {duration_text(sum(left))}; the same command continues"
+        )
     if empty := [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]:
         show(f"not run: {', '.join(empty)} (links and schedules need 2 GPUs, speeds 8 of them)")
 

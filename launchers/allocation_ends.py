@@ -29,7 +29,7 @@ class LaunchMemory:
     """What a launch remembers from one look at its allocations to the next."""
 
     launch: Launch = NO_LAUNCH
-    """What does not change with every look; `ended_s` follows from `ended_at` at each decision."""
+    """What does not change with every look; `since_end_s` follows from `ended_at` at each decision."""
     num_submitted: int = 0
     """Number of allocations submitted by this launch."""
     ended_at: dict[AttemptKey, float] = field(default_factory=dict)

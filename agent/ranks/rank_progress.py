@@ -112,7 +112,7 @@ class RankProgress:
 
 
 class MeasuredPhase:
-    """Whether the ranks of a node are in measured steps, by the same rule as `RankProgress.measured_steps`."""
+    """Whether the ranks of a node are in measured steps, by the same rule as `RankProgress.measured_step_times_s`."""
 
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps, self._num_steps_by_rank = warmup_steps, Counter[int]()

@@ -59,7 +59,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
     frame = frame.assign(
         **number_columns,
         nodes=frame["nodes"].astype(int),
-        place=pd.Series({s.repeat: s.place for s in standings}, dtype=float),
+        place_in_cell=pd.Series({s.repeat: s.place for s in standings}, dtype=float),
         **interval_ends.reindex(frame.index),
         may_win=frame.index.isin([s.repeat for s in standings if s.may_win]),
     )
@@ -74,7 +74,7 @@ def ok_runs(frame: pd.DataFrame) -> pd.DataFrame:
     Raises:
         ConfigError: no run of a model ended ok with a speed.
     """
-    runs = frame[frame["place"].notna() & (frame["tokens_per_s_per_gpu"] > 0)]
+    runs = frame[frame["place_in_cell"].notna() & (frame["tokens_per_s_per_gpu"] > 0)]
     if not len(runs):
         problem_text = f"{counted(len(frame), 'row')}, none of an ok run with a speed"
         raise ConfigError(problem_text, "see why: ultrabench plot failures")

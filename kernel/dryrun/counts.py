@@ -80,10 +80,10 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls_and_bytes = defaultdict[str, list[int]](lambda: [0, 0])
-        meshes = [expert_mesh, mesh] if expert_mesh else [mesh]
-        axes_and_groups = [(axis, m.get_group(axis)) for m in meshes for axis in m.mesh_dim_names or ()]
-        axes_and_groups += [("cp", cp_group)] if cp_group else []
-        self._axis_by_group: dict[Any, str] = {str(group.group_name): axis for axis, group in axes_and_groups}
+        group_by_axis = {a: m.get_group(a) for m in (expert_mesh, mesh) if m for a in m.mesh_dim_names or ()}
+        self._axis_by_group: dict[Any, str] = {
+            str(group.group_name): axis for axis, group in {**group_by_axis, "cp": cp_group}.items() if group
+        }
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a collective."""

@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
 
 
 def require_few_values(path: Path) -> None:
-    """Raises ConfigError if the aliases of a YAML file stand for more than MAX_VALUES values."""
+    """Raises ConfigError if the aliases of a YAML file stand for more than MAX_YAML_VALUES values."""
     values_by_node: dict[int, int] = {}
 
     def num_values_of(node: yaml.Node | None) -> int:

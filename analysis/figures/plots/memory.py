@@ -169,7 +169,7 @@ def _plan_values(runs: pd.DataFrame, settings: Arguments) -> dict[str, list[Any]
     if not len(runs):
         settings_text = " ".join(f"{name}={value}" for name, value in settings.items())
         raise ConfigError(f"no layout of the plan has {settings_text}", "choose other values")
-    best_run = runs.sort_values("place", kind="stable").iloc[0]
+    best_run = runs.sort_values("place_in_cell", kind="stable").iloc[0]
     values_by_argument = {}
     for name in (*_CELL_ARGUMENTS, *AXES):
         is_neutral = name in ADDED_LATER and best_run[name] == NEUTRAL[name]

@@ -44,7 +44,7 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     runs = runs.astype({axis: int}).assign(line=0 if axis == "nodes" else runs["nodes"])
     if axis == "tp":
         runs["line"] += 0.5 * (runs["sequence_parallel"] == "off")
-    runs = runs.sort_values("place", kind="stable")
+    runs = runs.sort_values("place_in_cell", kind="stable")
     runs["is_best"] = ~runs.duplicated(["panel", "line", axis])
     differing_names = {axis, *_FOLLOWERS.get(axis, "").split(" and ")}
     equal_columns = [name for name in ("nodes", *AXES) if name not in differing_names]

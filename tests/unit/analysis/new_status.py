@@ -48,7 +48,7 @@ from ultrabench.result import Status  # noqa: E402
 from ultrabench.store.journal import read_journal  # noqa: E402
 from ultrabench.store.state import fold  # noqa: E402
 from ultrabench.store.sweep_json import read_sweep_json  # noqa: E402
-from ultrabench.sweep.config.sweep_config import ATTEMPTS, RetryPolicy  # noqa: E402
+from ultrabench.sweep.config.sweep_config import ATTEMPT_KEYS, RetryPolicy  # noqa: E402
 from ultrabench.sweep.plan_table import read_rows, runs_of  # noqa: E402
 from ultrabench.sweep.running.progress import progress_of  # noqa: E402
 from ultrabench.sweep.running.retry import decide_retry  # noqa: E402
@@ -63,7 +63,7 @@ def places(folder):
     runs = [*runs_of(head, read_rows(sweep.plan, runs_only=True), state)]
     now = progress_of("s", runs, state, "cuda")
     pauses = {"backoff_s": 30.0, "backoff_max_s": 60.0, "breaker": 10}
-    attempts = dict.fromkeys(ATTEMPTS, 1)
+    attempts = dict.fromkeys(ATTEMPT_KEYS, 1)
     policy = RetryPolicy(attempts=attempts, **pauses, max_excluded=8, forgive=(), causes={})
     decision = decide_retry([*state.attempts.values()], policy)
     other = row("b", mbs=2, gas=16)

@@ -71,3 +71,14 @@ def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, wor
     takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
     if takes_overrides and not any(start in word for word in overrides for start in NOT_HERE):
         load_config(with_full_keys(overrides) if path == ["recommend"] else overrides)
+
+
+def test_the_names_in_contributing_stand_in_the_files_of_their_row():
+    missing, num_names = [], 0
+    for row in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines():
+        if row.startswith("| "):
+            linked = re.findall(r"\]\(([^)#]+\.(?:py|js))\)", row)
+            text, names = "".join((ROOT / path).read_text() for path in linked), re.findall(r"`(\w+)`", row)
+            num_names += len(names)
+            missing += [f"{name}: {row}" for name in names if not re.search(rf"\b{name}\b", text)]
+    assert num_names > 30 and not missing
