@@ -147,7 +147,7 @@ class FakeGpu:
 def run_on(gpu):
     """Builds and measures a run on a fake GPU; all steps are recorded in its `reports`."""
     report = SimpleNamespace(
-        enter=lambda *_: None, phase=lambda _: None, microbatch=None,
+        enter_part=lambda *_: None, phase=lambda _: None, microbatch=None,
         write=lambda event, **facts: gpu.reports.append({"event": event, **facts}),
     )  # fmt: skip
     spec = SimpleNamespace(layout=SimpleNamespace(recompute="none"), compiles=False, tokens_per_step=1)
