@@ -11,6 +11,9 @@ The peak of a rank is the largest sum over the moments of a step of
 Symbols: n parameters of the rank (whole, cut by tp only), D shards, P parameters of a group that is gathered and
 reduced at once, T tokens of a micro-batch on the ranks of tp, t = T/tp. w is the size of a number in forward and
 backward; masters, moments and sums of gradients have 4 bytes. docs/design/prediction.md derives the terms.
+
+Names hold bytes, but whole, shard, size, reduced, finished, gathered, first, last and following count parameters. In the
+functions, m is the micro-batch and p is a stage of the rank.
 """
 
 from collections.abc import Iterator
@@ -95,8 +98,8 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
 
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
-    targets = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
-    return tuple(_state_bytes(spec, params) + targets for _, params in params_of_ranks(spec, EVERY))
+    target_bytes = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
+    return tuple(_state_bytes(spec, params) + target_bytes for _, params in params_of_ranks(spec, EVERY))
 
 
 def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
@@ -105,14 +108,14 @@ def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
     They are a route that follows from positions, and balance and counts of each router.
     """
     shape, layout, kernel = spec.shape, spec.layout, spec.kernel
-    scale = 24.0 if kernel.precision == "fp64" else 12.0
-    state = sum([scale * p.size.shard + 4 * p.size.tensors for p in params])
+    param_bytes = 24.0 if kernel.precision == "fp64" else 12.0
+    state = sum([param_bytes * p.size.shard + 4 * p.size.tensors for p in params])
     if shape.num_experts:
         # Orders of the rows before and after their way to the experts, where routes do not change.
-        orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
-        state += 8 * orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
-        routers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in params)
-        state += 12 * shape.num_experts * routers
+        num_orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
+        state += 8 * num_orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
+        num_routers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in params)
+        state += 12 * shape.num_experts * num_routers
     return state
 
 
@@ -130,7 +133,7 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
     stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
     load_bytes = (
         *stored, *(_halfway(m, p.layers) if _is_halved(spec, p) else m.hidden for p in params),
-        *(4 * p.size.whole for p in params), *(w * _unsummed(p) for p in params),
+        *(4 * p.size.whole for p in params), *(w * _num_unsummed(p) for p in params),
         *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
@@ -139,11 +142,11 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
             continue  # it needs less than the backward
         load = max([[*map(mul, counts, load_bytes)] for counts in work_loads], key=sum)
-        summed, is_later = p.size.shard if sums_shards else p.size.whole, work.has_sums or work.unsummed != 0
-        sum_bytes = 4.0 * summed * work.has_sums
+        is_later = work.has_sums or work.unsummed != 0
+        sum_bytes = 4.0 * (p.size.shard if sums_shards else p.size.whole) * work.has_sums
         if work.kind == "forward":
             is_alone = not is_later and load[work.chunk] <= stored[work.chunk]
-            sums = sum_bytes + w * _unsummed(p) * work.unsummed
+            sums = sum_bytes + w * _num_unsummed(p) * work.unsummed
             moment = _forward(spec, m, p, sums, is_alone=is_alone, after_backward=work.after_backward)
         elif work.kind == "weight":
             moment = max(_weight_half(m, p, work, sum_bytes))
@@ -178,7 +181,7 @@ def _is_halved(spec: RunSpec, p: StageParams) -> bool:
     return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
 
 
-def _unsummed(p: StageParams) -> int:
+def _num_unsummed(p: StageParams) -> int:
     """The parameters whose gradients a weight half leaves unsummed."""
     return p.last or p.size.whole
 
@@ -229,7 +232,7 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
         if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
             added_bytes = 8 / 3 * group.reduced * group.is_sparse
         if halved:
-            unsummed = w * max(0, _unsummed(p) - finished) + 4 * finished * (not work.has_sums)
+            unsummed = w * max(0, _num_unsummed(p) - finished) + 4 * finished * (not work.has_sums)
             gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
         elif not reduces or reduces_after:
             gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
@@ -260,7 +263,7 @@ def _weight_half(m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iter
     The first gradient is that of a norm, with three copies of the residual stream in fp32. Products free their inputs.
     """
     w, whole = m.element, p.size.whole
-    sums += w * _unsummed(p) * work.unsummed
+    sums += w * _num_unsummed(p) * work.unsummed
     gathered, stored = m.whole_hidden * (m.whole_hidden > m.hidden), _stored(m, p.layers)
     yield _moment(BACKWARD, w * whole, sums, stored, 0.0, max(12 / w * m.hidden, gathered))
     new = w * whole * (not work.unsummed and (w == 2 or not work.has_sums))
