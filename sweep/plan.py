@@ -63,8 +63,8 @@ class Plan:
         candidates_by_cell, config = by_cell(self.candidates), self.config
         cells = [cell for _, cell in planned_cells(config)]
         cells_json = [cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, [])) for cell in cells]
-        all_values = config.options.values.items()
-        value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_values}
+        all_options = config.options.values.items()
+        value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_options}
         return {
             "sweep": config.name,
             "hardware": config.hardware.name,
@@ -75,14 +75,14 @@ class Plan:
             **_candidate_counts(self.candidates),
             "rejected": dict(sorted(count_by_rule.items())),
             "refused_by_kernel": dict(sorted(count_by_refusal.items())),
-            "without_candidates": [*self._without_candidates()],
+            "without_candidates": [*self._values_without_candidates()],
             "cells": cells_json,
         }
 
-    def _without_candidates(self) -> Iterator[dict[str, Any]]:
+    def _values_without_candidates(self) -> Iterator[dict[str, Any]]:
         """Each value of an axis that no candidate has, whatever the batch."""
         config, all_batches = self.config, [*batches(self.config)]
-        num_batches_without = Counter[tuple[str, int | str]]()
+        num_lacking_batches = Counter[tuple[str, int | str]]()
         for axes, workload in all_batches:
             nodes_and_layouts = [
                 (c.nodes, c.layout)
@@ -92,8 +92,8 @@ class Plan:
             ]
             gpus_per_node = config.hardware.gpus_per_node
             for axis, value, reason in without_candidates(axes, gpus_per_node, workload, nodes_and_layouts):
-                num_batches_without[axis, value] += 1
-                if num_batches_without[axis, value] == sum(
+                num_lacking_batches[axis, value] += 1
+                if num_lacking_batches[axis, value] == sum(
                     axis != "nodes" or value in batch_axes.nodes for batch_axes, _ in all_batches
                 ):
                     yield {"axis": axis, "value": value, "reason": reason}
@@ -114,49 +114,49 @@ def make_plan(
     *,
     core_flops_per_s: float | None = None,
     cores: int = 2,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """The plan of a sweep: all candidates with reasons and predictions, in the order in which they run.
 
     Args:
         core_flops_per_s: measured rate of a CPU core; needed only for hardware without a rate in its file.
         cores: number of CPU cores of the host.
-        advance: gets the number of candidates that are done and of all, a few times a second.
+        report_progress: called with the number of candidates that are made and of all, a few times a second.
 
     Raises:
         ConfigError: the axes give no candidate.
     """
     require_countable(config.axes, config.models, config.options.values)
-    layout_parts = [*_layout_batches(config, core_flops_per_s, cores)]
+    cell_plans_and_layouts = [*_layout_chunks(config, core_flops_per_s, cores)]
     num_variants = sum(1 for _ in variants_of(config.options))
-    num_candidates = sum(len(part_layouts) for _, part_layouts in layout_parts) * num_variants
+    num_candidates = sum(len(layout_chunk) for _, layout_chunk in cell_plans_and_layouts) * num_variants
     candidates = list[Candidate]()
     if not num_candidates:
         axes, workload = next(batches(config))
         reason = why_none(axes, config.hardware.gpus_per_node, workload)
         raise ConfigError(f"no candidate: {reason}; choose divisors")
-    with processes(os.cpu_count() or 1 if num_candidates >= MIN_PARALLEL_CANDIDATES else 1) as map_parts:
-        for part_candidates in map_parts(_candidates, layout_parts):
-            candidates += part_candidates
-            advance(len(candidates), num_candidates)
+    with process_map(os.cpu_count() or 1 if num_candidates >= MIN_PARALLEL_CANDIDATES else 1) as map_chunks:
+        for chunk_candidates in map_chunks(_candidates, cell_plans_and_layouts):
+            candidates += chunk_candidates
+            report_progress(len(candidates), num_candidates)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
         fill_in(candidates[0].spec, AttemptKey(candidates[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_run_order)
     if config.max_runs is not None:
-        runs = selected_runs(runs, config.max_runs)
+        runs = with_unselected_rejected(runs, config.max_runs)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
 
 
 @contextlib.contextmanager
-def processes(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
+def process_map(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """A map that `num_processes` processes share, at most one for each core of this process; with one it is the usual map."""
     num_processes = min(num_processes, len(os.sched_getaffinity(0)))
     if num_processes < 2:
         yield map
         return
-    ignore_ctrl_c = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
-    pool = ProcessPoolExecutor(num_processes, get_context("fork"), signal.signal, ignore_ctrl_c)
+    ignore_ctrl_c_args = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
+    pool = ProcessPoolExecutor(num_processes, get_context("fork"), signal.signal, ignore_ctrl_c_args)
     try:
         yield pool.map
     finally:
@@ -168,8 +168,8 @@ def _run_order(run: Candidate) -> tuple[bool, float]:
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
 
-def selected_runs(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
-    """The runs, all but `max_runs` of them rejected; those left cover many values and pairs of values of the axes.
+def with_unselected_rejected(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
+    """All `runs`, of which all but `max_runs` are rejected; those left cover many values and pairs of values of the axes.
 
     Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
     of a form of parallelism shows where it is used alone or together with one other form, so a small
@@ -180,13 +180,13 @@ def selected_runs(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
     queue = [(-len(pairs), index) for index, pairs in enumerate(pairs_of_run)]
     heapq.heapify(queue)
     while queue and len(selected_indices) < max_runs:
-        num_new, index = len(pairs_of_run[queue[0][1]] - covered_pairs), queue[0][1]
-        if num_new == -queue[0][0]:
+        num_new_pairs, index = len(pairs_of_run[queue[0][1]] - covered_pairs), queue[0][1]
+        if num_new_pairs == -queue[0][0]:
             heapq.heappop(queue)
             selected_indices.add(index)
             covered_pairs |= pairs_of_run[index]
         else:
-            heapq.heapreplace(queue, (-num_new, index))
+            heapq.heapreplace(queue, (-num_new_pairs, index))
     reason = f"not among the sweep.max_runs={max_runs} that cover most pairs of axis values"
     return [
         run if index in selected_indices else replace(run, rule=UNSELECTED, reason=reason)
@@ -195,7 +195,10 @@ def selected_runs(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
 
 
 def pairs_of(run: Candidate) -> set[object]:
-    """The values and pairs of values of the axes of a run in its cell; of dp and batch, whether they are 1."""
+    """The pairs of axis values of a run, each with its cell; a value paired with itself stands for the value alone.
+
+    Of dp, mbs and gas only whether they are above 1 counts.
+    """
     value_by_axis = {axis: getattr(run.layout, axis) for axis in AXES}
     value_by_axis |= {axis: value_by_axis[axis] > 1 for axis in (DEGREES[0], *BATCH)}
     return {(run.cell, *pair) for pair in combinations_with_replacement(value_by_axis.items(), 2)}
@@ -204,11 +207,11 @@ def pairs_of(run: Candidate) -> set[object]:
 def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
     """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes has its own batches."""
     node_counts = sorted({*config.axes.nodes})
-    single_nodes = [(num_nodes,) for num_nodes in node_counts]
-    node_groups = single_nodes if config.scaling == WEAK else [tuple(node_counts)]
-    for node_group, gbs in product(node_groups, config.options.values["gbs"]):
-        workload = replace(config.workload, gbs=int(config.gbs_on(node_group[0], gbs)))
-        yield replace(config.axes, nodes=node_group), workload
+    single_count_groups = [(num_nodes,) for num_nodes in node_counts]
+    node_count_groups = single_count_groups if config.scaling == WEAK else [tuple(node_counts)]
+    for node_count_group, gbs_option in product(node_count_groups, config.options.values["gbs"]):
+        workload = replace(config.workload, gbs=int(config.gbs_on(node_count_group[0], gbs_option)))
+        yield replace(config.axes, nodes=node_count_group), workload
 
 
 def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
@@ -217,17 +220,17 @@ def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
     option_combinations = [*product(*(option_values[name] for name in CELL_OPTIONS))]
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
-            for seq_len, gbs, precision in option_combinations:
+            for seq_len, gbs_option, precision in option_combinations:
                 # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
                 is_probe, num_ranks = config.kernel.kind == "probe", nodes * config.hardware.gpus_per_node
-                cell_gbs = num_ranks if is_probe else int(config.gbs_on(nodes, gbs))
+                cell_gbs = num_ranks if is_probe else int(config.gbs_on(nodes, gbs_option))
                 yield shape, CellKey(shape.name, nodes, seq_len, cell_gbs, precision)
 
 
-def _layout_batches(
+def _layout_chunks(
     config: SweepConfig, core_flops_per_s: float | None, cores: int
 ) -> Iterator[tuple["CellPlan", list[Layout]]]:
-    """All layouts of the grid, in its order, some at a time with what makes their candidates."""
+    """All layouts of the grid, in its order, as chunks of one cell, each with what makes its candidates."""
     gpus_per_node = config.hardware.gpus_per_node
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
@@ -237,7 +240,7 @@ def _layout_batches(
             yield cell_plan, cell_layouts[first_index : first_index + CANDIDATES_PER_TASK]
 
 
-def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
+def cell_sweep(config: SweepConfig, cell: CellKey) -> SweepConfig:
     """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
     values_by_option = {option: values[:1] for option, values in config.options.values.items()}
     values_by_option |= {option: (getattr(cell, option),) for option in CELL_OPTIONS}
@@ -277,7 +280,7 @@ class CellPlan:
         return predictor(self.config, self.cell.nodes, self.peak)
 
     @cached_property
-    def programs(self) -> list[tuple[dict[str, Value], KernelConfig, tuple[str, ...]]]:
+    def variants_with_kernels(self) -> list[tuple[dict[str, Value], KernelConfig, tuple[str, ...]]]:
         """Variant, kernel and arguments of each combination of the options of variants."""
         kernel, options = self.config.kernel, self.config.options
         return [
@@ -289,7 +292,7 @@ class CellPlan:
         """The runs of a layout, one for each variant."""
         cell, config = self.cell, self.config
         workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
-        for variant, kernel, arguments in self.programs:
+        for variant, kernel, arguments in self.variants_with_kernels:
             yield RunSpec(
                 shape=self.shape,
                 workload=workload,
@@ -320,10 +323,10 @@ class CellPlan:
         )
 
 
-def _candidates(plan_and_layouts: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
-    """The candidates of a part of the grid."""
-    cell_plan, part_layouts = plan_and_layouts
-    return [cell_plan.candidate(spec) for layout in part_layouts for spec in cell_plan.specs(layout)]
+def _candidates(cell_plan_and_layouts: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
+    """The candidates of a chunk of the layouts of a cell."""
+    cell_plan, layout_chunk = cell_plan_and_layouts
+    return [cell_plan.candidate(spec) for layout in layout_chunk for spec in cell_plan.specs(layout)]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
@@ -346,9 +349,9 @@ def rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
     yield from broken_rules(layout, shape)
     if layout.gas not in gas_values:
         yield "gas_not_listed", f"gas={layout.gas} is not in sweep.gas={list(gas_values)}"
-    if config.options.rules:
-        words = words_of(spec)
-        reasons = ((rule, rule.broken(words)) for rule in config.options.rules)
-        yield from (("word_rule", f"{reason} ({rule.text})") for rule, reason in reasons if reason)
+    value_by_word = words_of(spec) if config.options.rules else {}
+    for word_rule in config.options.rules:
+        if reason := word_rule.broken(value_by_word):
+            yield "word_rule", f"{reason} ({word_rule.text})"
     if reason := refusal(spec.kernel, layout, shape, spec.workload.seq_len, hardware.device, hardware):
         yield "kernel", reason

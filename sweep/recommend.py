@@ -21,7 +21,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, layouts, shards_of, why_none
-from ultrabench.sweep.plan import CellPlan, narrowed, planned_cells, processes, rejections
+from ultrabench.sweep.plan import CellPlan, cell_sweep, planned_cells, process_map, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import remedies
@@ -217,7 +217,7 @@ def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
     cells = [*planned_cells(config)]
     for shape, cell in cells:
         cells_by_group[cell._replace(nodes=0)].append((shape, cell))
-    with processes(len(cells_by_group)) as map_groups:
+    with process_map(len(cells_by_group)) as map_groups:
         recommend_group = partial(_group_recommendations, config, count)
         groups_of_recommendations = map_groups(recommend_group, cells_by_group.values())
         by_cell = {advice.cell: advice for advice in chain.from_iterable(groups_of_recommendations)}
@@ -258,7 +258,7 @@ def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
     cell_plan = search.cell_plan
     shape, cell, limit_gib = cell_plan.shape, cell_plan.cell, config.hardware.mem_bytes / GIB
     if search.min_bytes < inf:
-        changes = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.max_p_oom, remedy))
+        changes = " or ".join(remedies(cell_sweep(config, cell), shape, cell.nodes, search.max_p_oom, remedy))
         problem = f"no layout is likely to fit into {limit_gib:.4g} GiB; a GPU needs at least {search.min_bytes / GIB:,.1f} GiB with the allocator's reserve"
         return f"{problem}; try {changes or 'a smaller model'}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)

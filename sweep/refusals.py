@@ -13,9 +13,10 @@ from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 
 ROUTING_FLAG = "routing"
-"""The word of kernel.flags for runs of ours, since a program of the user chooses the experts of a token itself."""
+"""The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run of our own kernel."""
 FP8_MULTIPLE = 16
-"""What divides all dims of a product of fp8 on GPUs; each is the sum of one of the three products of a layer (torch._scaled_mm)."""
+"""Number that must divide all three dims of an fp8 matrix product on GPUs (torch._scaled_mm): a layer's forward product and
+the two of its backward each sum over another of these dims."""
 
 
 def schedule_refusals(layout: Layout) -> Iterator[str]:
@@ -55,7 +56,7 @@ def refusal(
         hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
-        return next(chain(unsupported(kernel, layout, shape), _missing_word_refusals(kernel, layout)), None)
+        return next(chain(value_refusals(kernel, layout, shape), _no_word_refusals(kernel, layout)), None)
     attention_refusals = _attention_refusals(kernel, layout, device)
     gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
     layout_refusals = _layout_refusals(layout, shape, seq_len)
@@ -147,11 +148,11 @@ def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> It
         yield f"attention=math cannot combine the chunks of cp={layout.cp}; use auto"
     # The fused kernels of GPUs compute in 16 bit only.
     if device == "cuda" and not kernel.in_16_bits:
-        rule = f"needs precision={' or '.join(PRECISIONS_16_BIT)} on GPUs, not {precision}"
+        precision_text = f"needs precision={' or '.join(PRECISIONS_16_BIT)} on GPUs, not {precision}"
         if layout.cp > 1:
-            yield f"cp={layout.cp} {rule}"
+            yield f"cp={layout.cp} {precision_text}"
         if attention not in ("auto", "math"):
-            yield f"attention={attention} {rule}: use auto or math"
+            yield f"attention={attention} {precision_text}: use auto or math"
 
 
 def _accelerator_refusals(
@@ -164,8 +165,8 @@ def _accelerator_refusals(
     implementation = "flash" if attention == "auto" else attention
     if needed_text := _missing_feature(implementation, compute_capability, head_width):
         lacks_flash = bool(_missing_feature("flash", compute_capability, head_width))
-        has_flash = attention not in ("auto", "flash") and not lacks_flash
-        fallback = "auto" if has_flash else "math"
+        can_use_flash_instead = attention not in ("auto", "flash") and not lacks_flash
+        fallback = "auto" if can_use_flash_instead else "math"
         gpu_text = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
         yield f"attention={attention} needs {needed_text}; {gpu_text}: use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
 
@@ -194,7 +195,7 @@ def _missing_feature(attention: str, compute_capability: int | None, head_width:
     return None
 
 
-def unsupported(
+def value_refusals(
     kernel: KernelConfig, layout: Layout, shape: ModelShape, program_text: str | None = None
 ) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say.
@@ -203,38 +204,39 @@ def unsupported(
         program_text: what the reasons call it; None for `kernel NAME`.
     """
     program_text = program_text or f"kernel {kernel.name}"
-    for word, allowed_values in (kernel.flags | kernel.supports).items():
-        if word == ROUTING_FLAG:
+    for field_name, allowed_values in (kernel.flags | kernel.supports).items():
+        if field_name == ROUTING_FLAG:
             continue
-        model_value = getattr(shape, word, layout)
-        value = kernel.precision if word == "precision" else getattr(layout, word, model_value)
+        fallback_value = getattr(shape, field_name, layout)
+        value = kernel.precision if field_name == "precision" else getattr(layout, field_name, fallback_value)
         if value is layout:
-            yield f"kernel.supports or kernel.flags names {word!r}, which is not a word of a layout or a model"
+            yield f"kernel.supports or kernel.flags names {field_name!r}, which is not a word of a layout or a model"
             continue
         if isinstance(value, RopeScaling):
             value = values_of(value)
-        is_trivial = word == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        is_value_of_flag = str(value) in allowed_values or ANY in allowed_values
-        is_supported = value in allowed_values if word in kernel.supports else is_value_of_flag
-        if not is_supported and not is_trivial and not _has_no_effect(layout, word):
+        zero_shards_nothing = field_name == "zero_stage" and layout.dp * layout.cp == 1
+        is_allowed_text = str(value) in allowed_values or ANY in allowed_values
+        is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
+        if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
             allowed_text = ", ".join(map(str, allowed_values))
-            yield f"{program_text} supports {word} in [{allowed_text}]; {word}={value}"
+            yield f"{program_text} supports {field_name} in [{allowed_text}]; {field_name}={value}"
 
 
-def _has_no_effect(layout: Layout, word: str) -> bool:
-    """Whether a word is an axis without effect on a layout, because another axis has its neutral value."""
-    return any(word in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
+def _has_no_effect(layout: Layout, name: str) -> bool:
+    """Whether the field `name` of a layout or model is an axis without effect, because another axis has its neutral value."""
+    return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
 
 
-def _missing_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
-    """The reasons why the command of a program of others would run another layout again, since it does not say an axis.
+def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
+    """A reason for each axis that has a value of its own in the layout, but no word in the command of the program.
 
-    A command of the user may say it elsewhere, so that nothing is refused.
+    The program would run the axis with its neutral value, so under a wrong name. Only commands that come with
+    ultrabench are refused, since one of the user may set the axis elsewhere, such as in a file.
     """
-    values = ((axis, value) for axis, value in values_of(layout).items() if axis not in FOLLOWING)
-    non_neutral_axes = [(axis, value) for axis, value in values if value != NEUTRAL[axis]]
-    command_words = words_in(kernel) if non_neutral_axes else ()
-    for axis, value in non_neutral_axes:
+    axes_and_values = ((axis, value) for axis, value in values_of(layout).items() if axis not in FOLLOWING)
+    non_neutral_pairs = [(axis, value) for axis, value in axes_and_values if value != NEUTRAL[axis]]
+    command_words = words_in(kernel) if non_neutral_pairs else ()
+    for axis, value in non_neutral_pairs:
         if axis not in command_words and is_command_of_package(kernel.name, kernel.command):
-            rule_text = f"and would run as {axis}={NEUTRAL[axis]}: add {axis} to kernel.flags"
-            yield f"kernel {kernel.name} has no word for {axis}={value} {rule_text}"
+            consequence_text = f"and would run as {axis}={NEUTRAL[axis]}: add {axis} to kernel.flags"
+            yield f"kernel {kernel.name} has no word for {axis}={value} {consequence_text}"

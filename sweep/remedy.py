@@ -13,7 +13,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, words_of
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell, cell_columns, cell_label
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan, make_plan, narrowed
+from ultrabench.sweep.plan import Plan, cell_sweep, make_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.variant import variables_of
 
@@ -61,7 +61,7 @@ def nothing_fits(
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
             problem = f"{cell_label(cell, cell_columns(candidates_by_cell))}: no layout is likely to fit into {limit_gib:.4g} GiB"
-            cell_config = narrowed(plan.config, cell)
+            cell_config = cell_sweep(plan.config, cell)
             advice = " or ".join(remedies(cell_config, smallest.shape, cell.nodes, advised_p_oom))
             yield f"{problem}; the smallest is {_layout_text(smallest)}; try {advice or 'a smaller model'}"
 

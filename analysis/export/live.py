@@ -41,7 +41,7 @@ EXIT_DEADLINE_S = 300.0
 class LiveExport:
     """Logs the runs of one sweep, and remembers which."""
 
-    kind: str
+    tracker_kind: str
     folder: SweepFolder
     journal: JournalReader
     sweep_state: Fold = field(default_factory=Fold)
@@ -82,15 +82,15 @@ class LiveExport:
         self.num_logged_attempts = num_ended
 
     def _open_tracker(self) -> Tracker:
-        self.tracker = self.tracker or open_tracker(self.kind, None, self.folder.path.parent)
+        self.tracker = self.tracker or open_tracker(self.tracker_kind, None, self.folder.path.parent)
         return self.tracker
 
     def _note_failure(self, failure: str) -> None:
         self.retry_wait_s = min(max(FIRST_RETRY_WAIT_S, 2 * self.retry_wait_s), MAX_RETRY_WAIT_S)
         if failure != self.latest_failure:
             self.latest_failure = failure
-            with (self.folder.path / "tracking.log").open("a") as log:
-                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.kind}: {failure}\n")
+            with (self.folder.path / "tracking.log").open("a") as log_file:
+                log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.tracker_kind}: {failure}\n")
 
 
 @contextmanager
@@ -108,16 +108,16 @@ def _deadline(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def main(kind: str, path: Path) -> int:
+def main(tracker_kind: str, sweep_path: Path) -> int:
     """Follows a sweep until standard input ends; returns 0 if all was logged at last."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it runs only on cores that would be idle
-    live_export = LiveExport(kind, SweepFolder(path), JournalReader(path / "journal"))
+    live_export = LiveExport(tracker_kind, SweepFolder(sweep_path), JournalReader(sweep_path / "journal"))
     while not select.select([sys.stdin], [], [], max(POLL_S, live_export.retry_wait_s))[0]:
         live_export.log(is_last=False)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    last_resort = threading.Timer(EXIT_DEADLINE_S, os._exit, (1,))
-    last_resort.daemon = True
-    last_resort.start()
+    exit_timer = threading.Timer(EXIT_DEADLINE_S, os._exit, (1,))
+    exit_timer.daemon = True
+    exit_timer.start()
     return 0 if live_export.log(is_last=True) else 1
 
 

@@ -37,9 +37,7 @@ BandwidthRows = list[dict[str, float]]
 percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-def _collectives(
-    all_parts: Tensor, receive_buffer: Tensor, own_part: Tensor, group: Group
-) -> dict[str, Call]:
+def _make_calls(all_parts: Tensor, receive_buffer: Tensor, own_part: Tensor, group: Group) -> dict[str, Call]:
     """Operation -> a call of it; `all_parts` and `receive_buffer` have the size of all ranks' parts together."""
     return {
         "allreduce": partial(dist.all_reduce, all_parts, group=group),
@@ -71,47 +69,47 @@ def probe(
     """
     num_ranks = dist.get_world_size()
     assert num_ranks % gpus_per_node == 0, f"{num_ranks} ranks on nodes of {gpus_per_node}"
-    rates = _gemm_rates(device, settings.device_s)
+    device_values = _gemm_rates_and_clock(device, settings.device_s)
     report_progress()
-    rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_TIME_SHARE)
+    device_values["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_TIME_SHARE)
     report_progress()
-    intra_node = all_ranks = _measure_collectives(device, None, settings, report_progress)
+    intra_node_rows = all_ranks_rows = _measure_collectives(device, None, settings, report_progress)
     if 1 < gpus_per_node < num_ranks:
         # Every rank has to make the groups of all nodes, in the same order.
         node_ranks = [range(r, r + gpus_per_node) for r in range(0, num_ranks, gpus_per_node)]
-        node_group = [dist.new_group(list(node)) for node in node_ranks][dist.get_rank() // gpus_per_node]
-        intra_node = _measure_collectives(device, node_group, settings, report_progress)
+        node_group = [dist.new_group(list(ranks)) for ranks in node_ranks][dist.get_rank() // gpus_per_node]
+        intra_node_rows = _measure_collectives(device, node_group, settings, report_progress)
         dist.destroy_process_group(node_group)
-    collectives = {
-        name: {"all": all_ranks[name], "intra_node": intra_node[name] if gpus_per_node > 1 else None}
-        for name in settings.operations
+    results_by_operation = {
+        op: {"all": all_ranks_rows[op], "intra_node": intra_node_rows[op] if gpus_per_node > 1 else None}
+        for op in settings.operations
     }
-    return {**rates, "collectives": collectives}
+    return {**device_values, "collectives": results_by_operation}
 
 
 def _mean_call_s(device: torch.device, call: Call, num_calls: int) -> float:
-    """The mean seconds of a call on this rank."""
+    """The mean seconds of a call on this rank, over `num_calls` calls that are timed together."""
 
-    def call_all() -> None:
+    def call_repeatedly() -> None:
         for _ in range(num_calls):
             call()
 
-    return run_timed(device, call_all)[0] / num_calls
+    return run_timed(device, call_repeatedly)[0] / num_calls
 
 
-def _gemm_rates(device: torch.device, seconds: float) -> dict[str, list[float]]:
-    """2 * num_rows^3 / median time of a matrix product, by rank, so that a throttled device is noticed; and its clock on GPUs."""
+def _gemm_rates_and_clock(device: torch.device, measuring_s: float) -> dict[str, list[float]]:
+    """FLOP/s of a matrix product (its median time counts) and the clock of GPUs meanwhile, by rank, as `probe` returns them."""
     num_rows = GEMM_ROWS[device.type]
     # The values are random, since a product of zeros takes less power and so runs at a higher clock.
     left_matrix, right_matrix = torch.randn(2, num_rows, num_rows, device=device).to(GEMM_DTYPE[device.type])
     multiply = partial(torch.mm, left_matrix, right_matrix)
-    rates = {"gemm_flops_per_s": _rates_by_rank(device, multiply, 2 * num_rows**3, seconds)}
+    gemm_values = {"gemm_flops_per_s": _rates_by_rank(device, multiply, 2 * num_rows**3, measuring_s)}
     if device.type == "cuda":
         for _ in range(NUM_CLOCK_GEMMS):
             multiply()
-        if all(clock_by_rank := _gather_by_rank(device, _present_clock_hz(device))):
-            rates["gemm_sm_clock_hz"] = clock_by_rank
-    return rates
+        if all(clock_hz_by_rank := _gather_by_rank(device, _present_clock_hz(device))):
+            gemm_values["gemm_sm_clock_hz"] = clock_hz_by_rank
+    return gemm_values
 
 
 def _present_clock_hz(device: torch.device) -> float:
@@ -122,18 +120,18 @@ def _present_clock_hz(device: torch.device) -> float:
         return 0.0
 
 
-def _copy_rates(device: torch.device, seconds: float) -> list[float]:
+def _copy_rates(device: torch.device, measuring_s: float) -> list[float]:
     """Bytes read and written / median time of a copy, by rank."""
     source, target = torch.zeros(2, COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    return _rates_by_rank(device, partial(target.copy_, source), 2 * source.numel(), seconds)
+    return _rates_by_rank(device, partial(target.copy_, source), 2 * source.numel(), measuring_s)
 
 
-def _rates_by_rank(device: torch.device, call: Call, work_per_call: float, seconds: float) -> list[float]:
-    """`work_per_call` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
+def _rates_by_rank(device: torch.device, call: Call, work_per_call: float, measuring_s: float) -> list[float]:
+    """`work_per_call` / median time of a call, by rank, while all ranks do the same for about `measuring_s` seconds."""
     num_calls = 5 if device.type == "cuda" else 1
     _mean_call_s(device, call, 1)
     dist.barrier()
-    times_s, end_s = list[float](), time.perf_counter() + seconds
+    times_s, end_s = list[float](), time.perf_counter() + measuring_s
     while time.perf_counter() < end_s or len(times_s) < 3:
         times_s.append(_mean_call_s(device, call, num_calls))
     return _gather_by_rank(device, work_per_call / median(times_s))
@@ -156,7 +154,7 @@ def _measure_collectives(
     for requested_bytes in settings.sizes_bytes if num_ranks > 1 else ():
         elements_per_rank = max(1, requested_bytes // ELEMENT_BYTES // num_ranks)
         all_parts, receive_buffer = torch.zeros(2, elements_per_rank * num_ranks, device=device)
-        calls = _collectives(all_parts, receive_buffer, torch.zeros(elements_per_rank, device=device), group)
+        calls = _make_calls(all_parts, receive_buffer, torch.zeros(elements_per_rank, device=device), group)
         for operation in settings.operations:
             rounds = range(settings.warmup + settings.iterations)
             times_s = [_mean_call_s(device, calls[operation], settings.calls) for _ in rounds]
@@ -164,19 +162,19 @@ def _measure_collectives(
             slowest_times_s = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest_times_s, dist.ReduceOp.MAX)
             size_bytes = all_parts.numel() * ELEMENT_BYTES
-            crossing_bytes = size_bytes * crossing_share(operation, num_ranks)
-            row = _bandwidth_row(size_bytes, crossing_bytes, slowest_times_s.tolist())
+            bytes_over_link = size_bytes * crossing_share(operation, num_ranks)
+            row = _bandwidth_row(size_bytes, bytes_over_link, slowest_times_s.tolist())
             rows_by_operation[operation].append(row)
             report_progress()
     return rows_by_operation
 
 
-def _bandwidth_row(size_bytes: int, crossing_bytes: float, times_s: list[float]) -> dict[str, float]:
-    percentiles_5_to_95 = quantiles(times_s, n=20, method="inclusive")
+def _bandwidth_row(size_bytes: int, bytes_over_link: float, times_s: list[float]) -> dict[str, float]:
+    time_percentiles_s = quantiles(times_s, n=20, method="inclusive")
     return {
         "bytes": size_bytes,
         "seconds": median(times_s),
-        "busbw_bytes_per_s": crossing_bytes / median(times_s),
-        "busbw_p5_bytes_per_s": crossing_bytes / percentiles_5_to_95[-1],
-        "busbw_p95_bytes_per_s": crossing_bytes / percentiles_5_to_95[0],
+        "busbw_bytes_per_s": bytes_over_link / median(times_s),
+        "busbw_p5_bytes_per_s": bytes_over_link / time_percentiles_s[-1],
+        "busbw_p95_bytes_per_s": bytes_over_link / time_percentiles_s[0],
     }

@@ -150,8 +150,8 @@ def check_health(name: str, report: Report, config: SweepConfig) -> Check:
     """One check of the table of `node_health`, for which the node took two readings."""
     check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
     if finding.health is Health.UNKNOWN:
-        return unknown_check(f"this node cannot report it; limit: {check.limit}")
-    text = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
+        return unknown_check(f"this node cannot report it; limit: {check.limit_text}")
+    text = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit_text}")))
     if finding.health is Health.OK:
         return success(text)
     return failure(text, check.remedy) if finding.health is Health.FAIL else warning(text, check.remedy)

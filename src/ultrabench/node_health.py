@@ -37,17 +37,18 @@ class ComparedQuantity(Enum):
 class HealthCheck(NamedTuple):
     """One row of the table."""
 
-    limit: str
+    limit_text: str
+    """What a healthy node has, such as `no failure`."""
     remedy: str
     unit: str = ""
     """Unit of the numbers; empty for facts that are there or not."""
-    hard: bool = False
+    excludes_node: bool = False
     """Whether a finding excludes its node; only for facts that a single observation proves."""
     compared: ComparedQuantity = ComparedQuantity.NOW
     bound: float = 0.0
     """Largest number that is ok, or smallest one if `at_least`."""
     at_least: bool = False
-    between_nodes: bool = False
+    multi_node_only: bool = False
     """Whether only runs on several nodes need it."""
 
 
@@ -61,10 +62,10 @@ CRC_ERRORS_PER_S = 100.0
 """CRC errors per second of an NVLink that its retries hide. Source: dcgm_gpu_hardware_limits.h of NVIDIA's DCGM."""
 CHECKS = {
     "ECC errors": HealthCheck(
-        "no uncorrected errors since the driver was loaded", "have the node drained and the GPU reset", "errors", hard=True),
+        "no uncorrected errors since the driver was loaded", "have the node drained and the GPU reset", "errors", excludes_node=True),
     "ECC errors in its life": HealthCheck(
         "no uncorrected errors in the life of a GPU", "watch the GPU; have it replaced if new errors appear", "errors"),
-    "row remapping failed": HealthCheck("no failure", "have the GPU replaced; it has no spare rows left", hard=True),
+    "row remapping failed": HealthCheck("no failure", "have the GPU replaced; it has no spare rows left", excludes_node=True),
     "row remapping pending": HealthCheck("no rows wait for remapping", "have the GPU reset to activate the spare rows"),
     "NVLink errors": HealthCheck(
         "no new replays or recoveries on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
@@ -77,7 +78,7 @@ CHECKS = {
     "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have the node's cooling and power supply checked"),
     "InfiniBand link lost": HealthCheck(
         "no port is down that was up since the driver was loaded", "have cable, port and switch checked",
-        hard=True, between_nodes=True),
+        excludes_node=True, multi_node_only=True),
     "InfiniBand ports": HealthCheck(
         "every port that is not disabled is active", "have cable and subnet manager checked, or disable an unused port"),
     "InfiniBand rate": HealthCheck(
@@ -123,8 +124,8 @@ class Finding(NamedTuple):
     """What is known about one check of a node."""
 
     health: Health = Health.UNKNOWN
-    places: Mapping[str, float] = {}
-    """Places beyond the limit with their numbers; where all is ok, the place with the worst number."""
+    numbers: Mapping[str, float] = {}
+    """Places beyond the limit -> their numbers; where all is ok, only the place with the worst number."""
 
 
 Findings = dict[str, Finding]
@@ -140,25 +141,25 @@ def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Fi
     first_numbers = first.values.get(name, {})
     numbers = last.values.get(name) or first_numbers  # each by place
     if check.compared is not ComparedQuantity.NOW:
-        elapsed_s = last.time_s - first.time_s if check.compared is ComparedQuantity.PER_SECOND else 1.0
+        divisor = last.time_s - first.time_s if check.compared is ComparedQuantity.PER_SECOND else 1.0
         if first is last or name not in last.values:  # there is only one reading
             first_numbers = {}
-        numbers = {place: _growth(first_numbers.get(place), n, elapsed_s) for place, n in numbers.items()}
-    sign = -1 if check.at_least else 1
-    known_places = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
-    places_by_severity = sorted(known_places, key=lambda place_and_number: -sign * place_and_number[1])
-    if places := {place: n for place, n in places_by_severity[:MAX_PLACES] if sign * n > sign * check.bound}:
-        return Finding(Health.FAIL if check.hard else Health.WARN, places)
-    if not known_places or len(known_places) < len(numbers):
+        numbers = {place: _growth(first_numbers.get(place), n, divisor) for place, n in numbers.items()}
+    severity_sign = -1 if check.at_least else 1
+    known_pairs = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
+    worst_pairs = sorted(known_pairs, key=lambda pair: -severity_sign * pair[1])[:MAX_PLACES]
+    if excess := {place: n for place, n in worst_pairs if severity_sign * n > severity_sign * check.bound}:
+        return Finding(Health.FAIL if check.excludes_node else Health.WARN, excess)
+    if not known_pairs or len(known_pairs) < len(numbers):
         return Finding()
-    return Finding(Health.OK, dict(places_by_severity[:1]) if check.unit else {})
+    return Finding(Health.OK, dict(worst_pairs[:1]) if check.unit else {})
 
 
-def _growth(before: float | None, after: float | None, elapsed_s: float) -> float | None:
-    """Growth of a counter from its total `before` to its total `after`, per second; None if unknown, or reset meanwhile."""
+def _growth(before: float | None, after: float | None, divisor: float) -> float | None:
+    """Growth of a counter from its total `before` to its total `after`, divided by `divisor`; None if unknown, or if it was reset."""
     if after == 0:
         return 0.0
-    return None if before is None or after is None or after < before else (after - before) / elapsed_s
+    return None if before is None or after is None or after < before else (after - before) / divisor
 
 
 def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
@@ -166,27 +167,27 @@ def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
     facts = defaultdict[str, dict[str, dict[str, float]]](dict)
     for name, finding in findings.items():
         if finding.health is not Health.UNKNOWN:
-            facts[str(finding.health)][name] = dict(finding.places)
+            facts[str(finding.health)][name] = dict(finding.numbers)
     return facts
 
 
 def findings_of(facts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Findings:
     """The findings that `to_facts` has written; a check of which nothing was written is unknown."""
-    triples = ((name, health, places) for health in Health for name, places in facts.get(health, {}).items())
-    finding_by_name = {name: Finding(health, places) for name, health, places in triples if name in CHECKS}
+    written_keys = ((health, name) for health in Health for name in facts.get(health, ()) if name in CHECKS)
+    finding_by_name = {name: Finding(health, facts[health][name]) for health, name in written_keys}
     return dict.fromkeys(CHECKS, Finding()) | finding_by_name
 
 
 def places_text(check_name: str, finding: Finding) -> str:
     """The places of a finding, such as `GPU 3: 2 errors`."""
     unit = CHECKS[check_name].unit
-    return ", ".join(f"{place}: {n:.4g} {unit}" if unit else place for place, n in finding.places.items())
+    return ", ".join(f"{place}: {n:.4g} {unit}" if unit else place for place, n in finding.numbers.items())
 
 
 def complaints(facts: Mapping[str, Any], *healths: Health, num_nodes: int = 2) -> dict[str, str]:
     """Name of a check -> its finding as a text, for findings with these healths that concern runs on so many nodes."""
     findings = {name: finding for name, finding in findings_of(facts).items() if finding.health in healths}
-    relevant_names = (name for name in findings if num_nodes > 1 or not CHECKS[name].between_nodes)
+    relevant_names = (name for name in findings if num_nodes > 1 or not CHECKS[name].multi_node_only)
     return {name: f"{name} ({places_text(name, findings[name])})" for name in relevant_names}
 
 
@@ -194,16 +195,16 @@ Warnings = dict[tuple[str, str], str]
 """Name of a check and host -> the finding of a check that exceeds its limit, as a text."""
 
 
-def node_warnings(nodes: Iterable[Mapping[str, Any]]) -> Warnings:
-    """The warnings in the facts about some nodes, as their agents report them."""
-    host_complaints = ((facts["host"], complaints(facts.get("health", {}), *BAD_HEALTHS)) for facts in nodes)
-    return {(name, str(host)): text for host, texts in host_complaints for name, text in texts.items()}
+def node_warnings(node_facts: Iterable[Mapping[str, Any]]) -> Warnings:
+    """The warnings in the facts about some nodes, one mapping for each node, as their agents report them."""
+    host_texts = ((node["host"], complaints(node.get("health", {}), *BAD_HEALTHS)) for node in node_facts)
+    return {(name, str(host)): text for host, check_texts in host_texts for name, text in check_texts.items()}
 
 
 def warning_lines(warnings: Warnings) -> Iterator[str]:
     """A line for each check, with limit and remedy; it names the first of several hosts, whose finding it shows."""
-    for name, warnings_of_check in groupby(sorted(warnings), key=itemgetter(0)):
-        (_, host), *other_warnings = warnings_of_check
-        hosts_text = f"{host} and {counted(len(other_warnings), 'other node')}" if other_warnings else host
+    for name, keys_of_check in groupby(sorted(warnings), key=itemgetter(0)):
+        (_, host), *other_keys = keys_of_check
+        hosts_text = f"{host} and {counted(len(other_keys), 'other node')}" if other_keys else host
         check = CHECKS[name]
-        yield f"{hosts_text}: {warnings[name, host]}; limit: {check.limit}; remedy: {check.remedy}"
+        yield f"{hosts_text}: {warnings[name, host]}; limit: {check.limit_text}; remedy: {check.remedy}"

@@ -63,7 +63,7 @@ def test_a_faulty_node_is_refused_and_the_journal_keeps_the_health_of_all(tmp_pa
     assert (result.status, result.cause, result.suspect_hosts) == ("node_fail", "node_failure", ("local-1",))
     (preflight,) = (e for e in events if isinstance(e, Preflight))
     sound, faulty = (findings_of(facts["health"])["ECC errors"] for facts in preflight.found["nodes"])
-    assert (sound.health, faulty.health, faulty.places) == ("ok", "fail", {"GPU 0": 3})
+    assert (sound.health, faulty.health, faulty.numbers) == ("ok", "fail", {"GPU 0": 3})
     warning = "local-0: power limit (GPU 0: 200 W below); limit: not below the GPU's default; remedy: "
     assert warning in said
 

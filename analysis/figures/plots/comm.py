@@ -14,12 +14,12 @@ from ultrabench.errors import ConfigError
 
 _TITLE_BY_OPERATION = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
-_AGGREGATIONS = {
+_STATISTICS = {
     "p5": ("busbw_p5_bytes_per_s", "min"),
     "median": ("busbw_bytes_per_s", "median"),
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
-"""Column of the points -> its field in the column `bandwidths`, and the function that combines several measurements."""
+"""Statistic, a column of the points -> its field in the column `bandwidths` of the table, and the function that combines several measurements."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -35,27 +35,27 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     runs = table.select(["status", "nodes", "cluster", "hardware", "bandwidths"]).to_pylist()
     bandwidth_rows = [
         # The measured sizes are powers of two, rounded down to whole elements; log2 gives the power back.
-        {**run, **bandwidth, "size": 2 ** round(log2(bandwidth["bytes"]))}
+        {**run, **measurement, "size": 2 ** round(log2(measurement["bytes"]))}
         for run in runs
-        for bandwidth in run["bandwidths"] or ()
-        if run["status"] == "ok" and None not in (bandwidth[column] for column, _ in _AGGREGATIONS.values())
+        for measurement in run["bandwidths"] or ()
+        if run["status"] == "ok" and None not in (measurement[column] for column, _ in _STATISTICS.values())
     ]
     if not bandwidth_rows:
-        job_columns = [column for column in table.column_names if column.endswith("_busbw_bytes_per_s")]
+        job_busbw_columns = [column for column in table.column_names if column.endswith("_busbw_bytes_per_s")]
         report_hint = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
-        has_job_values = any(table[column].null_count < len(table) for column in job_columns)
-        todo = f"measure them with: ultrabench sweep launch sweep=comm{report_hint * has_job_values}"
-        raise ConfigError("the table has no bandwidths by size", todo)
+        has_job_busbw = any(table[column].null_count < len(table) for column in job_busbw_columns)
+        remedy = f"measure them with: ultrabench sweep launch sweep=comm{report_hint * has_job_busbw}"
+        raise ConfigError("the table has no bandwidths by size", remedy)
     cluster_texts = sorted({f"{row['hardware']} of {row['cluster']}" for row in bandwidth_rows})
     if len(cluster_texts) > 1:
-        todo = "plot one with cluster=NAME or hardware=NAME"
-        raise ConfigError(f"bandwidths of {len(cluster_texts)} places ({'; '.join(cluster_texts)}): {todo}")
-    frame = pd.DataFrame(bandwidth_rows)
-    is_intra_node = frame["scope"] == "intra_node"
-    if (frame["nodes"] == 1).any():
-        frame = frame[~is_intra_node]
-    frame["nodes"] = frame["nodes"].where(~is_intra_node, 1)
-    return frame.groupby(["operation", "size", "nodes"], as_index=False).agg(**_AGGREGATIONS), _note(table)
+        remedy = "plot one with cluster=NAME or hardware=NAME"
+        raise ConfigError(f"bandwidths of {len(cluster_texts)} places ({'; '.join(cluster_texts)}): {remedy}")
+    bandwidths = pd.DataFrame(bandwidth_rows)
+    is_intra_node = bandwidths["scope"] == "intra_node"
+    if (bandwidths["nodes"] == 1).any():
+        bandwidths = bandwidths[~is_intra_node]
+    bandwidths["nodes"] = bandwidths["nodes"].where(~is_intra_node, 1)
+    return bandwidths.groupby(["operation", "size", "nodes"], as_index=False).agg(**_STATISTICS), _note(table)
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
@@ -64,12 +64,12 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     sizes_bytes = sorted(points["size"].unique(), reverse=True)
     look_by_size = series_looks(sizes_bytes, is_ordered=True, label_of=_size_text)
     heading = f"Bus bandwidth over node counts: {title}"
-    legend: dict[str, Any] = {"legend": look_by_size.values(), "legend_title": "buffer size of each rank"}
-    figure, panels = panel_grid(OPERATIONS, title=heading, notes=notes, sharey=True, **legend)
+    legend_kw: dict[str, Any] = {"legend": look_by_size.values(), "legend_title": "buffer size of each rank"}
+    figure, panels = panel_grid(OPERATIONS, title=heading, notes=notes, sharey=True, **legend_kw)
     for operation, axes in panels.items():
         for size_bytes, size_points in points[points["operation"] == operation].groupby("size"):
             x = size_points["nodes"].map(node_counts.index)
-            gb_per_s = (size_points[column] / 1e9 for column in _AGGREGATIONS)
+            gb_per_s = (size_points[column] / 1e9 for column in _STATISTICS)
             axes.draw_line_in_band(x, *gb_per_s, **look_by_size[size_bytes], markersize=4, markeredgewidth=0)
         axes.describe(_TITLE_BY_OPERATION[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
         # Only the panels whose shared ticks have labels get a title of the axis.
@@ -89,8 +89,8 @@ def _size_text(size_bytes: int) -> str:
 
 def _note(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
-    value_lists = (table[column].drop_null().unique().to_pylist() for column in ("gpu_name", "gpus_per_node"))
-    gpu_names, gpus_per_node = ("/".join(map(str, values)) for values in value_lists)
-    hardware_text = f"{gpu_names or 'unknown device'}, {gpus_per_node} per node"
+    distinct_values = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
+    gpu_names_text, gpus_per_node_text = ("/".join(map(str, values)) for values in distinct_values)
+    hardware_text = f"{gpu_names_text or 'unknown device'}, {gpus_per_node_text} per node"
     caption = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
     return f"{caption} Bus bandwidth as defined by nccl-tests. {hardware_text}. {made_with(table)}"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, SweepOrFile
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
@@ -20,7 +20,7 @@ Output = Annotated[
 
 def export(
     kind: Kind,
-    source: Source = None,
+    source: SweepOrFile = None,
     output: Output = None,
     project: Project = None,
     json_: Json = False,

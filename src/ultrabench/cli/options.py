@@ -30,23 +30,23 @@ def require_parquet(path: Path | None) -> Path | None:
     return path
 
 
-def percent_option(option: str, help_text: str) -> Any:
+def percent_option(option_name: str, help_text: str) -> Any:
     """An option for a percentage such as `5` or `0.5%`; a bare number below 1 is refused, because it may be a fraction."""
 
     def parse_percent(text: str | float) -> float:
-        number_text, option_text = str(text).removesuffix("%").strip(), f"{option} {text}"
+        number_text, input_text = str(text).removesuffix("%").strip(), f"{option_name} {text}"
         try:
             percentage = float(number_text)
         except ValueError:
             percentage = math.nan
         if not 0 <= percentage < math.inf:
-            raise ConfigError(f"{option_text} is not a percentage of 0 or more; write {option} 5 for 5 %")
+            raise ConfigError(f"{input_text} is not a percentage of 0 or more; write {option_name} 5 for 5 %")
         if 0 < percentage < 1 and number_text == str(text):
-            remedy = f"write {option} {100 * percentage:g} for {100 * percentage:g} %, or {option} {number_text}% for {number_text} %"
-            raise ConfigError(f"{option_text} may be a fraction or a percentage; {remedy}")
+            remedy = f"write {option_name} {100 * percentage:g} for {100 * percentage:g} %, or {option_name} {number_text}% for {number_text} %"
+            raise ConfigError(f"{input_text} may be a fraction or a percentage; {remedy}")
         return percentage
 
-    return typer.Option(option, metavar="PERCENT", parser=parse_percent, help=help_text)
+    return typer.Option(option_name, metavar="PERCENT", parser=parse_percent, help=help_text)
 
 
 def parse_since(text: str) -> datetime:
@@ -60,7 +60,7 @@ def parse_since(text: str) -> datetime:
 Overrides = Annotated[
     list[str], words_argument("[OVERRIDES]...", "Hydra overrides, such as hardware=h100x8 cluster=mine.")
 ]
-Source = Annotated[
+SweepOrFile = Annotated[
     str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest sweep.")
 ]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="Rank by this numeric column of the results.")]

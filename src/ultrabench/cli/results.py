@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.analysis.figures.kinds import KINDS, num_runs_drawn, prepare_figure, rows_where
-from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, Source, table_option
+from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, SweepOrFile, table_option
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
 
@@ -41,7 +41,7 @@ def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: R
 
 
 def heatmap(
-    source: Source = None,
+    source: SweepOrFile = None,
     output: Output = None,
     rank_by: RankBy = "tokens_per_s_per_gpu",
     by: RankByAlias = None,
@@ -150,7 +150,7 @@ def _source_and_values(arguments: list[str]) -> tuple[str | None, dict[str, str]
 
 
 def report(
-    source: Source = None,
+    source: SweepOrFile = None,
     output: Output = None,
     public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and free text."),
     json_: Json = False,

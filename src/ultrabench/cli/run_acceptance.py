@@ -45,11 +45,11 @@ MIN_SPEED_SHARE = 0.7
 GRADIENT_TOLERANCE = {"fp8": 5e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
 """Precision -> largest relative difference of two gradient norms that count as equal; see docs/guide/cluster.md."""
 EQUAL_COLUMNS = {"loss": ("loss_final", LOSS_TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
-"""Numbers of a result that must be equal in all layouts: word -> column and tolerances."""
+"""What must be equal in all layouts: quantity -> its result column, and precision -> largest relative difference."""
 CHECK_NAMES = ("same loss", "same gradient", "out of memory", "published speed")
 """Names of the checks in order."""
 DP_AXES: dict[str, Any] = {name: [1] for name in DEGREES[1:]} | {"zero_stage": [0], FOLLOWING[-1]: None}
-"""The sweep axes of plain data parallelism, with the accumulation that makes the batch."""
+"""The sweep axes of data parallelism alone, without ZeRO; gas None means that it follows from the batch."""
 
 
 def run_acceptance(config: SweepConfig) -> list[Check]:
@@ -82,37 +82,37 @@ class _Acceptance:
 
     def checks(self) -> Iterator[Check]:
         """The checks named in CHECK_NAMES, each after the sweeps that it needs."""
-        num_gpus, mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
-        axes = DP_AXES | {"nodes": [1], "mbs": [mbs]}
-        groups: dict[str, Any] = {"sweep": axes, "hardware": {"gpus_per_node": 1}}
-        single_gpu_folder = self._run_sweep(self._sweep_config("one", max_p_oom=LIKELY_OOM, **groups))
-        folder = self._run_sweep(self._sweep_config("layouts"))
-        rows = [*final_rows(single_gpu_folder), *final_rows(folder)]
+        gpus_per_node, max_mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
+        axes = DP_AXES | {"nodes": [1], "mbs": [max_mbs]}
+        changes: dict[str, Any] = {"sweep": axes, "hardware": {"gpus_per_node": 1}}
+        single_gpu_folder = self._run_sweep(self._sweep_config("one", max_p_oom=LIKELY_OOM, **changes))
+        speed_folder = layouts_folder = self._run_sweep(self._sweep_config("layouts"))
+        rows = [*final_rows(single_gpu_folder), *final_rows(layouts_folder)]
         for quantity in EQUAL_COLUMNS:
             yield check_equal(rows, quantity)
-        memory_share, mbs = 0.0, 1
+        memory_share, oom_mbs = 0.0, 1
         while memory_share <= CERTAIN_OOM_SHARE:
-            batch_axes = {"mbs": [mbs], "gbs": mbs * num_gpus}
+            batch_axes = {"mbs": [oom_mbs], "gbs": oom_mbs * gpus_per_node}
             oom_config = self._sweep_config("memory", sweep=axes | batch_axes, max_p_oom=1.0)
-            memory_share, mbs = make_plan(oom_config).candidates[0].prediction.memory_share, 2 * mbs
+            memory_share, oom_mbs = make_plan(oom_config).candidates[0].prediction.memory_share, 2 * oom_mbs
         yield check_memory(*final_rows(self._run_sweep(oom_config)))
         if self._published_rates:
             rate, node_counts = self._published_rates[0], {rate.nodes for rate in self._published_rates}
             batch_axes = {"mbs": [2], "seq_len": rate.seq_len, "gbs": rate.gbs}
             axes |= batch_axes | {"nodes": sorted(node_counts), "zero_stage": [0, 1]}
-            groups = {"sweep": axes, "models": [to_dict(load_model(rate.model))]}
-            folder = self._run_sweep(self._sweep_config("published", max_p_oom=LIKELY_OOM, **groups))
-        yield check_speed(folder, is_published=bool(self._published_rates))
+            changes = {"sweep": axes, "models": [to_dict(load_model(rate.model))]}
+            speed_folder = self._run_sweep(self._sweep_config("published", max_p_oom=LIKELY_OOM, **changes))
+        yield check_speed(speed_folder, has_published_rates=bool(self._published_rates))
 
     def write(self, checks: Sequence[Check]) -> None:
         """Writes doctor.json."""
         path = write_acceptance(self._config, checks, self._folder, MAX_GPU_HOURS - self._gpu_hours_left)
         say(f"wrote {path}")
 
-    def _sweep_config(self, name: str, **groups: Any) -> SweepConfig:
-        """The configuration as the sweep `name`; `groups` replace only the values they name."""
+    def _sweep_config(self, name: str, **changes: Any) -> SweepConfig:
+        """The configuration as the sweep `name`; `changes` replace only the values that they name."""
         tree = self._config.resolved
-        changed_groups = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
+        changed_groups = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in changes.items()}
         return config_from_tree({**tree, **changed_groups, "name": name, "results_dir": str(self._folder)})
 
     def _run_sweep(self, config: SweepConfig) -> SweepFolder:
@@ -157,29 +157,35 @@ def comparable_rates(config: SweepConfig) -> list[PublishedRate]:
 
 def final_rows(folder: SweepFolder) -> list[Row]:
     """The result rows of a sweep, one for each run, with `show`: the command that shows everything about the run."""
-    return _final_table_rows(collect([folder], warn), folder)
+    return _final_rows_with_show(collect([folder], warn), folder)
 
 
-def _final_table_rows(result_table: pa.Table, folder: SweepFolder) -> list[Row]:
-    """The final rows of runs in a result table of `folder`, with the command that shows each run."""
+def _final_rows_with_show(result_table: pa.Table, folder: SweepFolder) -> list[Row]:
+    """`final_rows` of `folder`, whose result table is given."""
     rows = [row for row in result_table.to_pylist() if row["is_final"] and row["rule"] is None]
     return [row | {"show": f"ultrabench sweep show {row['run_id']} {folder.display_name}"} for row in rows]
 
 
 def check_equal(rows: Sequence[Row], quantity: str) -> Check:
-    """Checks that every layout has the number `quantity`, one of EQUAL_COLUMNS, of one GPU, whose row is the first."""
-    column, tolerance = EQUAL_COLUMNS[quantity]
+    """Checks that the layouts have the same loss or gradient norm as a single GPU.
+
+    Args:
+        rows: the result row of the single GPU, then those of the layouts.
+        quantity: a key of EQUAL_COLUMNS.
+    """
+    column, tolerance_by_precision = EQUAL_COLUMNS[quantity]
     single_gpu_row, *layout_rows = rows
     for row in rows:
         # Ok runs have a speed, and so have runs that are invalid only because their loss differs from that of others.
         if row["tokens_per_s_per_gpu"] is None or row[column] is None:
             return _failed_check(row, "one GPU alone: " if row is single_gpu_row else "")
-    expected_value, max_diff = single_gpu_row[column], tolerance[single_gpu_row["precision"]]
-    diffs = [abs(row[column] / expected_value - 1) for row in layout_rows]
-    num_differing, worst_row = sum(d > max_diff for d in diffs), layout_rows[diffs.index(max(diffs))]
+    expected_value, allowed_diff = single_gpu_row[column], tolerance_by_precision[single_gpu_row["precision"]]
+    relative_diffs = [abs(row[column] / expected_value - 1) for row in layout_rows]
+    num_differing = sum(diff > allowed_diff for diff in relative_diffs)
+    worst_row = layout_rows[relative_diffs.index(max(relative_diffs))]
     return first_problem(
         f"{len(layout_rows) - num_differing} of {len(layout_rows)} layouts match the {quantity} of one GPU: {expected_value:.6f}; largest "
-        f"difference {max(diffs):.1g}, allowed {max_diff:g}",
+        f"difference {max(relative_diffs):.1g}, allowed {allowed_diff:g}",
         (num_differing, FAIL, f"a GPU or a link is faulty, or torch has a bug: compare the hosts in {worst_row['show']}",
          f"{run_label(worst_row)} differs most"),
     )  # fmt: skip
@@ -190,24 +196,24 @@ def check_memory(row: Row) -> Check:
     is_oom, peak_text = row["status"] == Status.OOM, f"{row['predicted_peak_mem_bytes'] / GIB:.0f} GiB"
     if is_oom and row["confirmed"]:
         return success(f"{run_label(row)}, predicted {peak_text}: {row['reason']}")
-    remedy = "the GPUs must be free and have the memory of hardware=; "
-    return _failed_check(row, f"predicted {peak_text}: ", ", but not confirmed" if is_oom else "", remedy)
+    advice = "the GPUs must be free and have the memory of hardware=; "
+    return _failed_check(row, f"predicted {peak_text}: ", ", but not confirmed" if is_oom else "", advice)
 
 
-def check_speed(folder: SweepFolder, is_published: bool) -> Check:
+def check_speed(folder: SweepFolder, has_published_rates: bool) -> Check:
     """Checks that the best runs of a sweep are as fast as published ones; shows the fastest if nothing is published."""
     result_table = collect([folder], warn)
-    rows = _final_table_rows(result_table, folder)
-    if not is_published:
-        speeds_and_runs = [(row["tokens_per_s_per_gpu"] or 0.0, _run_text(row)) for row in rows]
-        fastest_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds_and_runs))
+    rows = _final_rows_with_show(result_table, folder)
+    if not has_published_rates:
+        speeds_and_texts = [(row["tokens_per_s_per_gpu"] or 0.0, _run_text(row)) for row in rows]
+        fastest_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds_and_texts))
         return success(f"no published speed for this hardware and precision; {fastest_text}")
     if failed_rows := [row for row in rows if row["status"] != Status.OK]:
         return _failed_check(failed_rows[0])
     best_runs = [*beside_published(result_table)]
     is_slow = not best_runs or any((run.share or 0) < MIN_SPEED_SHARE for run in best_runs)
-    remedy = f"below {MIN_SPEED_SHARE:.0%}: check clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
-    problem = (is_slow, FAIL, f"{remedy}ultrabench compare {folder.display_name} published")
+    advice = f"below {MIN_SPEED_SHARE:.0%}: check clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+    problem = (is_slow, FAIL, f"{advice}ultrabench compare {folder.display_name} published")
     return first_problem("; ".join(run.text for run in best_runs) or "all runs are suspect", problem)
 
 

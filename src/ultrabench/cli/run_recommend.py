@@ -19,7 +19,7 @@ from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import narrowed
+from ultrabench.sweep.plan import cell_sweep
 from ultrabench.sweep.predict.predict import largest_loss
 from ultrabench.sweep.recommend import Recommendation, cell_search, recommendations, tokens_per_s_per_gpu
 
@@ -99,7 +99,7 @@ def _rows(
     cell_row = {**cell._asdict(), "gpus": cell.nodes * config.hardware.gpus_per_node}
     if not recommendation.runs:
         yield {**cell_row, "layout": None, "reason": recommendation.reason}
-    best_rate = best_published(narrowed(config, cell)) if recommendation.runs else None
+    best_rate = best_published(cell_sweep(config, cell)) if recommendation.runs else None
     predictor = cell_search(config, recommendation.shape, cell).cell_plan.predictor
     for run in recommendation.runs:
         prediction, spec = run.prediction, run.spec

@@ -69,7 +69,7 @@ def look(tmp_path, monkeypatch, capsys):
 
 
 def bad(findings):
-    return {name: (f.health.value, *f.places) for name, f in findings.items() if f.health in ("fail", "warn")}
+    return {name: (f.health, *f.numbers) for name, f in findings.items() if f.health in ("fail", "warn")}
 
 
 LOST = port("mlx5_3", state="1: DOWN", phys_state="2: Polling", counters__link_downed="2")
@@ -104,7 +104,7 @@ def test_new_errors_of_a_port_count_and_old_ones_do_not(tmp_path, look):
         for first, last in ((40, 40), (40, 47), (40, 3), (0xFFFF, 0xFFFF), (0, "N/A (no PMA)"), (0, 0))
     ]  # fmt: skip
     assert [e.health for e in errors] == ["ok", "warn", "unknown", "unknown", "unknown", "ok"]
-    assert errors[1].places == {"mlx5_5:1 symbol_error": 7}
+    assert errors[1].numbers == {"mlx5_5:1 symbol_error": 7}
     alone = look(plant(tmp_path, port("mlx5_5", counters__symbol_error=40)))
     assert examine(alone, alone)["InfiniBand errors"].health is Health.UNKNOWN, "40 may be years old"
 
@@ -187,7 +187,7 @@ def test_a_driver_that_fails_or_hangs_is_unknown_and_the_rest_is_known(
 def test_the_docs_show_the_table_of_checks():
     text = (Path(__file__).parents[3] / "docs/guide/cluster.md").read_text()
     rows = [
-        f"| {name} | {check.limit} | {'refuses' if check.hard else 'warns'} | {check.remedy} |"
+        f"| {name} | {check.limit_text} | {'refuses' if check.excludes_node else 'warns'} | {check.remedy} |"
         for name, check in CHECKS.items()
     ]
     assert "\n".join(rows) in text, "docs/guide/cluster.md needs:\n" + "\n".join(rows)

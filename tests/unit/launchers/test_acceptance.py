@@ -14,7 +14,7 @@ from ultrabench.launchers.doctor.acceptance import acceptance_folder, acceptance
 from ultrabench.launchers.doctor.check import CheckStatus, failure, success
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import make_plan, pairs_of, selected_runs
+from ultrabench.sweep.plan import make_plan, pairs_of, with_unselected_rejected
 from ultrabench.sweep.remedy import nothing_fits
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -86,23 +86,23 @@ PLAYBOOK = {"model": "1B", "seq_len": 4096, "gbs": 256, "precision": "bf16", "ha
 def test_our_speed_stands_beside_the_published_one(rows_of, share, status):
     assert [rate.nodes for rate in comparable_rates(load_config(H100))] == [1, 2]
     rows_of(row("a", 40149.94, **PLAYBOOK), row("b", share * 38839.82, nodes=2, **PLAYBOOK))
-    check = check_speed(SweepFolder(FOLDER), is_published=True)
+    check = check_speed(SweepFolder(FOLDER), has_published_rates=True)
     assert check.status is status
     assert (
         "40,150 tokens/s/GPU, 100% of the published rate (40,150, nanotron; https://hugging" in check.finding
     )
     assert f"{share:.0%} of the published rate (38,840, " in check.finding
     rows_of(CRASH | PLAYBOOK)
-    assert "crash, rank 1: no" in check_speed(SweepFolder(FOLDER), is_published=True).finding
+    assert "crash, rank 1: no" in check_speed(SweepFolder(FOLDER), has_published_rates=True).finding
     rows_of(row("a", suspect="throttled", **PLAYBOOK))
-    assert check_speed(SweepFolder(FOLDER), is_published=True).status is CheckStatus.FAIL
+    assert check_speed(SweepFolder(FOLDER), has_published_rates=True).status is CheckStatus.FAIL
 
 
 def test_nothing_is_published_of_other_hardware(rows_of):
     assert comparable_rates(load_config(["sweep=acceptance-small"])) == []
     assert comparable_rates(load_config([*H100, "kernel.precision=fp32"])) == []
     rows_of(row("a", 50.0), CRASH, row("b", 70.0))
-    assert "ours: 8B dp8 " in (told := check_speed(SweepFolder(FOLDER), is_published=False).finding)
+    assert "ours: 8B dp8 " in (told := check_speed(SweepFolder(FOLDER), has_published_rates=False).finding)
     assert told.endswith(": 70 tokens/s/GPU")
 
 
@@ -148,7 +148,7 @@ def test_the_selected_runs_are_those_that_add_the_most_new_pairs_one_after_anoth
     for _ in range(num_selected):
         gains = [len(pairs_of(run) - covered) for run in remaining]
         covered |= pairs_of(remaining.pop(gains.index(max(gains))))
-    selected = [run for run in selected_runs(plan.runs, num_selected) if run.runs]
+    selected = [run for run in with_unselected_rejected(plan.runs, num_selected) if run.runs]
     assert {run.run_id for run in selected} == {run.run_id for run in plan.runs} - {
         run.run_id for run in remaining
     }

@@ -113,7 +113,7 @@ def test_several_processes_make_the_same_plan_and_tell_how_far_they_are(pruned, 
     monkeypatch.setattr(ultrabench.sweep.plan, "MIN_PARALLEL_CANDIDATES", 1)
     monkeypatch.setattr(ultrabench.sweep.plan, "CANDIDATES_PER_TASK", 40)
     told, of = [], len(pruned.candidates)
-    assert make_plan(load_config(SMALL), advance=lambda *each: told.append(each)) == pruned
+    assert make_plan(load_config(SMALL), report_progress=lambda *each: told.append(each)) == pruned
     assert told == [(min(done, of), of) for done in range(40, of + 40, 40)]
 
 

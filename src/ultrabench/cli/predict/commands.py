@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from ultrabench.analysis.numbers import percent
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, require_parquet, words_argument
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, SweepOrFile, require_parquet, words_argument
 from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
@@ -66,7 +66,7 @@ def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = 
 
 @predict_app.command()
 def validate(
-    source: Source = None,
+    source: SweepOrFile = None,
     profile_name: ProfileName = None,
     rows_path: Path | None = typer.Option(
         None, "--rows", callback=require_parquet, help="Write all rows with their predictions (.parquet)."
@@ -255,7 +255,7 @@ def calibrate(
 
 @predict_app.command()
 def replay(
-    source: Source = None,
+    source: SweepOrFile = None,
     strategy: str = typer.Option(
         "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
     ),

@@ -14,7 +14,7 @@ from ultrabench.cli.options import (
     RankBy,
     RankByAlias,
     ResultsDir,
-    Source,
+    SweepOrFile,
     table_option,
 )
 from ultrabench.errors import ConfigError
@@ -125,7 +125,7 @@ def status(
 
 @sweep_app.command()
 def top(
-    source: Source = None,
+    source: SweepOrFile = None,
     limit: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default: 10, with --json all."),
     by: RankBy = "tokens_per_s_per_gpu",
     rank_by: RankByAlias = None,
@@ -141,7 +141,7 @@ def top(
 
 
 @sweep_app.command()
-def effects(source: Source = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
+def effects(source: SweepOrFile = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
     """Show the effect of each value of each axis, all else equal.
 
     It compares runs that differ in one axis only. The axis with the largest significant effect comes first."""

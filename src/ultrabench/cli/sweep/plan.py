@@ -68,7 +68,7 @@ def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
         def advance(num_done: int, total: int) -> None:
             bar.update(task_id, completed=num_done, total=total, visible=total >= MIN_PARALLEL_CANDIDATES)
 
-        return require_runs(make_plan(config, advance=advance, **peak_rate))
+        return require_runs(make_plan(config, report_progress=advance, **peak_rate))
 
 
 def show_plan(

@@ -32,7 +32,7 @@ from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.framework import ALL_SIZES_WORD, Framework, text_of
 from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.refusals import ROUTING_FLAG, unsupported
+from ultrabench.sweep.refusals import ROUTING_FLAG, value_refusals
 from ultrabench.variant import option_texts, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
@@ -164,7 +164,7 @@ def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
         return kernel
     supports = {name: values for name, values in kernel.supports.items() if name in model_sizes}
     size_flags = {name: by_value for name, by_value in kernel.flags.items() if name in model_sizes}
-    if not any(unsupported(replace(kernel, supports=supports, flags=size_flags), spec.layout, spec.shape)):
+    if not any(value_refusals(replace(kernel, supports=supports, flags=size_flags), spec.layout, spec.shape)):
         return kernel
     kept_flags = {name: by_value for name, by_value in kernel.flags.items() if name not in model_sizes}
     return replace(kernel, flags=kept_flags)
@@ -185,7 +185,7 @@ def not_expressed(
     noun = "file" if reason_by_word else "command"
     ignored_words = model_sizes.keys() if dropped_words else ()
     supports = {name: values for name, values in kernel.supports.items() if name not in ignored_words}
-    yield from unsupported(replace(shape_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
+    yield from value_refusals(replace(shape_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
     used_words = words_in(shape_kernel)
     expressed_words = {*used_words, *kernel.flags, *IMPLIED_FIELDS}
     if dropped_words:
