@@ -56,8 +56,8 @@ def main() -> None:
     node = Node(allocation(folder, task(code, device)), NodeIdentity(node_index=0, host="local-0"))
     node.start(0, "127.0.0.1", 0)
     for line in sys.stdin:
-        found = eval(line, {"node": node, "gpus": gpus})
-        print(json.dumps(to_dict(found) if isinstance(found, NodeAfterRun) else found), flush=True)
+        answer = eval(line, {"node": node, "gpus": gpus})
+        print(json.dumps(to_dict(answer) if isinstance(answer, NodeAfterRun) else answer), flush=True)
     node.close()
 
 

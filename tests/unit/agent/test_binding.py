@@ -54,19 +54,19 @@ TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
 
 
 def exits(server, count):
-    found = []
-    wait_until(lambda: found.extend(server.new_exits()) or len(found) >= count, 30)
-    return sorted(found)
+    ends = []
+    wait_until(lambda: ends.extend(server.new_exits()) or len(ends) >= count, 30)
+    return sorted(ends)
 
 
 @pytest.fixture
 def start(tmp_path):
     """Starts fork servers."""
-    with ExitStack() as made:
+    with ExitStack() as stack:
 
         def make(module="", **env):
             server = ForkServer(tmp_path / "server.log", {**os.environ, **env}, module)
-            made.callback(server.stop)
+            stack.callback(server.stop)
             return server
 
         yield make

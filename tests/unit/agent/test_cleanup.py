@@ -62,8 +62,8 @@ class OneNode:
 
 @pytest.fixture
 def one_node(tmp_path):
-    with ExitStack() as made:
-        yield lambda code: made.enter_context(closing(OneNode(tmp_path, code)))
+    with ExitStack() as stack:
+        yield lambda code: stack.enter_context(closing(OneNode(tmp_path, code)))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_report_that_ends_late_is_heard_before_the_exit(one_node):
 
 
 def test_what_a_run_leaves_is_removed_and_its_logs_are_kept_with_both_ends(one_node):
-    name, held = f"nccl-test-{os.getpid()}", f"torch_test_{os.getpid()}"
+    name, foreign = f"nccl-test-{os.getpid()}", f"torch_test_{os.getpid()}"
     node = one_node(f"""
         import socket
         open("/dev/shm/{name}", "wb").write(b"x" * 4096)
@@ -143,12 +143,12 @@ def test_what_a_run_leaves_is_removed_and_its_logs_are_kept_with_both_ends(one_n
     node.wait_for(2)
     folder, scratch = node.pids.parent, Path(node.ask("str(node.scratch)"))
     assert len([p for p in scratch.iterdir() if p.is_dir()]) == 1
-    with (SHARED_MEMORY_FOLDER / held).open("wb"):  # somebody else's, in use
+    with (SHARED_MEMORY_FOLDER / foreign).open("wb"):  # somebody else's, in use
         node.ask("node.kill()")
         assert node.ask("node.finish(keep_all=True).problem") is None
         assert not (SHARED_MEMORY_FOLDER / name).exists()
-        assert (SHARED_MEMORY_FOLDER / held).exists()
-    (SHARED_MEMORY_FOLDER / held).unlink()
+        assert (SHARED_MEMORY_FOLDER / foreign).exists()
+    (SHARED_MEMORY_FOLDER / foreign).unlink()
     socket.create_server(("127.0.0.1", int((folder / "port").read_text()))).close()
     assert [p for p in scratch.iterdir() if p.is_dir()] == []
     (log,) = folder.glob("logs/*/0.0/rank0.log")
@@ -196,8 +196,8 @@ def test_only_what_the_dead_of_this_namespace_left_is_cleaned_up(tmp_path, monke
     dead = subprocess.Popen(["true"])
     dead.wait()
     alive = processes.own_tag("a", 0)
-    here = alive.rpartition(":")[2]
-    tags = [f"a:0:{dead.pid}:1:{here}", f"a:0:{dead.pid}:1:{int(here) + 1}", alive]
+    namespace = alive.rpartition(":")[2]
+    tags = [f"a:0:{dead.pid}:1:{namespace}", f"a:0:{dead.pid}:1:{int(namespace) + 1}", alive]
     folders = [tmp_path / f"ultrabench-{'-'.join(tag.split(':')[2:])}-abc" for tag in tags]
     for folder in folders:
         folder.mkdir()

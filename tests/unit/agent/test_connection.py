@@ -43,9 +43,9 @@ from ultrabench.store.events import Start
 SECRET = "0123456789abcdef"
 
 
-def hello(node, secret=SECRET, **more):
+def hello(node, secret=SECRET, **changes):
     facts = {"node": node, "host": f"n{node}"}
-    return json.dumps({"secret": secret, "facts": facts, **more}).encode() + b"\n"
+    return json.dumps({"secret": secret, "facts": facts, **changes}).encode() + b"\n"
 
 
 def connected(file, node):
@@ -160,8 +160,8 @@ def test_starts_that_differ_have_files_of_their_own(first, second):
 
     def of(array, task, restart):
         words = {"SLURM_JOB_ID": f"{array}", "SLURM_RESTART_COUNT": f"{restart}"}
-        more = {} if task is None else {"SLURM_ARRAY_JOB_ID": f"{array}", "SLURM_ARRAY_TASK_ID": f"{task}"}
-        return identify_node(words | more)
+        ids = {} if task is None else {"SLURM_ARRAY_JOB_ID": f"{array}", "SLURM_ARRAY_TASK_ID": f"{task}"}
+        return identify_node(words | ids)
 
     assert (of(*first).rendezvous_file == of(*second).rendezvous_file) == (first == second)
 
@@ -222,10 +222,10 @@ for one_host in (True, False):
 def test_a_node_without_ipv4_listens(tmp_path, ipv6):
     up = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && ip -6 addr add fd00:db8::7/64 dev lo nodad"
     words = ["unshare", "-rn", "sh", "-c", f'{up} || exit 77; exec "$@"', "sh"]
-    done = patience.run([*words, sys.executable, "-c", ONLY_IPV6, str(tmp_path)], 60)
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"a network without IPv4 cannot be made here: {done.stderr.strip()[-200:]}")
-    assert done.stdout.splitlines() == ["::1 True", "fd00:db8::7 True"], done.stderr
+    process = patience.run([*words, sys.executable, "-c", ONLY_IPV6, str(tmp_path)], 60)
+    if process.returncode == 77 or "unshare" in process.stderr:
+        pytest.skip(f"a network without IPv4 cannot be made here: {process.stderr.strip()[-200:]}")
+    assert process.stdout.splitlines() == ["::1 True", "fd00:db8::7 True"], process.stderr
 
 
 def test_a_port_is_none_that_the_system_gives_away():
@@ -264,9 +264,9 @@ def stop():
 def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, tmp_path, local, asked_for, who):
     if asked_for:
         (tmp_path / END_REQUEST).touch()
-    asked = StopRequest(tmp_path if local else None)  # the fixture restores the handlers
+    request = StopRequest(tmp_path if local else None)  # the fixture restores the handlers
     os.kill(os.getpid(), signal.SIGTERM)
-    assert asked.reason.startswith(f"the allocation was ended by {who}")
+    assert request.reason.startswith(f"the allocation was ended by {who}")
 
 
 @pytest.fixture
@@ -274,11 +274,11 @@ def pair():
     """The connection to the other agent, and the socket of that agent."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as there,
+        socket.create_connection(server.getsockname()) as far_end,
         closing(Connection(server.accept()[0])) as line,
     ):
         line.facts = {"node": 1, "host": "local-1"}
-        yield line, there
+        yield line, far_end
 
 
 @pytest.fixture
@@ -300,13 +300,13 @@ def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(group, pair,
 
 
 def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
-    line, there = pair
-    there.sendall(b'{"do": "start", "task_index": 99, "address": "127.0.0.1", "port": 0}\n')
+    line, far_end = pair
+    far_end.sendall(b'{"do": "start", "task_index": 99, "address": "127.0.0.1", "port": 0}\n')
     with pytest.raises(IndexError):
         follow(node, line, stop)
-    said = [json.loads(text) for text in there.recv(2**16).splitlines()]
+    messages = [json.loads(text) for text in far_end.recv(2**16).splitlines()]
     reason = "the agent of local-0 failed: IndexError: tuple index out of range"
-    assert said[-1] == {"ending": reason, "left": True}
+    assert messages[-1] == {"ending": reason, "left": True}
 
 
 def test_an_agent_that_failed_and_left_gives_its_node_no_blame(group, pair):
@@ -322,7 +322,7 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(group, pair):
 
 
 def test_a_follower_leaves_when_its_leader_is_gone(node, stop, pair):
-    line, there = pair
-    there.close()
+    line, far_end = pair
+    far_end.close()
     with pytest.raises(ClusterError, match="the leading agent is gone"):
         follow(node, line, stop)

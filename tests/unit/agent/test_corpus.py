@@ -36,43 +36,43 @@ class Case:
 
     def result(self, hosts=("gpu01", "gpu02")):
         progress = AttemptProgress(len(self.ranks), hosts)
-        for at, number in enumerate(self.order, start=1):
+        for second, number in enumerate(self.order, start=1):
             events, progress.ranks[number].killed_by_us = self.ranks[number]
-            progress.add([{**item, "rank": number} for item in events], now_s=float(at))
+            progress.add([{**event, "rank": number} for event in events], now_s=float(second))
         return classify(progress, TASK, self.end)
 
 
-def made(path):
+def read_case(path):
     """A fault that was committed for real."""
-    kept = json.loads(path.read_text())
-    events, end = kept["rank_events"], kept["stopped"]
-    ranks = [([e for e in events if e["rank"] == n], n in kept["killed_by_us"]) for n in range(kept["ranks"])]
+    case = json.loads(path.read_text())
+    events, end = case["rank_events"], case["stopped"]
+    ranks = [([e for e in events if e["rank"] == n], n in case["killed_by_us"]) for n in range(case["ranks"])]
     end = end and RunResult(status=Status(end["status"]), reason=end["reason"], cause=end["status"])
-    return Case(path.stem, kept["expected"], ranks, [e["rank"] for e in events if "code" in e], end)
+    return Case(path.stem, case["expected"], ranks, [e["rank"] for e in events if "code" in e], end)
 
 
 def quoted(quote, peer):
     """A public error text of GPUs on rank 1 of 2; on rank 0 what gloo reports of a lost peer, or the same text."""
     lost = quote["status"] == "comm_error"
     tail = "\n".join(quote["text"]) + "\n"
-    said = [{"code": quote["code"], "tail": (STACK if quote["code"] > 0 else "") + tail}], False
-    return Case(quote["name"], {"rank": None if lost else 1, **quote}, [said if lost else peer, said], [0, 1])
+    rank = [{"code": quote["code"], "tail": (STACK if quote["code"] > 0 else "") + tail}], False
+    return Case(quote["name"], {"rank": None if lost else 1, **quote}, [rank if lost else peer, rank], [0, 1])
 
 
-MADE = [made(path) for path in sorted(CORPUS.glob("*.json")) if path.stem != "quoted"]
+MADE = [read_case(path) for path in sorted(CORPUS.glob("*.json")) if path.stem != "quoted"]
 LOST_PEER = next(case for case in MADE if case.name == "sigkill").ranks[0]
 CASES = MADE + [quoted(quote, LOST_PEER) for quote in json.loads((CORPUS / "quoted.json").read_text())]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_gets_its_name(case):
-    found, expected = case.result(), case.expected
-    assert (found.status, found.cause) == (expected["status"], expected["cause"]), found.reason
-    if found.status != "ok":
-        assert "\n" not in found.reason
-        assert expected["rank"] is None or f"rank {expected['rank']} on gpu0" in found.reason
-    assert found.confirmed == expected.get("confirmed", found.confirmed)
-    assert list(found.suspect_hosts) == expected.get("suspect_hosts", list(found.suspect_hosts))
+    result, expected = case.result(), case.expected
+    assert (result.status, result.cause) == (expected["status"], expected["cause"]), result.reason
+    if result.status != "ok":
+        assert "\n" not in result.reason
+        assert expected["rank"] is None or f"rank {expected['rank']} on gpu0" in result.reason
+    assert result.confirmed == expected.get("confirmed", result.confirmed)
+    assert list(result.suspect_hosts) == expected.get("suspect_hosts", list(result.suspect_hosts))
 
 
 def test_roots_are_found_among_their_consequences():
@@ -89,10 +89,10 @@ def test_roots_are_found_among_their_consequences():
         root, place = chance.choice(roots), chance.randrange(8)
         ranks = [chance.choice(peers) for _ in range(8)]
         ranks[place] = root.ranks[root.expected["rank"]]
-        found = replace(root, ranks=ranks, order=chance.sample(range(8), 8)).result()
-        named = f"rank {place} on " in (found.reason or "")
-        if (found.status, found.cause, named) != (root.expected["status"], root.expected["cause"], True):
-            wrong.append((root.name, found.cause, found.reason))
+        result = replace(root, ranks=ranks, order=chance.sample(range(8), 8)).result()
+        is_named = f"rank {place} on " in (result.reason or "")
+        if (result.status, result.cause, is_named) != (root.expected["status"], root.expected["cause"], True):
+            wrong.append((root.name, result.cause, result.reason))
     assert len(wrong) <= 2, wrong
 
 
@@ -100,10 +100,10 @@ def test_fingerprints_are_of_the_fault_not_of_the_place():
     cases = [c for c in CASES if c.expected["rank"] is not None]
     prints = {c.name: c.result().fingerprint for c in cases}
     assert {c.name: c.result(("a7", "a9")).fingerprint for c in cases} == prints
-    told = [p for p in prints.values() if p is not None]
-    same = {n for n, p in prints.items() if p is not None and told.count(p) > 1}
+    fingerprints = [p for p in prints.values() if p is not None]
+    shared = {n for n, p in prints.items() if p is not None and fingerprints.count(p) > 1}
     # The same fault, whatever becomes of the peers.
-    assert same == {"exception", "exit_early", "exception_while_peers_sleep", "early_while_peers_sleep"}
+    assert shared == {"exception", "exit_early", "exception_while_peers_sleep", "early_while_peers_sleep"}
 
 
 def test_every_cause_is_known_and_explained():

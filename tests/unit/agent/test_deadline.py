@@ -47,9 +47,9 @@ def test_deadlines(change, until, status, reason):
     limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
     limited = replace(TASK, **limits)
     assert result_if_overdue(limited, progress, until) is None
-    found = result_if_overdue(limited, progress, until + 0.1)
-    assert found.status == status
-    assert reason in found.reason
+    result = result_if_overdue(limited, progress, until + 0.1)
+    assert result.status == status
+    assert reason in result.reason
 
 
 def test_a_checkpoint_has_a_limit_of_its_own_and_is_no_hang():
@@ -86,12 +86,12 @@ class Simulated:
         measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 
-    def add(self, at, event, rank=0):
-        assert not self.hangs(at), (at, rank, event)
-        self.progress.add([{"rank": rank, **event}], now_s=at)
+    def add(self, now_s, event, rank=0):
+        assert not self.hangs(now_s), (now_s, rank, event)
+        self.progress.add([{"rank": rank, **event}], now_s=now_s)
 
-    def hangs(self, at):
-        return result_if_overdue(self.task, self.progress, at) is not None
+    def hangs(self, now_s):
+        return result_if_overdue(self.task, self.progress, now_s) is not None
 
 
 def test_a_slow_rank_among_quick_ones_is_healthy():

@@ -53,12 +53,12 @@ def driver(tmp_path, library, monkeypatch):
     ],
 )  # fmt: skip
 def test_visible_gpus_are_those_cuda_would_take(driver, monkeypatch, visible, expected):
-    known = {"0": ("aa00", A), "1": ("aa11", B), "2": ("bb22", C)}
-    driver(*(gpu(*known[n]) for n in "012"))
+    ids = {"0": ("aa00", A), "1": ("aa11", B), "2": ("bb22", C)}
+    driver(*(gpu(*ids[n]) for n in "012"))
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = [(g.number, g.uuid, g.bus_id) for g in visible_gpus()]
-    assert found == [(n, f"GPU-{known[n][0]}", known[n][1]) for n in expected]
+    gpus = [(g.number, g.uuid, g.bus_id) for g in visible_gpus()]
+    assert gpus == [(n, f"GPU-{ids[n][0]}", ids[n][1]) for n in expected]
 
 
 def test_every_process_that_is_not_ours_is_named(driver, monkeypatch):
@@ -114,8 +114,8 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         node.ask("setattr(gpus, 'FREE_TIMEOUT_S', 0.0)")
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
-            held = f"GPU 0 still has 40.0 GiB in use after the run: {holder}"
-            assert node.ask("node.kill()")["complaint"] == held
+            complaint = f"GPU 0 still has 40.0 GiB in use after the run: {holder}"
+            assert node.ask("node.kill()")["complaint"] == complaint
 
 
 def test_a_gauge_tells_clocks_and_the_faults_that_slow_them(tmp_path, driver):

@@ -29,28 +29,28 @@ FORWARD = "forward (/ultrabench/kernel/model.py:88)"
 
 def group(name, ranks, entered, finished, op="all_reduce", started=None):
     number = str(max(finished + 1, entered))
-    known = {"group": name, "ranks": list(ranks), "started": started, "ops": {number: op}}
-    return {**known, "entered": entered, "finished": finished}
+    base = {"group": name, "ranks": list(ranks), "started": started, "ops": {number: op}}
+    return {**base, "entered": entered, "finished": finished}
 
 
 def facts(rank, host, state="?", stack=(), groups=(), wchan="", **progress):
-    found = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
-    return RankProgress(number=rank, host=host, evidence=found, **progress)
+    evidence = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
+    return RankProgress(number=rank, host=host, evidence=evidence, **progress)
 
 
-def silent(rank, state="S", **more):
-    return facts(rank, f"gpu{rank // 4:02d}", phase="measure", step=7, state=state, **more)
+def silent(rank, state="S", **fields):
+    return facts(rank, f"gpu{rank // 4:02d}", phase="measure", step=7, state=state, **fields)
 
 
-def waiting(rank, *groups, stack=(REDUCE, STEP), **more):
-    return silent(rank, groups=groups, stack=stack, **more)
+def waiting(rank, *groups, stack=(REDUCE, STEP), **fields):
+    return silent(rank, groups=groups, stack=stack, **fields)
 
 
 TP = range(8)
 
 
-def tp(rank, entered=123, finished=122, **more):
-    return waiting(rank, group("tp", TP, entered, finished), **more)
+def tp(rank, entered=123, finished=122, **fields):
+    return waiting(rank, group("tp", TP, entered, finished), **fields)
 
 
 def others(*left_out):
@@ -124,10 +124,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_cause_of_a_hang_in_any_order_of_ranks(case):
     ranks, culprits, text = CASES[case]
-    found = find_hang_cause(ranks)
-    assert [r.number for r in found.culprits] == culprits, found.text
-    assert text in found.text
-    assert "\n" not in found.text
+    cause = find_hang_cause(ranks)
+    assert [r.number for r in cause.culprits] == culprits, cause.text
+    assert text in cause.text
+    assert "\n" not in cause.text
     shuffled = random.Random(7).sample(ranks, len(ranks))
     assert sorted(r.number for r in find_hang_cause(shuffled).culprits) == sorted(culprits)
 
@@ -175,13 +175,13 @@ def start(tmp_path):
         yield make
 
 
-def found_at(folder: Path, pid: int):
+def evidence_at(folder: Path, pid: int):
     """What is found at rank 0."""
-    found = []
+    rank_events = []
     for events in hang_evidence(folder, {0: pid}, TAG):
-        found += events
+        rank_events += events
         time.sleep(0.02)
-    return found[0]["evidence"]
+    return rank_events[0]["evidence"]
 
 
 def state_of(pid: int) -> str:
@@ -192,10 +192,10 @@ def test_a_rank_answers_also_from_behind_a_shell(tmp_path, start):
     script = tmp_path / "dumping.py"
     script.write_text(DUMPING)
     shell = start("sh", "-c", f"'{sys.executable}' '{script}'; true")
-    found = found_at(tmp_path, shell.pid)
-    assert found["groups"] == []
+    evidence = evidence_at(tmp_path, shell.pid)
+    assert evidence["groups"] == []
     assert (tmp_path / FOLDER / "rank0.collectives.json").exists()
-    assert found["stack"][0] == f"inner ({script}:9)"
+    assert evidence["stack"][0] == f"inner ({script}:9)"
     assert (tmp_path / FOLDER / "rank0.stacks.txt").exists()
 
 
@@ -203,19 +203,19 @@ GROUP = {"group": "tp", "ranks": [0, 7], "entered": 2, "started": None, "finishe
 
 
 @pytest.mark.parametrize(
-    "told",
+    "text",
     ["", "[]", "7", "[" * 100_000, '{"state": [], "stack": 7}', '{"groups": 7}', '{"groups": [7]}', '{"groups": {}}',
      json.dumps({"groups": [{**GROUP, "ranks": 1}]}), json.dumps({"groups": [{**GROUP, "entered": math.inf}]}),
      json.dumps({"groups": [{**GROUP, "ops": []}]}), json.dumps({"groups": [GROUP]}), "no json"],
 )  # fmt: skip
-def test_a_program_that_promised_nothing_is_left_alone_and_its_answer_may_be_anything(tmp_path, start, told):
+def test_a_program_that_promised_nothing_is_left_alone_and_its_answer_may_be_anything(tmp_path, start, text):
     deaf = start(*DEAF)
-    (tmp_path / "rank0.report.collectives").write_text(told)
+    (tmp_path / "rank0.report.collectives").write_text(text)
     wait_until(lambda: state_of(deaf.pid) == "S", 20)
-    found = found_at(tmp_path, deaf.pid)
-    assert (found["state"], found["stack"]) == ("S", [])
-    assert found["groups"] in ([], [GROUP])
-    assert find_hang_cause([RankProgress(number=n, evidence=found, phase="measure") for n in (0, 1)]).headline
+    facts = evidence_at(tmp_path, deaf.pid)
+    assert (facts["state"], facts["stack"]) == ("S", [])
+    assert facts["groups"] in ([], [GROUP])
+    assert find_hang_cause([RankProgress(number=n, evidence=facts, phase="measure") for n in (0, 1)]).headline
     assert deaf.poll() is None
 
 
@@ -223,7 +223,7 @@ def test_a_stopped_child_of_a_rank_counts_as_that_rank(tmp_path, start):
     shell = start("sh", "-c", f"{shlex.join(DEAF)}; true")
     (child,) = descendants(shell.pid)
     os.kill(child, signal.SIGSTOP)
-    wait_until(lambda: found_at(tmp_path, shell.pid)["state"] == "T", 20)
+    wait_until(lambda: evidence_at(tmp_path, shell.pid)["state"] == "T", 20)
     assert state_of(child) == "T", "never continued"
 
 

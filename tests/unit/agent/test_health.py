@@ -54,7 +54,7 @@ def port(hca, **files):
 @pytest.fixture
 def look(tmp_path, monkeypatch, capsys):
     """Reads the tree without another process; returns the reading."""
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
 
@@ -112,7 +112,7 @@ def test_new_errors_of_a_port_count_and_old_ones_do_not(tmp_path, look):
 def test_a_container_that_hides_devices_or_memory_is_named(tmp_path, look, monkeypatch):
     tree(tmp_path)
     (tmp_path / "dev/infiniband/uverbs6").unlink()
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**26, 2**26))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (2**26, 2**26))
     small = SimpleNamespace(f_bavail=2**14, f_frsize=2**12)  # 64 MiB
     monkeypatch.setattr(os, "statvfs", lambda folder: small)
     for name, value in {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0", "NCCL_NET": "Socket"}.items():

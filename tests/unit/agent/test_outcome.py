@@ -132,8 +132,8 @@ def test_whatever_becomes_of_a_checkpoint_the_run_is_ok(ranks, words, cause, rea
     assert len(result.step_times_s) == 6
     assert result.checkpoint_cause == cause
     assert reason is result.checkpoint_reason or reason in result.checkpoint_reason
-    told = {name: getattr(result, f"checkpoint_{name}") for name in NUMBERS}
-    assert told == (NUMBERS if cause is None else dict.fromkeys(NUMBERS))
+    numbers = {name: getattr(result, f"checkpoint_{name}") for name in NUMBERS}
+    assert numbers == (NUMBERS if cause is None else dict.fromkeys(NUMBERS))
 
 
 def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
@@ -172,9 +172,9 @@ def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
     ],
 )  # fmt: skip
 def test_causes_and_suspects(ranks, words, status, cause, suspects):
-    found = judged(*ranks, **words)
-    assert (found.status, found.cause, list(found.suspect_hosts)) == (status, cause, suspects), found.reason
-    assert ("hang_cause" in found.evidence) == (words.get("end") is HANG)
+    run = judged(*ranks, **words)
+    assert (run.status, run.cause, list(run.suspect_hosts)) == (status, cause, suspects), run.reason
+    assert ("hang_cause" in run.evidence) == (words.get("end") is HANG)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,11 @@ def test_a_preflight_names_the_rank_that_failed_and_measures_no_steps(ranks, rea
 
 
 def test_the_facts_of_an_ok_run():
-    done = {"event": "done", "stopped": "interval", "hardware_flops_per_step": 4e9}
+    done_event = {"event": "done", "stopped": "interval", "hardware_flops_per_step": 4e9}
     progress = progress_of([
-        ok(done_line=done | {"graphs": 1}, memory_report={"allocated_bytes": 10, "reserved_bytes": 30},
+        ok(done_line=done_event | {"graphs": 1}, memory_report={"allocated_bytes": 10, "reserved_bytes": 30},
            steps=steps_with(0, gradient_norm=2.5)),
-        ok(done_line=done | {"graphs": 2}, memory_report={"allocated_bytes": 20, "reserved_bytes": 25}),
+        ok(done_line=done_event | {"graphs": 2}, memory_report={"allocated_bytes": 20, "reserved_bytes": 25}),
     ])  # fmt: skip
     progress.environment = {"gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1}
     options = {"attention": "cudnn", "tp": 2, "compile": False}
@@ -283,8 +283,8 @@ def lacking(confirmed, cause="cuda_oom"):
 )
 def test_whether_a_run_itself_filled_its_memory(message, memory, error, expected):
     rank = failing("oom", message, memory_report=memory)
-    found = judged(RankProgress(), replace(rank, error_line=rank.error_line | error))
-    assert (found.status, found.cause, found.confirmed, found.suspect_hosts) == expected
+    result = judged(RankProgress(), replace(rank, error_line=rank.error_line | error))
+    assert (result.status, result.cause, result.confirmed, result.suspect_hosts) == expected
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def print_of(line="ValueError: x", cause="exception", phase="measure", **place):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"),
+    ("text", "other", "equal"),
     [
         ("Tried to allocate 2.00 GiB", "Tried to allocate 512.00 MiB", True),
         ("Connection closed by peer [10.0.0.7]:39851", "Connection closed by peer [10.0.1.12]:4711", True),
@@ -336,8 +336,8 @@ def print_of(line="ValueError: x", cause="exception", phase="measure", **place):
         ("libcudart.so.12: not found", "libnccl.so.2: not found", False),
     ],
 )
-def test_numbers_folders_and_hosts_do_not_count_in_a_fingerprint(one, other, equal):
-    assert (print_of(one) == print_of(other)) == equal
+def test_numbers_folders_and_hosts_do_not_count_in_a_fingerprint(text, other, equal):
+    assert (print_of(text) == print_of(other)) == equal
 
 
 def test_cause_phase_and_own_frames_count_in_a_fingerprint():

@@ -11,8 +11,8 @@ from ultrabench.result import SLOWER, RunResult, Status
 TASK = replace(task("x.py", "cpu"), run_id="new")
 
 
-def ended(run_id, time_s, *, of=TASK, **more):
-    result = {"status": Status.OK, "step_times_s": (time_s,) * 3} | more
+def ended(run_id, time_s, *, of=TASK, **fields):
+    result = {"status": Status.OK, "step_times_s": (time_s,) * 3} | fields
     return replace(of, run_id=run_id), RunResult(**result)
 
 

@@ -105,20 +105,20 @@ def test_a_logged_step_has_to_take_a_number_of_seconds(text):
 
 
 def read_all(lines):
-    found = lines.read()
+    texts = lines.read()
     while lines.has_more:
-        found += lines.read()
-    return found
+        texts += lines.read()
+    return texts
 
 
 def test_all_lines_are_read_once_in_bounded_parts_and_one_that_is_too_long_is_skipped(tmp_path):
-    path, most = tmp_path / "report", 64
+    path, max_bytes = tmp_path / "report", 64
     written = [f"{n:07d}" for n in range(100)]
-    skipped = "x" * (400 * most)  # longer than what one call skips
+    skipped = "x" * (400 * max_bytes)  # longer than what one call skips
     path.write_text("\n".join([*written, skipped, "last", "begun"]))
-    lines = NewLines(path, most)
+    lines = NewLines(path, max_bytes)
     first = lines.read()
-    assert sum(map(len, first)) <= most
+    assert sum(map(len, first)) <= max_bytes
     assert lines.has_more
     assert first + read_all(lines) == [*written, "last"]
     with path.open("a") as file:
@@ -146,8 +146,8 @@ def test_progress_is_not_negative(tmp_path, numbers):
 def test_garbage_lists_and_texts_are_no_lines(tmp_path):
     others = '\n[]\n"text"\n5\nnull\n{"seconds": 1}\n{"event": "done"}\n'
     (tmp_path / "report").write_bytes(os.urandom(2**20) + others.encode())
-    told = [line for line in map(parse_line, read_all(NewLines(tmp_path / "report"))) if line]
-    assert told == [{"event": "done"}]
+    events = [line for line in map(parse_line, read_all(NewLines(tmp_path / "report"))) if line]
+    assert events == [{"event": "done"}]
 
 
 @pytest.mark.parametrize("n", [6, 7, 50, 1023, 1024, 2000])

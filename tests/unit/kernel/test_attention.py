@@ -30,8 +30,8 @@ def test_math_and_flash_agree():
     inputs, grad = [heads(count) for count in (N, K, K)], heads(N)
     math, flash = (attention.pinned_attention(chosen, *inputs) for chosen in ("math", "flash"))
     torch.testing.assert_close(math, flash, rtol=0, atol=1e-12)
-    for one, other in zip(*(torch.autograd.grad(out, inputs, grad) for out in (math, flash)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for exact, fast in zip(*(torch.autograd.grad(out, inputs, grad) for out in (math, flash)), strict=True):
+        torch.testing.assert_close(exact, fast, rtol=0, atol=1e-12)
 
 
 def test_parts_of_a_ring_are_merged_in_at_least_fp32():
@@ -57,7 +57,7 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
 
 
 @pytest.mark.parametrize(
-    ("asked", "precision", "head_width", "device", "has_cudnn", "runs"),
+    ("chosen", "precision", "head_width", "device", "has_cudnn", "runs"),
     [
         ("auto", "bf16", 128, CPU, True, "flash"), ("math", "fp32", 128, CPU, True, "math"),
         ("flash", "fp64", 128, CPU, True, "flash"), ("auto", "bf16", 128, GPU, True, "cudnn"),
@@ -67,10 +67,10 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
         ("cudnn", "bf16", 64, GPU, False, "cudnn"),
     ],
 )  # fmt: skip
-def test_what_runs(monkeypatch, asked, precision, head_width, device, has_cudnn, runs):
+def test_what_runs(monkeypatch, chosen, precision, head_width, device, has_cudnn, runs):
     """`has_cudnn` is whether torch prefers cuDNN on that GPU."""
     monkeypatch.setattr(attention, "prefers_cudnn_attention", lambda _: has_cudnn)
-    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    kernel = KernelConfig(name="embedded", attention=chosen, precision=precision)
     assert attention.choose_backend(kernel, head_width, device) == runs
 
 
@@ -93,8 +93,8 @@ def test_the_operators_of_cudnn_take_our_arguments():
 def test_selective_recomputation_keeps_a_compiled_ring():
     """It holds the results of attention, which selective recomputation keeps."""
     forward, _ = recompute._selective_contexts()
-    asked = SimpleNamespace(is_recompute=False)
-    assert forward.policy_fn(asked, cp.RING_FORWARD) == CheckpointPolicy.MUST_SAVE
+    context = SimpleNamespace(is_recompute=False)
+    assert forward.policy_fn(context, cp.RING_FORWARD) == CheckpointPolicy.MUST_SAVE
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def ring():
 
 def test_the_ring_makes_no_order_that_flash_must_copy(monkeypatch, ring):
     """Keys, values, outputs and gradients have the memory order B, S, heads, D."""
-    seen = list[bool]()
+    contiguous = list[bool]()
 
     def see(right, chosen, *tensors, causal):
-        seen.extend(t.transpose(1, 2)[0].is_contiguous() for t in tensors if t.dim() == 4)
+        contiguous.extend(t.transpose(1, 2)[0].is_contiguous() for t in tensors if t.dim() == 4)
         return right(chosen, *tensors, causal=causal)
 
     for name in ("attention_forward", "attention_backward"):
@@ -119,4 +119,4 @@ def test_the_ring_makes_no_order_that_flash_must_copy(monkeypatch, ring):
     out = cp.ring_attention(ring, "ring", "flash", *inputs)
     grads = torch.autograd.grad(out, inputs, heads(N))
     assert [t.stride() for t in (out, *grads)] == [t.stride() for t in (q, q, k, v)]
-    assert seen == [True] * 2 * (3 + 5)
+    assert contiguous == [True] * 2 * (3 + 5)

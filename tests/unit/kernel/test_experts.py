@@ -63,10 +63,10 @@ def copy(ours, theirs):
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_sparse_block_is_the_one_of_transformers(name):
     """Outputs and gradients of the input, the router and the experts within what their fp32 scores leave, 1e-5."""
-    kind, values, more = THEIRS[name]
+    kind, values, changes = THEIRS[name]
     config = AutoConfig.for_model(name, **{**SIZES, "num_experts_per_tok": K, **values})
     config._experts_implementation = "eager"
-    theirs, ours = with_variant_env(kind(config)), sparse_feed_forward(shape_with(**more)).double()
+    theirs, ours = with_variant_env(kind(config)), sparse_feed_forward(shape_with(**changes)).double()
     ours.balance.zero_()
     if name == "glm4_moe":  # a bias that changes the choice, but no weight
         theirs.gate.e_score_correction_bias = torch.linspace(0, 0.5, E).double()

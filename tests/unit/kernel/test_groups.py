@@ -20,11 +20,11 @@ NORM, MATRIX, HEAD = "layers.0.attention_norm.weight", "layers.0.ffn.up.weight",
 @pytest.mark.parametrize("on_nccl", [True, False])
 def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
     """With NCCL in one call, which splits the communicator of all ranks; with gloo in one for each ring."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def make(**given):
-        assert given["group_desc"] == "mesh_cp"  # by which evidence of a hang calls the ring cp
-        asked.append(given.get("split_ranks") or given["ranks"])
+    def make(**options):
+        assert options["group_desc"] == "mesh_cp"  # by which evidence of a hang calls the ring cp
+        requests.append(options.get("split_ranks") or options["ranks"])
 
     monkeypatch.setattr(dist, "split_group", make)
     monkeypatch.setattr(dist.distributed_c10d, "new_group", make)
@@ -36,11 +36,11 @@ def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
         cp_group(layout)
         dist.destroy_process_group()
     rings = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert asked == ([rings] if on_nccl else rings) * layout.world_size
+    assert requests == ([rings] if on_nccl else rings) * layout.world_size
 
 
 @pytest.mark.parametrize(
-    ("tp", "name", "axis", "apart", "told"),
+    ("tp", "name", "axis", "apart", "differs"),
     [
         (2, NORM, "tp", ONE_ULP, False),
         (2, NORM, "dp_replicate", -ONE_ULP, False),
@@ -52,7 +52,7 @@ def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
         (2, HEAD, "pp", 0.0, False),
     ],
 )
-def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, axis, apart, told):
+def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, axis, apart, differs):
     """The copies of norms along tp, and of its groups; every other bit must be the same.
 
     The other copy of `name` along `axis` is larger by `apart`.
@@ -71,7 +71,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
         params=params, layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
         ties_across_stages=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
-    if told:
+    if differs:
         with pytest.raises(ReplicasDifferError, match=name):
             replicas.require_equal_replicas(trainer)
     else:

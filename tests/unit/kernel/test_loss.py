@@ -13,34 +13,34 @@ def plain_loss(x, weight, targets):
     return cross_entropy(x @ weight.t(), targets)
 
 
-def found(monkeypatch, compute, dtype, logits=10**9, tokens=TOKENS):
+def loss_and_grads(monkeypatch, compute, dtype, logits=10**9, tokens=TOKENS):
     """A third of the loss of random values, and its gradients of x and of the head, in chunks of so many logits."""
     monkeypatch.setattr(loss, "MAX_CHUNK_LOGITS", logits)
     monkeypatch.setattr(loss, "MAX_SOFTMAX_LOGITS", logits // 2)
     generator = torch.Generator().manual_seed(1)
     sizes, targets = ((2, tokens // 2, HIDDEN), (VOCABULARY, HIDDEN)), torch.arange(tokens) % VOCABULARY
-    own = [torch.randn(size, generator=generator).bfloat16().to(dtype).requires_grad_() for size in sizes]
-    out = compute(*own, targets.view(2, -1)) / 3
+    inputs = [torch.randn(size, generator=generator).bfloat16().to(dtype).requires_grad_() for size in sizes]
+    out = compute(*inputs, targets.view(2, -1)) / 3
     out.backward()
-    return [out.detach(), *(t.grad for t in own)]
+    return [out.detach(), *(t.grad for t in inputs)]
 
 
 @pytest.mark.parametrize("logits", [1, 7 * VOCABULARY, TOKENS * VOCABULARY, 10**9])
 def test_chunks_of_any_size_give_the_plain_loss(monkeypatch, logits):
-    plain = found(monkeypatch, plain_loss, torch.float64)
-    ours = found(monkeypatch, loss.head_loss, torch.float64, logits)
-    for one, other in zip(plain, ours, strict=True):
-        assert (one - other).abs().max() < 1e-13
+    plain = loss_and_grads(monkeypatch, plain_loss, torch.float64)
+    ours = loss_and_grads(monkeypatch, loss.head_loss, torch.float64, logits)
+    for expected, actual in zip(plain, ours, strict=True):
+        assert (expected - actual).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize(("tokens", "logits"), [(TOKENS, 7 * VOCABULARY), (512, 1)])
 def test_half_precision_is_as_near_as_its_rounding(monkeypatch, tokens, logits):
     """Also the sum over hundreds of chunks."""
     functions = (plain_loss, loss.head_loss)
-    plain, ours = (found(monkeypatch, f, torch.bfloat16, logits, tokens) for f in functions)
-    for one, other in zip(plain, ours, strict=True):
-        assert one.dtype == other.dtype
-        assert (one - other).abs().max() <= 2**-7 * one.abs().max()
+    plain, ours = (loss_and_grads(monkeypatch, f, torch.bfloat16, logits, tokens) for f in functions)
+    for expected, actual in zip(plain, ours, strict=True):
+        assert expected.dtype == actual.dtype
+        assert (expected - actual).abs().max() <= 2**-7 * expected.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch itself uses it
@@ -57,8 +57,8 @@ def test_generated_code_gives_the_same_gradient():
 
 
 def test_the_weight_of_a_micro_batch_is_not_rounded_to_half_precision(monkeypatch):
-    _, *exact = found(monkeypatch, plain_loss, torch.float64)
-    _, *ours = found(monkeypatch, loss.head_loss, torch.bfloat16)
+    _, *exact = loss_and_grads(monkeypatch, plain_loss, torch.float64)
+    _, *ours = loss_and_grads(monkeypatch, loss.head_loss, torch.bfloat16)
     for a, b in zip(exact, ours, strict=True):
         # 1/3 in bf16 is 0.2 % too large.
         assert abs((a * b).sum() / a.square().sum() - 1) < 0.001
@@ -68,15 +68,15 @@ def test_pending_gradients_are_one_sum_and_no_logits_are_kept():
     generator = torch.Generator().manual_seed(1)
     xs = torch.randn(3, 1, TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     targets = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
-    shared_sum, grads, kept = loss.HeadGradient(), [], []
+    shared_sum, grads, sizes = loss.HeadGradient(), [], []
     for shared in (None, shared_sum):
         weight = torch.linspace(-1, 1, VOCABULARY * HIDDEN, dtype=torch.float64).view(-1, HIDDEN)
         weight.requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             losses = [loss.head_loss(x.requires_grad_(), weight, targets, shared) for x in xs]
-        for one in losses:
-            one.backward()
+        for value in losses:
+            value.backward()
         grads.append(weight.grad)
     assert (grads[0] - grads[1]).abs().max() < 1e-13
     assert shared_sum.grad_sum is None
-    assert sum(kept) == 2 * xs.numel() + 3 * weight.numel()
+    assert sum(sizes) == 2 * xs.numel() + 3 * weight.numel()

@@ -74,11 +74,11 @@ def test_no_range_is_wasted():
     matrix[0] = 448.0 * 2**-20
     rows, inverse = products.scale_rows(matrix)
     assert rows.dtype == fp8_dtype(matrix.device)
-    largest, most = rows.float().abs().amax(1), torch.finfo(rows.dtype).max
-    assert (largest > 0.49 * most).all()
-    assert (largest <= most).all()
+    largest, limit = rows.float().abs().amax(1), torch.finfo(rows.dtype).max
+    assert (largest > 0.49 * limit).all()
+    assert (largest <= limit).all()
     assert torch.equal(inverse.log2(), inverse.log2().round())
-    assert (rows.float()[0] == most).all()
+    assert (rows.float()[0] == limit).all()
     assert torch.equal(rows.float() * inverse, rounded_products.round_rows(matrix))
 
 

@@ -31,7 +31,7 @@ def test_variables_that_steer_a_run_are_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "cuda", "set_to"),
+    ("environ", "cuda", "set_to"),
     [
         ({}, "12.8", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ({}, None, {}),
@@ -39,35 +39,35 @@ def test_variables_that_steer_a_run_are_recorded(monkeypatch):
         ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "12.8", {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}),
     ],
 )
-def test_segments_can_grow_unless_the_user_says_otherwise(monkeypatch, given, cuda, set_to):
+def test_segments_can_grow_unless_the_user_says_otherwise(monkeypatch, environ, cuda, set_to):
     """Either name of the variable counts, and only GPUs have that allocator."""
-    monkeypatch.setattr(environment.os, "environ", given)
+    monkeypatch.setattr(environment.os, "environ", environ)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     environment.set_allocator_default()
-    assert given == set_to
+    assert environ == set_to
 
 
 def test_the_device_is_prepared_and_groups_wait_long_before_the_first_is_made(monkeypatch):
     """The allocator is configured, and groups of all axes have the long time-out."""
-    seen, c10d = list[Any](), dist.distributed_c10d
+    steps, c10d = list[Any](), dist.distributed_c10d
 
     def make_group(*_, **__):
-        seen.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
+        steps.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(c10d, name, None)
-    monkeypatch.setattr(environment, "set_allocator_default", lambda: seen.append("allocator"))
+    monkeypatch.setattr(environment, "set_allocator_default", lambda: steps.append("allocator"))
     monkeypatch.setattr(dist, "init_process_group", make_group)
     mesh.join_process_group(environment.use_device("cpu", 0))
-    assert seen == ["allocator", GROUP_TIMEOUT, GROUP_TIMEOUT]
+    assert steps == ["allocator", GROUP_TIMEOUT, GROUP_TIMEOUT]
 
 
 def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch):
     """It says so before it asks whether a micro-batch has ended, and in its own thread."""
-    seen, counted = list[Any](), threading.Event()
+    calls, counted = list[Any](), threading.Event()
 
-    def see(what):
-        seen.append((what, threading.current_thread()))
+    def see(argument):
+        calls.append((argument, threading.current_thread()))
         return True
 
     class Event:
@@ -81,9 +81,9 @@ def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch):
     device = torch.device("cuda", 3)
     progress.device_progress(device, counted.set)()
     assert counted.wait(10)
-    (first, one), (second, other), *_ = seen
+    (first, first_thread), (second, second_thread), *_ = calls
     assert (first, second) == (device, "asked")
-    assert one is other is not threading.current_thread()
+    assert first_thread is second_thread is not threading.current_thread()
 
 
 def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypatch):
@@ -124,8 +124,8 @@ def test_failures_are_told_apart_by_type_and_text(error, kind):
 
 def test_memory_that_was_freed_before_the_report_counts():
     before = memory._status_bytes("VmData")
-    held = bytearray(256 << 20)
-    del held
+    block = bytearray(256 << 20)
+    del block
     assert memory.usage()["data_bytes"] >= before + (250 << 20)
 
 
@@ -140,7 +140,7 @@ STEPS = [event("user_annotation", f"ProfilerStep#{n}", n * 100, n * 100 + 100) f
 
 
 def test_of_a_gpu_communication_is_exposed_where_no_other_kernel_runs():
-    seen = summarize({"traceEvents": [
+    summary = summarize({"traceEvents": [
         *STEPS,
         event("cpu_op", "aten::mm", 100, 101),
         event("kernel", "gemm", 110, 150, tid=7),
@@ -149,14 +149,14 @@ def test_of_a_gpu_communication_is_exposed_where_no_other_kernel_runs():
         event("gpu_memcpy", "Memcpy DtoD", 150, 160, tid=7),
         {"ph": "i", "name": "[memory]", "args": {"Device Type": 1, "Total Allocated": 5}},
     ]})  # fmt: skip
-    assert [(k["name"][:4], k["calls"]) for k in seen.pop("top")] == [("gemm", 1.0), ("nccl", 0.5)]
+    assert [(k["name"][:4], k["calls"]) for k in summary.pop("top")] == [("gemm", 1.0), ("nccl", 0.5)]
     parts = {"step_time_s": 100, "compute_s": 25, "communication_s": 15, "idle_s": 65}
     parts["exposed_communication_s"] = 10
-    assert seen == pytest.approx({"steps": 2} | {name: time * MICRO for name, time in parts.items()})
+    assert summary == pytest.approx({"steps": 2} | {name: time * MICRO for name, time in parts.items()})
 
 
 def test_of_a_cpu_an_operator_counts_without_those_it_calls_and_a_wait_is_no_work():
-    seen = summarize({"traceEvents": [
+    summary = summarize({"traceEvents": [
         *STEPS,
         event("cpu_op", "aten::linear", 100, 140),
         event("cpu_op", "aten::mm", 110, 130),
@@ -164,16 +164,16 @@ def test_of_a_cpu_an_operator_counts_without_those_it_calls_and_a_wait_is_no_wor
         event("user_annotation", "gloo:all_gather", 120, 180, tid=2),
         event("cpu_op", "aten::view", 121, 122, tid=2),
     ]})  # fmt: skip
-    assert all(kernel["calls"] == 0.5 for kernel in seen["top"])
-    spent = {kernel["name"]: kernel["seconds"] / MICRO for kernel in seen["top"]}
+    assert all(kernel["calls"] == 0.5 for kernel in summary["top"])
+    spent = {kernel["name"]: kernel["seconds"] / MICRO for kernel in summary["top"]}
     assert spent == pytest.approx({"gloo:all_gather": 30, "aten::linear": 10, "aten::mm": 10})
-    assert seen["compute_s"] == seen["exposed_communication_s"] == pytest.approx(20 * MICRO)
+    assert summary["compute_s"] == summary["exposed_communication_s"] == pytest.approx(20 * MICRO)
 
 
 def test_the_most_memory_is_that_of_the_host():
-    told = [(0, 10), (0, 30), (1, 99), (0, 20)]
-    events = [{"name": "[memory]", "args": {"Device Type": d, "Total Allocated": b}} for d, b in told]
-    assert [peak_allocated_bytes({"traceEvents": some}) for some in (events, [])] == [30, 0]
+    allocations = [(0, 10), (0, 30), (1, 99), (0, 20)]
+    events = [{"name": "[memory]", "args": {"Device Type": d, "Total Allocated": b}} for d, b in allocations]
+    assert [peak_allocated_bytes({"traceEvents": trace_events}) for trace_events in (events, [])] == [30, 0]
 
 
 def test_spans_that_touch_or_hold_each_other_are_one():

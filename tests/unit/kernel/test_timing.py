@@ -77,8 +77,8 @@ def test_the_warm_up_goes_on_while_graphs_are_compiled(one_rank, last, steps):
 
 def test_compilation_without_an_end_is_told(one_rank):
     """In place of a measurement."""
-    told = r"step 12 still compiled layers \(12 graphs so far\); use kernel.compile"
-    with pytest.raises(RuntimeError, match=told):
+    message = r"step 12 still compiled layers \(12 graphs so far\); use kernel.compile"
+    with pytest.raises(RuntimeError, match=message):
         Compiling(2 + MAX_COMPILING_STEPS)._warm_up()
 
 

@@ -53,9 +53,9 @@ class Programs:
     def write(self):
         script, programs, missing = f'#!/bin/sh\necho "${{0##*/}} $*" >> {self.folder}/asked\n', set(), set()
         for key, pattern in PATTERNS.items():
-            program, said = pattern.partition(":")[0], self.says[key]
-            (missing if said is None else programs).add(program)
-            text, code = said if isinstance(said, tuple) else (said or "", 0)
+            program, output = pattern.partition(":")[0], self.says[key]
+            (missing if output is None else programs).add(program)
+            text, code = output if isinstance(output, tuple) else (output or "", 0)
             answer = f"/bin/cat {'>&2 ' * bool(code)}<<'END'\n{text}END\nexit {code}"
             script += f'case "${{0##*/}}:$*" in {pattern}) {answer};; esac\n'
         for name in programs - missing - {"*"}:

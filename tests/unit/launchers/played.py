@@ -46,11 +46,11 @@ class Played:
     def observe(self, allocations):
         self.looked.append(sorted(allocations))
         unended = {name for name, allocation in allocations.items() if allocation.ended is None}
-        gone = {name: end for name, end in self.ended_jobs.items() if name in unended}
-        alive = frozenset(unended - gone.keys())
+        ends = {name: end for name, end in self.ended_jobs.items() if name in unended}
+        alive = frozenset(unended - ends.keys())
         jobs = {name: {"job_id": name} for name in alive}
         running = self.running & alive
-        return JobsSeen(alive=alive, running=running, ended_jobs=gone, timed=self.timed, jobs=jobs)
+        return JobsSeen(alive=alive, running=running, ended_jobs=ends, timed=self.timed, jobs=jobs)
 
     def cancel(self, allocations, *, queued_only=False):
         self.cancelled.append(sorted(allocations))
@@ -90,9 +90,9 @@ class Agents:
         self.journal.write(events.AllocationStarted(allocation=self.name, agent=agent))
         return self
 
-    def claim(self, key, told=True):
+    def claim(self, key, journaled=True):
         assert claim(self.claims, str(key), self.me)
-        if told:
+        if journaled:
             self.journal.write(sweep_folder.claimed(SPECS[key.run_id], key, self.name, job=self.job))
 
     def ok(self, key):
@@ -118,8 +118,8 @@ def reconciler_of(sweep, launcher, max_gpu_hours=None, say=lambda note: None):
     return Reconciler(sweep, launcher, lambda state, alive: None, say)
 
 
-def plan(sweep, name=NAME, tasks=(), **more):
-    planned = {"nodes": 1, "limit_s": 600.0, "tasks": tuple(tasks), **more}
+def plan(sweep, name=NAME, tasks=(), **changes):
+    planned = {"nodes": 1, "limit_s": 600.0, "tasks": tuple(tasks), **changes}
     sweep.journal.write(events.AllocationPlanned(allocation=name, **planned))
 
 

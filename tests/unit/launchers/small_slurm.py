@@ -35,10 +35,10 @@ class SmallSlurm:
     look_pause_s = 0.0
 
     def __init__(
-        self, jobs: dict[str, SmallJob], tape: Tape, most: int = 0, by: Origin = OURS, double: bool = False
+        self, jobs: dict[str, SmallJob], tape: Tape, room: int = 0, by: Origin = OURS, double: bool = False
     ) -> None:
-        """`most`: jobs that it takes in all; `by`: whose it sees; `double`: a wrapper submits all of them twice."""
-        self.jobs, self.tape, self.most, self.origin, self.double = jobs, tape, most, by, double
+        """`room`: jobs that it takes in all; `by`: whose it sees; `double`: a wrapper submits all of them twice."""
+        self.jobs, self.tape, self.room, self.origin, self.double = jobs, tape, room, by, double
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
@@ -46,13 +46,13 @@ class SmallSlurm:
         """Takes them; a launcher that dies now never learns of it, which is how answers get lost."""
 
         def take() -> dict[str, Job]:
-            if len(self.jobs) + len(allocations) > self.most:
+            if len(self.jobs) + len(allocations) > self.room:
                 raise ClusterError("no more jobs are taken")
             for suffix in ("", "+")[: 1 + self.double]:
                 self.jobs |= {f"{a.name}{suffix}": SmallJob(a, f"{a.name}{suffix}") for a in allocations}
             return {a.name: {"job_id": a.name} for a in allocations}
 
-        return self.tape.step(take, word="submits", wait=True)
+        return self.tape.step(take, action="submits", wait=True)
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """The worst a batch system may say in good faith.
@@ -60,14 +60,14 @@ class SmallSlurm:
         What is not submitted yet is called unknown at once: a launcher may sleep as long as it likes between
         the line in its journal and its submission.
         """
-        asked = {name: bool(allocation.agents) for name, allocation in allocations.items()}
+        has_agents = {name: bool(allocation.agents) for name, allocation in allocations.items()}
 
         def take() -> JobsSeen:
             # Of what was read before, a reconciler uses no more than this once it has looked.
-            self.tape.known["state"] = tuple(sorted(asked.items()))
+            self.tape.latest["state"] = tuple(sorted(has_agents.items()))
             return self._seen(allocations)
 
-        return self.tape.step(take, word="looks", kind="look")
+        return self.tape.step(take, action="looks", kind="look")
 
     def _seen(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         unended = {name for name, allocation in allocations.items() if allocation.ended is None}

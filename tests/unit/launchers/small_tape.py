@@ -30,7 +30,7 @@ class Process:
     name: str
     answers: tuple[Any, ...] = ()
     """Of its steps so far; of a launcher, since it last began to look."""
-    known: dict[str, Any] = field(default_factory=dict)
+    latest: dict[str, Any] = field(default_factory=dict)
     """What of the answers its future depends on: the latest of each kind."""
     seq: int = 0
     """Lines it had written before them."""
@@ -41,13 +41,13 @@ class Process:
     @cached_property
     def key(self) -> Any:
         """Equal for processes with the same future."""
-        memory, known = _frozen(self.memory), frozenset(self.known.items())
-        return self.name, len(self.answers), known, self.seq, memory, self.over
+        memory, latest = _frozen(self.memory), frozenset(self.latest.items())
+        return self.name, len(self.answers), latest, self.seq, memory, self.over
 
 
 def _frozen(value: Any) -> Any:
     if is_dataclass(value):
-        return tuple(_frozen(getattr(value, each.name)) for each in fields(value))
+        return tuple(_frozen(getattr(value, member.name)) for member in fields(value))
     if isinstance(value, dict):
         return frozenset((key, _frozen(content)) for key, content in value.items())
     return frozenset(value) if isinstance(value, set) else value
@@ -56,10 +56,10 @@ def _frozen(value: Any) -> Any:
 class Tape:
     """Gives a process the answers it has had, then lets it take new steps."""
 
-    def __init__(self, process: Process, most: int) -> None:
-        self.answers, self.known = list(process.answers), dict(process.known)
-        self._at, self._most = 0, most
-        self._words: list[str] = []
+    def __init__(self, process: Process, max_steps: int) -> None:
+        self.answers, self.latest = list(process.answers), dict(process.latest)
+        self._at, self._max_steps = 0, max_steps
+        self._actions: list[str] = []
         self.new = 0
         """Number of new steps."""
         self.coarse = False
@@ -67,11 +67,11 @@ class Tape:
         self.last = ""
         """Its latest step."""
 
-    def told(self, who: str) -> str:
+    def summary(self, who: str) -> str:
         """What it has done now, in words."""
-        return f"{who}: {', '.join(self._words)}{' and dies' if self._most != WHOLE else ''}"
+        return f"{who}: {', '.join(self._actions)}{' and dies' if self._max_steps != WHOLE else ''}"
 
-    def step(self, take: Callable[[], Any], *, word: str, wait: bool = False, kind: str = "") -> Any:
+    def step(self, take: Callable[[], Any], *, action: str, wait: bool = False, kind: str = "") -> Any:
         """The answer of a step.
 
         Args:
@@ -79,15 +79,15 @@ class Tape:
             kind: of what it tells the process, which an answer of the same kind replaces.
         """
         if self._at == len(self.answers):
-            if self.new >= self._most or (wait and self.new and not (self.coarse and word == "reads")):
+            if self.new >= self._max_steps or (wait and self.new and not (self.coarse and action == "reads")):
                 raise Halt
             answer = take()
             self.new += 1
-            self._words.append(word)
+            self._actions.append(action)
             self.answers.append(answer)
             if kind:
-                self.known[kind] = id(answer) if kind == "state" else repr(answer)
-        self._at, self.last = self._at + 1, word
+                self.latest[kind] = id(answer) if kind == "state" else repr(answer)
+        self._at, self.last = self._at + 1, action
         return self.answers[self._at - 1]
 
 
@@ -109,10 +109,10 @@ class TapedJournal:
             line = written(event, writer=self.name, seq=self.seq)
             self._journal[self.name, self.seq, line.checksum] = line
             if isinstance(event, Submitting):  # what follows is in its lines
-                self._tape.known.clear()
+                self._tape.latest.clear()
 
         wait = isinstance(event, self._waits)
-        self._tape.step(take, word=f"writes {NAMES[type(event)]}", wait=wait)
+        self._tape.step(take, action=f"writes {NAMES[type(event)]}", wait=wait)
         self.seq += 1
 
 
@@ -129,18 +129,18 @@ class TapedSweep(OpenSweep):
     def state(self) -> SweepState:
         # Read again with nothing in between, it is the later reading that counts.
         wait = self.tape.last != "reads"
-        latest = self.tape.step(self._read, word="reads", wait=wait, kind="state")
-        for each in fields(SweepState):  # always the same object, as the real one: what was known is gone
-            setattr(self._state, each.name, getattr(latest, each.name))
+        latest = self.tape.step(self._read, action="reads", wait=wait, kind="state")
+        for member in fields(SweepState):  # always the same object, as the real one: what was known is gone
+            setattr(self._state, member.name, getattr(latest, member.name))
         return self._state
 
     def owner_of(self, name: str) -> str | None:
         read = super(TapedSweep, self).owner_of
-        return self.tape.step(lambda: read(name), word=f"reads claim {name}", kind=f"claim {name}")
+        return self.tape.step(lambda: read(name), action=f"reads claim {name}", kind=f"claim {name}")
 
     def give_up(self, name: str) -> bool:
         claim = super(TapedSweep, self).give_up
-        return self.tape.step(lambda: claim(name), word=f"gives up {name}", kind=f"claim {name}")
+        return self.tape.step(lambda: claim(name), action=f"gives up {name}", kind=f"claim {name}")
 
     def _read(self) -> SweepState:
         content = frozenset(self.lines)

@@ -49,10 +49,10 @@ class World:
     def digest(self) -> int:
         """Equal for worlds with the same future."""
         processes = tuple(p.key for group in (self.launchers, self.agents) for _, p in sorted(group.items()))
-        return hash((self.seen, processes, tuple(sorted(self.witness)), self.kills))
+        return hash((self.visible, processes, tuple(sorted(self.witness)), self.kills))
 
     @property
-    def seen(self) -> tuple[Any, ...]:
+    def visible(self) -> tuple[Any, ...]:
         """What a launcher can see: the journal, the claims, and what Slurm knows of its jobs."""
         queue = frozenset((name, job.phase, job.restart) for name, job in self.jobs.items())
         return frozenset(self.journal), self.owners, queue
@@ -86,8 +86,8 @@ class TapedDisk:
         if not arguments or arguments[0] is not self._claims:
             return act()
         key, owner = arguments[1], arguments[2:]
-        word, kind = (f"claims {key}", key) if owner else ("reads a claim", "")
-        return self._tape.step(act, word=word, kind=kind)
+        action, kind = (f"claims {key}", key) if owner else ("reads a claim", "")
+        return self._tape.step(act, action=action, kind=kind)
 
 
 class TapedRanks:
@@ -105,7 +105,7 @@ class TapedRanks:
         ]
 
     def start(self, task: Task, index: int) -> None:
-        self._tape.step(lambda: self._witness.append(str(task.key)), word="runs")
+        self._tape.step(lambda: self._witness.append(str(task.key)), action="runs")
 
     def listen(self, seconds: float) -> float:
         return 0.0
@@ -124,7 +124,7 @@ class Block(NamedTuple):
     journal: Journal
     claims: Claims
     process: Process
-    told: str
+    summary: str
     steps: int
     jobs: dict[str, SmallJob]
     witness: tuple[str, ...] = ()
@@ -151,8 +151,8 @@ class Stage:
         self._folds: dict[frozenset[tuple[str, int, int]], SweepState] = {}
         self._blocks: dict[Any, Block] = {}
         """All that a process can see, and how far it goes -> what it does then: worlds differ in little."""
-        kept = ("plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
-        self._open = {name: getattr(sweep, name) for name in kept}
+        attributes = ("plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
+        self._open = {name: getattr(sweep, name) for name in attributes}
 
     def first(self) -> World:
         return World({}, {}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
@@ -168,8 +168,8 @@ class Stage:
                 continue  # two launchers of one user are alike, so that the first one may begin
             whole, steps = self.launcher(world, name)
             yield whole
-            for most in range(steps if mortal else 0):
-                yield replace(self.launcher(world, name, most)[0], kills=world.kills + 1)
+            for max_steps in range(steps if mortal else 0):
+                yield replace(self.launcher(world, name, max_steps)[0], kills=world.kills + 1)
         for name, job in world.jobs.items():
             if job.phase == "pending":
                 yield self.start(world, name)
@@ -181,11 +181,11 @@ class Stage:
                 if job.phase == "over":
                     yield from [self._end(world, name, job)] * mortal
                     continue
-                if self.late and "done" in world.agents[name].known:
+                if self.late and "done" in world.agents[name].latest:
                     story = (*world.story, f"Slurm calls {name} over")
                     yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=story)
-                for most in range(steps if mortal else 0):
-                    cut, _ = self.agent(world, name, most)
+                for max_steps in range(steps if mortal else 0):
+                    cut, _ = self.agent(world, name, max_steps)
                     yield self._end(cut, name, replace(job, phase="over"))
                     yield self._end(cut, name, job.requeued())
 
@@ -208,25 +208,25 @@ class Stage:
             world, jobs=world.jobs | {name: job}, agents=agents, kills=world.kills + 1, story=story
         )
 
-    def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
-        """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
+    def launcher(self, world: World, name: str, max_steps: int = WHOLE) -> tuple[World, int]:
+        """A launcher's next block of steps, at most `max_steps` before it dies; and how many they were."""
         process = world.launchers[name]
-        seen = (process.key, most, self.most_jobs, self.coarse, world.seen)
-        block = self._block(seen, lambda: self._launch(world, process, most))
+        view = (process.key, max_steps, self.most_jobs, self.coarse, world.visible)
+        block = self._block(view, lambda: self._launch(world, process, max_steps))
         return _changed(world, block, launchers=world.launchers | {name: block.process}), block.steps
 
-    def _block(self, seen: Any, take: Callable[[], Block]) -> Block:
+    def _block(self, view: Any, take: Callable[[], Block]) -> Block:
         """The block of a process that sees this; it is taken once."""
         if len(self._blocks) > MAX_BLOCKS:
             self._blocks.clear()
-        if seen not in self._blocks:
-            self._blocks[seen] = take()
-        return self._blocks[seen]
+        if view not in self._blocks:
+            self._blocks[view] = take()
+        return self._blocks[view]
 
-    def _launch(self, world: World, process: Process, most: int) -> Block:
+    def _launch(self, world: World, process: Process, max_steps: int) -> Block:
         """Runs a launcher in a world, until it has to wait for others or dies."""
         name, lines, claims, jobs = process.name, dict(world.journal), dict(world.claims), dict(world.jobs)
-        tape = Tape(process, most)
+        tape = Tape(process, max_steps)
         tape.coarse = self.coarse and process.memory is not None
         journal = TapedJournal(lines, process, tape)
         folder = SimpleNamespace(path=Path("t"), allocations=Path("t/allocations"), claims=claims)
@@ -241,32 +241,32 @@ class Stage:
             _, busy = reconciler.run_once()
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
-            process = replace(process, answers=tuple(tape.answers), known=tape.known)
+            process = replace(process, answers=tuple(tape.answers), latest=tape.latest)
         except ClusterError:
             process = Process(name, over=True)
-        if most != WHOLE:
+        if max_steps != WHOLE:
             process = Process(name, over=True)
-        return Block(lines, claims, process, tape.told(name), tape.new, jobs)
+        return Block(lines, claims, process, tape.summary(name), tape.new, jobs)
 
-    def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
+    def agent(self, world: World, name: str, max_steps: int = WHOLE) -> tuple[World, int]:
         """The same for the leading agent of a job, which sees the claims only."""
         process, job = world.agents[name], world.jobs[name]
-        seen = (process.key, most, name, job.restart, world.owners)
-        block = self._block(seen, lambda: self._run(world, process, job, most))
+        view = (process.key, max_steps, name, job.restart, world.owners)
+        block = self._block(view, lambda: self._run(world, process, job, max_steps))
         agents = world.agents | {name: block.process}
         return _changed(world, block, agents={n: a for n, a in agents.items() if not a.over}), block.steps
 
-    def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:
+    def _run(self, world: World, process: Process, job: SmallJob, max_steps: int) -> Block:
         """Runs an agent in a world, until it has to wait for others or dies."""
         lines, claims = Journal(), dict(world.claims)
-        tape, witness, jobs = Tape(process, most), list[str](), dict[str, SmallJob]()
+        tape, witness, jobs = Tape(process, max_steps), list[str](), dict[str, SmallJob]()
         try:
             waits = (Result, AllocationEnded) if self.late else (Result,)
             self._lead(job, TapedJournal(lines, process, tape, waits), claims, tape, witness)
             jobs, process = {job.job_id: replace(job, phase="over")}, replace(process, over=True)
         except Halt:
-            process = replace(process, answers=tuple(tape.answers), known=tape.known)
-        story = tape.told(f"agent of {job.job_id}")
+            process = replace(process, answers=tuple(tape.answers), latest=tape.latest)
+        story = tape.summary(f"agent of {job.job_id}")
         return Block(lines, claims, process, story, tape.new, jobs, tuple(witness))
 
     def _lead(
@@ -282,7 +282,7 @@ class Stage:
         node = SimpleNamespace(allocation=job.allocation, identity=identity, disk=disk, folder=folder)
         node.scratch, node.kernel_digest = "", lambda: "digest"
         ending = lead.Leader(node, TapedRanks(tape, witness), journal).run()
-        tape.step(lambda: None, word="is done", kind="done")
+        tape.step(lambda: None, action="is done", kind="done")
         journal.write(AllocationEnded(allocation=name, job=start, **ending._asdict(), source="agent"))
 
 
@@ -290,5 +290,5 @@ def _changed(world: World, block: Block, **processes: dict[str, Process]) -> Wor
     """The world after a block of steps."""
     return replace(
         world, journal=world.journal | block.journal, claims=world.claims | block.claims, jobs=world.jobs | block.jobs,
-        witness=(*world.witness, *block.witness), story=(*world.story, block.told), **processes,
+        witness=(*world.witness, *block.witness), story=(*world.story, block.summary), **processes,
     )  # fmt: skip

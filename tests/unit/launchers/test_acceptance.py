@@ -37,16 +37,16 @@ def rows_of(monkeypatch):
 FOLDER = acceptance_folder(load_config(H100)) / "now" / "layouts"
 
 
-def off(share, status="ok", **more):
+def off(share, status="ok", **columns):
     """The columns of a run whose loss and gradient are off by a share of those of one GPU."""
-    return row("a", status=status, loss_final=6 * (1 + share), gradient_norm=4 * (1 + share), **more)
+    return row("a", status=status, loss_final=6 * (1 + share), gradient_norm=4 * (1 + share), **columns)
 
 
 CRASH = row("a", status="crash", reason="rank 1: no")
 
 
 @pytest.mark.parametrize(
-    ("quantity", "one", "second", "problem"),
+    ("quantity", "first", "second", "problem"),
     [
         ("loss", off(0), off(5e-5), None),  # the largest of honest layouts
         ("loss", off(0), off(1.4e-3), "1 of 2 layouts match the loss"),  # the copies of a tied embedding differ
@@ -59,8 +59,8 @@ CRASH = row("a", status="crash", reason="rank 1: no")
         ("loss", row("a", status="timeout", reason="slow"), off(0), "one GPU alone: 8B dp8 "),
     ],
 )  # fmt: skip
-def test_planted_faults_are_told_from_rounding_in_bf16(rows_of, quantity, one, second, problem):
-    check = check_equal(rows_of(one, off(0), second), quantity)
+def test_planted_faults_are_told_from_rounding_in_bf16(rows_of, quantity, first, second, problem):
+    check = check_equal(rows_of(first, off(0), second), quantity)
     assert (check.status == CheckStatus.FAIL) == bool(problem)
     assert (problem or f"2 of 2 layouts match the {quantity} of one GPU: ") in check.finding
     assert not problem or "ultrabench sweep show a " in check.remedy
@@ -102,8 +102,8 @@ def test_nothing_is_published_of_other_hardware(rows_of):
     assert comparable_rates(load_config(["sweep=acceptance-small"])) == []
     assert comparable_rates(load_config([*H100, "kernel.precision=fp32"])) == []
     rows_of(row("a", 50.0), CRASH, row("b", 70.0))
-    assert "ours: 8B dp8 " in (told := check_speed(SweepFolder(FOLDER), has_published_rates=False).finding)
-    assert told.endswith(": 70 tokens/s/GPU")
+    assert "ours: 8B dp8 " in (finding := check_speed(SweepFolder(FOLDER), has_published_rates=False).finding)
+    assert finding.endswith(": 70 tokens/s/GPU")
 
 
 def test_a_published_file_of_the_user_that_lacks_something(alone):
@@ -120,7 +120,7 @@ def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes(nodes):
     layouts = [run.layout for run in plan.runs if run.nodes == nodes]
     assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
     assert {layout.pp_schedule for layout in layouts} >= {"none", "1f1b", "interleaved", "zbv"}
-    assert min(max(getattr(layout, word) for layout in layouts) for word in ("dp", "tp", "pp", "cp")) > 1
+    assert min(max(getattr(layout, axis) for layout in layouts) for axis in ("dp", "tp", "pp", "cp")) > 1
 
 
 def test_a_plan_says_of_the_other_layouts_that_they_are_left_out_and_null_takes_them_all():
@@ -135,10 +135,10 @@ def test_a_plan_says_of_the_other_layouts_that_they_are_left_out_and_null_takes_
 
 def test_a_cell_whose_fitting_layouts_were_not_selected_is_not_said_to_need_more_memory():
     words = ("sweep=layouts", "hardware=a100-40x8", "sweep.nodes=[1,2]")
-    one, unlimited = (make_plan(load_config([*words, f"sweep.max_runs={most}"])) for most in ("1", "null"))
-    assert len(one.runs) == 1
-    assert {run.cell for run in unlimited.runs} > {run.cell for run in one.runs}
-    assert not [*nothing_fits(one)]
+    capped, unlimited = (make_plan(load_config([*words, f"sweep.max_runs={cap}"])) for cap in ("1", "null"))
+    assert len(capped.runs) == 1
+    assert {run.cell for run in unlimited.runs} > {run.cell for run in capped.runs}
+    assert not [*nothing_fits(capped)]
     assert not [*nothing_fits(unlimited)]
 
 
@@ -155,12 +155,12 @@ def test_the_selected_runs_are_those_that_add_the_most_new_pairs_one_after_anoth
 
 
 def test_a_large_sweep_wants_an_acceptance_run_that_passed():
-    large, two, one = (load_config([*H100, f"sweep.nodes={nodes}"]) for nodes in ("[1,16]", "[1,2]", "[1]"))
+    large, two, lone = (load_config([*H100, f"sweep.nodes={nodes}"]) for nodes in ("[1,16]", "[1,2]", "[1]"))
     folder = acceptance_folder(large) / "now"
     assert "ultrabench doctor --deep launcher=slurm cluster=local hardware=h100x8" in acceptance_warning(
         large
     )
-    path = write_acceptance(one, [ACCEPTED], folder, 1.0)
+    path = write_acceptance(lone, [ACCEPTED], folder, 1.0)
     assert "has no acceptance run" in acceptance_warning(large), "on one node only"
     write_acceptance(two, [ACCEPTED, failure("x", "y").named("b")], folder, 1.0)
     assert "failed its acceptance run (b)" in acceptance_warning(large)

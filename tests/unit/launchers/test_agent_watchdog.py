@@ -29,9 +29,9 @@ class Watch:
         self.of()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def of(self, *held, grace_s=0.0):
+    def of(self, *allocations, grace_s=0.0):
         """Watches these allocations; by default one whose agent keeps a journal."""
-        self.held = held or (self.allocation(self.journal),)
+        self.allocations = allocations or (self.allocation(self.journal),)
         self.dog = AgentWatchdog(self.folder, with_launcher(grace_s=grace_s).launcher)
         return self
 
@@ -42,16 +42,16 @@ class Watch:
 
     def look(self):
         """Whether the first allocation has to be ended, and why."""
-        self.dog.observe(self.held, self.running)
-        return self.dog.new_freeze(self.held[0])
+        self.dog.observe(self.allocations, self.running)
+        return self.dog.new_freeze(self.allocations[0])
 
     def wait(self, seconds):
         """Looks each second; why the allocation had to be ended, each time it had to."""
-        found = []
+        reasons = []
         for _ in range(int(seconds)):
             self.now += 1.0
-            found.append(self.look())
-        return [reason for reason in found if reason]
+            reasons.append(self.look())
+        return [reason for reason in reasons if reason]
 
     def touch(self, path, stamp=5.0):
         path.touch()
@@ -76,8 +76,8 @@ def test_an_agent_that_touches_nothing_is_frozen(watch, grace_s, patience_s):
     assert reason.startswith("the agent on gpu03 was frozen for ")
     assert dog.freezes == {NAME: reason}
     assert (dog.is_silent(NAME), dog.is_silent(NAME, 10.0)) == (True, False)
-    (again,) = watch.wait(patience_s + 3)  # should ending it have failed, it is found again
-    assert dog.freezes == {NAME: again} != {NAME: reason}
+    (second_reason,) = watch.wait(patience_s + 3)  # should ending it have failed, it is found again
+    assert dog.freezes == {NAME: second_reason} != {NAME: reason}
     assert dog.is_silent(NAME, 10.0)
     watch.touch(watch.journal, 6.0)
     assert watch.wait(patience_s) == [], "it has all the patience again"
@@ -94,12 +94,12 @@ def test_agents_that_keep_no_journal_are_not_judged(watch, agents):
 
 def test_allocations_are_watched_apart_and_of_several_starts_the_one_that_moves_counts(watch):
     other = watch.allocation(watch.journal, watch.second, name="n1-0000aaaa.1")
-    watch.of(*watch.held, other)
-    found = []
+    watch.of(*watch.allocations, other)
+    reasons = []
     for n in range(int(LOCAL_S) + 2):
         watch.touch(watch.second, 2e9 + n)
-        found += watch.wait(1)
-    assert "gpu03" in found[0]
+        reasons += watch.wait(1)
+    assert "gpu03" in reasons[0]
     assert (watch.dog.is_silent(NAME), watch.dog.is_silent(other.name)) == (True, False)
     assert watch.dog.new_freeze(other) is None
     watch.dog.observe([], RUNNING)
@@ -126,7 +126,7 @@ def test_a_claim_without_a_journal_is_given_its_time(watch):
 
 
 def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
-    told = on_a_small_disk(
+    output = on_a_small_disk(
         tmp_path,
         """
         from tests.unit.launchers.played import Played, open_played, reconciler_of
@@ -141,7 +141,7 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
             print(error.exit_code, error)
         """,
     )
-    note, end = told.splitlines()
+    note, end = output.splitlines()
     assert note.endswith("No space left on device); retrying, running jobs continue")
     assert end.startswith("3 ")
     assert end.endswith("waited 0.0166667 minutes; jobs continue: fix the folder, then launch again")
@@ -149,12 +149,12 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
 
 def test_silence_counts_from_the_first_look_and_a_long_pause_between_two_only_in_part(watch):
     """Also of what never had a file. A launcher that was away, on a laptop that slept, finds nobody silent."""
-    gone = watch.folder.journal / "agent-none-0000.jsonl"
-    watch.of(watch.allocation(gone))
+    missing = watch.folder.journal / "agent-none-0000.jsonl"
+    watch.of(watch.allocation(missing))
     for after, silent_s in ((0.0, 0.0), (4.0, 4.0), (95.0, 4.0 + LOCAL_S / 3)):
         watch.now += after
         watch.look()
         assert watch.dog.silent_s(NAME) == silent_s
-    watch.touch(gone)
+    watch.touch(missing)
     watch.look()
     assert watch.dog.silent_s(NAME) == 0.0

@@ -34,13 +34,13 @@ def recorder_of(sweep, memory=None):
 # one allocation
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_what_it_claimed_and_did_not_finish_is_lost(sweep, told):
+@pytest.mark.parametrize("journaled", [True, False])
+def test_what_it_claimed_and_did_not_finish_is_lost(sweep, journaled):
     """Also where the claim is all that its agents could write."""
     mine, theirs, free = key_of(CONTROL), key_of(OTHERS[0]), key_of(OTHERS[1])
     plan(sweep, tasks=[mine, theirs, free])
     agents = Agents(sweep).start()
-    agents.claim(mine, told)
+    agents.claim(mine, journaled)
     claim(sweep.folder.claims, str(theirs), {"allocation": "n1-another.0"})
     recorder_of(sweep).record_end(sweep.state().allocations[NAME], GONE, sweep.state())
     assert statuses(sweep) == {mine: Status.NODE_FAIL}
@@ -52,7 +52,7 @@ def test_what_it_claimed_and_did_not_finish_is_lost(sweep, told):
 def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
     key = key_of(CONTROL)
     plan(sweep, tasks=[key])
-    Agents(sweep).start().claim(key, told=False)
+    Agents(sweep).start().claim(key, journaled=False)
     memory, state = LaunchMemory(), sweep.state()
     recorder = recorder_of(sweep, memory)
 
@@ -117,7 +117,7 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     (allocation,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
     allocation.write()
     agents = Agents(sweep, allocation.name).start()
-    agents.claim(keys(allocation)[0], told=False)
+    agents.claim(keys(allocation)[0], journaled=False)
     agents.journal.path.unlink()
     launcher = Played()
     reconciler = played.reconciler_of(sweep, launcher)

@@ -18,23 +18,23 @@ def doctor(programs, alone, ultrabench):  # noqa: F811
     def run(*words, says=None):
         programs.says |= says or {}
         programs.write()
-        code, out, said = ultrabench("doctor", *words, "--json")
+        code, out, stderr = ultrabench("doctor", *words, "--json")
         checks = json.loads(out) if out else []
         assert all(set(c) == {"name", "status", "finding", "remedy"} for c in checks)
         assert all(bool(c["remedy"]) == (c["status"] in ("warn", "fail")) for c in checks), checks
-        return code, {c["name"]: c for c in checks}, said
+        return code, {c["name"]: c for c in checks}, stderr
 
     return run
 
 
 def test_a_site_without_fault(doctor, programs, alone):
-    code, checks, said = doctor("--wait", "0")
+    code, checks, stderr = doctor("--wait", "0")
     assert code == 0
     assert {c["status"] for name, c in checks.items() if name != "job"} == {"pass"}
     assert checks["job"]["status"] == "skip"
-    assert "launcher=slurm: Slurm responds here" in said
-    told = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 per job), up to 30 min; "
-    assert told in checks["partition"]["finding"]
+    assert "launcher=slurm: Slurm responds here" in stderr
+    expected = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 per job), up to 30 min; "
+    assert expected in checks["partition"]["finding"]
     assert list(alone.iterdir()) == [], "it leaves nothing behind"
     assert not [line for line in programs.asked if line.startswith("sbatch")]
 
@@ -95,9 +95,9 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
 def test_what_slurm_says(doctor, says, words, expected):
     code, checks, _ = doctor("launcher=slurm", *words, "--wait", "0", says=says)
     for check, (status, *texts) in expected.items():
-        found = checks[check]
-        assert found["status"] == status, found
-        assert all(text in f"{found['finding']}; {found['remedy']}" for text in texts), found
+        outcome = checks[check]
+        assert outcome["status"] == status, outcome
+        assert all(text in f"{outcome['finding']}; {outcome['remedy']}" for text in texts), outcome
     assert code == (int("fail" in {c["status"] for c in checks.values()}) if "job" in checks else 3)
 
 
@@ -105,7 +105,7 @@ NAME = "ub-.doctor-abcdef01-checkup"
 
 
 @pytest.mark.parametrize(
-    ("says", "words", "told", "remedy", "cancelled"),
+    ("says", "words", "finding", "remedy", "cancelled"),
     [
         ({"sbatch": ("sbatch: error: Batch job submission failed: Invalid account\n", 1)}, (),
          "Batch job submission failed: Invalid account", "set launcher.account=", True),
@@ -118,16 +118,16 @@ NAME = "ub-.doctor-abcdef01-checkup"
          "FAILED (NonZeroExitCode) on gpu01; exit code 3:0, no report; it wrote no ", "results_dir=", False),
     ],
 )  # fmt: skip
-def test_a_job_that_does_not_run(doctor, programs, monkeypatch, says, words, told, remedy, cancelled):
+def test_a_job_that_does_not_run(doctor, programs, monkeypatch, says, words, finding, remedy, cancelled):
     monkeypatch.setattr(
         "ultrabench.launchers.doctor.checkup.uuid.uuid4", lambda: SimpleNamespace(hex="abcdef01" * 4)
     )
-    says = {key: said.replace("NAME", NAME) if key == "queue" else said for key, said in says.items()}
-    code, checks, said = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "0.2", *words, says=says)
+    says = {key: text.replace("NAME", NAME) if key == "queue" else text for key, text in says.items()}
+    code, checks, notes = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "0.2", *words, says=says)
     assert code == 1
-    assert told in checks["job"]["finding"]
+    assert finding in checks["job"]["finding"]
     assert remedy in checks["job"]["remedy"]
-    assert "queue" not in says or "job 7 " in said, "progress tells how the job is"
+    assert "queue" not in says or "job 7 " in notes, "progress tells how the job is"
     cancels = [line for line in programs.asked if line.startswith("scancel")]
     assert cancels == cancelled * [f"scancel --user={os.getuid()} --name={NAME}"]
 
@@ -152,8 +152,8 @@ def test_an_sbatch_without_an_answer_is_no_fault_of_the_configuration(doctor, mo
     ],
 )
 def test_mistakes_where_there_is_no_slurm(doctor, words, code, line):
-    got, _, said = doctor(*words, says=dict.fromkeys(PATTERNS))
-    assert (got, line in said) == (code, True), said
+    exit_code, _, stderr = doctor(*words, says=dict.fromkeys(PATTERNS))
+    assert (exit_code, line in stderr) == (code, True), stderr
 
 
 def test_write(doctor, programs, alone):
@@ -163,12 +163,12 @@ def test_write(doctor, programs, alone):
     assert checks["partition"]["finding"].startswith("hopper (the default)")
     path = alone / "ultrabench/cluster/alps.yaml"
     assert "partition: hopper\ngres: gpu:h100:8\n" in path.read_text()
-    asked = "\n".join(programs.asked)
+    questions = "\n".join(programs.asked)
     for question in ("scontrol show config", "scontrol --all", "sinfo --all", "show assoc", "show user"):
-        assert asked.count(question) == 1, "Slurm is asked once for the file and the checks"
-    code, checks, said = doctor(*words)
+        assert questions.count(question) == 1, "Slurm is asked once for the file and the checks"
+    code, checks, stderr = doctor(*words)
     assert (code, checks) == (2, {})
-    assert "alps.yaml exists; give --force" in said
+    assert "alps.yaml exists; give --force" in stderr
     assert doctor(*words, "--force")[0] == 0
     assert [p.name for p in path.parent.iterdir()] == ["alps.yaml"]
 
@@ -178,5 +178,5 @@ def test_write_for_one_partition(doctor, alone):
     code, checks, _ = doctor(*words, "debug")
     assert (code, checks["partition"]["finding"].partition(":")[0]) == (0, "debug")
     assert "partition: debug\n" in (alone / "ultrabench/cluster/short.yaml").read_text()
-    code, _, said = doctor(*words, "debog")
-    assert (code, "did you mean debug?" in said) == (2, True)
+    code, _, stderr = doctor(*words, "debog")
+    assert (code, "did you mean debug?" in stderr) == (2, True)

@@ -98,9 +98,9 @@ def clock(off_s):
 )  # fmt: skip
 def test_what_a_node_reported(check, words, change, status, text):
     judge = next(judge for name, judge in REPORT_CHECKS.items() if name.startswith(check))
-    found = judge(REPORT | change, load(words))
-    assert found.status == status
-    assert text in f"{found.finding}; {found.remedy}"
+    result = judge(REPORT | change, load(words))
+    assert result.status == status
+    assert text in f"{result.finding}; {result.remedy}"
 
 
 def test_the_job_is_asked_for_as_jobs_of_a_sweep_are(tmp_path):
@@ -151,7 +151,7 @@ def hopper(programs):
 
 
 @pytest.mark.parametrize(
-    ("limits", "says", "choice", "more"),
+    ("limits", "says", "choice", "settings"),
     [
         (None, {}, {}, H100X8),
         (MEMORY, {}, {}, {}),
@@ -160,12 +160,12 @@ def hopper(programs):
         (None, {"user": "gone\n", "config": ""}, {}, H100X8),
     ],
 )
-def test_a_cluster_file(alone, programs, hopper, limits, says, choice, more):
+def test_a_cluster_file(alone, programs, hopper, limits, says, choice, settings):
     programs.says |= says
     programs.write()
     limits, choice = limits or hopper, replace(load(CPU).launcher, **choice)
     path = write_cluster_file(alone / "ultrabench/cluster", "mine", Site(), limits, choice, force=False)
-    assert yaml.safe_load(path.read_text()) == {"name": "mine", "partition": limits.name, **more}
+    assert yaml.safe_load(path.read_text()) == {"name": "mine", "partition": limits.name, **settings}
     assert load_config(["cluster=mine", "launcher=slurm"]).launcher.partition == limits.name
 
 

@@ -23,9 +23,9 @@ GRACE_S = 0.05
 
 @pytest.fixture
 def folder(tmp_path):
-    made = SweepFolder(tmp_path / "my sweep")
-    made.create()
-    return made
+    sweep_folder = SweepFolder(tmp_path / "my sweep")
+    sweep_folder.create()
+    return sweep_folder
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def start():
 def launcher(folder, monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", GRACE_S)
     monkeypatch.setattr(local, "STOP_PATIENCE_S", 0.1 * slowness())
-    made = LocalLauncher(folder)
-    assert made.origin == own_origin() | {"cluster": ""}
-    return made
+    local_launcher = LocalLauncher(folder)
+    assert local_launcher.origin == own_origin() | {"cluster": ""}
+    return local_launcher
 
 
-def held(*names, **words):
+def states_of(*names, **words):
     return {name: AllocationState(name=name, **words) for name in names}
 
 
@@ -65,23 +65,23 @@ def gone_within(launcher, allocations, seconds=3.0):
 
 
 def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
-    launcher.observe(held(NAME))
+    launcher.observe(states_of(NAME))
     time.sleep(GRACE_S)
     agent = start("ultrabench.agent", str(folder.allocations / NAME))  # a late one
     for _ in range(3):
-        seen = launcher.observe(held(NAME))
-        assert (seen.alive, seen.queued, seen.ended_jobs) == ({NAME}, frozenset(), {})
-        assert set(seen.jobs) == {NAME}
+        look = launcher.observe(states_of(NAME))
+        assert (look.alive, look.queued, look.ended_jobs) == ({NAME}, frozenset(), {})
+        assert set(look.jobs) == {NAME}
         time.sleep(GRACE_S)
     agent.kill()
     agent.wait()
-    seen = launcher.observe(held(NAME))
-    assert (seen.alive, seen.ended_jobs) == ({NAME}, {})
-    seen = gone_within(launcher, held(NAME))
-    assert seen.alive == frozenset()
-    assert seen.ended_jobs[NAME].status == Status.LOST
-    assert seen.ended_jobs[NAME].reason == f"the agents of {NAME} disappeared"
-    assert seen.ended_jobs[NAME].certain, "its processes were looked at"
+    look = launcher.observe(states_of(NAME))
+    assert (look.alive, look.ended_jobs) == ({NAME}, {})
+    look = gone_within(launcher, states_of(NAME))
+    assert look.alive == frozenset()
+    assert look.ended_jobs[NAME].status == Status.LOST
+    assert look.ended_jobs[NAME].reason == f"the agents of {NAME} disappeared"
+    assert look.ended_jobs[NAME].certain, "its processes were looked at"
 
 
 def test_processes_of_other_allocations_and_programs_do_not_count(folder, launcher, start):
@@ -92,30 +92,30 @@ def test_processes_of_other_allocations_and_programs_do_not_count(folder, launch
         (f"ultrabench.agent {mine}",), ("submitit.local._local", f"{other}/submitit"),
     ):  # fmt: skip
         start(*words)
-    assert set(launcher.observe(held(NAME, "n1-0000aaaa.1")).jobs) == {"n1-0000aaaa.1"}
-    assert set(gone_within(launcher, held(NAME)).ended_jobs) == {NAME}
+    assert set(launcher.observe(states_of(NAME, "n1-0000aaaa.1")).jobs) == {"n1-0000aaaa.1"}
+    assert set(gone_within(launcher, states_of(NAME)).ended_jobs) == {NAME}
     start("ultrabench.launchers.local", mine)
-    assert set(launcher.observe(held(NAME)).jobs) == {NAME}
+    assert set(launcher.observe(states_of(NAME)).jobs) == {NAME}
 
 
 def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, start):
     straggler = start("ultrabench.agent", str(folder.allocations / NAME))
     straggler.send_signal(signal.SIGSTOP)
     end = AllocationEnded(allocation=NAME, reason="all tasks done", source="agent", elapsed_s=1.0)
-    seen = launcher.observe(held(NAME, ends={Start(): end}))
-    assert (seen.alive, seen.ended_jobs, seen.jobs) == (frozenset(), {}, {})
+    look = launcher.observe(states_of(NAME, ends={Start(): end}))
+    assert (look.alive, look.ended_jobs, look.jobs) == (frozenset(), {}, {})
     assert straggler.wait() == -signal.SIGKILL
 
 
 def test_cancelling_asks_first_and_then_kills(folder, launcher, start):
     mine = str(folder.allocations / NAME)
-    asked = start("ultrabench.agent", mine)
+    obedient = start("ultrabench.agent", mine)
     stubborn = start("ultrabench.agent", mine, before="signal.signal(15, signal.SIG_IGN); ")
     other = start("ultrabench.agent", str(folder.allocations / "n1-0000bbbb.0"))
-    launcher.cancel(held(NAME), queued_only=True)
-    assert asked.poll() is stubborn.poll() is None
-    launcher.cancel(held(NAME))
-    assert (asked.wait(), stubborn.wait(), other.poll()) == (-15, -9, None)
+    launcher.cancel(states_of(NAME), queued_only=True)
+    assert obedient.poll() is stubborn.poll() is None
+    launcher.cancel(states_of(NAME))
+    assert (obedient.wait(), stubborn.wait(), other.poll()) == (-15, -9, None)
 
 
 def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher):
@@ -124,10 +124,11 @@ def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher)
     allocation.parent.mkdir()
     journals = [folder.journal / f"agent-here-{n}-0000aaaa.jsonl" for n in range(2)]
     agents = tuple(LeadingAgent(host="here", journal=journal.name) for journal in journals)
-    never = held(NAME, agents=(LeadingAgent(host="x"),))
-    for seconds, told, held_s in ((50, held(NAME, agents=agents), 51.0), (-100, held(NAME, agents=agents), 0.0),
-                                  (50, held(NAME), 0.0), (50, never, 0.0)):  # fmt: skip
+    never = states_of(NAME, agents=(LeadingAgent(host="x"),))
+    for seconds, states, held_s in ((50, states_of(NAME, agents=agents), 51.0),
+                                    (-100, states_of(NAME, agents=agents), 0.0),
+                                    (50, states_of(NAME), 0.0), (50, never, 0.0)):  # fmt: skip
         for path, time_s in zip((allocation, *journals), (1000, 1000 + seconds, 1001 + seconds), strict=True):
             path.write_text("{}")
             os.utime(path, (time_s, time_s))
-        assert gone_within(launcher, told).ended_jobs[NAME].held_s == held_s
+        assert gone_within(launcher, states).ended_jobs[NAME].held_s == held_s

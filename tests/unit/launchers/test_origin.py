@@ -39,7 +39,7 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "by", "place", "seen"),
+    ("origin", "by", "place", "visible"),
     [
         (BIG, {**BIG, "host": "login2"}, True, True), (BIG, {**BIG, "user": "bob"}, True, False),
         (BIG, {**BIG, "cluster": "small"}, False, False), (BIG, {**HERE, "host": "login1"}, False, False),
@@ -48,10 +48,10 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
         (BIG, {}, True, True), (HERE, {}, True, True),
     ],
 )  # fmt: skip
-def test_who_sees_whose_allocations(own, by, place, seen):
+def test_who_sees_whose_allocations(origin, by, place, visible):
     """Jobs are seen on all hosts of their cluster, processes on theirs; what says nothing is older, and ours."""
-    assert is_same_place(own, by) is place
-    assert sees(own, by) is seen
+    assert is_same_place(origin, by) is place
+    assert sees(origin, by) is visible
 
 
 class Watched:
@@ -189,28 +189,28 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
 
 
 @pytest.mark.parametrize(
-    "gone",
+    "job_end",
     [JobEnd(status=Status.LOST, reason="Slurm does not know job 57_0"),
      JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=50.0)],
 )  # fmt: skip
-def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
+def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, job_end):
     """slurmctld may have lost its state, sacct be behind or squeue ask the wrong cluster."""
     agents, key = watched.starts(watched.mine), watched.keys[0]
     agents.claim(key)
-    watched.launcher.ended_jobs[watched.mine] = gone
+    watched.launcher.ended_jobs[watched.mine] = job_end
     for n in range(100):
         touch(agents, (-1) ** n * n + 1e9)  # whatever clock it is
         assert watched.once(after=0.3 * watched.patience_s)
         assert watched.alive == {watched.mine}
     assert (watched.ended(watched.mine), statuses(watched.sweep)) == (None, {key: None})
     assert len(watched.launcher.taken) == 1
-    note = f"{gone.reason}, but the agents of {watched.mine} updated their journal recently"
+    note = f"{job_end.reason}, but the agents of {watched.mine} updated their journal recently"
     assert sum(message.startswith(note) for message in watched.told) == 1
     for _ in range(3):
         watched.once(after=0.3 * watched.patience_s)
         assert watched.alive == {watched.mine}
     watched.once(after=0.3 * watched.patience_s)
-    assert (watched.ended(watched.mine), statuses(watched.sweep)[key]) == (gone.reason, gone.status)
+    assert (watched.ended(watched.mine), statuses(watched.sweep)[key]) == (job_end.reason, job_end.status)
 
 
 def test_the_health_of_a_node_is_warned_of_once(watched):

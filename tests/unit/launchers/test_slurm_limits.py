@@ -34,8 +34,8 @@ SILENT = "Unable to contact slurm controller (connect failure)\n", 1
 def slurm(programs):
     """The site, of which programs print something else where the test says so."""
 
-    def ask(said):
-        programs.says |= {"config": CONFIG, "nodes": NODES, "qos": QOSES} | said
+    def ask(answers):
+        programs.says |= {"config": CONFIG, "nodes": NODES, "qos": QOSES} | answers
         programs.write()
         return Site()
 
@@ -65,7 +65,7 @@ NONE = (None,) * 6
 
 
 @pytest.mark.parametrize(
-    ("said", "partition", "account", "qos", "limits"),
+    ("says", "partition", "account", "qos", "limits"),
     [
         # max_nodes, max_nodes_per_user, max_submit, max_jobs, max_wall_minutes, job_minutes
         ({}, None, None, None, (2, 3, 20, 3, 30, 30)),
@@ -82,13 +82,13 @@ NONE = (None,) * 6
         ({"config": UNENFORCED}, None, None, None, NONE),
     ],
 )
-def test_limits_of_qos_and_account(slurm, programs, said, partition, account, qos, limits):
+def test_limits_of_qos_and_account(slurm, programs, says, partition, account, qos, limits):
     """A source that fails leaves its values open; limits that are not enforced are not asked for."""
-    found = slurm(said).limits(partition, account, qos)
+    site_limits = slurm(says).limits(partition, account, qos)
     names = "max_nodes", "max_nodes_per_user", "max_submit", "max_jobs", "max_wall_minutes", "job_minutes"
-    assert tuple(getattr(found, name) for name in names) == limits
-    asked = "config" not in said
-    assert (f" where user={getpass.getuser()} cluster=alps " in " ".join(programs.asked)) == asked
+    assert tuple(getattr(site_limits, name) for name in names) == limits
+    is_enforced = "config" not in says
+    assert (f" where user={getpass.getuser()} cluster=alps " in " ".join(programs.asked)) == is_enforced
 
 
 @pytest.mark.parametrize(("text", "by"), [("slurmdbd", "none"), ("associations,", "nojobs,associations,")])
@@ -97,7 +97,7 @@ def test_a_cluster_may_record_no_jobs(slurm, text, by):
 
 
 @pytest.mark.parametrize(
-    ("partition", "said", "error", "told"),
+    ("partition", "says", "error", "message"),
     [
         ("hoper", {}, ConfigError, r"launcher.partition 'hoper'; did you mean hopper\?"),
         (None, {"partitions": PARTITIONS.replace("Default=YES", "Default=NO")}, ConfigError,
@@ -106,9 +106,9 @@ def test_a_cluster_may_record_no_jobs(slurm, text, by):
         (None, {"partitions": SILENT}, ClusterError, "connect failure.*login node"),
     ],
 )  # fmt: skip
-def test_a_partition_that_cannot_be_read(slurm, partition, said, error, told):
-    with refused(kind=error, match=told):
-        slurm(said).limits(partition, None, None)
+def test_a_partition_that_cannot_be_read(slurm, partition, says, error, message):
+    with refused(kind=error, match=message):
+        slurm(says).limits(partition, None, None)
 
 
 HOPPER = Limits(name="hopper", total_nodes=16)
@@ -120,16 +120,16 @@ def wanting(*nodes, **launcher):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asked", "limits", "share"),
+    ("nodes", "cap", "limits", "share"),
     [((1, 4), None, {}, 4), ((1,), None, {"total_nodes": 1}, 1), ((1, 8), 8, {}, 8), ((1, 8), 64, {}, 64),
      ((2,), 8, {"max_nodes_per_user": 2}, 2), ((4,), None, {"max_nodes": 4, "max_nodes_per_user": 100}, 4)],
 )  # fmt: skip
-def test_what_a_sweep_may_hold(nodes, asked, limits, share):
-    assert max_sweep_nodes(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits)) == share
+def test_what_a_sweep_may_hold(nodes, cap, limits, share):
+    assert max_sweep_nodes(wanting(*nodes, max_nodes=cap), replace(HOPPER, **limits)) == share
 
 
 @pytest.mark.parametrize(
-    ("nodes", "asked", "limits", "told"),
+    ("nodes", "cap", "limits", "message"),
     [
         ((1, 8), None, {}, "sweep.nodes up to 8; partition hopper has 16 nodes, by default a sweep uses 4: set launcher.max_nodes=8"),
         ((1, 8), 6, {}, "the sweep may use launcher.max_nodes=6: set launcher.max_nodes=8"),
@@ -138,25 +138,23 @@ def test_what_a_sweep_may_hold(nodes, asked, limits, share):
         ((8,), None, {"max_nodes_per_user": 4}, ", at most 4 per user: use fewer nodes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_said_before_anything_is_submitted(nodes, asked, limits, told):
-    with refused(told):
-        max_sweep_nodes(wanting(*nodes, max_nodes=asked), replace(HOPPER, **limits))
+def test_what_cannot_be_had_is_said_before_anything_is_submitted(nodes, cap, limits, message):
+    with refused(message):
+        max_sweep_nodes(wanting(*nodes, max_nodes=cap), replace(HOPPER, **limits))
 
 
 SOME = st.none() | st.integers(1, 40)
 
 
-@given(
-    nodes=st.sets(st.integers(1, 40), min_size=1), asked=SOME, total=st.integers(1, 40), most=SOME, user=SOME
-)
-def test_every_size_of_a_sweep_can_be_submitted(nodes, asked, total, most, user):
+@given(nodes=st.sets(st.integers(1, 40), min_size=1), cap=SOME, total=st.integers(1, 40), job=SOME, user=SOME)
+def test_every_size_of_a_sweep_can_be_submitted(nodes, cap, total, job, user):
     """Otherwise a launch would wait for ever."""
-    limits = replace(HOPPER, total_nodes=total, max_nodes=most, max_nodes_per_user=user)
-    possible = max(nodes) <= min(n for n in (total, most, user) if n is not None)
+    limits = replace(HOPPER, total_nodes=total, max_nodes=job, max_nodes_per_user=user)
+    possible = max(nodes) <= min(n for n in (total, job, user) if n is not None)
     try:
-        share = max_sweep_nodes(wanting(*nodes, max_nodes=asked), limits)
+        share = max_sweep_nodes(wanting(*nodes, max_nodes=cap), limits)
     except ConfigError:
-        assert not possible or max(nodes) > (asked or max(1, total // PARTITION_DIVISOR))
+        assert not possible or max(nodes) > (cap or max(1, total // PARTITION_DIVISOR))
         return
     assert possible
     assert max(nodes) <= share

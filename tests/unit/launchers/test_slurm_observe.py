@@ -24,9 +24,9 @@ JOB_NAME = "ub-quick-n1-0000aaaa"
 GRACE_S = 60.0
 
 
-def rows(*jobs, name=JOB_NAME, **more):
+def rows(*jobs, name=JOB_NAME, **fields):
     """What squeue or sacct lists, from (id, state)."""
-    return {job_id: SlurmJob(job_id=job_id, name=name, state=state, **more) for job_id, state in jobs}
+    return {job_id: SlurmJob(job_id=job_id, name=name, state=state, **fields) for job_id, state in jobs}
 
 
 class Slurm:
@@ -84,9 +84,9 @@ class Slurm:
 
     def lives(self, *jobs, after=0.0):
         """A look at which nothing is over."""
-        seen = self.observe(*jobs, after=after)
-        assert (seen.alive, seen.ended_jobs) == ({A}, {})
-        return seen
+        look = self.observe(*jobs, after=after)
+        assert (look.alive, look.ended_jobs) == ({A}, {})
+        return look
 
     def ends(self, after):
         """A look at which the allocation is over: its status and why."""
@@ -96,19 +96,19 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    made = Slurm(tmp_path)
-    monkeypatch.setattr(slurm_module, "time", made)
-    made.submitted(A)
-    assert made.launcher.origin == own_origin("slurm")
-    return made
+    fake = Slurm(tmp_path)
+    monkeypatch.setattr(slurm_module, "time", fake)
+    fake.submitted(A)
+    assert fake.launcher.origin == own_origin("slurm")
+    return fake
 
 
 def test_before_the_first_answer_everything_may_live(slurm):
     slurm.asked_at, slurm.error = -math.inf, "squeue: refused"
     for _ in range(3):
-        seen = slurm.lives(after=1000)
+        look = slurm.lives(after=1000)
         note = "squeue does not answer (squeue: refused); retrying, jobs continue"
-        assert (seen.queued, seen.notes) == (set(), (note,))
+        assert (look.queued, look.notes) == (set(), (note,))
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_before_the_first_answer_everything_may_live(slurm):
 def test_what_squeue_lists_lives_and_is_timed_while_it_holds_nodes(slurm, state, queued, note):
     slurm.listed = rows(("57_0", state), elapsed_s=8.0)
     for _ in range(3):
-        seen = slurm.lives(after=1000)
-        assert (seen.queued, seen.held_s) == (({A}, {}) if queued else (set(), {A: 8.0}))
-        assert seen.running == ({A} if state == "RUNNING" else set())
-        assert seen.jobs == {A: {"job_id": "57_0", "name": JOB_NAME}}
-        assert seen.notes == ((f"job 57_0 is {state}: {note}",) if note else ())
+        look = slurm.lives(after=1000)
+        assert (look.queued, look.held_s) == (({A}, {}) if queued else (set(), {A: 8.0}))
+        assert look.running == ({A} if state == "RUNNING" else set())
+        assert look.jobs == {A: {"job_id": "57_0", "name": JOB_NAME}}
+        assert look.notes == ((f"job 57_0 is {state}: {note}",) if note else ())
     assert slurm.asked == []
 
 
@@ -134,7 +134,7 @@ def over(status, state):
 
 
 @pytest.mark.parametrize(
-    ("where", "state", "after_s", "asked", "end"),
+    ("where", "state", "after_s", "count", "end"),
     [
         ("listed", "COMPLETED", END_GRACE_S, 0, over(Status.LOST, "COMPLETED")),
         ("listed", "CANCELLED by 1000", END_GRACE_S, 0, over(Status.CANCELLED, "CANCELLED by 1000")),
@@ -143,14 +143,14 @@ def over(status, state):
          JobEnd(reason="squeue no longer lists job 57_0, sacct says RUNNING")),
     ],
 )  # fmt: skip
-def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where, state, after_s, asked, end):
+def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where, state, after_s, count, end):
     """Little where squeue says that it is over; else sacct is asked, which may lag when it says the opposite."""
     setattr(slurm, where, rows(("57_0", state), elapsed_s=77.0, reason="TimeLimit"))
     slurm.lives()
     slurm.lives(after=after_s - 1)
-    seen = slurm.observe(after=1)
-    assert (seen.alive, seen.queued, seen.ended_jobs) == (frozenset(), frozenset(), {A: end})
-    assert slurm.asked == ["57_0"] * asked
+    look = slurm.observe(after=1)
+    assert (look.alive, look.queued, look.ended_jobs) == (frozenset(), frozenset(), {A: end})
+    assert slurm.asked == ["57_0"] * count
     slurm.ended()
     assert slurm.observe(after=1000).ended_jobs == {}, "what the agents said is enough"
 
@@ -165,8 +165,8 @@ def test_without_accounting_a_missing_job_is_lost(slurm, job_id, other):
     slurm.known = rows(("57_0", "OUT_OF_MEMORY"), **other) if other else {}
     slurm.lives()
     slurm.lives(after=GRACE_S - 1)
-    told = "job 57_0" if job_id else f"a job of {A}"
-    assert slurm.ends(after=1) == (Status.LOST, f"Slurm does not know {told}")
+    lost_job = "job 57_0" if job_id else f"a job of {A}"
+    assert slurm.ends(after=1) == (Status.LOST, f"Slurm does not know {lost_job}")
 
 
 def test_a_job_that_comes_back_begins_anew(slurm):
@@ -195,8 +195,8 @@ def test_a_requeued_job_lives_again_though_its_agents_said_goodbye(slurm):
     for after in (2 * GRACE_S, GRACE_S / 2):  # the first start has ended long ago; new agents begin
         slurm.observe(("57_0", "RUNNING"), after=after)
         assert slurm.cancelled == []
-    seen = slurm.observe(("57_0", "COMPLETING"), after=1000)
-    assert (seen.alive, seen.queued, seen.ended_jobs) == (frozenset(), frozenset(), {})
+    look = slurm.observe(("57_0", "COMPLETING"), after=1000)
+    assert (look.alive, look.queued, look.ended_jobs) == (frozenset(), frozenset(), {})
 
 
 def test_answers_that_are_stale_bury_nobody_and_cancel_nothing(slurm):
@@ -229,16 +229,16 @@ def test_an_answer_older_than_a_submission_says_nothing_of_it(slurm):
 def test_jobs_of_others_whose_names_begin_alike_are_not_ours(slurm, name):
     slurm.listed = rows(("60_0", "RUNNING"), name=name)
     slurm.lives()
-    seen = slurm.observe(after=GRACE_S)
-    assert (seen.alive, seen.jobs, list(seen.ended_jobs)) == (frozenset(), {}, [A])
+    look = slurm.observe(after=GRACE_S)
+    assert (look.alive, look.jobs, list(look.ended_jobs)) == (frozenset(), {}, [A])
 
 
 def test_what_a_person_has_to_mend_is_told_once(slurm):
     slurm.submitted(B, "57_1")
     for reason, notes in (("PartitionTimeLimit", 1), ("Resources", 0)):
         slurm.listed = rows(("57_0", "PENDING"), ("57_1", "PENDING"), reason=reason)
-        told = [note.partition(": ")[0] for note in slurm.observe().notes]
-        assert told == [f"jobs are pending ({reason})"] * notes
+        headlines = [note.partition(": ")[0] for note in slurm.observe().notes]
+        assert headlines == [f"jobs are pending ({reason})"] * notes
 
 
 # a submission that was made twice
@@ -253,8 +253,8 @@ def test_the_second_of_two_jobs_is_cancelled_once_while_it_waits(slurm, owner, s
     assert slurm.cancelled == [], "nobody knows yet which of them will own it"
     slurm.started(job_id=owner)
     for _ in range(3):
-        seen = slurm.lives(after=1000)
-        assert (seen.queued, seen.running, seen.jobs[A]["job_id"]) == (frozenset(), {A}, owner)
+        look = slurm.lives(after=1000)
+        assert (look.queued, look.running, look.jobs[A]["job_id"]) == (frozenset(), {A}, owner)
     assert slurm.cancelled == [sorted([second, "62_0"])]
 
 
@@ -262,8 +262,8 @@ def test_the_second_job_never_revives_an_allocation(slurm):
     slurm.started()
     slurm.ended()
     for second in ("PENDING", "PENDING", "RUNNING"):
-        seen = slurm.observe(("57_0", "COMPLETED"), ("61_0", second), after=1000)
-        assert replace(seen, timed={}) == JobsSeen()
+        look = slurm.observe(("57_0", "COMPLETED"), ("61_0", second), after=1000)
+        assert replace(look, timed={}) == JobsSeen()
     assert slurm.cancelled == [["61_0"]]
 
 
@@ -298,25 +298,25 @@ def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slur
     slurm.submitted(B, "58_0")
     slurm.started(B, "58_0")
     slurm.ended()
-    both = ("57_0", "COMPLETED"), ("58_0", "RUNNING")
-    assert slurm.observe(*both).timed == {}, "one never started, the other is not over"
+    jobs = ("57_0", "COMPLETED"), ("58_0", "RUNNING")
+    assert slurm.observe(*jobs).timed == {}, "one never started, the other is not over"
     slurm.started()
-    assert slurm.observe(("57_0", "COMPLETING"), both[1]).timed == {}, "its nodes are not free yet"
-    slurm.listed = rows(*both, elapsed_s=135.0)
+    assert slurm.observe(("57_0", "COMPLETING"), jobs[1]).timed == {}, "its nodes are not free yet"
+    slurm.listed = rows(*jobs, elapsed_s=135.0)
     for _ in range(2):
         assert slurm.observe(after=10).timed == {A: 135.0}
     slurm.ended(held_s=135.0)
     assert (slurm.observe(after=10).timed, slurm.asked) == ({}, [])
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm, known):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm, recorded):
     """A second job of the allocation, which squeue still lists, says nothing of its time."""
     slurm.started()
     slurm.ended()
     slurm.listed = rows(("61_0", "COMPLETED"), elapsed_s=3.0)
-    slurm.known = {**slurm.listed, **(rows(("57_0", "COMPLETED"), elapsed_s=140.0) if known else {})}
-    assert slurm.observe().timed == ({A: 140.0} if known else {})
+    slurm.known = {**slurm.listed, **(rows(("57_0", "COMPLETED"), elapsed_s=140.0) if recorded else {})}
+    assert slurm.observe().timed == ({A: 140.0} if recorded else {})
     for _ in range(3):
         assert slurm.observe(after=1000).timed == {}
     assert slurm.asked == ["57_0"]
@@ -346,18 +346,18 @@ def test_a_job_that_has_not_given_its_nodes_back_leaves_and_is_timed(slurm):
     assert slurm.observe(after=5).leaving == {A}, "squeue was asked before its end"
     slurm.polled, slurm.listed = True, rows(("57_0", "COMPLETING"), elapsed_s=100.0, nodes="gpu07")
     for held_s, notes in ((100.0, 0), (100.0 + STUCK_S, 1)):
-        seen = slurm.observe(after=STUCK_S if notes else 5)
-        assert (seen.leaving, seen.running, seen.held_s, len(seen.notes)) == ({A}, set(), {A: held_s}, notes)
-    assert "has not freed gpu07 for 5 minutes" in seen.notes[0]
+        look = slurm.observe(after=STUCK_S if notes else 5)
+        assert (look.leaving, look.running, look.held_s, len(look.notes)) == ({A}, set(), {A: held_s}, notes)
+    assert "has not freed gpu07 for 5 minutes" in look.notes[0]
     slurm.listed = rows(("57_0", "COMPLETED"), elapsed_s=100.0)
-    seen = slurm.observe(after=30)
-    assert (seen.leaving, seen.timed, slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
+    look = slurm.observe(after=30)
+    assert (look.leaving, look.timed, slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
 
 
 @pytest.mark.parametrize("squeue_answers", [False, True])
 def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatch, squeue_answers):
     """Whether the first try made a job, only squeue knows."""
-    tries, told = [], []
+    tries, messages = [], []
 
     def submit(path, script, environment):
         tries.append(slurm.now)
@@ -370,13 +370,13 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
         if slurm.now > 300.0:
             slurm.polled, slurm.listed = True, rows(("60_0", "PENDING"))
 
-    monkeypatch.setattr(slurm_module, "array_script", lambda *what, **more: None)
+    monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: None)
     monkeypatch.setattr(slurm_module, "submit", submit)
     slurm.sleep, slurm.asked_at, slurm.polled = sleep, -1.0, squeue_answers
-    found = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], told.append)
-    assert found == {A: {"job_id": "99_0" if squeue_answers else "60_0", "name": JOB_NAME}}
+    jobs = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], messages.append)
+    assert jobs == {A: {"job_id": "99_0" if squeue_answers else "60_0", "name": JOB_NAME}}
     assert len(tries) == 1 + squeue_answers
-    waited = "squeue does not answer; no jobs are submitted until it does" in told
+    waited = "squeue does not answer; no jobs are submitted until it does" in messages
     assert waited != squeue_answers
 
 
@@ -392,8 +392,8 @@ def test_a_job_number_is_read_from_no_banner(slurm, monkeypatch, answer, number)
     """Where the output names no job, or two, squeue is asked for the job by its name."""
     submitted = []
     slurm.launcher._folder.path.mkdir()
-    monkeypatch.setattr(slurm_module, "array_script", lambda *what, **more: "")
-    monkeypatch.setattr(slurm_module, "ask", lambda *words, **more: submitted.append(words) or answer)
+    monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: "")
+    monkeypatch.setattr(slurm_module, "ask", lambda *words, **_: submitted.append(words) or answer)
     slurm.asked_at, slurm.listed = 1.0, rows(("60_0", "PENDING"))
     slurm.sleep = lambda seconds: setattr(slurm, "now", slurm.now + seconds)
     slurm.now = 2.0

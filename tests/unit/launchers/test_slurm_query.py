@@ -58,10 +58,10 @@ class Slurm(Programs):
     def time(self):
         return SUBMITTED_AT + self.now
 
-    def accounting(self, job_ids, name="ub-e", **more):
+    def accounting(self, job_ids, name="ub-e", **facts):
         """What sacct says about these jobs, which were submitted 5 minutes before, if the clocks are equal."""
-        ours = JobIdentity(**{"name": name, "cluster": "Alps", "submitting_at": SUBMITTED_AT + 300.0, **more})
-        return self.query.accounting(dict.fromkeys(job_ids, ours))
+        job = JobIdentity(**{"name": name, "cluster": "Alps", "submitting_at": SUBMITTED_AT + 300.0, **facts})
+        return self.query.accounting(dict.fromkeys(job_ids, job))
 
     def calls(self, program):
         return [line.partition(" ")[2] for line in self.asked if line.startswith(f"{program} ")]
@@ -70,9 +70,9 @@ class Slurm(Programs):
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    made = Slurm(tmp_path)
-    monkeypatch.setattr(query_module, "time", made)
-    return made
+    fake = Slurm(tmp_path)
+    monkeypatch.setattr(query_module, "time", fake)
+    return fake
 
 
 def test_one_question_tells_of_all_jobs_of_a_prefix(slurm):
@@ -105,12 +105,12 @@ def test_while_slurm_fails_the_last_answer_stays_and_questions_become_rare(slurm
     slurm.prints("queue", QUEUE)
     assert slurm.jobs(after=30).error is None
     slurm.prints("queue", REFUSED, 1)
-    asked = []
+    ask_seconds = []
     for second in range(1, 1301):
         before = len(slurm.calls("squeue"))
         answer = slurm.jobs(after=1, fresh=second > 31)
-        asked += [second] * (len(slurm.calls("squeue")) - before)
-    assert asked == [30, 60, 120, 240, 480, 780, 1080]
+        ask_seconds += [second] * (len(slurm.calls("squeue")) - before)
+    assert ask_seconds == [30, 60, 120, 240, 480, 780, 1080]
     assert "connect failure" in answer.error
     assert answer.age_s == 1300
     assert "10_0" in answer.jobs
@@ -186,14 +186,14 @@ def test_only_a_cancelled_array_speaks_for_its_elements(state):
 
 
 def test_elements_that_share_a_row_are_told_apart():
-    found = squeue_jobs("10_[1,4-5,8-12:2%2]|10|PENDING|0:00||Resources|ub-a\n")
-    assert list(found) == [f"10_{n}" for n in (1, 4, 5, 8, 10, 12)]
+    jobs = squeue_jobs("10_[1,4-5,8-12:2%2]|10|PENDING|0:00||Resources|ub-a\n")
+    assert list(jobs) == [f"10_{n}" for n in (1, 4, 5, 8, 10, 12)]
 
 
 def test_what_squeue_has_forgotten_sacct_knows(slurm):
     slurm.prints("sacct", ACCOUNTS)
-    found = slurm.accounting(["59_0", "59_2", "59_4", "59_5", "59_9", "8"])
-    assert {i: (job.state, job.nodes) for i, job in found.items()} == {
+    jobs = slurm.accounting(["59_0", "59_2", "59_4", "59_5", "59_9", "8"])
+    assert {i: (job.state, job.nodes) for i, job in jobs.items()} == {
         "59_0": ("PENDING", ""), "59_2": ("PENDING", ""), "59_4": ("RUNNING", "gpu[01-02]"),
         "59_5": ("CANCELLED by 0", ""),
     }  # fmt: skip
@@ -204,8 +204,8 @@ def test_what_squeue_has_forgotten_sacct_knows(slurm):
     assert slurm.calls("sacct") == [f"{options} --jobs=59,8", f"{options} --jobs=7"]
     slurm.prints("sacct", f"59_4|59|COMPLETED|00:00:09|gpu[01-02]|{SUBMITTED_AT}|{WHOSE}|ub-e\n")
     slurm.now += 30
-    found = slurm.accounting(["59_4", "59_2"])
-    assert {i: job.state for i, job in found.items()} == {"59_4": "COMPLETED"}
+    jobs = slurm.accounting(["59_4", "59_2"])
+    assert {i: job.state for i, job in jobs.items()} == {"59_4": "COMPLETED"}
 
 
 def test_a_site_without_accounting_is_not_asked_all_the_time(slurm):
@@ -267,14 +267,14 @@ def test_jobs_are_cancelled_in_few_words_and_only_those_that_wait_if_asked_to(sl
 
 
 @pytest.mark.parametrize(
-    ("complaint", "told"),
+    ("complaint", "message"),
     [("Invalid job id specified", None), ("Job/step already completing or completed", None),
      ("Access/permission denied", "permission denied")],
 )  # fmt: skip
-def test_a_cancellation_that_did_not_arrive_is_told(slurm, complaint, told):
+def test_a_cancellation_that_did_not_arrive_is_told(slurm, complaint, message):
     """One of a job that is over has nothing to do."""
     slurm.prints("scancel", f"scancel: error: Kill job error on job id 7: {complaint}\n", 1)
-    with pytest.raises(ClusterError, match=told) if told else contextlib.nullcontext():
+    with pytest.raises(ClusterError, match=message) if message else contextlib.nullcontext():
         slurm.query.cancel(["7"])
     slurm.prints("queue", REFUSED, 1)
     with pytest.raises(ClusterError, match="nothing was cancelled"):

@@ -34,16 +34,16 @@ def scripted(folder, count=1, hardware=CONFIG.hardware, avoid=(), **launcher):
 
 def options(script):
     """What sbatch makes of the script's options: the last of a name counts."""
-    found = {}
+    parsed = {}
     for line in script.split("\n"):
         if line.startswith("#SBATCH"):
             lexer = shlex.shlex(line.removeprefix("#SBATCH"), posix=True)
             # In sbatch (get_argument in its opt.c) a backslash escapes within single quotes, too.
             lexer.whitespace_split, lexer.escapedquotes = True, "'\""
-            (word,) = lexer
-            key, eq, value = word[2:].partition("=")
-            found[key] = value if eq else True
-    return found
+            (option,) = lexer
+            key, eq, value = option[2:].partition("=")
+            parsed[key] = value if eq else True
+    return parsed
 
 
 def executed(script, folder):
@@ -54,27 +54,27 @@ def executed(script, folder):
     (folder / "job.sh").write_text(script)
     subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
     environ = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "HOME": "/nowhere", "LC_ALL": "C.UTF-8"}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", folder / "job.sh"], cwd=folder, env=environ, capture_output=True, text=True, check=True
     )
-    assert done.stderr == ""
+    assert process.stderr == ""
     assert not (folder / "PWNED").exists()
-    told = {name: (folder / name).read_bytes().decode().split("\0")[:-1] for name in ("argv", "env", "cwd")}
-    return told["argv"], dict(line.split("=", 1) for line in told["env"]), told["cwd"][0]
+    output = {name: (folder / name).read_bytes().decode().split("\0")[:-1] for name in ("argv", "env", "cwd")}
+    return output["argv"], dict(line.split("=", 1) for line in output["env"]), output["cwd"][0]
 
 
 def test_the_options_of_a_plain_sweep(tmp_path):
     script, first = scripted(tmp_path, count=3, partition="hopper", exclude="gpu[03,07]", avoid=("gpu05",))
-    found = options(script)
-    assert found.pop("comment").endswith("to free the nodes: ultrabench sweep pause sweep")
-    assert found == {
+    parsed = options(script)
+    assert parsed.pop("comment").endswith("to free the nodes: ultrabench sweep pause sweep")
+    assert parsed == {
         "array": "0-2%3", "job-name": f"ub-sweep-{array_name(first)}", "nodes": "1", "ntasks-per-node": "1",
         "time": str(-(-int(first.limit_s) // 60)), "chdir": str(Path.cwd()), "partition": "hopper",
         "exclude": "gpu[03,07],gpu05", "exclusive": True, "nice": "1000", "no-requeue": True,
-        "open-mode": "append", "signal": found["signal"],
+        "open-mode": "append", "signal": parsed["signal"],
         "output": f"{tmp_path}/sweep/allocations/{array_name(first)}.%a/job.log",
     }  # fmt: skip
-    assert found["signal"].startswith("USR2@")
+    assert parsed["signal"].startswith("USR2@")
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_the_options_of_a_plain_sweep(tmp_path):
     ],
 )  # fmt: skip
 def test_options_that_come_and_go(tmp_path, launcher, hardware, has, lacks):
-    found = options(scripted(tmp_path, hardware=hardware, **launcher)[0])
-    assert has.items() <= found.items()
-    assert not lacks & set(found)
+    parsed = options(scripted(tmp_path, hardware=hardware, **launcher)[0])
+    assert has.items() <= parsed.items()
+    assert not lacks & set(parsed)
 
 
 @pytest.mark.parametrize("value", NASTY)
@@ -106,14 +106,14 @@ def test_sbatch_bash_and_folders_take_every_value_as_it_was_given(tmp_path, monk
     texts = dict.fromkeys(("partition", "account", "qos", "mem", "gres", "exclude"), value)
     words = {"python": ("apptainer", value, "python"), "srun": ("--a=1", value), "cpus": 3}
     script, first = scripted(folder, **texts, **words, sbatch={"mail-user": value})
-    found, shared = options(script), str(first.folder).removesuffix(".0")
-    assert {found[word] for word in (*texts, "mail-user")} == {value}
-    assert found["chdir"] == str(folder)
-    assert str(folder / "sweep") in found["comment"]
-    assert found["output"] == f"{shared.replace('%', '%%')}.%a/job.log"
+    parsed, shared = options(script), str(first.folder).removesuffix(".0")
+    assert {parsed[name] for name in (*texts, "mail-user")} == {value}
+    assert parsed["chdir"] == str(folder)
+    assert str(folder / "sweep") in parsed["comment"]
+    assert parsed["output"] == f"{shared.replace('%', '%%')}.%a/job.log"
     argv, environ, _ = executed(script, folder)
     assert argv == [
-        "--unbuffered", "--kill-on-bad-exit=1", "--wait=60", "--open-mode=append", f"--output={found['output']}",
+        "--unbuffered", "--kill-on-bad-exit=1", "--wait=60", "--open-mode=append", f"--output={parsed['output']}",
         "--cpu-bind=none", "--cpus-per-task=3", "--a=1", value, "apptainer", value, "python", "-P", "-m",
         "ultrabench.agent", shared,
     ]  # fmt: skip
@@ -126,18 +126,18 @@ def test_only_setup_lines_are_shell(tmp_path):
     argv, environ, folder = executed(script, tmp_path)
     assert (argv[-5], environ["A"], environ["B"], folder) == (sys.executable, "made", "b c", str(tmp_path))
     lines = script.splitlines()
-    at = lines.index(setup[0])
-    assert tuple(lines[at : at + 8 : 2]) == setup
-    assert at < lines.index("export SUBMITIT_EXECUTOR=slurm")
+    start = lines.index(setup[0])
+    assert tuple(lines[start : start + 8 : 2]) == setup
+    assert start < lines.index("export SUBMITIT_EXECUTOR=slurm")
 
 
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(tmp_path):
     setup = ("true", "module load 'it'", "touch reached")
     path = tmp_path / "job.sh"
     path.write_text(scripted(tmp_path, setup=setup)[0])
-    done = subprocess.run(["bash", path], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 127
-    assert done.stderr.splitlines()[-1] == "line 2 of launcher.setup failed: module load 'it'"
+    process = subprocess.run(["bash", path], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 127
+    assert process.stderr.splitlines()[-1] == "line 2 of launcher.setup failed: module load 'it'"
     assert not (tmp_path / "reached").exists()
 
 
@@ -162,10 +162,10 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("more", "taken"),
+    ("extra", "inherited"),
     [([], []), (["HF_TOKEN"], ["HF_TOKEN"]), (["HF_*"], ["HF_TOKEN", "HF_HOME"]), (["hf_*"], []), (["HF", ""], []),
      (["*"], OTHERS)],
 )  # fmt: skip
-def test_jobs_inherit_what_programs_need_and_what_is_asked_for(more, taken):
+def test_jobs_inherit_what_programs_need_and_what_is_asked_for(extra, inherited):
     environ = {name: f"value of {name}" for name in (*NEEDED, *OTHERS)}
-    assert inherited_env(environ, more) == {name: environ[name] for name in (*NEEDED, *taken)}
+    assert inherited_env(environ, extra) == {name: environ[name] for name in (*NEEDED, *inherited)}

@@ -18,16 +18,16 @@ STATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("word", "told"), [(word, told) for told in STATES for word in STATES[told]])
-def test_every_state_has_a_phase_and_the_status_of_what_it_left(word, told):
-    found = job_state(word)
-    assert (found.phase, found.status) == told
-    assert "not known" not in found.note
+@pytest.mark.parametrize(("state", "kind"), [(state, kind) for kind in STATES for state in STATES[kind]])
+def test_every_state_has_a_phase_and_the_status_of_what_it_left(state, kind):
+    meaning = job_state(state)
+    assert (meaning.phase, meaning.status) == kind
+    assert "not known" not in meaning.note
 
 
-@pytest.mark.parametrize(("word", "named"), [("COMPLET+", "COMPLET+"), ("  ", "(none)"), ("?", "?")])
-def test_an_unknown_state_may_still_hold_nodes(word, named):
-    assert job_state(word) == (RUNNING, f"is in state {named}, which ultrabench does not know", None, False)
+@pytest.mark.parametrize(("state", "shown"), [("COMPLET+", "COMPLET+"), ("  ", "(none)"), ("?", "?")])
+def test_an_unknown_state_may_still_hold_nodes(state, shown):
+    assert job_state(state) == (RUNNING, f"is in state {shown}, which ultrabench does not know", None, False)
 
 
 REMEDIES = {

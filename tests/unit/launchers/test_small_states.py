@@ -59,19 +59,19 @@ def stage(monkeypatch, request, tmp_path):
 
 def explore(stage: Stage) -> int:
     """Visits all worlds, and takes those where nothing moves any more to their end; how many there are."""
-    seen, left = set[int](), [stage.first()]
-    while left:
-        world = left.pop()
+    digests, worlds = set[int](), [stage.first()]
+    while worlds:
+        world = worlds.pop()
         digest = world.digest()
-        if digest in seen:
+        if digest in digests:
             continue
-        seen.add(digest)
+        digests.add(digest)
         require_once(world, stage.in_turn)
         following = list(stage.after(world))
         if not following or comes_to_nothing(stage, world):
             require_end(stage, world)
-        left += following
-    return len(seen)
+        worlds += following
+    return len(digests)
 
 
 def comes_to_nothing(stage: Stage, world: World) -> bool:
@@ -163,7 +163,7 @@ def always(*_):
     return True
 
 
-def without_jobs(plan, state, seen, *rest):
+def without_jobs(plan, state, jobs_seen, *rest):
     """A decision that is told nothing of what is under way."""
     return decide(plan, state, JobsSeen(), *rest)
 

@@ -23,19 +23,19 @@ def test_what_is_written_is_what_agents_read(allocation):
         allocation.write()
         assert read_allocation(allocation.folder) == allocation
     path = allocation.folder / "allocation.json"
-    told = json.loads(path.read_text())
+    content = json.loads(path.read_text())
     for added_later in ("git_commit", "preflight", "control", "window"):
-        del told[added_later]
-    path.write_text(json.dumps(told))
+        del content[added_later]
+    path.write_text(json.dumps(content))
     assert read_allocation(allocation.folder) == replace(allocation, preflight=False, control=None)
 
 
 def test_the_secret_is_for_one_user_and_one_allocation(allocation):
     secrets = []
-    for made in (allocation, replace(allocation, name="n1-other.0")):
-        made.write()
-        assert stat.S_IMODE((made.folder / "secret").stat().st_mode) == 0o600
-        secrets.append((made.folder / "secret").read_text())
+    for variant in (allocation, replace(allocation, name="n1-other.0")):
+        variant.write()
+        assert stat.S_IMODE((variant.folder / "secret").stat().st_mode) == 0o600
+        secrets.append((variant.folder / "secret").read_text())
     assert [len(secret) for secret in secrets] == [32, 32]
     assert secrets[0] != secrets[1]
     assert secrets[0] not in (allocation.folder / "allocation.json").read_text()

@@ -97,7 +97,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(
-    ("make", "held", "name"),
+    ("make", "stored", "name"),
     [
         *((holding(content), {}, "unreadable") for content in UNREADABLE),
         (lambda path: path.symlink_to(path), {}, "unreadable"),
@@ -107,10 +107,10 @@ UNREADABLE = [
         (holding(b'{"allocation": "../../x"}'), {"allocation": "../../x"}, "unreadable"),
     ],
 )
-def test_an_odd_claim_is_somebodys(tmp_path, make, held, name):
+def test_an_odd_claim_is_somebodys(tmp_path, make, stored, name):
     assert claim_content(tmp_path, KEY) is owner_of(tmp_path, KEY) is None
     make(tmp_path / KEY)
-    assert (claim_content(tmp_path, KEY), owner_of(tmp_path, KEY)) == (held, name)
+    assert (claim_content(tmp_path, KEY), owner_of(tmp_path, KEY)) == (stored, name)
     assert not claim(tmp_path, KEY, MINE)
     assert not give_up(tmp_path, KEY)
 

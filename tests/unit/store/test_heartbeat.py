@@ -17,9 +17,9 @@ LATE_S = MISSED_TOUCHES * SIGN_OF_LIFE_S
 
 @pytest.fixture
 def folder(tmp_path):
-    made = SweepFolder(tmp_path)
-    made.create()
-    return made
+    sweep_folder = SweepFolder(tmp_path)
+    sweep_folder.create()
+    return sweep_folder
 
 
 def follows(folder, host, pid, age_s=0.0, role="launcher"):
@@ -31,9 +31,9 @@ def follows(folder, host, pid, age_s=0.0, role="launcher"):
 
 
 def test_the_one_who_asks_does_not_count(folder):
-    own = JournalWriter(folder.journal, "launcher")
-    own.write(Cancel(generation=1))
-    assert living_launchers(folder, own.path) == []
+    writer = JournalWriter(folder.journal, "launcher")
+    writer.write(Cancel(generation=1))
+    assert living_launchers(folder, writer.path) == []
     assert living_launchers(folder) == [f"process {os.getpid()} on {HERE}"]
 
 
@@ -54,11 +54,11 @@ def test_elsewhere_the_time_of_the_journal_tells(folder, age_s, lives):
 
 def test_the_clock_of_the_file_server_counts_for_one_who_follows(folder):
     """Files get their times from a server whose clock is an hour behind."""
-    own = follows(folder, HERE, os.getpid(), 3600)
+    own_path = follows(folder, HERE, os.getpid(), 3600)
     other = follows(folder, "login2", 8, 3600 + 20)
-    assert living_launchers(folder, own) == ["process 8 on login2"]
+    assert living_launchers(folder, own_path) == ["process 8 on login2"]
     os.utime(other, (time.time() - 3600 - LATE_S - 1,) * 2)
-    assert living_launchers(folder, own) == []
+    assert living_launchers(folder, own_path) == []
 
 
 def test_other_files_and_one_that_vanishes_are_passed_over(folder):

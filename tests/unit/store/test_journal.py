@@ -28,8 +28,8 @@ def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, mon
     monkeypatch.undo()
     writer.write(Cancel(generation=3))
     warnings = []
-    found = list(read_journal(tmp_path, warnings.append))
-    assert [(e.writer, e.seq, e.event.generation) for e in found] == [
+    entries = list(read_journal(tmp_path, warnings.append))
+    assert [(e.writer, e.seq, e.event.generation) for e in entries] == [
         (writer.name, 0, 1),
         (writer.name, 1, 3),
     ]
@@ -52,15 +52,15 @@ def test_lines_hold_no_nan(tmp_path):
 def test_a_line_is_one_json_object_whatever_it_tells(tmp_path):
     """Names of files, for example, may have bytes that are no UTF-8."""
     writer = JournalWriter(tmp_path, "agent")
-    told = {
+    fields = {
         "reason": os.fsdecode(b"no such\nfile: caf\xe9") + "\u2028",
         "evidence": {"tail": [os.fsdecode(b"\xff\xfe ok \xc3\xa9")]},
     }
-    writer.write(Failed(run_id="aaaa", repeat=0, attempt=0, result=RunResult(status=Status.CRASH, **told)))
+    writer.write(Failed(run_id="aaaa", repeat=0, attempt=0, result=RunResult(status=Status.CRASH, **fields)))
     assert writer.path.read_bytes().count(b"\n") == 1
-    (found,) = read_journal(tmp_path, pytest.fail)
-    assert found.event.result.reason == "no such\nfile: caf?\u2028"
-    assert found.event.result.evidence == {"tail": ["?? ok \u00e9"]}
+    (entry,) = read_journal(tmp_path, pytest.fail)
+    assert entry.event.result.reason == "no such\nfile: caf?\u2028"
+    assert entry.event.result.evidence == {"tail": ["?? ok \u00e9"]}
 
 
 def line(seq=0):
@@ -68,8 +68,8 @@ def line(seq=0):
 
 
 def unix_socket(path):
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
 
 
 ODD = {
@@ -83,12 +83,12 @@ def test_what_is_no_regular_file_is_skipped_with_one_warning(tmp_path, make):
     (tmp_path / "a.jsonl").write_bytes(line())
     make(tmp_path / "b.jsonl")
     (tmp_path / "c.jsonl").write_bytes(line(1))
-    told = []
-    reader = JournalReader(tmp_path, told.append)
+    warnings = []
+    reader = JournalReader(tmp_path, warnings.append)
     assert [e.seq for e in reader.poll()] == [0, 1]
     assert list(reader.poll()) == []
-    assert len(told) == 1
-    assert str(tmp_path / "b.jsonl") in told[0]
+    assert len(warnings) == 1
+    assert str(tmp_path / "b.jsonl") in warnings[0]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
@@ -98,10 +98,10 @@ def test_a_file_of_another_user_is_skipped_and_an_unreadable_folder_is_named(tmp
     (tmp_path / "a.jsonl").write_bytes(line())
     (tmp_path / "b.jsonl").write_bytes(line())
     (tmp_path / "b.jsonl").chmod(0o000)
-    told = []
+    warnings = []
     os.seteuid(65534)
     try:
-        assert len(list(read_journal(tmp_path, told.append))) == 1
+        assert len(list(read_journal(tmp_path, warnings.append))) == 1
         os.seteuid(0)
         tmp_path.chmod(0o000)
         os.seteuid(65534)
@@ -110,7 +110,7 @@ def test_a_file_of_another_user_is_skipped_and_an_unreadable_folder_is_named(tmp
     finally:
         os.seteuid(0)
         tmp_path.chmod(0o755)
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 def test_a_journal_folder_that_is_gone_is_named(tmp_path):
@@ -127,15 +127,15 @@ def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
     path.write_bytes(line())
     with path.open("ab") as file:
         file.truncate(8 * MAX_LINE_BYTES)  # 512 MiB of NULs that take no room on the disk
-    told = []
-    reader = JournalReader(tmp_path, told.append)
+    warnings = []
+    reader = JournalReader(tmp_path, warnings.append)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert [e.seq for e in reader.poll()] == [0]
-    assert len(told) == 1
+    assert len(warnings) == 1
     with path.open("ab") as file:
         file.write(b"\n" + line(1))
     assert [e.seq for e in reader.poll()] == [1]
-    assert len(told) == 1
+    assert len(warnings) == 1
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 4 * MAX_LINE_BYTES
 
 

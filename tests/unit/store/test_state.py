@@ -53,36 +53,36 @@ def test_order_repetition_and_files_do_not_matter(files, random):
     state, parts, growing = fold(lines), defaultdict(list), Fold()
     for line in lines:
         parts[random.randrange(3)].append(line)
-    again = read(map(text, parts.values()))
-    assert sorted(again, key=str) == sorted(lines, key=str)
-    again += [random.choice(lines) for _ in lines]
-    random.shuffle(again)
-    assert fold(again) == state
-    while again:
-        growing.add([again.pop() for _ in range(random.randint(1, len(again)))])
+    repeated = read(map(text, parts.values()))
+    assert sorted(repeated, key=str) == sorted(lines, key=str)
+    repeated += [random.choice(lines) for _ in lines]
+    random.shuffle(repeated)
+    assert fold(repeated) == state
+    while repeated:
+        growing.add([repeated.pop() for _ in range(random.randint(1, len(repeated)))])
     assert growing.state == state == growing.add(lines)
 
 
 @given(files=journals(), data=st.data())
 def test_losing_the_ends_of_files_invents_nothing(files, data):
     """A launcher that has read less knows no result, end, start or job that it would not know later."""
-    lines, told = [line for file in files for line in file], defaultdict(set)
+    lines, statuses = [line for file in files for line in file], defaultdict(set)
     for line in lines:
         if isinstance(line.event, events.Result):
-            told[line.event.key].add(line.event.result.status)
+            statuses[line.event.key].add(line.event.result.status)
     cut_files = [f[: data.draw(st.integers(0, len(f)))] for f in map(text, files)]
     full, cut = fold(lines), fold(read(cut_files))
     assert set(cut.attempts) <= set(full.attempts)
     for key, attempt in cut.attempts.items():
-        assert attempt.result is None or attempt.result.status in told[key]
+        assert attempt.result is None or attempt.result.status in statuses[key]
         assert attempt.ok is None or full.attempts[key].ok is not None
     for name, less in cut.allocations.items():
-        held = full.allocations[name]
-        assert less.start <= held.start
-        assert set(less.ends) <= set(held.ends)
-        assert set(less.agents) <= set(held.agents)
-        assert (less.job is None) or (held.job is not None)
-        assert bool(less.preflight) <= bool(held.preflight)
+        whole = full.allocations[name]
+        assert less.start <= whole.start
+        assert set(less.ends) <= set(whole.ends)
+        assert set(less.agents) <= set(whole.agents)
+        assert (less.job is None) or (whole.job is not None)
+        assert bool(less.preflight) <= bool(whole.preflight)
 
 
 @given(files=journals(most_writers=1), data=st.data())
@@ -131,15 +131,15 @@ def test_a_damaged_field_breaks_nothing(event):
     damaged = [{k: v for k, v in values.items() if k != field} for field in values]
     damaged += [values | {field: junk} for field in values.keys() - {"v"} for junk in JUNK]
     damaged += [values | {"v": junk} for junk in (None, "x", [], {})]
-    for each in damaged:
-        line = json.dumps(each).encode() + b"\n"
+    for variant in damaged:
+        line = json.dumps(variant).encode() + b"\n"
         state = fold(read([line + line, text([written(GOOD)])]))
         assert final_attempts(state)["good", 0].result.status == Status.OK
         assert [str(key) for key in state.attempts if key.run_id == "good"] == ["good.0.0"]
-        for held in state.allocations.values():
-            assert isinstance(held.ended, str | None)
-            assert isinstance(held.held_s, float | int)
-            assert all(isinstance(node, str) for end in held.ends.values() for node in end.avoid)
+        for allocation in state.allocations.values():
+            assert isinstance(allocation.ended, str | None)
+            assert isinstance(allocation.held_s, float | int)
+            assert all(isinstance(node, str) for end in allocation.ends.values() for node in end.avoid)
 
 
 @pytest.mark.parametrize("corrupt", [
@@ -159,13 +159,13 @@ def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):
 
 
 def test_what_later_versions_write():
-    told = {"v": 2, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
-    more = [told | {"because": {"of": "rain"}}, told | {"event": "defragmented", "level": 3}]
+    cancel = {"v": 2, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
+    newer = [cancel | {"because": {"of": "rain"}}, cancel | {"event": "defragmented", "level": 3}]
     warnings = []
-    found = read(["".join(json.dumps(e) + "\n" for e in more).encode()], warnings.append)
-    assert ([line.event for line in found], warnings) == ([Cancel(generation=1)], [])
+    lines = read(["".join(json.dumps(e) + "\n" for e in newer).encode()], warnings.append)
+    assert ([line.event for line in lines], warnings) == ([Cancel(generation=1)], [])
     with pytest.raises(SweepFolderError, match=r"0\.jsonl has schema 3; .* up to 2: upgrade ultrabench"):
-        read([json.dumps(told | {"v": 3}).encode() + b"\n"])
+        read([json.dumps(cancel | {"v": 3}).encode() + b"\n"])
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_what_later_versions_write():
 )  # fmt: skip
 def test_who_is_believed(stronger, weaker):
     """Whoever writes first, and whatever the clocks say."""
-    for said in ((stronger, weaker), (weaker, stronger)):
-        lines = [written(ended(*words), writer=f"w{n}", time=float(n)) for n, words in enumerate(said)]
+    for results in ((stronger, weaker), (weaker, stronger)):
+        lines = [written(ended(*words), writer=f"w{n}", time=float(n)) for n, words in enumerate(results)]
         assert fold(lines).attempts[KEY].result.status == stronger[0]
 
 
@@ -191,7 +191,7 @@ def launched(generation, *retry):
 RESUMED = Pause(generation=2, on=False)
 
 
-@pytest.mark.parametrize(("said", "paused", "cancelled"), [
+@pytest.mark.parametrize(("history", "paused", "cancelled"), [
     ((launched(1), Cancel(generation=2)), False, True),
     ((launched(2), Cancel(generation=1)), False, False),
     ((launched(3), Cancel(generation=3)), False, True),
@@ -199,10 +199,10 @@ RESUMED = Pause(generation=2, on=False)
     ((Pause(generation=1), launched(1), RESUMED), False, False),
     ((Pause(generation=2), RESUMED), True, False),
 ])  # fmt: skip
-def test_a_later_launch_lifts_a_cancel_and_no_pause(said, paused, cancelled):
-    state = folded(*said)
+def test_a_later_launch_lifts_a_cancel_and_no_pause(history, paused, cancelled):
+    state = folded(*history)
     assert (state.paused, state.cancelled) == (paused, cancelled)
-    assert state.generation == max(event.generation for event in said)
+    assert state.generation == max(event.generation for event in history)
 
 
 def test_the_latest_launch_counts_and_every_retry_is_remembered():
@@ -213,8 +213,8 @@ def test_the_latest_launch_counts_and_every_retry_is_remembered():
 
 def test_what_an_attempt_says_of_itself():
     phases = (events.Phase(**NAME, name=name) for name in ("warmup", "measure"))
-    said = (RUN, events.Started(**NAME, allocation="n1", scratch="/node"), *phases)
-    attempt = fold(written(event, seq=n, time=7.0) for n, event in enumerate(said)).attempts[KEY]
+    history = (RUN, events.Started(**NAME, allocation="n1", scratch="/node"), *phases)
+    attempt = fold(written(event, seq=n, time=7.0) for n, event in enumerate(history)).attempts[KEY]
     assert (attempt.allocation, attempt.spec_as(dict), attempt.predicted) == ("n1", {"nodes": 1}, {"x": 1})
     assert (attempt.started, attempt.scratch, attempt.phase) == (True, "/node", "measure")
     assert (attempt.job, attempt.time, attempt.result) == (JOB, 7.0, None)
@@ -234,33 +234,33 @@ def start(restart, job_id="57_0"):
     return events.AllocationStarted(allocation="n1", agent=agent)
 
 
-def end(restart, reason="all tasks done", elapsed_s=None, *, source="agent", job_id="57_0", **more):
+def end(restart, reason="all tasks done", elapsed_s=None, *, source="agent", job_id="57_0", **fields):
     job = Start(job_id=job_id, restart=restart)
     return events.AllocationEnded(
-        allocation="n1", source=source, job=job, reason=reason, elapsed_s=elapsed_s, **more
+        allocation="n1", source=source, job=job, reason=reason, elapsed_s=elapsed_s, **fields
     )
 
 
-def gone(restart, reason, elapsed_s=None, **more):
-    return end(restart, reason, elapsed_s, source="launcher", **more)
+def gone(restart, reason, elapsed_s=None, **fields):
+    return end(restart, reason, elapsed_s, source="launcher", **fields)
 
 
 def held(restart, held_s):
     return end(restart, "its nodes are free", source="slurm", held_s=held_s)
 
 
-def planned(limit_s=600.0, **more):
-    return events.AllocationPlanned(allocation="n1", nodes=1, limit_s=limit_s, tasks=(KEY,), **more)
+def planned(limit_s=600.0, **fields):
+    return events.AllocationPlanned(allocation="n1", nodes=1, limit_s=limit_s, tasks=(KEY,), **fields)
 
 
-def held_of(*said):
+def state_of(*history):
     """The allocation of these events, the same in whatever order they are read and whoever wrote them."""
-    orders = [*permutations(said)] if len(said) < 6 else [said, said[::-1]]
-    found = [
+    orders = [*permutations(history)] if len(history) < 6 else [history, history[::-1]]
+    states = [
         fold(written(e, writer=f"w{n}") for n, e in enumerate(order)).allocations["n1"] for order in orders
     ]
-    assert all(one == found[0] for one in found)
-    return found[0]
+    assert all(state == states[0] for state in states)
+    return states[0]
 
 
 ENDS = {
@@ -289,15 +289,15 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("said", "reason"), ENDS.values(), ids=ENDS)
-def test_the_end_of_the_latest_start_of_its_job_ends_an_allocation(said, reason):
-    assert held_of(*said).ended == reason
+@pytest.mark.parametrize(("history", "reason"), ENDS.values(), ids=ENDS)
+def test_the_end_of_the_latest_start_of_its_job_ends_an_allocation(history, reason):
+    assert state_of(*history).ended == reason
 
 
 UNTIMED = gone(0, "vanished")
 
 
-@pytest.mark.parametrize(("said", "held_s", "timed"), [
+@pytest.mark.parametrize(("history", "held_s", "timed"), [
     ([start(0)], 0.0, False),
     ([start(0), gone(0, "preempted", 10.0), start(1), end(1, "done", 5.0)], 15.0, False),
     ([end(0, "no time left", 7.0), gone(0, "unknown")], 7.0, False),
@@ -315,29 +315,29 @@ UNTIMED = gone(0, "vanished")
     ([planned(), start(0), gone(0, "vanished", 12.5)], 12.5, False),
     ([planned(), start(0), UNTIMED, held(0, 45.0)], 45.0, True),
 ])  # fmt: skip
-def test_nodes_were_held_as_long_as_the_batch_system_or_else_the_agents_say(said, held_s, timed):
+def test_nodes_were_held_as_long_as_the_batch_system_or_else_the_agents_say(history, held_s, timed):
     """For an end that nobody timed, it is the limit once agents had started."""
-    found = held_of(*said)
-    assert (found.held_s, found.timed) == (held_s, timed)
+    state = state_of(*history)
+    assert (state.held_s, state.timed) == (held_s, timed)
 
 
 def test_what_an_allocation_says_of_itself():
     by = {"user": "ann", "cluster": "big", "host": "login1"}
     submitted = events.Submitted(allocation="n1", job={"pid": 7})
-    said = [events.Submitting(allocation="n1"), submitted, planned(60.0, by=by)]
-    found = fold(written(event, seq=n) for n, event in enumerate(said)).allocations["n1"]
-    assert (found.nodes, found.limit_s, found.tasks, found.by) == (1, 60.0, (KEY,), by)
-    assert (found.submission, found.job, found.ended, found.control) == (("w", 0), {"pid": 7}, None, None)
-    assert (found.submitting_at, held_of(planned()).submitting_at) == (written(submitted).time, None)
-    assert held_of(planned(control="aaaa")).control == "aaaa"
-    told = held_of(start(0), start(1), end(0), end(1, avoid=("gpu01",)), gone(1, "vanished"))
-    assert (told.start, len(told.agents)) == (Start(job_id="57_0", restart=1), 2)
-    assert (set(told.ends), told.end.source) == ({Start(job_id="57_0"), told.start}, "agent")
-    assert told.end.avoid == ("gpu01",)
+    history = [events.Submitting(allocation="n1"), submitted, planned(60.0, by=by)]
+    state = fold(written(event, seq=n) for n, event in enumerate(history)).allocations["n1"]
+    assert (state.nodes, state.limit_s, state.tasks, state.by) == (1, 60.0, (KEY,), by)
+    assert (state.submission, state.job, state.ended, state.control) == (("w", 0), {"pid": 7}, None, None)
+    assert (state.submitting_at, state_of(planned()).submitting_at) == (written(submitted).time, None)
+    assert state_of(planned(control="aaaa")).control == "aaaa"
+    restarted = state_of(start(0), start(1), end(0), end(1, avoid=("gpu01",)), gone(1, "vanished"))
+    assert (restarted.start, len(restarted.agents)) == (Start(job_id="57_0", restart=1), 2)
+    assert (set(restarted.ends), restarted.end.source) == ({Start(job_id="57_0"), restarted.start}, "agent")
+    assert restarted.end.avoid == ("gpu01",)
 
 
 def test_the_preflight_of_the_latest_start_counts():
     first, second = (
         events.Preflight(allocation="n1", restart=n, found={"nodes": [{"host": f"gpu{n}"}]}) for n in range(2)
     )
-    assert held_of(first, second).preflight == {"nodes": [{"host": "gpu1"}]}
+    assert state_of(first, second).preflight == {"nodes": [{"host": "gpu1"}]}

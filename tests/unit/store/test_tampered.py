@@ -121,19 +121,19 @@ def test_of_two_launches_of_one_new_name_one_creates_the_sweep(tmp_path):
     for number in range(20):
         SweepFolder(tmp_path / str(number)).create()
     pipe = subprocess.PIPE
-    both = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", CREATE, tmp_path, name], cwd=ROOT, stdin=pipe, stdout=pipe, text=True
         )
         for name in "ab"
     ]
-    for process in both:
+    for process in processes:
         assert process.stdout.readline() == "ready\n"
     begin = f"{time.time() + 0.1}\n"
-    for process in both:
+    for process in processes:
         process.stdin.write(begin)
         process.stdin.flush()
-    outputs = [process.communicate()[0].split() for process in both]
+    outputs = [process.communicate()[0].split() for process in processes]
     created = [read_sweep_json(SweepFolder(tmp_path / str(number))).sweep for number in range(20)]
     assert outputs == [created, created]
     assert not list(tmp_path.glob("*/.new-*"))
