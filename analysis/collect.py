@@ -13,8 +13,8 @@ from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, TEXTS, VE
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.folder import SweepFolder, find_sweep
 
-_OTHER_FILES = (".csv", ".json", ".jsonl", ".yaml", ".yml")
-"""Endings of files, and not of sweeps, that hold no results, whether they exist or not."""
+_OTHER_SUFFIXES = (".csv", ".json", ".jsonl", ".yaml", ".yml")
+"""A source with one of these suffixes is refused as a file that is no result table, even if it does not exist."""
 
 
 def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
@@ -49,7 +49,7 @@ def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str
         if is_predicted(table):
             return f"{_printable(path.stem)}, {PREDICTED}", f"{path_prefix}{PREDICTED}-", table
         return _printable(path.stem), path_prefix, table
-    if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
+    if source is not None and (Path(source).is_file() or source.endswith(_OTHER_SUFFIXES)):
         remedy = "give a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
             remedy = f"convert it first: ultrabench import {source} --map MAP.yaml"
@@ -63,15 +63,15 @@ def _printable(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def distinct_names(*opened: Sequence[str]) -> tuple[str, str]:
+def distinct_names(*names_and_prefixes: Sequence[str]) -> tuple[str, str]:
     """The names of two results; those that are equal are replaced by the last parts of their paths that differ.
 
     Args:
-        opened: the name of each and how the paths of its figures begin, as `open_results` gives them.
+        names_and_prefixes: for each result its name and how the paths of its figures begin, from `open_results`.
     """
-    (name_a, name_b), paths = zip(*opened, strict=True)
-    parts = zip(*(reversed(Path(path).resolve().parts) for path in paths), strict=False)
-    return next((pair for pair in parts if name_a == name_b and pair[0] != pair[1]), (name_a, name_b))
+    (name_a, name_b), path_prefixes = zip(*names_and_prefixes, strict=True)
+    part_pairs = zip(*(reversed(Path(prefix).resolve().parts) for prefix in path_prefixes), strict=False)
+    return next((pair for pair in part_pairs if name_a == name_b and pair[0] != pair[1]), (name_a, name_b))
 
 
 def parquet(table: pa.Table) -> bytes:
@@ -107,15 +107,15 @@ def read_parquet(path: Path) -> pa.Table:
         table = predicted_results(table, path.stem)
     version = _schema_version(table)
     if version is None or "run_id" not in table.column_names:
-        todo = "to make one: ultrabench collect -o FILE.parquet"
-        raise SweepFolderError(f"{path} is not a result table", todo)
+        remedy = "to make one: ultrabench collect -o FILE.parquet"
+        raise SweepFolderError(f"{path} is not a result table", remedy)
     if version > RESULTS_SCHEMA_VERSION:
-        rule = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
-        raise SweepFolderError(f"{path} has schema version {version}; {rule}")
+        remedy = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
+        raise SweepFolderError(f"{path} has schema version {version}; {remedy}")
     if missing_columns := [name for name in _ESSENTIAL_COLUMNS if name not in table.column_names]:
-        rule = f"ranking needs {', '.join(_ESSENTIAL_COLUMNS)}: give a table that has them"
-        raise SweepFolderError(f"{path} lacks the column {missing_columns[0]}; {rule}")
-    return _with_suspect_codes(conform(table, path))
+        remedy = f"ranking needs {', '.join(_ESSENTIAL_COLUMNS)}: give a table that has them"
+        raise SweepFolderError(f"{path} lacks the column {missing_columns[0]}; {remedy}")
+    return _with_suspect_codes(conform_to_schema(table, path))
 
 
 _CODE_BY_PATTERN = {
@@ -139,36 +139,36 @@ def _with_suspect_codes(table: pa.Table) -> pa.Table:
     if table["suspect_codes"].null_count == table["suspect"].null_count:
         return table
     suspect_texts = table["suspect"].to_pylist()
-    codes = [text and [code_of(sentence) for sentence in text.split("; ")] for text in suspect_texts]
+    codes_by_row = [text and [code_of(sentence) for sentence in text.split("; ")] for text in suspect_texts]
     index = table.column_names.index("suspect_codes")
-    return table.set_column(index, SCHEMA.field("suspect_codes"), pa.array(codes, TEXTS))
+    return table.set_column(index, SCHEMA.field("suspect_codes"), pa.array(codes_by_row, TEXTS))
 
 
 def _schema_version(table: pa.Table) -> int | None:
     """The newest schema version in the metadata or rows of the table; None when there is none."""
-    raw_versions: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
+    raw_values: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
-        raw_versions += table["schema_version"].unique().to_pylist()
-    versions = [c.decode() if isinstance(c, bytes) else str(c) for c in raw_versions if c is not None]
+        raw_values += table["schema_version"].unique().to_pylist()
+    versions = [raw.decode() if isinstance(raw, bytes) else str(raw) for raw in raw_values if raw is not None]
     try:
         return max((int(version.removesuffix(".0")) for version in versions), default=None)
     except ValueError:
         return None
 
 
-def conform(table: pa.Table, name: object) -> pa.Table:
+def conform_to_schema(table: pa.Table, table_label: object) -> pa.Table:
     """The table with every column of the schema, each cast to the type of the schema, then its other columns.
 
     Raises:
-        SweepFolderError: a column has another type; the message calls the table `name`.
+        SweepFolderError: a column has another type; the message calls the table `table_label`.
     """
     arrays = []
-    for column in SCHEMA:
-        values = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
+    for field in SCHEMA:
+        values = table[field.name] if field.name in table.column_names else pa.nulls(len(table))
         try:
-            arrays.append(values.cast(column.type))
+            arrays.append(values.cast(field.type))
         except pa.ArrowException as error:
-            failure = f"{name}: column {column.name} has type {values.type} instead of {column.type}"
+            failure = f"{table_label}: column {field.name} has type {values.type} instead of {field.type}"
             raise SweepFolderError(failure, "run ultrabench collect again") from error
     other_names = [name for name in table.column_names if name not in SCHEMA.names]
     schema = pa.schema([*SCHEMA, *map(table.schema.field, other_names)], metadata=SCHEMA.metadata)

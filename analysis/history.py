@@ -19,7 +19,7 @@ from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.compare import run_label
 from ultrabench.analysis.environments import differing
 from ultrabench.analysis.numbers import percent
-from ultrabench.analysis.ranking import PANEL
+from ultrabench.analysis.ranking import PANEL_COLUMNS
 from ultrabench.analysis.rows import Warn
 from ultrabench.analysis.schema import SIZES
 from ultrabench.analysis.significance import ALPHA
@@ -27,7 +27,7 @@ from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
 from ultrabench.store.folder import sweep_dirs
 
-CELL = ("model", "nodes", *PANEL)
+CELL = ("model", "nodes", *PANEL_COLUMNS)
 _RUN_KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
 """Columns that are equal in all nights of a run; its id changes with the version of the program."""
 _RATE_COLUMNS = ("control_ratio", "tokens_per_s_per_gpu")

@@ -14,7 +14,7 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import Cell, notes
-from ultrabench.analysis.collect import conform, open_results
+from ultrabench.analysis.collect import conform_to_schema, open_results
 from ultrabench.analysis.figures import heatmap
 from ultrabench.analysis.figures.kinds import KINDS, prepare_figure
 from ultrabench.analysis.figures.picture import figure_style
@@ -109,7 +109,7 @@ def table_of(rows: pd.DataFrame) -> pa.Table:
         except pa.ArrowException as error:
             needs_text = f"needs values of type {arrow_type}" if arrow_type else "cannot be read; drop it"
             raise ConfigError(f"column {name} of the DataFrame {needs_text}: {error}") from error
-    return conform(pa.table(arrays), "the DataFrame")
+    return conform_to_schema(pa.table(arrays), "the DataFrame")
 
 
 def _frame(table: pa.Table) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pandas as pd
@@ -24,7 +24,7 @@ from ultrabench.standing import Repeat, Standing, standings
 from ultrabench.sweep.candidate import expected_rate
 
 
-def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
+def why_no_winner(rows: Sequence[Row]) -> tuple[str | None, str]:
     """Status and reason of a cell without a winner, from its final rows.
 
     The reason names first the runs that were tried (`12 oom; 3 crash: <reason>`), then those that wait
@@ -82,14 +82,14 @@ _COMMON_COLUMNS = (
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
 
-PANEL = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
+PANEL_COLUMNS = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
 """Columns that are equal in all cells of a panel, unless gbs grows with the nodes."""
-_CELL_KEY = [*dict.fromkeys((*PANEL, "num_params", *MODEL, "nodes"))]
+_CELL_KEY = [*dict.fromkeys((*PANEL_COLUMNS, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _SOURCE_COLUMNS = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns by which a suspect imported row is assigned to the cell of other rows of its source."""
 _CELL_COLUMNS = (
-    *PANEL, "model", "model_id", "model_mark", "nodes", "num_params", "num_active_params", "scaling",
+    *PANEL_COLUMNS, "model", "model_id", "model_mark", "nodes", "num_params", "num_active_params", "scaling",
 )  # fmt: skip
 """Columns that a cell has from any of its rows."""
 _SORT_COLUMNS = (
@@ -117,7 +117,7 @@ LOWER_IS_BETTER = frozenset({
     "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 })  # fmt: skip
 """Columns in which the best run has the smallest value."""
-_AS_SURE_AS_STEP_TIME = frozenset({
+_STEP_TIME_COLUMNS = frozenset({
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
     "model_flops_per_s_per_gpu", "control_ratio", "cost_per_billion_tokens",
 })  # fmt: skip
@@ -155,28 +155,28 @@ class Ranking:
         self._rank_by = rank_by
         is_plan = rank_by == DEFAULT_RANK_BY and is_predicted(table)
         self._compared_column = EXPECTED_RATE if is_plan else rank_by
-        names = (*_CELL_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS, *_FURTHER_COLUMNS)
-        columns = dict.fromkeys((*names, "is_final", rank_by, *more_columns))
-        read_columns = {*columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark"}
+        needed_columns = (*_CELL_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS)
+        kept_columns = dict.fromkeys((*needed_columns, *_FURTHER_COLUMNS, "is_final", rank_by, *more_columns))
+        read_columns = {*kept_columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark"}
         is_final_run = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
         final_rows = table.select([*read_columns]).filter(is_final_run)
         final_rows = final_rows.sort_by([(name, "ascending") for name in _SORT_COLUMNS])
         self.environments = Environments(final_rows)
-        marks = pa.array(model_marks(final_rows), pa.string())
-        self._table = final_rows.append_column("model_mark", marks).select([*columns])
+        mark_array = pa.array(model_marks(final_rows), pa.string())
+        self._table = final_rows.append_column("model_mark", mark_array).select([*kept_columns])
         self.options = varied_options(self._table)
         """Option beside the layout that varies in the table -> its value in each row."""
         self.frame = self._ranking_frame()
         """The rows with the number of their cell and the columns of _REPEAT_COLUMNS."""
-        tried = self.frame[self.frame["status"] != Status.REJECTED]
+        unrejected_rows = self.frame[self.frame["status"] != Status.REJECTED]
         standings_by_cell = standings(
-            map(Repeat, *(_values_or_none(tried, name) for name in _REPEAT_COLUMNS)),
-            indices=tried.index.tolist(),
+            map(Repeat, *(_values_or_none(unrejected_rows, name) for name in _REPEAT_COLUMNS)),
+            indices=unrejected_rows.index.tolist(),
             include_suspects=include_suspects,
             by_control=rank_by == DEFAULT_RANK_BY,
         )
-        self.standings = {cell: standings_by_cell[cell] for cell in sorted(tried["cell"].unique().tolist())}
-        """Cell -> the standings of its runs; `repeat` and `competing` are rows of the frame."""
+        self.standings = {n: standings_by_cell[n] for n in sorted(unrejected_rows["cell"].unique().tolist())}
+        """Number of a cell -> standings of its runs, the best first; `repeat` and `competing` are row numbers."""
 
     def cells(self) -> list[Cell]:
         """What `rank` returns."""
@@ -186,62 +186,59 @@ class Ranking:
         frame = self.frame
         has_several_values = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
         varied_axes = tuple(name for name in AXES if has_several_values[name])
-        # A row without doubt says what its cell is called; it is the first after a stable sort.
+        # The first row of each cell says what the cell is called; rows that are not suspect come first.
         trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
-        usual_rows = trusted_first.drop_duplicates("cell").sort_values("cell")
-        best_rows = {cell: ranked[0].repeat for cell, ranked in self.standings.items() if ranked[0].best}
-        winners = dict(zip(best_rows, self.rows_at(best_rows.values()), strict=True))
-        rows_by_cell, cells = frame.groupby("cell").indices, []
-        for usual_row, cell in zip(self.rows_at(usual_rows.index), usual_rows["cell"], strict=True):
-            ranked = self.standings.get(cell, [])
-            cell_fields = {name: usual_row[name] for name in _CELL_COLUMNS}
-            cell_fields |= {"predicted": usual_row["source"] == PREDICTED}
-            cell_fields |= {"shown_column": self._shown_column, "varied_axes": varied_axes} | _run_counts(
-                ranked
-            )
-            if winner := winners.get(cell):
-                cells.append(self._won_cell(ranked, winner, cell_fields))
+        first_rows = trusted_first.drop_duplicates("cell").sort_values("cell")
+        best_row_numbers = {n: first.repeat for n, (first, *_) in self.standings.items() if first.best}
+        winner_by_cell = dict(zip(best_row_numbers, self.rows_at(best_row_numbers.values()), strict=True))
+        row_numbers_by_cell, cells = frame.groupby("cell").indices, []
+        for first_row, cell_number in zip(self.rows_at(first_rows.index), first_rows["cell"], strict=True):
+            cell_standings = self.standings.get(cell_number, [])
+            cell_fields = {name: first_row[name] for name in _CELL_COLUMNS} | _run_counts(cell_standings)
+            cell_fields |= {"predicted": first_row["source"] == PREDICTED}
+            cell_fields |= {"shown_column": self._shown_column, "varied_axes": varied_axes}
+            if winner := winner_by_cell.get(cell_number):
+                cells.append(self._won_cell(cell_standings, winner, cell_fields))
             else:
-                cell_status, reason = why_empty(self.rows_at(rows_by_cell[cell]))
+                cell_status, reason = why_no_winner(self.rows_at(row_numbers_by_cell[cell_number]))
                 cells.append(Cell(status=cell_status, reason=reason, **cell_fields))
         return cells
 
-    def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
+    def leaderboards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
         """What `leaderboard` returns, with these columns of the result table; None means all that were read."""
         self._require_values()
         self._require_one_formula()
-        all_standings = [*chain.from_iterable(self.standings.values())]
-        ranked_rows = enumerate(self.rows_at((standing.repeat for standing in all_standings), columns), 1)
-        options = iter(in_rows(self.options, (standing.repeat for standing in all_standings)))
-        leaderboards = list[list[Row]]()
-        for ranked in self.standings.values():
-            pairs = zip(self._marks(ranked), ranked_rows, strict=False)
-            leaderboards.append(
-                [{"rank": rank, **row, **marks, "options": next(options)} for marks, (rank, row) in pairs]
-            )
-        return leaderboards
+        row_numbers = [standing.repeat for standing in chain.from_iterable(self.standings.values())]
+        standing_rows = chain.from_iterable(map(self._standing_rows, self.standings.values()))
+        options_of_rows = in_rows(self.options, row_numbers)
+        parts_of_rows = zip(self.rows_at(row_numbers, columns), standing_rows, options_of_rows, strict=True)
+        ranked_rows = (
+            {"rank": rank, **row, **standing_row, "options": options}
+            for rank, (row, standing_row, options) in enumerate(parts_of_rows, 1)
+        )
+        return [[*islice(ranked_rows, len(cell_standings))] for cell_standings in self.standings.values()]
 
     @property
     def _shown_column(self) -> str:
         """The column that the heatmap shows."""
         return "mfu" if self._rank_by == DEFAULT_RANK_BY else self._rank_by
 
-    def _won_cell(self, ranked: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
-        """The cell of a winner; `cell_fields` are the fields that a cell without one has, too."""
-        (marks,) = self._marks(ranked[:1])
-        marks["as_good_as_best"] = tuple(standing.run_id for standing in ranked if standing.as_good)
+    def _won_cell(self, cell_standings: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
+        """The cell of a winner; `cell_fields` are the fields that cells without a winner have, too."""
+        (standing_row,) = self._standing_rows(cell_standings[:1])
+        standing_row["as_good_as_best"] = tuple(s.run_id for s in cell_standings if s.as_good)
         return Cell(
             shown_value=winner[self._shown_column],
             layout={name: winner[name] for name in AXES},
-            options=in_rows(self.options, [ranked[0].repeat])[0],
+            options=in_rows(self.options, [cell_standings[0].repeat])[0],
             **cell_fields,
-            **{name: value for name, value in marks.items() if name != "best"},
+            **{name: value for name, value in standing_row.items() if name != "best"},
             **{name: winner[name] for name in ("run_id", "status", "suspect", *_WINNER_COLUMNS)},
         )
 
-    def _marks(self, ranked: Sequence[Standing]) -> list[Row]:
-        """For each run of a cell the columns that its standing gives, such as `best`; the runs are in ranked order."""
-        labels = self.environments.labels(s.environment for s in self.standings[ranked[0].cell])
+    def _standing_rows(self, cell_standings: Sequence[Standing]) -> list[Row]:
+        """The columns that the standing of each run of a cell gives, such as `best`, with the best run first."""
+        labels = self.environments.labels(s.environment for s in self.standings[cell_standings[0].cell])
         return [
             {
                 "ranked_by": "control_ratio" if standing.by_control else self._compared_column,
@@ -252,11 +249,11 @@ class Ranking:
                 "num_repeats": standing.num_repeats,
                 "num_repeats_failed": standing.num_repeats_failed,
             }
-            for standing in ranked
+            for standing in cell_standings
         ]
 
     def rows_at(self, row_numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
-        """The rows with these numbers, which are those of the frame."""
+        """The rows with these numbers, counted from 0 as in the frame; None means all columns that were read."""
         table = self._table if columns is None else self._table.select([*columns])
         rows: list[Row] = table.take(pa.array(row_numbers, pa.int64())).to_pylist()
         return rows
@@ -280,7 +277,7 @@ class Ranking:
     def _ranking_frame(self) -> pd.DataFrame:
         """The frame of all rows with the further columns of _REPEAT_COLUMNS.
 
-        A suspect row of an imported table has the usual batch and size of its model, as its cell has.
+        A suspect imported row gets gbs and num_params of the cell to which `_cell_keys` assigns it.
         """
         frame = self._table.to_pandas()
         keys = _cell_keys(frame)
@@ -294,7 +291,7 @@ class Ranking:
             competes_in=self.environments.ids,
             place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
-            width=frame["step_time_ci95_rel"] if self._rank_by in _AS_SURE_AS_STEP_TIME else None,
+            width=frame["step_time_ci95_rel"] if self._rank_by in _STEP_TIME_COLUMNS else None,
         )
         return ranking_frame
 
@@ -302,10 +299,10 @@ class Ranking:
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
     """The cells of a result table, sorted by hardware, kernel, workload, parameters, model and nodes.
 
-    Only final ok rows compete. Suspect rows are left out unless `include_suspects` is set or a cell has no others,
-    and so are runs that were stopped early as slower than the best. By default, speeds relative to the control layout are
-    compared in cells where all runs have them, and of a plan the expected speeds. A repeated run counts with the median
-    of its repeats.
+    Only final ok rows compete, except runs that were stopped early as slower than the best. Suspect rows compete only
+    if `include_suspects` is set or all rows of their cell are suspect. The default `rank_by` compares speeds relative
+    to the control layout in cells where all runs have them, and expected speeds in the rows of a plan. A repeated run
+    counts with the median of its repeats.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, no ok run has a value in it although it is not the default, or MFU
@@ -317,41 +314,41 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
     """The runs of each cell in order, each as one result row with its `rank` in the whole table.
 
-    In a cell the best run and those that are as good come first, then the other ok runs by the number that is
-    compared, also those that were stopped as slower, then suspects, runs that failed or ran out of memory,
-    runs that run or wait, and those that were skipped. The row of a run is the best of its repeats, as `rank`
-    counts it: ok, else out of memory, else another end. `best` and `as_good_as_best` mark the winners;
-    `num_repeats` and `num_repeats_failed` count the repeats of the run that have ended, and those of them
-    that were not ok.
+    Each cell lists its runs in this order: the best run and those that are as good; the other ok runs by the number
+    that is compared, with those that were stopped as slower; suspect runs; runs that failed or ran out of memory; runs
+    that run or wait; skipped runs. A run with several repeats has one row, that of an ok repeat if there is one, else
+    of one that ran out of memory, else of another one. `best` and `as_good_as_best` mark the winners. `num_repeats`
+    is the number of repeats that have ended, and `num_repeats_failed` the number of these that were not ok.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, no ok run has a value in it, or MFU follows from several formulas.
     """
-    return Ranking(table, rank_by=rank_by).boards()
+    return Ranking(table, rank_by=rank_by).leaderboards()
 
 
 def _cell_keys(frame: pd.DataFrame) -> pd.DataFrame:
     """The columns of _CELL_KEY of each row, whose values name its cell.
 
-    A suspect row of an imported table belongs to the rows of its model that are not suspect, even if its own
-    architecture or batch is another one: that is its doubt, and its publisher ranked it there.
+    A suspect imported row gets the model sizes and batch of the first row of its source and model that is not suspect,
+    so it belongs to that cell: its publisher ranked it there, and a different size may be why it is suspect.
     """
-    names = [name for name in _CELL_KEY if name not in (*_SOURCE_COLUMNS, "nodes")]
-    is_suspect = frame["source"].notna() & frame["suspect"].notna()
-    trusted = frame[names].mask(is_suspect).groupby([frame[name] for name in _SOURCE_COLUMNS], dropna=False)
-    return frame[_CELL_KEY].assign(**frame[names].where(~is_suspect, trusted.transform("first")))
+    workload = frame[[name for name in _CELL_KEY if name not in (*_SOURCE_COLUMNS, "nodes")]]
+    source_keys = [frame[name] for name in _SOURCE_COLUMNS]
+    is_suspect_import = frame["source"].notna() & frame["suspect"].notna()
+    trusted_by_source = workload.mask(is_suspect_import).groupby(source_keys, dropna=False)
+    return frame[_CELL_KEY].assign(**workload.where(~is_suspect_import, trusted_by_source.transform("first")))
 
 
-def _values_or_none(frame: pd.DataFrame, name: str) -> list[Any]:
+def _values_or_none(frame: pd.DataFrame, column: str) -> list[Any]:
     """The values of a column, None where one is missing."""
-    return [None if value is None or value != value else value for value in frame[name].tolist()]
+    return [None if value is None or value != value else value for value in frame[column].tolist()]
 
 
-def _run_counts(ranked: Sequence[Standing]) -> Row:
+def _run_counts(cell_standings: Sequence[Standing]) -> Row:
     """The fields of a Cell with its numbers of ended runs, by how they ended."""
-    ended = [standing for standing in ranked if standing.num_repeats]
-    num_by_outcome = Counter(standing.outcome for standing in ended)
-    num_oom = num_by_outcome[Status.OOM]
-    num_failed = len(ended) - num_by_outcome[Status.OK] - num_oom
-    num_suspect = sum(standing.outcome == Status.OK and standing.suspect is not None for standing in ended)
-    return {"num_runs": len(ended), "num_oom": num_oom, "num_failed": num_failed, "num_in_doubt": num_suspect}
+    ended_runs = [standing for standing in cell_standings if standing.num_repeats]
+    num_by_outcome = Counter(standing.outcome for standing in ended_runs)
+    num_failed = len(ended_runs) - num_by_outcome[Status.OK] - num_by_outcome[Status.OOM]
+    num_in_doubt = sum(run.outcome == Status.OK and run.suspect is not None for run in ended_runs)
+    counts = {"num_runs": len(ended_runs), "num_oom": num_by_outcome[Status.OOM], "num_failed": num_failed}
+    return counts | {"num_in_doubt": num_in_doubt}

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from ultrabench.analysis import cells
 from ultrabench.analysis.left_out import none_left
-from ultrabench.analysis.ranking import PANEL, Ranking
+from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
@@ -21,7 +21,7 @@ _NUMBER_COLUMNS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes", *CHECKPOINT,
 ]  # fmt: skip
-_PANEL_COLUMNS = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
+_PANEL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "gbs"), "batch", "num_params"]
 """Columns that a panel names where they vary among the rows of a model."""
 
 
@@ -144,6 +144,6 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
             panels += " | " + setting_texts.fillna(f"unknown {column}")
     # Under weak scaling gbs grows with the nodes, so runs are compared by their batch on one node.
     compared_batch = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
-    sort_columns = ["num_params", "model", *PANEL[:-1], "compared_batch", "panel", "nodes", *AXES]
+    sort_columns = ["num_params", "model", *PANEL_COLUMNS[:-1], "compared_batch", "panel", "nodes", *AXES]
     frame = frame.assign(panel=panels, compared_batch=compared_batch)
     return frame.sort_values(sort_columns, kind="stable", ignore_index=True).drop(columns="compared_batch")

@@ -31,9 +31,9 @@ class Imported:
     """The rows of a table in our columns, and the counts that `ultrabench import` prints."""
 
     table: pa.Table
-    doubts: dict[str, Counter[str]]
-    """Code of a doubt -> status -> rows; a row may have several doubts."""
-    unused: tuple[str, ...]
+    doubt_counts: dict[str, Counter[str]]
+    """Code of a doubt -> status -> number of rows with both; a row may have several doubts."""
+    unused_columns: tuple[str, ...]
     """Columns of the file that the map does not use."""
 
 
@@ -44,11 +44,11 @@ def import_csv(path: Path, table_map: TableMap) -> Imported:
         ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
     """
     texts_by_column = _texts_by_column(path)
-    columns = [source.column for sources in table_map.columns.values() for source in sources]
-    if not {*columns} & {*texts_by_column}:
-        fact = f"{path} has none of the {len({*columns})} columns that this format or map reads, such as {columns[0]!r}"
+    source_columns = [source.column for sources in table_map.columns.values() for source in sources]
+    if not {*source_columns} & {*texts_by_column}:
+        fact = f"{path} has none of the {len({*source_columns})} columns that this format or map reads, such as {source_columns[0]!r}"
         raise ConfigError(f"{fact}; its columns: {', '.join([*texts_by_column][:10])}")
-    require_known(f"column of {path}", texts_by_column, *columns)
+    require_known(f"column of {path}", texts_by_column, *source_columns)
     try:
         frame, doubts = with_derived_columns(_our_columns(texts_by_column, table_map), table_map.models)
         table, doubt_counts = _with_doubts(frame, doubts, table_map, path)
@@ -57,23 +57,23 @@ def import_csv(path: Path, table_map: TableMap) -> Imported:
     except pa.ArrowException as error:
         fact = f"{path} holds a number that is too large: {error}"
         raise ConfigError(f"{fact}; correct it or its unit") from error
-    unused_columns = tuple(name for name in texts_by_column if name not in columns)
-    return Imported(table=table, doubts=doubt_counts, unused=unused_columns)
+    unused_columns = tuple(name for name in texts_by_column if name not in source_columns)
+    return Imported(table=table, doubt_counts=doubt_counts, unused_columns=unused_columns)
 
 
 def _texts_by_column(path: Path) -> dict[str, pd.Series]:
     """Name of each column of a CSV file -> its texts; their index is the number of the line."""
     try:
-        cells = pd.read_csv(path, header=None, dtype=str, na_filter=False, encoding="utf-8-sig")
+        raw_table = pd.read_csv(path, header=None, dtype=str, na_filter=False, encoding="utf-8-sig")
     except pd.errors.EmptyDataError:
-        cells = pd.DataFrame()
+        raw_table = pd.DataFrame()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip()
         raise UltrabenchError(f"cannot read {path}: {reason}; give a CSV file") from error
-    if len(cells) < 2:
+    if len(raw_table) < 2:
         raise ConfigError(f"{path} has no rows below the header; there is nothing to import")
-    cells.index += 1
-    return {str(name): cells[column][1:] for column, name in cells.iloc[0].items()}
+    raw_table.index += 1
+    return {str(name): raw_table[position][1:] for position, name in raw_table.iloc[0].items()}
 
 
 def _our_columns(texts_by_column: Mapping[str, pd.Series], table_map: TableMap) -> pd.DataFrame:
@@ -88,9 +88,9 @@ def _our_columns(texts_by_column: Mapping[str, pd.Series], table_map: TableMap) 
                 column_values.notna(), _column_values(our_column, source, texts_by_column[source.column])
             )
         frame[our_column] = column_values.where(column_values.notna(), constants.get(our_column))
-    for line, status in frame["status"][~frame["status"].isin([*Status])].items():
+    for line_no, status in frame["status"][~frame["status"].isin([*Status])].items():
         fact = unknown_name("status", status, Status)
-        raise ConfigError(f"line {line}: {fact}: map it in columns.status.values")
+        raise ConfigError(f"line {line_no}: {fact}: map it in columns.status.values")
     return frame
 
 
@@ -99,29 +99,29 @@ def _column_values(our_column: str, source: Source, texts: pd.Series) -> pd.Seri
     texts = texts.str.strip()
     if source.pattern is not None:
         texts = texts.str.extract(source.pattern, expand=False).fillna("")
-    table_column, column_type, lower_texts = source.column, TYPE_BY_COLUMN[our_column], texts.str.lower()
+    csv_column, column_type, lower_texts = source.column, TYPE_BY_COLUMN[our_column], texts.str.lower()
     is_empty = lower_texts.isin(_EMPTY_TEXTS if column_type == TEXT else _EMPTY_TEXTS | {"none"})
     if source.values or column_type == BOOL:
         value_by_text = {key.lower(): value for key, value in (source.values or _TRUTH_WORDS).items()}
-        for line, text in texts[~is_empty & ~lower_texts.isin(value_by_text)].items():
-            value_kind = f"{'' if source.values else 'truth '}value of {table_column}"
-            raise ConfigError(f"line {line}: {unknown_name(value_kind, text, source.values or _TRUTH_WORDS)}")
+        for line_no, text in texts[~is_empty & ~lower_texts.isin(value_by_text)].items():
+            subject = f"{'' if source.values else 'truth '}value of {csv_column}"
+            raise ConfigError(f"line {line_no}: {unknown_name(subject, text, source.values or _TRUTH_WORDS)}")
         return lower_texts.map(value_by_text).astype(object)
     if column_type == TEXT:
         return texts.where(~is_empty, None).astype(object)
     unit_factor = UNIT_FACTORS.get(source.unit or "", 1.0)
     numbers = pd.to_numeric(texts.str.replace(",", ""), errors="coerce") * unit_factor
     is_allowed = (column_type != INT) | (source.unit is not None) | (numbers % 1 == 0)
-    for line, text in texts[~is_empty & ~(np.isfinite(numbers) & is_allowed)].items():
+    for line_no, text in texts[~is_empty & ~(np.isfinite(numbers) & is_allowed)].items():
         rule = f"is not {'an integer' if column_type == INT else 'a number'}; correct it or leave it empty"
-        raise ConfigError(f"line {line}: {table_column}={text!r} {rule}")
+        raise ConfigError(f"line {line_no}: {csv_column}={text!r} {rule}")
     return numbers.round() if column_type == INT else numbers
 
 
 def _with_doubts(
     frame: pd.DataFrame, doubts: Doubts, table_map: TableMap, path: Path
 ) -> tuple[pa.Table, dict[str, Counter[str]]]:
-    """The result table of completed rows, with their doubts and identity, and the counts of `Imported.doubts`."""
+    """The result table of completed rows, with their doubts and identity, and the counts of `Imported.doubt_counts`."""
     doubts = [("source", frame["suspect"]), *doubts]
     for sentence, rule in table_map.doubts.items():
         doubted_rows = frame
@@ -130,10 +130,10 @@ def _with_doubts(
         doubts.append((rule.code or sentence, pd.Series(sentence, doubted_rows.index)))
     frames = [pd.DataFrame({"code": code, "sentence": sentences.dropna()}) for code, sentences in doubts]
     doubt_frame = pd.concat(frames)
-    by_line = doubt_frame.groupby(level=0)
-    joined_sentences = {line: "; ".join(sentences) for line, sentences in by_line["sentence"]}
+    doubts_by_line = doubt_frame.groupby(level=0)
+    joined_sentences = {n: "; ".join(sentences) for n, sentences in doubts_by_line["sentence"]}
     frame["suspect"] = pd.Series(joined_sentences, dtype=object)
-    frame["suspect_codes"] = pd.Series({line: [*codes] for line, codes in by_line["code"]}, dtype=object)
+    frame["suspect_codes"] = pd.Series({n: [*codes] for n, codes in doubts_by_line["code"]}, dtype=object)
     frame["run_id"] = [content_id(row) for row in typed_table(frame, _IDENTITY_COLUMNS).to_pylist()]
     frame["repeat"] = frame.groupby("run_id").cumcount()
     frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)

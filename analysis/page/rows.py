@@ -40,7 +40,7 @@ from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.planned import NOTE, is_predicted
 from ultrabench.analysis.predict.cases import profile_and_hardware
-from ultrabench.analysis.ranking import PANEL, Ranking
+from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.device_rates import NODE_RATES
@@ -63,7 +63,7 @@ _VARIABLE_COLUMNS = ("env", "variables")
 """Columns of variables, whose values may hold paths and names."""
 _REJECTED_COLUMNS = ("model", "nodes", "rule", "reason")
 """Columns that the page counts rejected layouts by, and the reason."""
-_RUN_KEY = ("model", "nodes", *PANEL, "contender")
+_RUN_KEY = ("model", "nodes", *PANEL_COLUMNS, "contender")
 """Columns that are equal in all repeats and attempts of a run."""
 _run_key = operator.itemgetter(*_RUN_KEY)
 _ROW_COLUMNS = (*_ATTEMPT_KEY, *AXES, "status", "suspect", "source", "allocation", *_RUN_KEY[:-1])
@@ -199,7 +199,7 @@ def _public_options(variant_text: str | None) -> str | None:
 
 def _cells_and_ranks(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
     """The cells of a ranking, and key of a ranked attempt -> the columns of _NO_RANK that rank it in its cell."""
-    cells, leaderboards = ranking.cells(), ranking.boards(_ATTEMPT_KEY)
+    cells, leaderboards = ranking.cells(), ranking.leaderboards(_ATTEMPT_KEY)
     indices_with_runs = [n for n, cell in enumerate(cells) if cell.status != Status.REJECTED]
     ranks_by_attempt = {
         _attempt_key(ranked_row): {
@@ -222,7 +222,7 @@ def _with_cells(rows: Sequence[Row]) -> list[Row]:
 
 def _panel_texts(cells: Sequence[Cell]) -> list[list[str]]:
     """For each cell what sets its panel apart from others of its model, such as `seq_len 128`."""
-    setting_names = [*(name for name in PANEL if name != "gbs"), "batch"]
+    setting_names = [*(name for name in PANEL_COLUMNS if name != "gbs"), "batch"]
     settings = [
         dict(zip(setting_names, cell.panel, strict=True), model=cell.title, num_params=cell.num_params)
         for cell in cells

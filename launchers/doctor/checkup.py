@@ -56,12 +56,12 @@ Report = dict[str, Any]
 
 def check_folder(report: Report, config: SweepConfig) -> Check:
     """Checks that the node and this host share the results folder, and that claims in it work."""
-    host = report["host"]
-    shared_remedy = f"put results_dir= on a file system that {host} shares"
+    node_name = report["host"]
+    shared_remedy = f"put results_dir= on a file system that {node_name} shares"
     links_remedy = f"{shared_remedy} and that has hard links, such as NFS, Lustre or GPFS"
     is_claim_lost = not report["won_own_claim"] or not report["own_claim_seen"]
     return first_problem(
-        f"{report['results_dir']}, tried from {host}",
+        f"{report['results_dir']}, tried from {node_name}",
         (not report["same_folder"], FAIL, f"{shared_remedy}; on NFS, mount it without nocto and with lookupcache=positive",
          "it does not see files written here"),
         (report["won_taken_claim"], FAIL, links_remedy, "it could claim a run that was already claimed here"),
@@ -71,64 +71,63 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
 
 def check_python(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has the same ultrabench and the same training program as this host."""
-    digest, commit, version = config.kernel.digest(), checkout.commit_sha(), ultrabench.__version__
+    host_digest, node_digest = config.kernel.digest(), report["kernel_digest"]
+    host_commit, node_commit = checkout.commit_sha(), report["git_commit"]
+    host_version, node_version = ultrabench.__version__, report["ultrabench_version"]
     remedy = "install the same version on the nodes, or set launcher.python= to a Python that has it"
-    node_version, node_digest = report["ultrabench_version"], report["kernel_digest"]
-    node_commit = report["git_commit"]
     return first_problem(
         f"{report['python']} {report['python_version']}, ultrabench {node_version} in {report['ultrabench_path']}, "
         f"kernel_digest {node_digest}",
         (report["kernel_error"], FAIL, remedy, str(report["kernel_error"])),
-        (node_digest != digest, FAIL, remedy, f"here it is {digest}, ultrabench {version}"),
-        (node_version != version, WARN, remedy, f"here it is ultrabench {version}"),
-        (node_commit != commit, WARN, remedy, f"commit {_short(node_commit)} there, {_short(commit)} here"),
-    )
+        (node_digest != host_digest, FAIL, remedy, f"here it is {host_digest}, ultrabench {host_version}"),
+        (node_version != host_version, WARN, remedy, f"here it is ultrabench {host_version}"),
+        (node_commit != host_commit, WARN, remedy,
+         f"commit {_short_commit(node_commit)} there, {_short_commit(host_commit)} here"),
+    )  # fmt: skip
 
 
-def _short(commit: str | None) -> str:
+def _short_commit(commit: str | None) -> str:
     return commit[:12] if commit else "unknown"
 
 
 def check_torch(report: Report, config: SweepConfig) -> Check:
     """Checks that torch and the libraries of the training kernel can be loaded on the node."""
-    facts = report["torch"]
-    if facts is None:
+    torch_facts = report["torch"]
+    if torch_facts is None:
         remedy = "install torch in that Python, or load its libraries with launcher.setup="
         error = f"the kernel does not start: {report['torch_error']}"
         if config.kernel.kind == "command" and not config.launcher.preflight:
             return warning(error, f"kernel=command may not need it; otherwise {remedy}")
         return failure(error, f"{remedy}; kernel=command with launcher.preflight=false does not need it")
     key_by_label = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
-    libraries = [] if facts["cuda_version"] else ["without CUDA"]
-    libraries += [f"{label} {facts[key]}" for label, key in key_by_label.items() if facts[key]]
-    return success(f"torch {facts['torch_version']} ({', '.join(libraries)}) on {facts['gpu_name']}")
+    libs = [] if torch_facts["cuda_version"] else ["without CUDA"]
+    libs += [f"{label} {torch_facts[key]}" for label, key in key_by_label.items() if torch_facts[key]]
+    return success(f"torch {torch_facts['torch_version']} ({', '.join(libs)}) on {torch_facts['gpu_name']}")
 
 
 def check_devices(report: Report, config: SweepConfig) -> Check:
     """Checks that the GPUs are those of `hardware=`, and that no other processes use them."""
-    hardware, facts, num_driver_gpus = config.hardware, report["torch"] or {}, report["gpus"]
-    num_visible_gpus, num_needed = int(facts.get("gpus") or 0), hardware.gpus_per_node
-    gpu_name, cuda_version = facts.get("gpu_name"), facts.get("cuda_version")
+    hardware, torch_facts, num_driver_gpus = config.hardware, report["torch"] or {}, report["gpus"]
+    num_visible_gpus, num_needed_gpus = int(torch_facts.get("gpus") or 0), hardware.gpus_per_node
+    gpu_name, cuda_version = torch_facts.get("gpu_name"), torch_facts.get("cuda_version")
     finding = f"torch sees {num_visible_gpus}, the driver {num_driver_gpus}"
     if hardware.device != "cuda":
         return success(f"hardware={hardware.name} needs no GPU; {finding}")
-    mem_bytes = int(facts.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
+    mem_bytes = int(torch_facts.get("gpu_mem_bytes") or hardware.mem_bytes)  # older reports have none
     expected_names = " or ".join(hardware.reported_as)
     build_remedy = "install the build that matches the driver"
     cuda_hint = "" if cuda_version else ", install a torch built with CUDA"
-    no_gpu_remedy = (
-        f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{cuda_hint}, or the hardware= "
-    )
+    no_gpu_remedy = f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{cuda_hint}"
     return first_problem(
-        f"{finding}; hardware={hardware.name} has {num_needed} {hardware.gpu}; they are {gpu_name or 'unknown'}",
-        (num_visible_gpus < num_needed <= num_driver_gpus and not cuda_version, FAIL, f"this torch is built without CUDA: {build_remedy}"),
-        (num_visible_gpus < num_needed <= num_driver_gpus, FAIL, f"torch does not see the GPUs of the driver: {build_remedy}"),
-        (0 < num_visible_gpus < num_needed, FAIL, f"set hardware.gpus_per_node={num_visible_gpus}, or ask for more with launcher.gres="),
-        (not num_visible_gpus, FAIL, f"{no_gpu_remedy}of this node (hardware=cpu needs no GPU)"),
+        f"{finding}; hardware={hardware.name} has {num_needed_gpus} {hardware.gpu}; they are {gpu_name or 'unknown'}",
+        (num_visible_gpus < num_needed_gpus <= num_driver_gpus and not cuda_version, FAIL, f"this torch is built without CUDA: {build_remedy}"),
+        (num_visible_gpus < num_needed_gpus <= num_driver_gpus, FAIL, f"torch does not see the GPUs of the driver: {build_remedy}"),
+        (0 < num_visible_gpus < num_needed_gpus, FAIL, f"set hardware.gpus_per_node={num_visible_gpus}, or ask for more with launcher.gres="),
+        (not num_visible_gpus, FAIL, f"{no_gpu_remedy}, or the hardware= of this node (hardware=cpu needs no GPU)"),
         (gpu_name not in hardware.reported_as, FAIL, f"set the hardware= of this node (this one expects {expected_names}), "
          "otherwise results are invalid"),
         (report["foreign"], WARN, "have these processes ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
-        (num_visible_gpus > num_needed, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={num_visible_gpus}"),
+        (num_visible_gpus > num_needed_gpus, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={num_visible_gpus}"),
         (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_TOLERANCE, WARN,
          f"for predictions with the real memory, set hardware.mem_bytes={mem_bytes}",
          f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
@@ -146,15 +145,16 @@ def check_cpus(report: Report, config: SweepConfig) -> Check:
     )  # fmt: skip
 
 
-def check_health(name: str, report: Report, config: SweepConfig) -> Check:
+def check_health(check_name: str, report: Report, config: SweepConfig) -> Check:
     """One check of the table of `node_health`, for which the node took two readings."""
-    check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
-    if finding.health is Health.UNKNOWN:
-        return unknown_check(f"this node cannot report it; limit: {check.limit_text}")
-    text = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit_text}")))
-    if finding.health is Health.OK:
-        return success(text)
-    return failure(text, check.remedy) if finding.health is Health.FAIL else warning(text, check.remedy)
+    limit_text, remedy = f"limit: {CHECKS[check_name].limit_text}", CHECKS[check_name].remedy
+    health_finding = findings_of(report.get("health", {}))[check_name]
+    if health_finding.health is Health.UNKNOWN:
+        return unknown_check(f"this node cannot report it; {limit_text}")
+    places_and_limit = "; ".join(filter(None, (places_text(check_name, health_finding), limit_text)))
+    if health_finding.health is Health.OK:
+        return success(places_and_limit)
+    return (failure if health_finding.health is Health.FAIL else warning)(places_and_limit, remedy)
 
 
 def check_clock(report: Report, config: SweepConfig) -> Check:
@@ -163,21 +163,21 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     The report contains the times of its begin and end by the clock of the node. By the clock of this host the
     job began after `earliest_s`, and its report existed before `latest_s`. No time stamps of files are used.
     """
-    host, start_window, utc_offset = report["host"], config.launcher.window, time.strftime("%z")
+    node_name, start_window, utc_offset = report["host"], config.launcher.window, time.strftime("%z")
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
     clock_error_s, direction = max((ahead_s, "ahead of"), (behind_s, "behind"))
-    agreement = f"agrees within the {report['latest_s'] - report['earliest_s']:.1f} s of the job"
+    clock_finding = f"agrees within the {report['latest_s'] - report['earliest_s']:.1f} s of the job"
     if clock_error_s > CLOCK_WARN_S:
-        agreement = f"{host} is at least {clock_error_s:.1f} s {direction} this host"
+        clock_finding = f"{node_name} is at least {clock_error_s:.1f} s {direction} this host"
     remedy = "ask the administrators to fix the time service (chrony, ntpd) of nodes and login node"
     return first_problem(
-        agreement,
+        clock_finding,
         (clock_error_s > CLOCK_FAIL_S, FAIL, remedy),
         (clock_error_s > CLOCK_WARN_S, WARN, remedy),
         (start_window and report["utc_offset"] != utc_offset, WARN,
          f"launcher.window={start_window} is read as local time: set TZ in launcher.setup=",
-         f"{host} has the time zone {report['utc_offset']}, this host {utc_offset}"),
+         f"{node_name} has the time zone {report['utc_offset']}, this host {utc_offset}"),
     )  # fmt: skip
 
 
@@ -276,8 +276,8 @@ class CheckupJob:
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
         config, launcher_config = folder.config, folder.config.launcher
         comment = f"ultrabench doctor of {own_name()}: examines one node, ends by itself"
-        options = {"comment": comment} | launcher_config.sbatch
-        launcher_config = replace(launcher_config, sbatch=options, poll_s=min(POLL_S, launcher_config.poll_s))
+        sbatch = {"comment": comment} | launcher_config.sbatch
+        launcher_config = replace(launcher_config, sbatch=sbatch, poll_s=min(POLL_S, launcher_config.poll_s))
         self.launcher = SlurmLauncher(replace(config, launcher=launcher_config), SweepFolder(folder.path))
         self.launcher.module = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(
@@ -290,15 +290,15 @@ class CheckupJob:
         self._state = AllocationState(name=self.allocation.name)
         self._job = SlurmJob(job_id="", name="", state="PENDING")
         """The job as squeue last listed it."""
-        self._earliest_s = time.time()
-        """The latest time at which the job had certainly not begun, by the clock of this host."""
+        self._earliest_start_s = time.time()
+        """Unix time in seconds, by the clock of this host, before which the job has certainly not begun."""
 
     def run(self, wait_s: float) -> tuple[Check, Report | None]:
         """Submits the job and waits for its report; it is cancelled after `wait_s` seconds or on Ctrl-C."""
         self.allocation.folder.mkdir(parents=True)
         try:
-            self._state.job = job = self.launcher.submit([self.allocation], (), self._say)[self._state.name]
-            self._job = replace(self._job, job_id=job["job_id"])
+            self._state.job = self.launcher.submit([self.allocation], (), self._say)[self._state.name]
+            self._job = replace(self._job, job_id=self._state.job["job_id"])
             self._say(f"submitted job {self._job.array_id} of one node; waiting for up to {wait_s:.0f} s")
             return self._watch(wait_s)
         except ClusterError as error:
@@ -319,22 +319,23 @@ class CheckupJob:
             self._say(f"job {self._job.array_id} could not be cancelled: {error}")
 
     def _watch(self, wait_s: float) -> tuple[Check, Report | None]:
-        began_s, name, report, report_s = time.monotonic(), self._state.name, None, 0.0
+        """Waits for the report and then for the end of the job; without a report for up to `wait_s` seconds."""
+        watch_start_s, allocation_name = time.monotonic(), self._state.name
+        report, report_arrival_s = None, 0.0
         while True:
-            jobs_seen = self.launcher.observe({name: self._state})
+            jobs_seen = self.launcher.observe({allocation_name: self._state})
             self._update_job()
-            is_over, elapsed_s = self._job.is_over, time.monotonic() - began_s
+            is_over, elapsed_s = self._job.is_over, time.monotonic() - watch_start_s
             if report is None:
-                report, report_s = self._folder.report(), elapsed_s
+                report, report_arrival_s = self._folder.report(), elapsed_s
             # The folder is removed afterwards, so no process of the job may be left.
-            if report is not None and (
-                is_over or name not in jobs_seen.alive or elapsed_s > report_s + END_PATIENCE_S
-            ):
+            is_gone = is_over or allocation_name not in jobs_seen.alive
+            if report is not None and (is_gone or elapsed_s > report_arrival_s + END_PATIENCE_S):
                 finding = f"job {self._job.array_id} ran on {report['host']}"
-                report["earliest_s"] = self._earliest_s
-                return success(f"{finding}; its report arrived after {report_s:.0f} s"), report
-            if report is None and (end := jobs_seen.ended_jobs.get(name)):
-                return self._check_without_report(end.reason), None
+                report["earliest_s"] = self._earliest_start_s
+                return success(f"{finding}; its report arrived after {report_arrival_s:.0f} s"), report
+            if report is None and (ended_job := jobs_seen.ended_jobs.get(allocation_name)):
+                return self._check_without_report(ended_job.reason), None
             if report is None and not is_over and elapsed_s > wait_s:
                 return self._timeout_check(wait_s), None
             time.sleep(REPORT_POLL_S)
@@ -347,7 +348,7 @@ class CheckupJob:
             return
         self._job = job
         if job.is_waiting:
-            self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
+            self._earliest_start_s = max(self._earliest_start_s, time.time() - answer.age_s)
         self._say_once(": ".join(filter(None, (job.description, pending_remedy(job.reason)))))
 
     def _timeout_check(self, wait_s: float) -> Check:
@@ -373,15 +374,15 @@ class CheckupJob:
         # The last lines of srun only say that it has ended the remaining processes.
         log_tail = [line for line in lines if not line.startswith("srun:")][-2:] or lines[-2:]
         finding += f"; its log ends: {' | '.join(log_tail)}" if log_tail else "; its log is empty"
-        if exit_code == "73:0":
+        if exit_code == "73:0":  # agent/checkup.py exits with 73 where it cannot write its report
             return failure(finding, share_remedy)
         return failure(finding, f"{_first_remedy(_LOG_REMEDIES, log_text)}; see {self._log}")
 
     def _exit_code(self) -> str:
         with contextlib.suppress(CommandError):
             job_facts = ask("scontrol", "--oneliner", "show", "job", self._job.job_id)
-            if exit_code := re.search(r"\bExitCode=(\d+:\d+)", job_facts):
-                return exit_code[1]
+            if exit_code_match := re.search(r"\bExitCode=(\d+:\d+)", job_facts):
+                return exit_code_match[1]
         return "unknown"
 
 

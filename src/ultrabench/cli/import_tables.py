@@ -42,13 +42,13 @@ def import_table(
     num_suspects = sum(row["suspect"] is not None for row in rows)
     if json_:
         counts = {"rows": len(rows), "by_status": num_by_status, "by_model": num_by_model}
-        doubts = {"suspect": num_suspects, "doubts": conversion.doubts, "unused_columns": conversion.unused}
-        print_json(counts | doubts)
+        counts |= {"suspect": num_suspects, "doubts": conversion.doubt_counts}
+        print_json(counts | {"unused_columns": conversion.unused_columns})
     else:
-        doubt_rows = [(reason, num.total(), num["ok"]) for reason, num in conversion.doubts.items()]
+        doubt_rows = [(reason, num.total(), num["ok"]) for reason, num in conversion.doubt_counts.items()]
         show(table("rows", "status", ">rows", rows=num_by_status.items()), "")
         show(table("models", "model", ">rows", rows=num_by_model.items()), "")
         show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
-        show(f"unused columns: {', '.join(conversion.unused) or 'none'}")
+        show(f"unused columns: {', '.join(conversion.unused_columns) or 'none'}")
     rows_text = counted(len(rows), "row")
     say(f"read {rows_text} from {csv_path}, wrote {rows_text} to {output_path}; {num_suspects:,} suspect")

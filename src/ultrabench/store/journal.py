@@ -40,19 +40,19 @@ class JournalWriter:
                 file again and begins a new line, so that readers skip the incomplete one.
             SweepFolderError: the file cannot be written at all.
         """
-        line = encode(Line(event=event, writer=self.name, seq=self._seq, time=time.time()))
+        line_bytes = encode(Line(event=event, writer=self.name, seq=self._seq, time=time.time()))
         try:
             if self._fd is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self.path, flags, 0o666)
-                line = b"\n" + line if os.fstat(self._fd).st_size else line
-            if os.write(self._fd, line) != len(line):
+                line_bytes = b"\n" + line_bytes if os.fstat(self._fd).st_size else line_bytes
+            if os.write(self._fd, line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._fd)
         except OSError as error:
             self._close()
-            kind = DiskError if may_pass(error) else SweepFolderError
-            raise kind(f"cannot write {self.path}: {error.strerror}; free space or unlock it") from error
+            failure = f"cannot write {self.path}: {error.strerror}; free space or unlock it"
+            raise (DiskError if may_pass(error) else SweepFolderError)(failure) from error
         self._seq += 1
 
     def _close(self) -> None:
@@ -71,10 +71,10 @@ class JournalReader:
     warn: Callable[[str], None] = lambda message: None
     decoders: Decoders | None = None
     """The events that are read, as `decode` takes them; None means all."""
-    _files: dict[Path, NewLines] = field(default_factory=dict)
-    _closed: set[Path] = field(default_factory=set)
+    _reader_by_path: dict[Path, NewLines] = field(default_factory=dict)
+    _finished_paths: set[Path] = field(default_factory=set)
     """Files of agents whose last event, the end of the allocation, was read."""
-    _warned: set[Path] = field(default_factory=set)
+    _warned_paths: set[Path] = field(default_factory=set)
     """Files that cannot be read and for which a warning was given."""
 
     def poll(self) -> Iterator[Line]:
@@ -92,7 +92,7 @@ class JournalReader:
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             failure = f"cannot read the journal folder {self.folder}: {error.strerror}; it has the results"
             raise SweepFolderError(f"{failure}: restore it, or start a new sweep with name=NAME") from error
-        for path in sorted(paths - self._closed):
+        for path in sorted(paths - self._finished_paths):
             last_line = None
             try:
                 for last_line in self._new_lines(path):
@@ -102,34 +102,34 @@ class JournalReader:
             except OSError as error:
                 if error.errno not in _PERMANENT_ERRNOS:
                     raise
-                if path not in self._warned:
+                if path not in self._warned_paths:
                     self.warn(f"skipped {path}: {error.strerror}; a journal must be a regular, readable file")
-                self._warned.add(path)
+                self._warned_paths.add(path)
             if last_line and isinstance(last_line.event, AllocationEnded) and path.name.startswith("agent-"):
-                self._closed.add(path)
+                self._finished_paths.add(path)
 
     def _new_lines(self, path: Path) -> Iterator[Line]:
-        """The events that were added to a file since the last call, with a warning for each damaged line."""
-        new_lines = self._files.setdefault(path, NewLines(path, MAX_LINE_BYTES))
+        """The lines that were added to a file since the last call; warns of each line that is damaged or too long."""
+        tail_reader = self._reader_by_path.setdefault(path, NewLines(path, MAX_LINE_BYTES))
         has_more = True
         while has_more:
-            num_skipped = new_lines.num_skipped
-            texts = new_lines.read_bytes().split(b"\n")
-            for number, text in enumerate(texts, start=new_lines.num_lines - len(texts) + 1):
-                if not text.strip():
+            num_skipped_before = tail_reader.num_skipped
+            raw_lines = tail_reader.read_bytes().split(b"\n")
+            for line_no, raw_line in enumerate(raw_lines, start=tail_reader.num_lines - len(raw_lines) + 1):
+                if not raw_line.strip():
                     continue
                 try:
-                    line = decode(text, path, self.decoders)
+                    line = decode(raw_line, path, self.decoders)
                 except DAMAGED:
-                    run_match = re.search(rb'"run_id":"(\w+)"', text)
+                    run_match = re.search(rb'"run_id":"(\w+)"', raw_line)
                     run_text = f" about run {run_match[1].decode()}" if run_match else ""
-                    self.warn(f"{path}:{number}: skipped a corrupt line{run_text} ({text[:40]!r}...)")
+                    self.warn(f"{path}:{line_no}: skipped a corrupt line{run_text} ({raw_line[:40]!r}...)")
                     continue
                 if line:
                     yield line
-            if new_lines.num_skipped > num_skipped:
+            if tail_reader.num_skipped > num_skipped_before:
                 self.warn(f"{path}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
-            has_more = new_lines.has_more
+            has_more = tail_reader.has_more
 
 
 def read_journal(

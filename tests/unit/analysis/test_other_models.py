@@ -10,7 +10,7 @@ from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import OK, SPECS, TINY, attempted, make_sweep, swept
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.cells import compared_with
-from ultrabench.analysis.collect import collect, conform
+from ultrabench.analysis.collect import collect, conform_to_schema
 from ultrabench.analysis.compare import compare
 from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.page.rows import document
@@ -40,7 +40,7 @@ def table(path, *shapes):
 
 def without_ids(results):
     """A table as it was before results had these columns."""
-    return conform(results.drop_columns(["model_id", "model_settings"]), "old.parquet")
+    return conform_to_schema(results.drop_columns(["model_id", "model_settings"]), "old.parquet")
 
 
 def test_a_changed_model_is_another_cell_with_another_name(tmp_path):

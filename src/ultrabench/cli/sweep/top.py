@@ -8,7 +8,7 @@ from rich.text import Text
 from ultrabench.analysis.cells import caveats, layout_words, model_text, set_apart
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
-from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL, leaderboard
+from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
@@ -26,7 +26,7 @@ COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "susp
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
 _TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
-CELL_COLUMNS = [*(name for name in PANEL if name != "routing"), "num_params"]
+CELL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "routing"), "num_params"]
 """Columns that the title of a table names, besides the routing, where they distinguish its cell from others of its model."""
 DEFAULT_LIMIT = 10
 """Number of runs of each cell that a table shows by default."""
