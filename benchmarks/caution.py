@@ -20,7 +20,7 @@ from typing import Any
 
 from ultrabench.analysis.predict.cases import Case
 from ultrabench.analysis.predict.replay import Replay, ReplayedRun, cells_of, replay
-from ultrabench.analysis.predict.validate import GROUPS, without_own_group
+from ultrabench.analysis.predict.validate import GROUPS, profiles_without_group
 from ultrabench.cli.predict.cases import open_cases
 from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config, load_profile
@@ -42,7 +42,7 @@ def cells_without(cases: Sequence[Case], used: Profile, by: str) -> Cells:
     """The cells, each predicted by a profile that is fitted without its model or its number of nodes."""
     prior = load_profile(used.prior) if used.prior else used
     limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
-    profiles = without_own_group(cases, replace(prior, memory=prior.memory | limits), by)
+    profiles = profiles_without_group(cases, replace(prior, memory=prior.memory | limits), by)
     group = GROUPS[by]
     cells: dict[CellKey, Sequence[ReplayedRun]] = {}
     for name, profile in profiles.items():

@@ -38,11 +38,12 @@ class TrainStage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
     after_microbatch: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
     tp_ranks: TensorParallel
-    """The ranks of tensor parallelism, which are told what a backward pass must compute."""
+    """Tensor parallelism over the ranks of the tp axis; its flags say which gradients a backward pass computes."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
     shares_rank: bool
-    """Whether the rank has several stages; only schedules of one stage wait for their messages themselves."""
+    """Whether the stage shares its rank with other stages. Then it waits itself for what it sends: torch's schedules do
+    so in time only where a rank has one stage."""
     pending_sends: defaultdict[int, list[dist.Work]]
     """Micro-batch -> messages on their way that its backward waits for."""
 
@@ -55,10 +56,10 @@ class TrainStage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         return out
 
     def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):  # type: ignore[no-untyped-def]
-        """Runs a backward pass, in which products compute only the gradients that it is for.
+        """Runs one backward pass of a micro-batch: for the gradients of its input, of the weights, or of both.
 
-        The last whole one reduces the gradients of each group of parameters as soon as they are complete, beside
-        the backward of the groups before. By itself torch would reduce all of them after it.
+        The last backward pass for both also starts to reduce the gradients of a group of parameters as soon as they
+        are complete, while backward continues with other groups. Torch would reduce all groups after the pass.
         """
         self.tp_ranks.wants_input_grads = backward_type != "weight"
         self.tp_ranks.wants_weight_grads = backward_type != "input"
@@ -87,14 +88,15 @@ class TrainStage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
 
     def get_fwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        """Sends the output, and waits for it before the backward of the micro-batch, whose gradient answers it.
+        """Starts to send the output of a micro-batch if this rank has several stages, else leaves that to the schedule.
 
-        With several stages on a rank torch would wait for all messages at the end of the step, and hold them.
+        The backward of the same micro-batch waits until the output is sent: it needs the gradient that the next stage
+        computes from it. Torch would wait at the end of the step, and keep the memory of all messages until then.
         """
         return self._start_sends(super().get_fwd_send_ops(chunk), chunk)
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
-        """Sends the gradient of the input, and waits for it before the backward of the next micro-batch."""
+        """Starts to send the gradient of the input, for which the backward of the next micro-batch waits."""
         return self._start_sends(super().get_bwd_send_ops(chunk), chunk + 1)
 
     def _start_sends(self, messages: list[dist.P2POp], awaiting_chunk: int) -> list[dist.P2POp]:
@@ -131,8 +133,8 @@ class Pipeline:
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
         mbs, local_seq_len = layout.mbs, spec.workload.seq_len // layout.cp
-        token_parts = layout.tp if tp_ranks.sequence_parallel else 1
-        activation_shape = (mbs, local_seq_len // token_parts, spec.shape.hidden_size)
+        num_token_parts = layout.tp if tp_ranks.sequence_parallel else 1
+        activation_shape = (mbs, local_seq_len // num_token_parts, spec.shape.hidden_size)
         meta_activation = torch.empty(activation_shape, dtype=dtype, device="meta", requires_grad=True)
         meta_tokens = torch.empty((mbs, local_seq_len), dtype=torch.int64, device="meta")
         meta_loss = torch.empty((), dtype=wide_dtype, device="meta", requires_grad=True)
@@ -194,11 +196,12 @@ def swap(tensor: Tensor, peer_rank: int, pp_group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_tied_gradients(models: Sequence[Decoder], peer_rank: int | None, pp_group: dist.ProcessGroup) -> None:
-    """Gives both copies of a tied embedding the sum of their gradients, with the same bits.
+    """Replaces the gradients of both copies of a tied embedding by their sum, so that the copies stay equal bit by bit.
 
+    It does nothing for a rank without a copy. `peer_rank` is what `tied_peer` returns.
     The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
-    weights = (tied.weight for model in models for tied in (model.embedding, model.head) if tied is not None)
+    weights = (copy.weight for model in models for copy in (model.embedding, model.head) if copy is not None)
     local_grads = [local_shard(weight.grad) for weight in weights if weight.grad is not None]
     if peer_rank is not None:
         local_grads[0] += swap(local_grads[0], peer_rank, pp_group)

@@ -153,13 +153,13 @@ class Reconciler:
             return
         if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first record the ends of the claimed attempts
-        for host, reason in actions.avoid.items():
+        for host, reason in actions.avoid_nodes.items():
             self._say_once(f"node {host} is excluded: {reason}")
-        for host in sorted(self.memory.avoided_hosts - actions.avoid.keys()):
+        for host in sorted(self.memory.avoided_hosts - actions.avoid_nodes.keys()):
             self.say(f"node {host} is used again: the runs that failed there fail in the same way elsewhere")
-        self.memory.avoided_hosts = {*actions.avoid}
+        self.memory.avoided_hosts = {*actions.avoid_nodes}
         for array in array_groups(actions.submit, self.limits.max_array):
-            self._submit_array(array, sorted(actions.avoid))
+            self._submit_array(array, sorted(actions.avoid_nodes))
 
     def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> None:
         sweep, journal = self.sweep, self.sweep.journal

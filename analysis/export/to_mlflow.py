@@ -15,11 +15,15 @@ _KEY_TAG = "ultrabench.key"
 _PARENT_TAG = "mlflow.parentRunId"
 
 
-class MLflow:
-    """An experiment; to log a run again updates it and leaves numbers that have not changed alone."""
+class MLflowExperiment:
+    """Tracker that logs runs into one experiment of MLflow; to log a run again changes only the numbers that differ."""
 
     def __init__(self, project: str | None, folder: Path) -> None:
         """Opens MLFLOW_TRACKING_URI or, where it is not set, mlflow.db in `folder`.
+
+        Args:
+            project: name of the experiment; None means MLFLOW_EXPERIMENT_NAME or, where it is not set, ultrabench.
+            folder: where the database and the artifacts are kept without MLFLOW_TRACKING_URI.
 
         Raises:
             ConfigError: MLflow is not installed.
@@ -32,21 +36,21 @@ class MLflow:
         env_uri = os.environ.get("MLFLOW_TRACKING_URI")
         tracking_uri = env_uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         artifact_uri = None if env_uri else (folder.resolve() / "mlartifacts").as_uri()
-        name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
+        experiment_name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
         self._client, self._parent_ids = mlflow.MlflowClient(tracking_uri), dict[str, str]()
-        self.where = f"experiment {name} at {tracking_uri}"
-        if experiment := self._client.get_experiment_by_name(name):
+        self.destination_text = f"experiment {experiment_name} at {tracking_uri}"
+        if experiment := self._client.get_experiment_by_name(experiment_name):
             self._experiment_id = experiment.experiment_id
         else:
-            self._experiment_id = self._client.create_experiment(name, artifact_uri)
+            self._experiment_id = self._client.create_experiment(experiment_name, artifact_uri)
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: settings as params, which never change, numbers as metrics, the outcome as tags."""
         tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT_TAG: self._parent_id(run.sweep)}
         mlflow_run, entities = self._found_or_new_run(run.key, run.name, tags), self._entities
-        data, now_ms = mlflow_run.data, int(1000 * time.time())
-        new_metrics = {name: value for name, value in run.metrics.items() if data.metrics.get(name) != value}
-        new_params = {name: value for name, value in run.config.items() if name not in data.params}
+        old_metrics, now_ms = mlflow_run.data.metrics, int(1000 * time.time())
+        new_metrics = {name: value for name, value in run.metrics.items() if old_metrics.get(name) != value}
+        new_params = {name: value for name, value in run.config.items() if name not in mlflow_run.data.params}
         self._client.log_batch(
             mlflow_run.info.run_id,
             metrics=[entities.Metric(name, number, now_ms, 0) for name, number in new_metrics.items()],

@@ -17,7 +17,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError if TensorBoard is not installed."""
-        self._tensorboard_folder, self.where = folder, f"{folder} (tensorboard --logdir {folder})"
+        self._tensorboard_folder, self.destination_text = folder, f"{folder} (tensorboard --logdir {folder})"
         self._event_class = tracker_module("tensorboard.compat.proto.event_pb2").Event
         self._summary_class = tracker_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer_class = tracker_module("tensorboard.summary.writer.event_file_writer").EventFileWriter

@@ -22,9 +22,9 @@ class WeightsAndBiases:
         self._wandb = tracker_module("wandb")
         self._project = project or os.environ.get("WANDB_PROJECT") or "ultrabench"
         self._folder = Path(os.environ.get("WANDB_DIR") or folder)
-        self.where = f"W&B project {self._project}"
+        self.destination_text = f"W&B project {self._project}"
         if os.environ.get("WANDB_MODE") == "offline":
-            self.where += f", offline (wandb sync {self._folder}/wandb/offline-run-*)"
+            self.destination_text += f", offline (wandb sync {self._folder}/wandb/offline-run-*)"
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: its settings as config, its numbers and its outcome as summary."""

@@ -17,8 +17,8 @@ from ultrabench.errors import UltrabenchError
 class Tracker(Protocol):
     """Keeps runs; to log a run again updates it, whoever logged it before."""
 
-    where: str
-    """Where the runs are, in words."""
+    destination_text: str
+    """Where the runs are logged, in words for a message."""
 
     def log(self, run: TrackedRun) -> None:
         """Logs a run that has ended."""
@@ -45,9 +45,9 @@ def open_tracker(kind: str, project: str | None, folder: Path) -> Tracker:
 
             return WeightsAndBiases(project, folder)
         if kind == "mlflow":
-            from ultrabench.analysis.export.to_mlflow import MLflow
+            from ultrabench.analysis.export.to_mlflow import MLflowExperiment
 
-            return MLflow(project, folder)
+            return MLflowExperiment(project, folder)
         from ultrabench.analysis.export.to_tensorboard import TensorBoard
 
         return TensorBoard(folder / "tensorboard")

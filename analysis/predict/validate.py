@@ -32,7 +32,7 @@ RUN_COLUMNS = (
     "run_id", "source", "profile", "hardware", "nodes", "model", "precision", "layout", "compile",
     "exclusion",
 )  # fmt: skip
-"""Columns of the table that say which run `row_errors` describes."""
+"""Columns of the table that say which run `error_records` describes."""
 MIN_RANKED = 5
 """Fewest runs with a step time in a cell for which the order of their predictions is evaluated."""
 TOP_LAYOUTS = 5
@@ -45,43 +45,46 @@ ALLOCATABLE_SHARE = 0.967
 """Largest fraction of a device's memory that an allocator can hold: 76.5 of 79.1 GiB, CUDA and NCCL need the rest."""
 
 
-def priors_of_fp8(cases: Sequence[Case], profile: Profile) -> str | None:
+def fp8_priors_warning(cases: Sequence[Case], profile: Profile) -> str | None:
     """A warning about rows in fp8 if the profile was fitted without fp8; None if there are no such rows."""
     num_rows = sum(case.run.spec.kernel.precision == "fp8" for case in cases)
     if not num_rows or "fp8" in profile.measured.get("precision", ()):
         return None
-    priors = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(FP8_NAMES))
-    return f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, so {priors} are priors"
+    priors_text = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(FP8_NAMES))
+    return f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, so {priors_text} are priors"
 
 
-def without_own_group(cases: Sequence[Case], prior: Profile, group_name: str) -> dict[Hashable, Profile]:
-    """Group -> the profile that is fitted to the runs of all other groups, starting from `prior`.
+def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: str) -> dict[Hashable, Profile]:
+    """Group, such as a model -> the profile that is fitted to the runs of all other groups, starting from `prior`.
 
-    Step times are fitted to healthy runs; the intervals come from their errors, each with the constants that were
-    fitted without its group. Memory is fitted for nanotron only, but not the limits behind P(OOM).
+    `group_kind` is a key of GROUPS.
+
+    The constants of step time are fitted to healthy runs. The intervals come from the errors of healthy runs, each
+    predicted with the constants that were fitted without its own group. Memory is fitted for nanotron only, but not
+    the limits behind P(OOM).
 
     Raises:
         ConfigError: the healthy runs are in fewer than two groups, so that none are left to fit to.
     """
-    group_of = GROUPS[group_name]
+    group_of = GROUPS[group_kind]
     timed_cases, _ = healthy_timed(cases)
     healthy_groups = sorted({str(group_of(case)) for case in timed_cases})
     if len(healthy_groups) < 2:
-        groups_text = f"{group_name}={', '.join(healthy_groups) or 'none'}"
-        fact = f"--leave-out {group_name} needs healthy runs with at least 2 values of {group_name}; these have {groups_text}"
-        raise ConfigError(fact, "give results with more values")
+        groups_text = f"{group_kind}={', '.join(healthy_groups) or 'none'}"
+        problem = f"--leave-out {group_kind} needs healthy runs with at least 2 values of {group_kind}; these have {groups_text}"
+        raise ConfigError(problem, "give results with more values")
     prior_memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group_of(case) for case in cases}, key=str)
-    constants_by_group = {
+    constants_by_left_out = {
         group: fit_time([case for case in timed_cases if group_of(case) != group], prior.time)
         for group in groups
     }
-    case_errors = [(case, case.log_error(constants_by_group[group_of(case)])) for case in timed_cases]
+    case_error_pairs = [(case, case.log_error(constants_by_left_out[group_of(case)])) for case in timed_cases]
     profile_by_group: dict[Hashable, Profile] = {}
     for group_left_out in groups:
-        kept_errors = [(case, error) for case, error in case_errors if group_of(case) != group_left_out]
-        interval = intervals([case for case, _ in kept_errors], [error for _, error in kept_errors])
-        profile = replace(prior, time=constants_by_group[group_left_out], interval=interval)
+        kept_pairs = [pair for pair in case_error_pairs if group_of(pair[0]) != group_left_out]
+        interval = intervals([case for case, _ in kept_pairs], [log_error for _, log_error in kept_pairs])
+        profile = replace(prior, time=constants_by_left_out[group_left_out], interval=interval)
         if isinstance(prior_memory, NanotronMemory):
             runs = memory_runs(case.run for case in cases if group_of(case) != group_left_out)
             profile = replace(profile, memory=to_dict(fit_memory(runs, prior_memory)))
@@ -99,13 +102,13 @@ def table(cases: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.Da
 def _row(case: Case, profile: Profile) -> dict[str, Any]:
     run, spec = case.run, case.run.spec
     predicted_s, low_s, high_s = case.interval_s(profile)
-    layout = {name: getattr(spec.layout, name) for name in AXES}
+    value_by_axis = {axis: getattr(spec.layout, axis) for axis in AXES}
     return {
         "run_id": run.run_id, "job_id": run.job_id, "source": run.source, "profile": profile.name,
         "hardware": case.hardware.name, "model": spec.shape.name, "model_id": spec.shape.model_id,
-        "num_params": spec.shape.num_params, "gbs": spec.workload.gbs, "nodes": spec.nodes, **layout,
+        "num_params": spec.shape.num_params, "gbs": spec.workload.gbs, "nodes": spec.nodes, **value_by_axis,
         "precision": spec.kernel.precision,
-        "parallelism": " ".join(axis for axis in (*DEGREES, *DIVIDES) if layout[axis] > 1) or "one rank",
+        "parallelism": " ".join(axis for axis in (*DEGREES, *DIVIDES) if value_by_axis[axis] > 1) or "one rank",
         "layout": spec.label(), "status": str(run.status), "regime": case.regime,
         "compile": spec.kernel.compile, "step_time_s": run.step_time_s,
         "tokens_per_s_per_gpu": run.step_time_s and spec.tokens_per_step / run.step_time_s / spec.layout.world_size,
@@ -116,24 +119,27 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
 
 
 def _memory_columns(case: Case, profile: Profile) -> dict[str, float]:
-    """The columns about memory in bytes and fractions; that of rank 0 is compared if the row has it."""
+    """The columns about memory, in bytes and fractions of the device.
+
+    The predicted peak is that of rank 0 if its memory was measured, else the largest of all ranks.
+    """
     constants = with_version(memory_constants(profile.framework, profile.memory), case.run)
-    stages, device_bytes = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
-    # An allocator gives back its reserve before it fails.
-    limit_bytes, max_bytes = limit_share(stages, constants) * device_bytes, ALLOCATABLE_SHARE * device_bytes
-    peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit_bytes), max_bytes) for s in stages]
+    stages, mem_bytes = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
+    # Above limit_bytes, where half of the runs fail, an allocator gives back its reserve and keeps what is allocated.
+    limit_bytes, allocatable_bytes = limit_share(stages, constants) * mem_bytes, ALLOCATABLE_SHARE * mem_bytes
+    peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit_bytes), allocatable_bytes) for s in stages]
     return {
         "predicted_peak_mem_bytes": peaks[0] if case.run.peak_mem_reserved_rank0_bytes else max(peaks),
-        "allocated_share": max(s.allocated_bytes for s in stages) / device_bytes,
-        "p_oom": p_oom(stages, device_bytes, constants),
+        "allocated_share": max(s.allocated_bytes for s in stages) / mem_bytes,
+        "p_oom": p_oom(stages, mem_bytes, constants),
     }
 
 
-def row_errors(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """What is measured and predicted of each run that has a step time, in tokens/s/GPU, as JSON values.
+def error_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """A record of JSON values for each ok run with a step time: RUN_COLUMNS, measured and predicted tokens/s/GPU, and errors.
 
-    `step_time_error` is predicted / measured step time - 1, whose size the summaries have; `inside` says whether the
-    measured speed lies in the 80 % interval.
+    `step_time_error` is predicted / measured step time - 1; `inside` says whether the measured step time lies in the
+    predicted 80 % interval.
     """
     timed_rows = frame[(frame.status == Status.OK) & frame.step_time_s.notna()]
     tokens_per_gpu = timed_rows.tokens_per_s_per_gpu * timed_rows.step_time_s
@@ -151,38 +157,39 @@ def row_errors(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def metrics(frame: pd.DataFrame) -> dict[str, Any]:
     """The metrics of docs/design/prediction.md for the healthy rows and for all, as JSON values.
 
-    Excluded rows do not count for step times; for memory and P(OOM) all rows do, because links do not change them.
+    The metrics of step times use the rows marked by the column `is_counted`; those of memory and P(OOM) use all rows,
+    because slow links do not change them.
     """
-    healthy_frame, all_frame = frame.assign(timed=frame.healthy), frame.assign(timed=True)
-    return {"healthy": _metrics_by_slice(healthy_frame), "all": _metrics_by_slice(all_frame)}
+    healthy_marked, all_marked = frame.assign(is_counted=frame.healthy), frame.assign(is_counted=True)
+    return {"healthy": _metrics_by_slice(healthy_marked), "all": _metrics_by_slice(all_marked)}
 
 
 def _metrics_by_slice(frame: pd.DataFrame) -> dict[str, Any]:
     slice_columns = (*SLICE_COLUMNS, "precision") if frame.precision.nunique() > 1 else SLICE_COLUMNS
-    by_column = {
+    metrics_by_column = {
         column: {str(value): _slice_metrics(rows) for value, rows in frame.groupby(column)}
         for column in slice_columns
     }
-    num_by_reason = frame.exclusion[~frame.timed].value_counts().to_dict()
-    return _slice_metrics(frame) | {"by": by_column, "excluded_by_reason": num_by_reason}
+    num_by_reason = frame.exclusion[~frame.is_counted].value_counts().to_dict()
+    return _slice_metrics(frame) | {"by": metrics_by_column, "excluded_by_reason": num_by_reason}
 
 
 def _slice_metrics(frame: pd.DataFrame) -> dict[str, Any]:
     ok_rows = frame[frame.status == Status.OK]
-    timed_rows = ok_rows[ok_rows.timed & ok_rows.step_time_s.notna()]
-    time_ratios = timed_rows.step_time_s / timed_rows.predicted_step_time_s
+    timed_rows = ok_rows[ok_rows.is_counted & ok_rows.step_time_s.notna()]
+    measured_over_predicted = timed_rows.step_time_s / timed_rows.predicted_step_time_s
     rows_of_cells = [rows for _, rows in timed_rows.groupby(CELL_COLUMNS) if len(rows) >= MIN_RANKED]
     is_inside = timed_rows.step_time_s.between(timed_rows.predicted_low_s, timed_rows.predicted_high_s)
     memory_rows = ok_rows[ok_rows.predicted_peak_mem_bytes.notna() & ok_rows.peak_mem_reserved_bytes.notna()]
     return {
-        "rows": int(frame.timed.sum()),
-        "excluded": int((~frame.timed).sum()),
-        "more_than_twice": int((time_ratios > 2).sum()),
+        "rows": int(frame.is_counted.sum()),
+        "excluded": int((~frame.is_counted).sum()),
+        "more_than_twice": int((measured_over_predicted > 2).sum()),
         "step_time": _error_quantiles(timed_rows.predicted_step_time_s, timed_rows.step_time_s)
         | {"spearman_in_cell": _mean(map(_rank_correlation, rows_of_cells))},
         "interval": {
             "coverage": _mean(is_inside),
-            "regimes": {str(name): _mean(part) for name, part in is_inside.groupby(timed_rows.regime)},
+            "regimes": {str(name): _mean(flags) for name, flags in is_inside.groupby(timed_rows.regime)},
         },
         "memory": _error_quantiles(memory_rows.predicted_peak_mem_bytes, memory_rows.peak_mem_reserved_bytes),
         "oom": _oom_metrics(frame[frame.p_oom.notna()]),
@@ -205,7 +212,7 @@ def _rank_correlation(cell_rows: pd.DataFrame) -> float:
 
 
 def _oom_metrics(frame: pd.DataFrame) -> dict[str, float | None]:
-    """How often P(OOM) > LIKELY_OOM is right, overall and near the limit, and which share of each outcome PRUNED_P_OOM prunes."""
+    """How often P(OOM) > LIKELY_OOM is right, overall and near the limit, and which share of each outcome P(OOM) > PRUNING_P_OOM prunes."""
     is_oom, is_pruned = frame.status == Status.OOM, frame.p_oom > PRUNING_P_OOM
     is_right = (frame.p_oom > LIKELY_OOM) == is_oom
     return {

@@ -67,7 +67,7 @@ class StepObservations:
 @contextmanager
 def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
     """Observes all steps of this rank inside the `with` block."""
-    observations, compiler, train_update = StepObservations(), trainer.compiler, trainer.update
+    observations, compiler, original_update = StepObservations(), trainer.compiler, trainer.update
     products_before, num_calls_before = SCALED_PRODUCTS + compiler.scaled_products, compiler.num_calls
 
     def see_forward(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
@@ -78,7 +78,7 @@ def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
         shards = (local_shard(grad) for grad in grads if grad is not None)
         observations.gradients = [*map(precisions.leading_values, shards)]
         observations.num_steps += 1
-        return train_update(loss_summand)
+        return original_update(loss_summand)
 
     def see_rotations(_: Any, args: tuple[Tensor, ...]) -> None:
         observations.num_layer_tokens, observations.rotations = args[0].shape[1], (args[1], args[2])
@@ -118,10 +118,10 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
         "gas": (gas := len(records) // (observations.num_steps * num_models)),
     }
     if pipeline := getattr(trainer, "pipeline", None):
-        num_stages = len(pipeline.stages)
-        schedule_by_kind = {schedule_class: schedule for schedule, schedule_class in SCHEDULE_CLASSES.items()}
-        options |= {"pp": pipeline.stages[0].num_stages // num_stages, "virtual_stages": num_stages}
-        options["pp_schedule"] = schedule_by_kind[type(pipeline.schedule)]
+        rank_stages = pipeline.stages
+        schedule_by_class = {torch_class: schedule for schedule, torch_class in SCHEDULE_CLASSES.items()}
+        options |= {"pp": rank_stages[0].num_stages // len(rank_stages), "virtual_stages": len(rank_stages)}
+        options["pp_schedule"] = schedule_by_class[type(pipeline.schedule)]
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
@@ -136,40 +136,42 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     num_token_parts = len(observations.rotations[0]) // observations.num_layer_tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
     cp_degrees = [seq_len // (x_shape[1] * num_token_parts ** (len(x_shape) - 2)) for x_shape, _ in records]
-    states = [state for _, layer_states in records for state in layer_states]
+    shard_states = [state for _, layer_states in records for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    later_states = [s for i, (_, layer_states) in enumerate(records) for s in layer_states if i % gas]
-    stage_if_sharded = 2 if not pipeline and later_states and all(s.has_reduced for s in later_states) else 1
+    later_has_reduced = {s.has_reduced for i, (_, states) in enumerate(records) for s in states if i % gas}
+    zero_stage_if_sharded = 2 if not pipeline and later_has_reduced == {True} else 1
     if not pipeline:
-        last_states = [state for _, layer_states in records[gas - 1 :: gas] for state in layer_states]
-        options["dp_overlap"] = _common_value("on" if state.reduces_next else "off" for state in last_states)
-    attention_functions = (unwrap(layer.attention.core) for layer in layers)
-    attention_args: list[tuple[str, ...]] = [getattr(f, "args", ("any",)) for f in attention_functions]
+        last_shard_states = [state for _, layer_states in records[gas - 1 :: gas] for state in layer_states]
+        options["dp_overlap"] = _common_value("on" if s.reduces_next else "off" for s in last_shard_states)
+    # A core is a partial whose arguments end with the backend; those of a ring begin with its group and exchange.
+    attention_cores = (unwrap(layer.attention.core) for layer in layers)
+    fixed_args: list[tuple[str, ...]] = [getattr(core, "args", ("any",)) for core in attention_cores]
     return options | _precisions(trainer, observations) | {
         "tp": _common_value(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
         "cp": _common_value(cp_degrees),
-        "dp": _common_value(s.num_ranks // cp_degrees[0] for s in states),
-        "dp_shard": _common_value(s.num_shards if 1 < s.num_shards < s.num_ranks else 0 for s in states),
-        "zero_stage": _common_value(3 if s.is_sharded else stage_if_sharded if s.num_shards > 1 else 0 for s in states),
-        "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes, s.dtypes) for s in states), observations, len(states)),
+        "dp": _common_value(s.num_ranks // cp_degrees[0] for s in shard_states),
+        "dp_shard": _common_value(s.num_shards if 1 < s.num_shards < s.num_ranks else 0 for s in shard_states),
+        "zero_stage": _common_value(3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states),
+        "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes, s.dtypes) for s in shard_states), observations, len(shard_states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": _compile_value(observations.num_graph_calls, len(states)),
-        "attention": _common_value(args[-1] for args in attention_args),
-        "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in attention_args),
+        "compile": _compile_value(observations.num_graph_calls, len(shard_states)),
+        "attention": _common_value(args[-1] for args in fixed_args),
+        "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in fixed_args),
     }  # fmt: skip
 
 
 def _precision_of_products(precision: str, observations: StepObservations, num_forwards: int) -> str:
-    """fp8 if all products of layers were; else the precision of what layers get, with the number of those that were.
+    """`fp8` if all matrix products of the layers ran in fp8, else `precision`, followed by how many did if any did.
 
-    A forward of a layer has an output of each linear layer, which recomputation may repeat, and two gradients of each.
+    `precision` belongs to the dtypes that the layers got. For each forward a layer computes one output and two
+    gradients with each of its NUM_LINEAR_LAYERS weights; recomputation may repeat the outputs.
     """
     num_outputs, num_gradients = (observations.scaled_products[purpose] for purpose in ("output", "gradient"))
-    num_products = NUM_LINEAR_LAYERS * num_forwards
-    if precision == "bf16" and num_outputs >= num_products and num_gradients == 2 * num_products:
+    num_layer_outputs = NUM_LINEAR_LAYERS * num_forwards
+    if precision == "bf16" and num_outputs >= num_layer_outputs and num_gradients == 2 * num_layer_outputs:
         return "fp8"
-    counts_text = f" with {num_outputs} of {num_products} outputs and {num_gradients} of {2 * num_products} gradients in fp8"
+    counts_text = f" with {num_outputs} of {num_layer_outputs} outputs and {num_gradients} of {2 * num_layer_outputs} gradients in fp8"
     return precision + counts_text * bool(num_outputs or num_gradients)
 
 
@@ -184,8 +186,8 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
     }
     precision_by_kind = dict[str, str]()
     for kind, tensor_lists in tensor_lists_by_kind.items():
-        if list_precisions := [*filter(None, map(precisions.value_precision, tensor_lists))]:
-            precision_by_kind[kind] = _common_value(list_precisions)
+        if kind_precisions := [*filter(None, map(precisions.value_precision, tensor_lists))]:
+            precision_by_kind[kind] = _common_value(kind_precisions)
     assert observations.rotations is not None
     cos, sin = observations.rotations
     return precision_by_kind | {
@@ -213,24 +215,25 @@ def require_requested_options(trainer: TrainStep, observations: StepObservations
         IgnoredOptionError: on every rank if any option differs on any; it names the first rank's differences.
     """
     options, layout = options_of(trainer, observations), trainer.layout
-    requested, num_copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
-    requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention_backend}
-    requested |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
+    # Option -> the value that was asked for.
+    requests, num_replicas = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
+    requests |= {"compile": trainer.spec.compiles, "attention": trainer.attention_backend}
+    requests |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
     wide_precision = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
-    requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)
-    if num_copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
-        requested["gradients"] = options.get("gradients")
-    if layout.zero_stage < 3 and 1 in (num_copies, layout.gas):
-        requested["zero_stage"] = min(layout.zero_stage, int(num_copies > 1))  # these stages do the same
-    differing_names = [name for name, value in options.items() if value != requested[name]]
-    differences = [f"requested {name}={requested[name]}, but ran {options[name]}" for name in differing_names]
+    requests |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)
+    if num_replicas * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
+        requests["gradients"] = options.get("gradients")
+    if layout.zero_stage < 3 and 1 in (num_replicas, layout.gas):
+        requests["zero_stage"] = min(layout.zero_stage, int(num_replicas > 1))  # these stages do the same
+    differing_names = [name for name, value in options.items() if value != requests[name]]
+    differences = [f"requested {name}={requests[name]}, but ran {options[name]}" for name in differing_names]
     if "ep" in options:  # stages without layers, or without the experts of their model, know few options
-        unsupported = [name for name in AXES if name not in options and requested[name] != NEUTRAL.get(name)]
+        missing_axes = [name for name in AXES if name not in options and requests[name] != NEUTRAL.get(name)]
         differences += [
-            f"requested {name}={requested[name]}, which this kernel does not support" for name in unsupported
+            f"requested {name}={requests[name]}, which this kernel does not support" for name in missing_axes
         ]
-    difference_by_rank: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(difference_by_rank, "; ".join(differences))
-    if difference := next(filter(None, difference_by_rank), None):
-        raise IgnoredOptionError(difference)
+    difference_text_by_rank: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(difference_text_by_rank, "; ".join(differences))
+    if difference_text := next(filter(None, difference_text_by_rank), None):
+        raise IgnoredOptionError(difference_text)
     return options

@@ -1,7 +1,7 @@
 """The words of a routing, and how skewed routing spreads tokens over experts."""
 
 SKEW_PREFIX = "skew="
-"""What the exponent of a power law follows in the word of a routing, such as `skew=1.5`."""
+"""How the word of a skewed routing begins; the exponent of its power law follows, as in `skew=1.5`."""
 
 
 def override_value(routing: str) -> str:
@@ -15,13 +15,14 @@ def routing_text(routing: str | None) -> str:
 
 
 def expert_shares(routing: str, num_experts: int, num_chosen: int) -> tuple[float, ...]:
-    """Share of the tokens that each expert gets; together they are `num_chosen`, the number of experts of a token.
+    """The share of all tokens that each expert gets under a skewed `routing`; the shares add up to `num_chosen`.
 
-    With skew=A expert e gets min(1, c (e + 1)**-A), where c makes the shares add up; a token chooses an expert at most once.
+    Each token chooses `num_chosen` different experts, so that no share is above 1. With skew=A expert e = 0, 1, ... gets
+    min(1, c (e + 1)**-A) of the tokens, where c makes the shares add up.
     """
     exponent = float(routing.removeprefix(SKEW_PREFIX))
     powers = [(expert + 1) ** -exponent for expert in range(num_experts)]
-    num_full = 0  # experts that every token chooses
-    while (scale := (num_chosen - num_full) / sum(powers[num_full:])) * powers[num_full] > 1:
-        num_full += 1
-    return (*[1.0] * num_full, *(scale * power for power in powers[num_full:]))
+    num_certain = 0  # number of experts that every token chooses; the first ones, as their powers are largest
+    while (scale := (num_chosen - num_certain) / sum(powers[num_certain:])) * powers[num_certain] > 1:
+        num_certain += 1
+    return (*[1.0] * num_certain, *(scale * power for power in powers[num_certain:]))

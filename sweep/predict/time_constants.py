@@ -14,6 +14,10 @@ class TimeConstants:
 
     A share or an efficiency is a fraction of the rate in the hardware's data sheet. A cost in bytes is divided
     by the rate of the memory. Seconds are those of forward and backward together unless told otherwise.
+
+    The probe measures all-reduces and all-gathers of PROBE_BYTES over all ranks of an allocation before its runs.
+    `Network` holds the measured bandwidths and the seconds of a hop that follow from them. Where nothing was measured,
+    bandwidths follow from the data sheet, and a hop takes no time.
     """
 
     gemm_efficiency: Share
@@ -53,10 +57,10 @@ class TimeConstants:
     micro_batch_launch_s: NonNegative
     """Seconds that the host needs for a micro-batch beside its layers."""
     slow_layer_launch_s: NonNegative
-    """Least seconds that the host needs for a layer where links between nodes are slow, without those of the next
-    constant; 0: slow links cost the host nothing."""
+    """Seconds that the host needs at least for a layer where links between nodes are slow (`Network.slow`). The terms of
+    slow_layer_launch_tp_s and of the hops of tp are added to them; the usual launch time counts where it is longer."""
     slow_layer_launch_tp_s: NonNegative
-    """Seconds that slow links cost the host in a layer for each of the tp ranks, in addition."""
+    """Seconds for each of the tp ranks that are added to slow_layer_launch_s."""
     tp_calls: NonNegative
     """Collectives over tp that are waited for, in one layer; of 4 gathers and 4 sums some run beside products."""
     tp_end_calls: NonNegative
@@ -72,18 +76,20 @@ class TimeConstants:
     tp_hop_s: NonNegative
     """Seconds of each of the tp - 1 hops of a collective over tp between nodes."""
     tp_probe_hops: NonNegative
-    """Factor on the probe's seconds for a hop: what each of the tp - 1 hops takes in addition to tp_hop_s."""
+    """Factor of the seconds of a hop that follow from the probe; the product is added to tp_hop_s for each hop."""
     dp_link_efficiency: Share
     """Share of the links' rate that collectives of data parallelism between nodes reach, before `dp_probe` or
     `dp_gather_probe` makes them slower."""
     dp_probe: NonNegative
-    """Share of the time of the probe's all-reduce, scaled to the gradients, that is added to theirs."""
+    """Share of the time that the all-reduce of the probe would take for the gradients; it is added to their transfer."""
     dp_gather_probe: NonNegative
-    """Share of the time of the probe's all-gather, scaled to the parameters, that is added to theirs."""
+    """Share of the time that the all-gather of the probe would take for the parameters; it is added to their transfer."""
     dp_bucket_bytes: NonNegative
     """Bytes of gradients that ZeRO-0 reduces in one call; 0: calls take no time beside their transfers."""
     dp_bucket_hops: NonNegative
-    """Share of the time of an all-reduce of the probe, for the ranks of a call, that each call takes in addition."""
+    """Factor of the time that each such call takes beside its transfer: its number of ranks times the seconds for each
+    rank that an all-reduce of the probe took beside its transfer. It is divided by the square root of the fraction of a
+    node's GPUs that take part in the call."""
     dp_overlap: NonNegative
     """Share of the last micro-batch's backward behind which the all-reduces of ZeRO-0 can hide."""
     zero_overlap: NonNegative
@@ -93,7 +99,8 @@ class TimeConstants:
     zero_layer_s: NonNegative
     """Seconds of the host for each layer of a rank whose ZeRO stage is above 0, for a reduction and a gathering."""
     zero_crossings: NonNegative
-    """How often gradients cross the links under ZeRO: 1 where they are scattered, 2 where they are all-reduced."""
+    """How often the bytes of the gradients cross the links in a reduction under ZeRO: 1 if the framework calls
+    reduce-scatter, 2 if it calls all-reduce, which is a reduce-scatter and an all-gather."""
     gradient_bytes: NonNegative
     """Bytes of a number of the gradients that data parallelism sums."""
     pp_call_s: NonNegative
@@ -137,7 +144,8 @@ class TimeConstants:
     wait_shared: Share = 0.0
     """Share of a pipeline rank's waiting time that other ranks use, because they share its processors; 0 on GPUs."""
     ties_advance: bool = False
-    """Whether stages are cut as later versions of nanotron do; see `split_stages`."""
+    """Whether a pipeline stage ends when its cost equals its part of the total, as in later versions of nanotron, and not
+    only when it exceeds it; see `split_stages`."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "profile.time.")

@@ -17,9 +17,9 @@ MAX_ALLOCATIONS_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
 MAX_ALLOCATIONS_WITHOUT_REQUESTED = 3
 """The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts."""
-REQUESTED_ENDS = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
-"""Codes of ends for which an allocation may end without having claimed a run. It still counts as one that ran
-nothing that was asked for: where the clocks of nodes differ, allocations could end like this for ever."""
+ENDS_ALLOWED_WITHOUT_RUN = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
+"""Codes of ends that do not count for MAX_ALLOCATIONS_WITHOUT_RUN. They do count for MAX_ALLOCATIONS_WITHOUT_REQUESTED,
+since allocations could end like this for ever where the clocks of nodes differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Actions:
     """What a launch has to do now."""
 
     submit: tuple[PlannedJob, ...] = ()
-    avoid: Mapping[str, str] = field(default_factory=dict)
+    avoid_nodes: Mapping[str, str] = field(default_factory=dict)
     """Nodes that the submitted jobs must not use -> the reason."""
     end_jobs: bool = False
     """Whether all jobs that are queued or running have to be ended."""
@@ -78,36 +78,36 @@ def decide(
     window = plan.config.launcher.window
     if not is_in_window(window, now_s):
         return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
-    return _submit(plan, state, jobs_seen, limits, launch.by, attempts_left)
+    return _submit_actions(plan, state, jobs_seen, limits, launch.by, attempts_left)
 
 
-def _submit(
-    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, origin: Origin, todo: AttemptsLeft
+def _submit_actions(
+    plan: Plan, state: SweepState, jobs: JobsSeen, limits: JobLimits, origin: Origin, attempts: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
-    live_allocations = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
-    open_allocations = [allocation for allocation in live_allocations if is_same_place(origin, allocation.by)]
+    open_allocations = (state.allocations[name] for name in jobs.alive | jobs.leaving)
+    live_allocations_here = [a for a in open_allocations if is_same_place(origin, a.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
-    if len(open_allocations) > limits.max_jobs // 2:
+    if len(live_allocations_here) > limits.max_jobs // 2:
         return Actions(wait=True)
-    num_free_jobs = limits.max_jobs - len(open_allocations)
-    num_free_nodes = limits.max_nodes - sum(allocation.nodes for allocation in open_allocations)
-    used_gpu_hours = committed_gpu_hours(plan, state, jobs_seen.alive, jobs_seen.held_s)
+    num_free_jobs = limits.max_jobs - len(live_allocations_here)
+    num_free_nodes = limits.max_nodes - sum(allocation.nodes for allocation in live_allocations_here)
+    gpu_hours_so_far = committed_gpu_hours(plan, state, jobs.alive, jobs.held_s)
     chosen_jobs: list[PlannedJob] = []
-    for job in planned_jobs(plan, todo, state, limits.max_limit_s, jobs_seen.held_s):
+    for job in planned_jobs(plan, attempts, state, limits.max_limit_s, jobs.held_s):
         if len(chosen_jobs) >= num_free_jobs or job.nodes > num_free_nodes:
             break
-        next_gpu_hours = used_gpu_hours + job.gpu_hours
-        if limits.max_gpu_hours is not None and next_gpu_hours > limits.max_gpu_hours:
+        gpu_hours_with_job = gpu_hours_so_far + job.gpu_hours
+        if limits.max_gpu_hours is not None and gpu_hours_with_job > limits.max_gpu_hours:
             if chosen_jobs:
                 break
-            budget_text = f"{next_gpu_hours:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
-            stop_reason = f"the next job would raise the GPU hours from {used_gpu_hours:.3g} to {budget_text}"
+            budget_text = f"to {gpu_hours_with_job:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
+            stop_reason = f"the next job would raise the GPU hours from {gpu_hours_so_far:.3g} {budget_text}"
             return Actions(over_budget=True, stop_reason=stop_reason)
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes
-        used_gpu_hours = next_gpu_hours
-    return Actions(submit=tuple(chosen_jobs), avoid=excluded_nodes(state, plan.config.retry), wait=True)
+        gpu_hours_so_far = gpu_hours_with_job
+    return Actions(submit=tuple(chosen_jobs), avoid_nodes=excluded_nodes(state, plan.config.retry), wait=True)
 
 
 def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:
@@ -116,20 +116,20 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    submitted = [a for a in state.allocations.values() if a.submission[0] == launch.name]
-    ended_allocations = [a for a in submitted if a.ended is not None and a.name not in launch.excused]
+    allocations = [a for a in state.allocations.values() if a.submission[0] == launch.name]
+    ended_allocations = [a for a in allocations if a.ended is not None and a.name not in launch.excused]
     ended_allocations.sort(key=lambda allocation: allocation.submission)
-    num_without_run = num_without_requested = 0
+    num_without_run = num_without_requested_run = 0
     for allocation in ended_allocations:
         task_attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
         ran_keys = {attempt.key for attempt in task_attempts if attempt.allocation == allocation.name}
         requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control] or allocation.tasks
-        if allocation.end is None or allocation.end.code not in REQUESTED_ENDS:
+        if allocation.end is None or allocation.end.code not in ENDS_ALLOWED_WITHOUT_RUN:
             num_without_run = 0 if ran_keys else num_without_run + 1
-        num_without_requested = 0 if ran_keys & {*requested_keys} else num_without_requested + 1
+        num_without_requested_run = 0 if ran_keys & {*requested_keys} else num_without_requested_run + 1
     num_useless, missing_run = num_without_run, "anything"
     if num_without_run < MAX_ALLOCATIONS_WITHOUT_RUN:
-        num_useless, missing_run = num_without_requested, "any run except control layouts"
+        num_useless, missing_run = num_without_requested_run, "any run except control layouts"
         if not ended_allocations or num_useless < MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs:
             return None
     return DeadEnd(num_allocations=num_useless, missing_run=missing_run, allocation=ended_allocations[-1])

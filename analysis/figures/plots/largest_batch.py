@@ -50,48 +50,52 @@ _CONTRADICTED_LOOK: dict[str, Any] = {"edgecolor": COLOURS[3], "linewidth": 1.8}
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """One row for each square, a panel and values of _X_AXIS, _Y_AXIS and _PANEL_AXIS, with all other axes free; and the note.
+    """The table of squares, and the note under the figure.
 
-    `predicted` is the largest mbs whose P(OOM) is at most one half, among the layouts that were tried with any mbs; 0
-    where none fits, null where no profile predicts the program. `measured` is the largest mbs with an ok run; 0 where
-    mbs=1 ran out of memory, null where this is not known. `oom` is the smallest larger mbs that ran out of memory, `runs`
-    the number of runs. `contradicted` marks a prediction below an ok run, or of a layout that ran out of memory with it, where no layout was ok.
+    A square is a row: `panel` is its model, and runs with its values of _X_AXIS, _Y_AXIS and _PANEL_AXIS share it,
+    whatever their other axes.
+
+    `predicted` is the largest mbs whose P(OOM) is at most LIKELY_OOM with one of the tried layouts; 0 where none fits,
+    null where no profile predicts the program. `measured` is the largest mbs with an ok run; 0 where mbs=1 ran out of
+    memory, null where this is not known. `oom` is the smallest mbs above `measured` that ran out of memory, `runs` the
+    number of runs. `contradicted` says whether runs contradict `predicted`: a larger mbs was ok, or a layout that is
+    predicted to fit with it ran out of memory with it or a smaller one, and no layout was ok with it.
 
     Raises:
         ConfigError: no run ended ok or out of memory, or none has its degrees and mbs.
     """
     rows, key_columns = final_rows(table), ["panel", _X_AXIS, _Y_AXIS, _PANEL_AXIS]
-    tried_runs = rows[rows["status"].isin([Status.OK, Status.OOM]) & rows["suspect"].isna()]
-    tried_runs = tried_runs.fillna({_PANEL_AXIS: NEUTRAL[_PANEL_AXIS]}).dropna(subset=[*key_columns, "mbs"])
-    if not len(tried_runs):
-        rule = f"none with {_X_AXIS}, {_Y_AXIS} and mbs that ended ok or out of memory and is not suspect"
-        raise none_left(rows, rule)
-    is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
-    complete_runs, incomplete_rows = measured_runs(table.filter(is_measured))
+    runs = rows[rows["status"].isin([Status.OK, Status.OOM]) & rows["suspect"].isna()]
+    runs = runs.fillna({_PANEL_AXIS: NEUTRAL[_PANEL_AXIS]}).dropna(subset=[*key_columns, "mbs"])
+    if not len(runs):
+        reason = f"none with {_X_AXIS}, {_Y_AXIS} and mbs that ended ok or out of memory and is not suspect"
+        raise none_left(rows, reason)
+    is_final_ok_or_oom = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
+    complete_runs, incomplete_runs_by_reason = measured_runs(table.filter(is_final_ok_or_oom))
     mbs_by_run = _predicted_mbs_by_run({(run.sweep, run.run_id): run for run in complete_runs})
-    keys = pd.Series([*zip(tried_runs["sweep"], tried_runs["run_id"], strict=True)], tried_runs.index, object)
-    tried_runs = tried_runs.assign(run_key=keys, predicted=keys.map(mbs_by_run).astype(float))
+    run_keys = pd.Series([*zip(runs["sweep"], runs["run_id"], strict=True)], runs.index, object)
+    runs = runs.assign(run_key=run_keys, predicted=run_keys.map(mbs_by_run).astype(float))
     squares = [
         {**dict(zip(key_columns, square_key, strict=True)), **_square_values(square_runs)}
-        for square_key, square_runs in tried_runs.groupby(key_columns, sort=False)
+        for square_key, square_runs in runs.groupby(key_columns, sort=False)
     ]
-    rows_text = counted(sum(map(len, incomplete_rows.values())), "row")
+    rows_text = counted(sum(map(len, incomplete_runs_by_reason.values())), "row")
     unpredicted_text = f"Not predicted: {rows_text} with an incomplete model or layout.\n"
-    return pd.DataFrame(squares), unpredicted_text * bool(incomplete_rows) + notes(table)
+    return pd.DataFrame(squares), unpredicted_text * bool(incomplete_runs_by_reason) + notes(table)
 
 
 def _square_values(runs: pd.DataFrame) -> dict[str, Any]:
     """What the runs of a square say about its largest micro-batch: the columns of `points`."""
-    ok_mbs, oom_mbs = (runs.loc[runs["status"] == status, "mbs"] for status in (Status.OK, Status.OOM))
-    largest_mbs = ok_mbs.max() if len(ok_mbs) else 0 if oom_mbs.min() == 1 else np.nan
+    mbs_of_ok, mbs_of_oom = (runs.loc[runs["status"] == status, "mbs"] for status in (Status.OK, Status.OOM))
+    largest_mbs = mbs_of_ok.max() if len(mbs_of_ok) else 0 if mbs_of_oom.min() == 1 else np.nan
     predicted_mbs = runs["predicted"].max()
-    oom_mbs_of_predicted = oom_mbs[runs["predicted"] == predicted_mbs]
-    is_too_large = oom_mbs_of_predicted.min() <= predicted_mbs and not ok_mbs.max() >= predicted_mbs
+    smallest_oom_mbs = mbs_of_oom[runs["predicted"] == predicted_mbs].min()
+    has_only_oom = smallest_oom_mbs <= predicted_mbs and not mbs_of_ok.max() >= predicted_mbs
     return {
         "predicted": predicted_mbs,
         "measured": largest_mbs,
-        "oom": (oom_mbs[oom_mbs > ok_mbs.max()] if len(ok_mbs) else oom_mbs).min(),
-        "contradicted": bool(ok_mbs.max() > predicted_mbs or is_too_large),
+        "oom": (mbs_of_oom[mbs_of_oom > mbs_of_ok.max()] if len(mbs_of_ok) else mbs_of_oom).min(),
+        "contradicted": bool(mbs_of_ok.max() > predicted_mbs or has_only_oom),
         "runs": runs["run_key"].nunique(),
     }
 
@@ -101,21 +105,21 @@ def _predicted_mbs_by_run(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, 
 
     Runs that differ only in mbs share one prediction, and runs of one program share the constants of its profile.
     """
-    memory_by_program, mbs_by_layout, mbs_by_run = dict[object, Any](), dict[object, float](), {}
+    memory_inputs_by_program, mbs_by_layout, mbs_by_run = dict[object, Any](), dict[object, float](), {}
     for run_key, run in runs.items():
-        program = run.spec.kernel.name, run.hardware
-        if program not in memory_by_program:
-            memory_by_program[program] = _constants_and_mem_bytes(run)
-        mbs1_spec, memory = _with_mbs(run.spec, 1), memory_by_program[program]
+        program_key = run.spec.kernel.name, run.hardware
+        if program_key not in memory_inputs_by_program:
+            memory_inputs_by_program[program_key] = _memory_inputs(run)
+        mbs1_spec, memory_inputs = _with_mbs(run.spec, 1), memory_inputs_by_program[program_key]
         layout_key = mbs1_spec.run_id, run.hardware
         if layout_key not in mbs_by_layout:
-            mbs_by_layout[layout_key] = _largest_fitting_mbs(mbs1_spec, *memory) if memory else np.nan
+            mbs_by_layout[layout_key] = _largest_mbs(mbs1_spec, *memory_inputs) if memory_inputs else np.nan
         mbs_by_run[run_key] = mbs_by_layout[layout_key]
     return mbs_by_run
 
 
-def _constants_and_mem_bytes(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
-    """The constants that predict the memory of a run, and the memory of its GPU in bytes; None without a profile of its program."""
+def _memory_inputs(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
+    """What decides whether a run fits: the constants of its memory, and its GPU's memory in bytes; None without a profile of its program."""
     with contextlib.suppress(ConfigError):
         profile, hardware = profile_and_hardware(run)
         return memory_constants(profile.framework, profile.memory), hardware.mem_bytes
@@ -131,14 +135,14 @@ def _with_mbs(spec: RunSpec, mbs: int) -> RunSpec:
     return replace(spec, layout=replace(layout, mbs=mbs, gas=gas, pp_schedule=schedule))
 
 
-def _largest_fitting_mbs(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
+def _largest_mbs(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
     """The largest mbs that is predicted to fit, for a run with mbs=1; 0 where none does."""
     for mbs in range(spec.layout.gas, 0, -1):
         if spec.layout.gas % mbs == 0:
             larger_spec = _with_mbs(spec, mbs)
-            rules = {rule for rule, _ in broken_rules(larger_spec.layout, larger_spec.shape)}
-            is_filled = "enough_micro_batches" not in rules
-            stages = predict_memory(larger_spec, constants, LARGEST) if is_filled else ()
+            rule_names = {rule_name for rule_name, _ in broken_rules(larger_spec.layout, larger_spec.shape)}
+            has_enough = "enough_micro_batches" not in rule_names
+            stages = predict_memory(larger_spec, constants, LARGEST) if has_enough else ()
             if stages and p_oom(stages, mem_bytes, constants) <= LIKELY_OOM:
                 return mbs
     return 0
@@ -148,22 +152,22 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """For each model and recomputation two panels of squares, tp across and pp up: predicted, and measured."""
     tps, pps = (sorted(map(int, points[axis].unique())) for axis in (_X_AXIS, _Y_AXIS))
     recomputes = in_order(_PANEL_AXIS, points[_PANEL_AXIS])
-    group_by_key = dict(iter(points.groupby([_PANEL_AXIS, "panel"])))
-    group_keys = filter(group_by_key.__contains__, product(recomputes, points["panel"].unique()))
+    squares_by_group = dict(iter(points.groupby([_PANEL_AXIS, "panel"])))
+    group_keys = filter(squares_by_group.__contains__, product(recomputes, points["panel"].unique()))
     panel_keys = product(group_keys, ("predicted", "measured"))
     caption = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
     caption += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
     caption += f" measured runs ({int(points['contradicted'].sum())} of {counted(len(points), 'square')}). To draw only 4 nodes: nodes=4."
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
-    height = _MARGIN_INCHES + _ROW_INCHES * len(pps)
-    figure, panels = panel_grid(panel_keys, title=heading, notes=f"{caption}\n{notes}", height=height)
+    panel_inches = _MARGIN_INCHES + _ROW_INCHES * len(pps)
+    figure, panels = panel_grid(panel_keys, title=heading, notes=f"{caption}\n{notes}", height=panel_inches)
     max_mbs = points[["predicted", "measured"]].max().max()
-    for ((recompute, panel_name), column), axes in panels.items():
-        for _, square in group_by_key[recompute, panel_name].iterrows():
+    for ((recompute, model_name), source), axes in panels.items():
+        for _, square in squares_by_group[recompute, model_name].iterrows():
             x, y = tps.index(square[_X_AXIS]), pps.index(square[_Y_AXIS])
-            _draw_square(axes, square, column, (x, y), max_mbs)
+            _draw_square(axes, square, source, (x, y), max_mbs)
         recompute_text = f" | {_PANEL_AXIS} {recompute}" if len(recomputes) > 1 else ""
-        axes.describe(f"{column.capitalize()}: {panel_name}{recompute_text}", _X_AXIS, _Y_AXIS)
+        axes.describe(f"{source.capitalize()}: {model_name}{recompute_text}", _X_AXIS, _Y_AXIS)
         axes.set_categories(tps)
         axes.set_yticks(range(len(pps)), [str(pp) for pp in pps])
         axes.set_ylim(-0.5, len(pps) - 0.5)
@@ -171,17 +175,17 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     return figure
 
 
-def _draw_square(axes: Panel, square: pd.Series, column: str, xy: tuple[int, int], max_mbs: float) -> None:
+def _draw_square(axes: Panel, square: pd.Series, source: str, xy: tuple[int, int], max_mbs: float) -> None:
     """Draws one square with its centre at `xy`: its mbs as number and colour.
 
-    A measured square also names the smallest larger mbs that ran out of memory.
+    `source` says which mbs: predicted or measured. A measured square also names the smallest larger mbs that ran out of memory.
     """
-    mbs, oom_mbs = square[column], square["oom"] if column == "measured" else np.nan
+    mbs, smallest_oom_mbs = square[source], square["oom"] if source == "measured" else np.nan
     text = "?" if pd.isna(mbs) else f"{mbs:.0f}" if mbs else "none"
-    text += f"\noom {oom_mbs:.0f}" if pd.notna(oom_mbs) else ""
+    text += f"\noom {smallest_oom_mbs:.0f}" if pd.notna(smallest_oom_mbs) else ""
     colour_share = np.log2(mbs + 1) / np.log2(max_mbs + 1) if mbs > 0 else 0.0
     face_colour = _COLOUR_MAP(0.15 + 0.85 * colour_share) if colour_share else PALE
-    is_framed = square["contradicted"] and column == "predicted"
+    is_framed = square["contradicted"] and source == "predicted"
     frame_look = _CONTRADICTED_LOOK if is_framed else {"edgecolor": "white"}
     corner = xy[0] - 0.46, xy[1] - 0.46
     axes.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=face_colour, zorder=1 + is_framed, **frame_look))

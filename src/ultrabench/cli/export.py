@@ -55,7 +55,7 @@ def export(
         console = output_console(stderr=True)
         runs_with_bar = track(runs, "runs", console=console, transient=True, disable=not console.is_terminal)
         log_results(tracker, runs_with_bar, result_table, source_name)
-        destination = tracker.where
+        destination = tracker.destination_text
     if json_:
         print_json({"kind": kind, "runs": len(runs), "where": destination})
     say(f"exported {counted(len(runs), 'run')} to {destination}")

@@ -24,7 +24,7 @@ STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim", "unkn
 def run_doctor(
     overrides: list[str], cluster: str | None, partition: str | None, force: bool, wait_s: float, deep: bool
 ) -> tuple[SweepConfig, list[Check]]:
-    """The configuration that `overrides` describe, and its checks in order.
+    """Runs the checks of the configuration that `overrides` describe; returns it and the checks in order.
 
     Args:
         cluster: name of the cluster configuration to write and then check; None writes nothing.
@@ -52,7 +52,7 @@ def run_doctor(
         chosen_overrides.append("sweep=acceptance-small" if on_cpu else "sweep=acceptance")
     config = load_config(chosen_overrides)
     if cluster is not None:
-        _write(config, site, cluster, force, slurm_problem)
+        _write_cluster(config, site, cluster, force, slurm_problem)
         if "cluster" not in parts_of(chosen_overrides):
             config = load_config([*chosen_overrides, f"cluster={cluster}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
@@ -84,22 +84,22 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Che
     """The overrides with a launcher, and the failed check that says why it is not Slurm; Slurm is chosen if it answers."""
     if "launcher" in parts_of(overrides):
         return [*overrides], None
-    slurm_problem = why_not_slurm(site)
-    launcher = "slurm" if slurm_problem is None else "local"
-    say(f"checking launcher={launcher}: {slurm_problem.finding if slurm_problem else 'Slurm responds here'}")
-    return [*overrides, f"launcher={launcher}"], slurm_problem
+    problem = why_not_slurm(site)
+    launcher_name = "local" if problem else "slurm"
+    say(f"checking launcher={launcher_name}: {problem.finding if problem else 'Slurm responds here'}")
+    return [*overrides, f"launcher={launcher_name}"], problem
 
 
-def _write(config: SweepConfig, site: Site, cluster: str, force: bool, slurm_problem: Check | None) -> None:
-    """Writes the configuration `cluster` for the partition that `config` names.
+def _write_cluster(config: SweepConfig, site: Site, cluster: str, force: bool, problem: Check | None) -> None:
+    """Writes the configuration `cluster` for the partition that `config` names; `problem` says why Slurm is not here.
 
     Raises:
         ConfigError: the file exists or cannot be written, or there is no such partition.
         ClusterError: Slurm is not here.
     """
     launcher = config.launcher
-    if launcher.name == "local" and slurm_problem:
-        raise ClusterError(f"--write needs Slurm, but {slurm_problem.finding}; run it on a login node")
+    if launcher.name == "local" and problem:
+        raise ClusterError(f"--write needs Slurm, but {problem.finding}; run it on a login node")
     if launcher.name == "local":
         raise ConfigError("--write needs Slurm; leave launcher=local out")
     limits = site.limits(launcher.partition, launcher.account, launcher.qos)
@@ -110,11 +110,11 @@ def _write(config: SweepConfig, site: Site, cluster: str, force: bool, slurm_pro
 def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
     """Prints a table of the checks; checks that could not be made share the last row."""
     config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    rows, unknown_checks = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
-    for check in (check for check in checks if check.name not in unknown_checks):
+    rows, unknown_names = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
+    for check in (check for check in checks if check.name not in unknown_names):
         remedy_text = f"; remedy: {check.remedy}" if check.remedy else ""
         rows.append((check.name, Text(check.status, STYLES[check.status]), check.finding + remedy_text))
-    if unknown_checks:
-        unknown_text = f"{len(unknown_checks)} values cannot be read here: {', '.join(unknown_checks)}"
+    if unknown_names:
+        unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
         rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))
     show(table(f"doctor: {config_text}", "check", "status", "found", rows=rows))

@@ -20,7 +20,7 @@ from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
 from ultrabench.analysis.predict.fit import FP8_NAMES, fit_constants, fitted_names, intervals, log_errors
 from ultrabench.analysis.predict.nanotron import fit_memory, memory_runs, nanotron_version
 from ultrabench.analysis.predict.replay import cells_of
-from ultrabench.analysis.predict.validate import metrics, priors_of_fp8, table, without_own_group
+from ultrabench.analysis.predict.validate import fp8_priors_warning, metrics, profiles_without_group, table
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_profile
@@ -124,12 +124,12 @@ def test_runs_in_fp8_alone_tell_its_constants():
     assert found.fp8_efficiency == pytest.approx(0.4, rel=0.05)
     assert median_error(given, found) < median_error(given, BASE.time) / 4
     known = replace(BASE, measured={"precision": ("bf16", "fp8")})
-    assert [priors_of_fp8(cases_, BASE) for cases_ in (given[:2], measured(BASE.time, 2))] == [
+    assert [fp8_priors_warning(cases_, BASE) for cases_ in (given[:2], measured(BASE.time, 2))] == [
         "2 rows in fp8: profile ultrabench was fitted without fp8, so fp8_cast_bytes=7, fp8_efficiency=0.61, "
         "fp8_launch_s=0.002 are priors",
         None,
     ]
-    assert priors_of_fp8(given, known) is None
+    assert fp8_priors_warning(given, known) is None
     both = metrics(table([*given, *measured(BASE.time, 2)], lambda case: BASE))["all"]["by"]["precision"]
     assert {name: slice_["rows"] for name, slice_ in both.items()} == {"bf16": 2, "fp8": 6}
 
@@ -279,7 +279,7 @@ def test_a_model_that_is_left_out_is_scored_with_the_constants_of_the_others():
     given = measured(TRUTH, 24)
     slow = {"1B": 1, "8B": 9}
     mixed = changed(given, step_time_s=lambda run: run.step_time_s * slow[run.spec.shape.name])
-    found = without_own_group(mixed, BASE, "model")
+    found = profiles_without_group(mixed, BASE, "model")
     right, wrong = ([c for c in given if c.run.spec.shape.name == model] for model in ("8B", "1B"))
     assert median_error(right, found["8B"].time) < 0.1
     assert median_error(wrong, found["1B"].time) > 0.3
@@ -287,7 +287,7 @@ def test_a_model_that_is_left_out_is_scored_with_the_constants_of_the_others():
 
 def test_the_memory_of_a_model_that_is_left_out_is_fitted_to_the_others():
     given = changed(measured(NANOTRON.time, 16), peak_mem_reserved_rank0_bytes=2**34)
-    for own, profile in without_own_group(given, NANOTRON, "model").items():
+    for own, profile in profiles_without_group(given, NANOTRON, "model").items():
         others = [case.run for case in given if case.run.spec.shape.name != own]
         assert profile.memory == to_dict(fit_memory(others, NANOTRON_MEMORY)) != to_dict(NANOTRON_MEMORY)
 

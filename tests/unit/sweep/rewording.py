@@ -20,7 +20,7 @@ KEPT = ("store.events", "agent.diagnose.signatures", "agent.ranks.cleanup")
 """Modules that read texts of others: lines of earlier versions, and what programs and drivers print."""
 SENTENCE = re.compile(r"[a-z]{2,},? [a-z]{2,}")
 PLANTED = (
-    r"(\w+)\.end\.code not in REQUESTED_ENDS",
+    r"(\w+)\.end\.code not in ENDS_ALLOWED_WITHOUT_RUN",
     r'not \1.end.reason.startswith(("the sweep is paused", "outside the window"))',
 )
 
@@ -134,7 +134,7 @@ def decided(state):
     now = progress_of("s", RUNS, state, "cuda").as_json()
     dead = actions.dead_end
     return (
-        actions.submit, [*actions.avoid], actions.end_jobs, actions.wait, bool(actions.stop_reason), dead and dead.num_allocations,
+        actions.submit, [*actions.avoid_nodes], actions.end_jobs, actions.wait, bool(actions.stop_reason), dead and dead.num_allocations,
         [*excluded_nodes(state, POLICY)], sorted(suspect_runs(state)), now["by_status"], now["settled"], now["best"],
         sorted(now["suspects"]),
     )  # fmt: skip

@@ -81,10 +81,10 @@ def validate(
 
     from ultrabench.analysis.predict.validate import (
         GROUPS,
+        error_records,
+        fp8_priors_warning,
         metrics,
-        priors_of_fp8,
-        row_errors,
-        without_own_group,
+        profiles_without_group,
     )
     from ultrabench.analysis.predict.validate import table as predict_table
     from ultrabench.cli.predict.cases import open_cases, open_cases_by_profile
@@ -98,8 +98,8 @@ def validate(
         predictions = pd.concat(tables, ignore_index=True)
         profiles = [profile for _, profile in case_groups]
         for cases, profile in case_groups:
-            if priors := priors_of_fp8(cases, profile):
-                say(priors)
+            if warning := fp8_priors_warning(cases, profile):
+                say(warning)
             if profile.prior:
                 fit_text = f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
                 say(f"{fit_text}: for unseen runs, add --leave-out model or nodes")
@@ -113,10 +113,10 @@ def validate(
         start_text = f"starting from profile {prior.name}"
         say(f"--leave-out {leave_out}: step time{memory_text} refitted without each, {start_text}")
         start_profile = replace(prior, memory=prior.memory | memory_limits)
-        refits = without_own_group(source_cases, start_profile, leave_out)
-        predictions = predict_table(source_cases, lambda case: refits[GROUPS[leave_out](case)])
+        profile_by_group = profiles_without_group(source_cases, start_profile, leave_out)
+        predictions = predict_table(source_cases, lambda case: profile_by_group[GROUPS[leave_out](case)])
     profile_names = ", ".join(profile.name for profile in profiles)
-    metrics_by_scope, run_errors = metrics(predictions), row_errors(predictions)
+    metrics_by_scope, run_errors = metrics(predictions), error_records(predictions)
     if rows_path is not None:
         import pyarrow as pa
 

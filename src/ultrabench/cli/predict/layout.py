@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, groupby
-from operator import sub
+from operator import itemgetter, sub
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,19 @@ def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
 
 def _whole_bytes(stage: StageMemory) -> dict[str, int]:
     """The parts of a rank's memory, rounded so that they add up to its rounded peak."""
-    sums_bytes = [round(total) for total in accumulate(getattr(stage, part) for part in MEMORY_PARTS)]
-    return dict(zip(MEMORY_PARTS, map(sub, sums_bytes, [0, *sums_bytes]), strict=False))
+    cumulative_bytes = [round(total) for total in accumulate(getattr(stage, part) for part in MEMORY_PARTS)]
+    return dict(zip(MEMORY_PARTS, map(sub, cumulative_bytes, [0, *cumulative_bytes]), strict=False))
 
 
 def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     """The prediction of a run as the document of `ultrabench predict --json`, without measured runs."""
-    peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
-    run_predictor = predictor(config, spec.nodes, peak)
+    flops_peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
+    run_predictor = predictor(config, spec.nodes, flops_peak)
     stages = run_predictor.stages(spec)
     time_parts = run_predictor.step_time(spec, stages)
-    prediction = run_predictor.predict_from(spec, stages, time_parts)
+    run_prediction = run_predictor.predict_from(spec, stages, time_parts)
     peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
-    tokens_per_s_per_gpu = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
+    tokens_per_s_per_gpu = spec.tokens_per_step / run_prediction.step_time_s / spec.layout.world_size
     flops_per_token = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
     return {
         "label": spec.layout.label(),
@@ -69,9 +69,9 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "num_active_params": spec.shape.num_active_params,
         "spec": to_dict(spec),
         "profile": config.profile.name,
-        "peak_mem_bytes": prediction.peak_mem_bytes,
+        "peak_mem_bytes": run_prediction.peak_mem_bytes,
         "rank_mem_bytes": config.hardware.mem_bytes,
-        "p_oom": round(prediction.p_oom, 6),
+        "p_oom": round(run_prediction.p_oom, 6),
         "memory": _whole_bytes(peak_stage),
         "stages": [
             {"pp_rank": stage.pp_rank, "phase": stage.phase}
@@ -79,27 +79,27 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
             | {"peak_bytes": round(stage.peak_bytes)}
             for stage in stages
         ],
-        "step_time_s": prediction.step_time_s,
-        "step_time_low_s": prediction.step_time_low_s,
-        "step_time_high_s": prediction.step_time_high_s,
+        "step_time_s": run_prediction.step_time_s,
+        "step_time_low_s": run_prediction.step_time_low_s,
+        "step_time_high_s": run_prediction.step_time_high_s,
         "time": time_parts._asdict(),
         "communication_over_compute": run_predictor.communication_ratios(spec),
-        "limited_by": prediction.limited_by,
+        "limited_by": run_prediction.limited_by,
         "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
         "mfu": None
-        if peak.source == PEAK_GUESSED
-        else tokens_per_s_per_gpu * flops_per_token / peak.flops_per_s,
+        if flops_peak.source == PEAK_GUESSED
+        else tokens_per_s_per_gpu * flops_per_token / flops_peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
-        "against_published": _against_published(spec, config, prediction.step_time_s, peak),
+        "against_published": _published_text(spec, config, run_prediction.step_time_s, flops_peak),
     }
 
 
-def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
+def _published_text(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
     """A sentence that compares the predicted MFU with the best published one; None on CPUs or without one."""
     if config.hardware.device != "cuda":
         return None
-    best_rate = best_published(config)
-    return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best_rate), best_rate)
+    best_run = best_published(config)
+    return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best_run), best_run)
 
 
 def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
@@ -114,12 +114,10 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
         rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
-        for values, equal_stages in groupby(stages, lambda stage: [stage[key] for key in stage_keys]):
+        for (phase, *sizes_bytes), equal_stages in groupby(stages, itemgetter(*stage_keys)):
             ranks = [stage["pp_rank"] for stage in equal_stages]
             ranks_text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
-            rows.append(
-                (ranks_text, values[0], *(f"{part_bytes / unit_bytes:.2f}" for part_bytes in values[1:]))
-            )
+            rows.append((ranks_text, phase, *(f"{num_bytes / unit_bytes:.2f}" for num_bytes in sizes_bytes)))
         columns = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
         yield table(f"\nmemory of each pipeline rank, {unit_name}", *columns, rows=rows)
     fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
@@ -132,15 +130,15 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     mfu, mfu_text = prediction["mfu"], ""
     if mfu is not None:
         mfu_text = f", MFU {100 * mfu:.1f} %{peak_suffix(spec.kernel.precision)}"
-    low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
-    step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {low} to {high} s)"
-    rate_text = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu_text}"
-    yield f"{step_text}; {rate_text}; limited by {prediction['limited_by']}"
+    interval_text = " to ".join(three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
+    step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {interval_text} s)"
+    tokens_rate_text = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu_text}"
+    yield f"{step_text}; {tokens_rate_text}; limited by {prediction['limited_by']}"
     if mfu is not None and spec.shape.num_experts:
         yield formula_text([config.measure.flops_formula], has_experts=True)
     if mfu is None:
-        rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
-        yield f"assumes {rate_text} per core; a sweep measures its cores first, so it predicts other times"
+        flops_rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
+        yield f"assumes {flops_rate_text} per core; a sweep measures its cores first, so it predicts other times"
     profile = config.profile
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
     if prediction["unmeasured"]:
@@ -150,9 +148,10 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     if nearest_runs := prediction["nearest"]:
         rows = []
         for run in nearest_runs:
-            ratio_text = f"{run['predicted_step_time_s'] / run['step_time_s']:.2f}"
-            numbers = (f"{run['step_time_s']:.3g}", ratio_text, f"{run['tokens_per_s_per_gpu']:,.0f}")
-            rows.append((run["sweep"], run["nodes"], run["layout"], run["seq_len"], *numbers, run["run_id"]))
+            step_s, predicted_s = run["step_time_s"], run["predicted_step_time_s"]
+            time_texts = f"{step_s:.3g}", f"{predicted_s / step_s:.2f}"
+            setting_cells = itemgetter("sweep", "nodes", "layout", "seq_len")(run)
+            rows.append((*setting_cells, *time_texts, f"{run['tokens_per_s_per_gpu']:,.0f}", run["run_id"]))
         columns = "sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run"
         yield table("\nmost similar measured runs", *columns, rows=rows)
 
