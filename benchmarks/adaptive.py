@@ -38,7 +38,7 @@ def call(folder: Path, *words: str) -> str:
 
 def launched(folder: Path, name: str, *words: str) -> list[Row]:
     """The attempts of a sweep that is launched and followed to its end."""
-    overrides = {word.partition("=")[0]: word for word in (*SWEEP, *sys.argv[1:], f"name={name}", *words)}
+    overrides = {arg.partition("=")[0]: arg for arg in (*SWEEP, *sys.argv[1:], f"name={name}", *words)}
     call(folder, "sweep", "launch", *overrides.values(), "--yes")
     call(folder, "collect", name, "-o", f"{name}.parquet")
     return [row for row in pq.read_table(folder / f"{name}.parquet").to_pylist() if row["gpu_hours"]]
@@ -46,8 +46,8 @@ def launched(folder: Path, name: str, *words: str) -> list[Row]:
 
 def scores(folder: Path, rows: str, *profile: str) -> tuple[float, float]:
     """Median error and rank correlation of the step times of a file."""
-    found = json.loads(call(folder, "predict", "validate", rows, *profile, "--json"))["all"]["step_time"]
-    return found["median_error"], found["spearman_in_cell"]
+    step_time = json.loads(call(folder, "predict", "validate", rows, *profile, "--json"))["all"]["step_time"]
+    return step_time["median_error"], step_time["spearman_in_cell"]
 
 
 def best_of(rows: list[Row]) -> Row:
@@ -61,9 +61,9 @@ def alone(folder: Path, name: str, row: Row) -> float:
     return float(best_of(launched(folder, name, *axes, schedule))["step_time_s"])
 
 
-def repeated(folder: Path, found: Row, best: Row) -> tuple[float, bool]:
-    """How much slower `found` is than `best` by medians of TIMES runs of each in turn, and whether the runs overlap."""
-    turns = [[alone(folder, f"{name}{n}", row) for name, row in (("found", found), ("best", best))]
+def repeated(folder: Path, chosen: Row, best: Row) -> tuple[float, bool]:
+    """How much slower `chosen` is than `best` by medians of TIMES runs of each in turn, and whether the runs overlap."""
+    turns = [[alone(folder, f"{name}{n}", row) for name, row in (("found", chosen), ("best", best))]
              for n in range(TIMES)]  # fmt: skip
     ours, theirs = map(sorted, zip(*turns, strict=True))
     return median(ours) / median(theirs) - 1, ours[1] <= theirs[-2]
@@ -71,37 +71,37 @@ def repeated(folder: Path, found: Row, best: Row) -> tuple[float, bool]:
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ultrabench-adaptive-"))
-    every = launched(folder, "every", "sweep.strategy=exhaustive")
-    timed = [row for row in every if row["status"] == "ok"]
+    all_rows = launched(folder, "every", "sweep.strategy=exhaustive")
+    timed = [row for row in all_rows if row["status"] == "ok"]
     table = pq.read_table(folder / "every.parquet")
     chosen = {row["run_id"] for row in random.Random(SEED).sample(timed, RUNS)}
-    known = pa.array([run_id in chosen for run_id in table["run_id"].to_pylist()])
-    pq.write_table(table.filter(known), folder / "ten.parquet")
-    pq.write_table(table.filter(pc.invert(known)), folder / "rest.parquet")
+    is_chosen = pa.array([run_id in chosen for run_id in table["run_id"].to_pylist()])
+    pq.write_table(table.filter(is_chosen), folder / "ten.parquet")
+    pq.write_table(table.filter(pc.invert(is_chosen)), folder / "rest.parquet")
     call(folder, "predict", "calibrate", "ten.parquet", "-o", "ultrabench/profiles/mine.yaml")
     before, after = scores(folder, "rest.parquet"), scores(folder, "rest.parquet", "--profile", "mine")
     few = launched(folder, "few", "sweep.strategy=adaptive", "profile=mine")
-    best, found = best_of(every), best_of(few)
-    again = next(row for row in timed if row["run_id"] == found["run_id"])
-    regret = again["step_time_s"] / best["step_time_s"] - 1
+    best, pick = best_of(all_rows), best_of(few)
+    measured = next(row for row in timed if row["run_id"] == pick["run_id"])
+    regret = measured["step_time_s"] / best["step_time_s"] - 1
     overlap = False
     if regret > REGRET:  # the machine may have been slower at the time of the one than at that of the other
-        regret, overlap = repeated(folder, found, best)
-    hours, all_hours = (sum(row["gpu_hours"] for row in rows) for rows in (few, every))
-    ten_hours = sum(row["gpu_hours"] for row in every if row["run_id"] in chosen)
+        regret, overlap = repeated(folder, pick, best)
+    hours, all_hours = (sum(row["gpu_hours"] for row in rows) for rows in (few, all_rows))
+    ten_hours = sum(row["gpu_hours"] for row in all_rows if row["run_id"] in chosen)
     verdicts = [
         ("median error of the other step times", f"{100 * after[0]:.1f} %", f"{100 * ERROR:.0f} %", after[0] <= ERROR),
         ("their rank correlation", f"{after[1]:.3f}", f"{RANK}", after[1] >= RANK),
         ("adaptive: slower than the best", f"{100 * regret:.1f} %", f"{100 * REGRET:.0f} %", regret <= REGRET or overlap),
         (f"its share of the GPU time ({len(few)} runs)", f"{100 * hours / all_hours:.1f} %", f"{100 * SHARE:.0f} %", hours <= SHARE * all_hours),
     ]  # fmt: skip
-    for what, value, bar, good in verdicts:
-        print(f"{what:40}{value:>10}  bar {bar:>6}  {'ok' if good else 'MISSED'}")
+    for name, value, bar, good in verdicts:
+        print(f"{name:40}{value:>10}  bar {bar:>6}  {'ok' if good else 'MISSED'}")
     print(
         f"with the {RUNS} of {len(timed)} runs that calibrate: {100 * (hours + ten_hours) / all_hours:.1f} %"
     )
     print(f"before they do: median error {100 * before[0]:.1f} %, rank correlation {before[1]:.3f}")
-    print(f"best of adaptive and of all: {again['step_time_s']:.4f} and {best['step_time_s']:.4f} s")
+    print(f"best of adaptive and of all: {measured['step_time_s']:.4f} and {best['step_time_s']:.4f} s")
     print(f"results in {folder}", file=sys.stderr)
     sys.exit(not all(good for *_, good in verdicts))
 

@@ -104,7 +104,7 @@ def choose(
     """
     regrets = {c: [cell["regret"] or 0.0 for cell in d["cells"]] for c, d in documents.items()}
     totals = [sum(run.cost_gpu_s() for run in runs) for runs in cells.values()]
-    chosen, found, hours, found_halves = list[str](), 0, 0.0, list[bool]()
+    chosen, num_found, hours, found_halves = list[str](), 0, 0.0, list[bool]()
     for n, (cell, total) in enumerate(zip(cells, totals, strict=True)):
         if parts is None:
             good = [c for c in CHANCES if all(r <= NEAR for m, r in enumerate(regrets[c]) if m != n)]
@@ -114,18 +114,18 @@ def choose(
             found_halves += [half[max(good, default=min(CHANCES))] for half in parts[cell]]
         chance = max(good, default=min(CHANCES))
         chosen.append(f"{cell[0]} {cell[1]}: {chance:g}")
-        found += regrets[chance][n] <= NEAR
+        num_found += regrets[chance][n] <= NEAR
         hours += documents[chance]["cells"][n]["gpu_hours_share"] * total / sum(totals)
     of_halves = f", {sum(found_halves)}/{len(found_halves)} halves" if found_halves else ""
     by = "chosen by the cells but it" if parts is None else "chosen by the halves of the cells but it"
-    print(f"  {by}: {hours:.2%} {found}/{len(totals)}{of_halves}:", ", ".join(chosen))
+    print(f"  {by}: {hours:.2%} {num_found}/{len(totals)}{of_halves}:", ", ".join(chosen))
 
 
 def main() -> None:
     cases, used = open_cases([sys.argv[1]], None, Path("results"))
-    every = {f"without its {by}": cells_without(cases, used, by) for by in GROUPS}
-    every["profile as it is"] = cells_of(cases, used)
-    for name, cells in every.items():
+    cells_by_name = {f"without its {by}": cells_without(cases, used, by) for by in GROUPS}
+    cells_by_name["profile as it is"] = cells_of(cases, used)
+    for name, cells in cells_by_name.items():
         parts = halves(cells)
         number = sum(map(len, parts.values()))
         print(f"{name}: batch {', '.join(map(str, BATCHES))}: hours, found, worst; halves found with batch 1")

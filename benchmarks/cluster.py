@@ -41,8 +41,8 @@ def output(*words: str, env: dict[str, str] | None = None) -> str:
 def rpcs() -> Counter[str]:
     """The number of RPCs that slurmctld has received since it started, by type, without those of sdiag."""
     _, _, tables = output("sdiag").partition("by message type")
-    found = re.findall(r"^\s*(\w+)\s*\( *\d+\) *count:(\d+)", tables.partition("by user")[0], re.MULTILINE)
-    return Counter({name: int(count) for name, count in found if name not in OURS})
+    counts = re.findall(r"^\s*(\w+)\s*\( *\d+\) *count:(\d+)", tables.partition("by user")[0], re.MULTILINE)
+    return Counter({name: int(count) for name, count in counts if name not in OURS})
 
 
 def asked(counts: Counter[str]) -> int:

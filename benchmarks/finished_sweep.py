@@ -40,9 +40,9 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
     """
     config = load_config(["sweep=playbook"])
     shapes = [
-        replace(shape, name=f"{shape.name}{'+' * more}", num_hidden_layers=shape.num_hidden_layers + more)
+        replace(shape, name=f"{shape.name}{'+' * extra}", num_hidden_layers=shape.num_hidden_layers + extra)
         for shape in config.models
-        for more in (0, 1)
+        for extra in (0, 1)
     ]
     workload, per_node, plan = config.workload, config.hardware.gpus_per_node, list[Candidate]()
     for shape, nodes in itertools.product(shapes, NODES):
@@ -57,9 +57,9 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
                 "flops_formula": "palm",
             }
             plan.append(Candidate(run_id=spec.run_id, spec=spec, **candidate_fields))
-    every = max(1, sum(c.runs for c in plan) // attempts)
+    stride = max(1, sum(c.runs for c in plan) // attempts)
     # Of each cell at least some layouts are kept, since neighbours in the list are of one cell.
-    plan = plan[::every]
+    plan = plan[::stride]
     folder = SweepFolder(path)
     folder.create()
     common = {"sweep": path.name, "cluster": None, "hardware": config.hardware, "kernel": config.kernel}
@@ -94,20 +94,20 @@ def _events_of(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[
     gpus = spec.layout.world_size
     step_s = spec.tokens_per_step * spec.shape.flops_per_token(spec.workload.seq_len) / gpus / share / 989e12
     steps = tuple(step_s * (1 + 0.002 * math.sin(n + k)) for k in range(10))
-    known = {
+    common = {
         "duration_s": 60.0, "started_at": 1.7e9 + 60 * n, "hostnames": tuple(f"n{(n // PACKED + k) % HOSTS:02}" for k in (1, 2)), "gpu_name": "NVIDIA H100 80GB HBM3",
         "torch_version": "2.13.0", "env_id": "e" * 16, "kernel_digest": "d" * 16, "measured_by": "report",
     }  # fmt: skip
     if n % 6 < 3:
         memory = {"peak_mem_allocated_bytes": 30 << 30, "peak_mem_reserved_bytes": 41 << 30}
         ok = {"step_times_s": steps, "ci_reached": True, "stopped": "interval"}
-        result = RunResult(status=Status.OK, loss_final=11.0, loss_step=5, **known, **ok, **memory)
+        result = RunResult(status=Status.OK, loss_final=11.0, loss_step=5, **common, **ok, **memory)
         yield events.Result(**key, allocation=allocation, result=result)
         return
     status, cause = (Status.OOM, "cuda_oom") if n % 6 < 5 else (Status.CRASH, "exception")
     failure = {"reason": f"rank {n % 8}: tried to allocate 2.00 GiB", "cause": cause, "fingerprint": "f" * 16}
     exits, tail = {str(rank): 1 for rank in range(8)}, [f"line {k} of the log" for k in range(8)]
-    result = RunResult(status=status, **known, **failure, evidence={"exits": exits, "tail": tail})
+    result = RunResult(status=status, **common, **failure, evidence={"exits": exits, "tail": tail})
     yield events.Failed(**key, allocation=allocation, result=result)
 
 

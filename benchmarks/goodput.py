@@ -60,20 +60,20 @@ def held(job_names: Sequence[str]) -> list[float]:
         time.sleep(0.5)
     time.sleep(3)  # the accounting gets the end a little later
     try:
-        said = output("sacct", "-X", "-n", "-P", names, "--format=State,ElapsedRaw,NNodes")
-        rows = [line.split("|") for line in said.splitlines()]
+        text = output("sacct", "-X", "-n", "-P", names, "--format=State,ElapsedRaw,NNodes")
+        rows = [line.split("|") for line in text.splitlines()]
         if rows and not any(state in ACTIVE for state, _, _ in rows):
             return [float(seconds) * int(nodes) for _, seconds, nodes in rows]
     except subprocess.CalledProcessError:
         pass
-    said = output(*listed, "%M %D")
-    rows = [line.split() for line in said.splitlines()]
+    text = output(*listed, "%M %D")
+    rows = [line.split() for line in text.splitlines()]
     return [(duration_s(clock) or 0.0) * int(nodes) for clock, nodes in rows]
 
 
-def launch(folder: Path, name: str, *more: str) -> tuple[Way, list[sweeps.Event]]:
+def launch(folder: Path, name: str, *overrides: str) -> tuple[Way, list[sweeps.Event]]:
     """Runs a sweep; returns its times and the events of its journal."""
-    sweeps.launch(folder, *sweeps.LAYOUTS, *ONE_JOB, *more, f"name={name}", "--max-gpu-hours", "1000")
+    sweeps.launch(folder, *sweeps.LAYOUTS, *ONE_JOB, *overrides, f"name={name}", "--max-gpu-hours", "1000")
     events = sweeps.events(folder / "results" / name)
     results = [e["result"] for e in events if e["event"] == "result"]
     jobs = {re.sub(r"\.\d+$", "", e["allocation"]) for e in events if e["event"] == "submitted"}

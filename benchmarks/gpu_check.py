@@ -120,9 +120,9 @@ def differences(result: dict[str, Any]) -> str:
                      for k in ("loss", "grad", "param"))  # fmt: skip
 
 
-def check_line(machine: Machine, layout: str, precision: str, *more: str) -> Line:
+def check_line(machine: Machine, layout: str, precision: str, *flags: str) -> Line:
     """A layout compared with one process."""
-    options = ["--device", machine.device, "--precision", precision, *more]
+    options = ["--device", machine.device, "--precision", precision, *flags]
 
     def compare() -> Finding:
         result = machine.run("kernel", "check", *layout.split(), *options, "--json")
@@ -130,14 +130,14 @@ def check_line(machine: Machine, layout: str, precision: str, *more: str) -> Lin
             return Finding(False, (result or {}).get("error") or "no result, see above")
         lost = len(result["missing_gradients"])
         missing = f"{lost} gradients missing, " if lost else ""
-        graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
+        graphs = f", {result['graphs']} graphs" if "--compile" in flags else ""
         return Finding(result["passed"], f"{missing}{differences(result)}{graphs}")
 
-    estimate_s = ESTIMATES_S["compile" if more else "check"]
-    return Line(" ".join([layout, precision, *more]), compare, estimate_s, precision == "fp8")
+    estimate_s = ESTIMATES_S["compile" if flags else "check"]
+    return Line(" ".join([layout, precision, *flags]), compare, estimate_s, precision == "fp8")
 
 
-def check_lines(machine: Machine, layouts: Sequence[str], *more: str) -> Iterator[Line]:
+def check_lines(machine: Machine, layouts: Sequence[str], *flags: str) -> Iterator[Line]:
     """Layouts in all precisions, of one process also in fp8; the fused attention of GPUs, which a ring needs, has 16 bits only."""
     for layout in layouts:
         fused = machine.device == "cuda" and ("cp=" in layout or "attention=" in layout)
@@ -146,7 +146,7 @@ def check_lines(machine: Machine, layouts: Sequence[str], *more: str) -> Iterato
         )
         for precision in precisions:
             if not (machine.device == "cpu" and "cudnn" in layout):
-                yield check_line(machine, layout, precision, *more)
+                yield check_line(machine, layout, precision, *flags)
 
 
 def links(machine: Machine) -> Finding:
@@ -189,10 +189,10 @@ def memory(machine: Machine) -> Finding:
 def live_peaks(spec: RunSpec) -> list[int]:
     """The largest live bytes of each rank in a real step over gloo."""
     command, env = [sys.executable, str(Path(__file__).with_name("live_peak.py"))], thread_variables(1)
-    done = subprocess.run(
+    process = subprocess.run(
         command, input=json.dumps(to_dict(spec)), text=True, stdout=subprocess.PIPE, env={**os.environ, **env}
     )
-    return [cost["peak_bytes"] for cost in json.loads(done.stdout)]
+    return [cost["peak_bytes"] for cost in json.loads(process.stdout)]
 
 
 def speed(machine: Machine, name: str, published: float, source: str, *overrides: str) -> Finding:
@@ -221,8 +221,8 @@ def speed_1b(machine: Machine) -> Iterator[Line]:
     """The run of the Ultra-Scale Playbook on one node."""
     table_of_runs = read_yaml(files("published")["h100x8"])
     row = next(row for row in table_of_runs["runs"] if row["nodes"] == 1)
-    axes = [f"sweep.{word}=[{row.get(word, 1)}]" for word in ("tp", "pp", "cp", "zero_stage", "mbs", "gas")]
-    batch = [f"sweep.{word}={table_of_runs[word]}" for word in ("seq_len", "gbs")]
+    axes = [f"sweep.{key}=[{row.get(key, 1)}]" for key in ("tp", "pp", "cp", "zero_stage", "mbs", "gas")]
+    batch = [f"sweep.{key}={table_of_runs[key]}" for key in ("seq_len", "gbs")]
     overrides = (*SPEED, f"model={table_of_runs['model']}", *batch, *axes)
     name, published = "gpu-check-1B", row["tokens_per_s_per_gpu"]
     attempt = partial(speed, machine, name, published, table_of_runs["source"], *overrides)
@@ -235,10 +235,10 @@ def lines_of(step: str, machine: Machine, out: Path) -> Iterator[Line]:
         yield from machine_lines(machine)
     elif step == "check":
         yield from check_lines(
-            machine, [layout for n, some in CHECKS.items() if n <= machine.ranks for layout in some]
+            machine, [layout for n, group in CHECKS.items() if n <= machine.ranks for layout in group]
         )
     elif step == "compile":
-        compiled = [layout for n, some in COMPILED.items() if n <= machine.ranks for layout in some]
+        compiled = [layout for n, group in COMPILED.items() if n <= machine.ranks for layout in group]
         yield from check_lines(machine, compiled, "--compile")
     elif step == "memory":
         yield Line("dry run", partial(memory, machine), ESTIMATES_S[step])
@@ -319,9 +319,9 @@ def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line],
     )
     failed = {key.partition(":")[0] for key, result in results.items() if result["status"] == "fail"}
     show(*(f"{step} failed; look at: {look}" for step, look in LOOK.items() if step in failed))
-    if left := [line.estimate_s for key, line in lines.items() if key not in results]:
+    if rest := [line.estimate_s for key, line in lines.items() if key not in results]:
         show(
-            f"left: {counted(len(left), 'line')}, about {duration_text(sum(left))}; the same command continues"
+            f"left: {counted(len(rest), 'line')}, about {duration_text(sum(rest))}; the same command continues"
         )
     if empty := [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]:
         show(f"not run: {', '.join(empty)} (links and schedules need 2 GPUs, speeds 8 of them)")

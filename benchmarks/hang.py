@@ -51,10 +51,10 @@ def main() -> None:
         with subprocess.Popen(command, cwd=name, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
             while not measured(sweep):
                 time.sleep(0.05)
-            at = freeze(sweep)
+            frozen_s = freeze(sweep)
         result = next(e["result"] for e in events(sweep) if e["event"] == "failed")
         first, *later = measured(sweep)  # a run that goes on measuring has several such events
-        again_s = next(e["at"] for e in later if e["run_id"] != first["run_id"]) - at
+        again_s = next(e["at"] for e in later if e["run_id"] != first["run_id"]) - frozen_s
     print(result["reason"])
     print(f"frozen rank to the next run measuring: {again_s:.1f} s, {again_s / floor_s:.2f} of {floor_s:g} s")
 

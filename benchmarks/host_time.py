@@ -51,9 +51,9 @@ def seconds(tp: int, recompute: str) -> tuple[float, int]:
     once()
     with CollectiveCounts(trainer.mesh, trainer.cp_group) as counts:
         once()
-    taken = seconds_a_call(once, TIMES, ROUNDS, time.process_time)
+    times_s = seconds_a_call(once, TIMES, ROUNDS, time.process_time)
     dist.destroy_process_group()
-    return min(taken), sum(
+    return min(times_s), sum(
         n for key, (n, _) in counts.calls_and_bytes.items() if key.startswith("tp ") and tp > 1
     )
 
@@ -63,8 +63,8 @@ def main() -> None:
     for recompute in ("none", "attention", "selective", "full"):
         base, _ = seconds(1, recompute)
         for tp in (1, 2, 8):
-            found, collectives = seconds(tp, recompute)
-            row = {"recompute": recompute, "tp": tp, "ms": round(1e3 * found, 3), "to_tp1": round(found / base, 2),
+            layer_s, collectives = seconds(tp, recompute)
+            row = {"recompute": recompute, "tp": tp, "ms": round(1e3 * layer_s, 3), "to_tp1": round(layer_s / base, 2),
                    "collectives": collectives}  # fmt: skip
             print(json.dumps(row), flush=True)
 

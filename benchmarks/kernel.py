@@ -74,8 +74,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             assert loss == loss, "no number"
     peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
     dist.destroy_process_group()
-    cpu = {f"{who}_cpu": median(taken) for who, taken in cpu_seconds.items()}
-    return {**{who: median(taken) for who, taken in seconds.items()}, **cpu, **peak}
+    cpu = {f"{who}_cpu": median(times_s) for who, times_s in cpu_seconds.items()}
+    return {**{who: median(times_s) for who, times_s in seconds.items()}, **cpu, **peak}
 
 
 def ours(job: dict[str, Any], device: torch.device) -> Callable[[], float]:
@@ -100,21 +100,21 @@ def plain(job: dict[str, Any], device: torch.device) -> Callable[[], float]:
 def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Runs the ranks of a job; returns what rank 0 measured, or nothing if a rank failed."""
     command = torchrun(ranks, __file__, "--job", json.dumps(job))
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    return {} if done.returncode else dict(json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return {} if process.returncode else dict(json.loads(process.stdout.splitlines()[-1]))
 
 
 def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A row of the result: both times, their ratio, and on GPUs the mfu and peak memory of both."""
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
+    runs_by_program: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
     # On CPUs both run in the same processes; on GPUs each has the memory for itself.
     alone = [["ours"], ["plain"], ["plain"], ["ours"]]
     for turn in alone if job["device"] == "cuda" else [["ours", "plain"]]:
-        seen = ranks_of({**job, "who": turn}, ranks)
+        measured = ranks_of({**job, "who": turn}, ranks)
         for who in turn:
-            found[who].append(seen)
+            runs_by_program[who].append(measured)
     row = {k: job[k] for k in ("model", "form", "mbs", "seq_len", "precision", "compile")} | {"ranks": ranks}
-    for who, runs in found.items():
+    for who, runs in runs_by_program.items():
         if not all(runs):
             row[f"{who}_s"] = None  # it most likely ran out of memory; its log is on stderr
             continue
@@ -123,10 +123,10 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
             per_token = load_model(job["model"]).flops_per_token(job["seq_len"])
             rate = per_token * job["mbs"] * job["seq_len"] / row[f"{who}_s"]
             row |= {f"{who}_mfu": rate / PEAK_FLOPS_PER_S, f"{who}_peak_bytes": runs[0]["peak_bytes"]}
-    both = row["ours_s"], row["plain_s"]
-    row["ratio"] = both[0] / both[1] if all(both) else None
-    if all(both) and job["device"] == "cpu":
-        (run,) = found["ours"]
+    times_s = row["ours_s"], row["plain_s"]
+    row["ratio"] = times_s[0] / times_s[1] if all(times_s) else None
+    if all(times_s) and job["device"] == "cpu":
+        (run,) = runs_by_program["ours"]
         row["cpu_ratio"] = run["ours_cpu"] / run["plain_cpu"]
     return row
 
@@ -138,7 +138,7 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     spec = CheckSpec(layout=layout, shape=load_model("mini"), precision="fp32").run
     task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=replace(load_config([]).measure, **steps),
                 device="cpu", rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
-    found: dict[str, list[float]] = {"forked": [], "execed": []}
+    times_by_way: dict[str, list[float]] = {"forked": [], "execed": []}
     for turn in range(2 * times):
         way, path = ("forked", "execed", "execed", "forked")[turn % 4], folder / f"{turn}.json"
         path.write_text(json.dumps(to_dict(task)))
@@ -148,48 +148,48 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
         env = task_variables(path) | (place if way == "forked" else {})
         subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
         steps_s = [e["seconds"] for e in report(path) if e["event"] == "step" and e["measured"]]
-        found[way].append(median(steps_s))
-    return {way: min(times_s) for way, times_s in found.items()}
+        times_by_way[way].append(median(steps_s))
+    return {way: min(times_s) for way, times_s in times_by_way.items()}
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--job", help=argparse.SUPPRESS)
-    asked.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    asked.add_argument("--ranks", type=int, default=None)
-    asked.add_argument("--models", default="mini")
-    asked.add_argument("--mbs", default="4")
-    asked.add_argument("--seq-len", type=int, default=None)
-    asked.add_argument("--compile", default="no", choices=("no", "yes", "both"))
-    asked.add_argument("--steps", type=int, default=None)
-    asked.add_argument("--out", type=Path, help="file that gets a JSON line a row")
-    words = asked.parse_args()
-    if words.job:
-        measured = measure(json.loads(words.job))
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--job", help=argparse.SUPPRESS)
+    cli.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    cli.add_argument("--ranks", type=int, default=None)
+    cli.add_argument("--models", default="mini")
+    cli.add_argument("--mbs", default="4")
+    cli.add_argument("--seq-len", type=int, default=None)
+    cli.add_argument("--compile", default="no", choices=("no", "yes", "both"))
+    cli.add_argument("--steps", type=int, default=None)
+    cli.add_argument("--out", type=Path, help="file that gets a JSON line a row")
+    args = cli.parse_args()
+    if args.job:
+        measured = measure(json.loads(args.job))
         if os.environ["RANK"] == "0":
             print(json.dumps(measured))
         return
-    cuda = words.device == "cuda"
-    ranks = words.ranks or (1 if cuda else 2)
+    cuda = args.device == "cuda"
+    ranks = args.ranks or (1 if cuda else 2)
     jobs = [
-        {"model": model, "form": form, "mbs": int(mbs), "compile": compiled, "device": words.device,
-         "seq_len": words.seq_len or (4096 if cuda else 256), "precision": "bf16" if cuda else "fp32",
-         "warmup": 5 if cuda else 3, "steps": words.steps or (10 if cuda else 12)}
-        for model in words.models.split(",")
+        {"model": model, "form": form, "mbs": int(mbs), "compile": compiled, "device": args.device,
+         "seq_len": args.seq_len or (4096 if cuda else 256), "precision": "bf16" if cuda else "fp32",
+         "warmup": 5 if cuda else 3, "steps": args.steps or (10 if cuda else 12)}
+        for model in args.models.split(",")
         for form in FORMS
-        for mbs in words.mbs.split(",")
-        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[words.compile]
+        for mbs in args.mbs.split(",")
+        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[args.compile]
     ]  # fmt: skip
     for job in jobs:
         row = compare(job, 1 if job["form"] == "single" else ranks)
         print(json.dumps(row), flush=True)
-        if words.out:
-            with words.out.open("a") as out:
+        if args.out:
+            with args.out.open("a") as out:
                 out.write(json.dumps(row) + "\n")
     if not cuda:
         with tempfile.TemporaryDirectory() as name:
-            both = forked_and_execed(Path(name), 4)
-        print(json.dumps({**both, "ratio": both["forked"] / both["execed"]}))
+            by_way = forked_and_execed(Path(name), 4)
+        print(json.dumps({**by_way, "ratio": by_way["forked"] / by_way["execed"]}))
 
 
 if __name__ == "__main__":

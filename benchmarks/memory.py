@@ -115,13 +115,13 @@ def possible(draw: Callable[..., RunSpec], *values: Any) -> RunSpec | None:
 
 def family(layout: Layout) -> str:
     ring = " cp" if layout.cp > 1 else ""
-    again = "" if layout.recompute in ("none", "attention") else " recomputed"
-    return (layout.pp_schedule if layout.pp > 1 else "no pipeline") + ring + again
+    recomputed = "" if layout.recompute in ("none", "attention") else " recomputed"
+    return (layout.pp_schedule if layout.pp > 1 else "no pipeline") + ring + recomputed
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word not in ("experts", "fp8", "published")]
-    layouts, seed = (int(word) for word in (*words, *("200", "21")[len(words) :]))
+    words = [arg for arg in sys.argv[1:] if arg not in ("experts", "fp8", "published")]
+    layouts, seed = (int(arg) for arg in (*words, *("200", "21")[len(words) :]))
     pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
     is_published = "published" in sys.argv

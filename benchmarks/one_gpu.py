@@ -72,17 +72,17 @@ class Staged(dist.ProcessGroup):
         average = getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG
         if average:
             opts.reduceOp = dist.ReduceOp.SUM
-        for out, own in zip(outs, ins, strict=True):
+        for out, local in zip(outs, ins, strict=True):
             host = torch.empty(out.shape, dtype=out.dtype)
-            op(host, own.detach().to("cpu", copy=True), opts).wait()
+            op(host, local.detach().to("cpu", copy=True), opts).wait()
             out.detach().copy_(host / self.size() if average else host)
         return done()
 
     def _in_place(self, name: str, tensors: list[Tensor], opts: Any) -> dist.Work:
-        def op(out: Tensor, own: Tensor, opts: Any) -> dist.Work:
-            work: dist.Work = getattr(self._gloo, name)([own], opts)
+        def op(out: Tensor, local: Tensor, opts: Any) -> dist.Work:
+            work: dist.Work = getattr(self._gloo, name)([local], opts)
             work.wait()
-            out.copy_(own)
+            out.copy_(local)
             return work
 
         return self._run(op, tensors, tensors, opts)
@@ -98,8 +98,8 @@ class Staged(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._in_place("broadcast", tensors, opts or c10d.BroadcastOptions())
 
-    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([out], [own], opts)
+    def _allgather_base(self, out: Tensor, local: Tensor, opts: Any = None) -> dist.Work:
+        return self.allgather_into_tensor_coalesced([out], [local], opts)
 
     def allgather_into_tensor_coalesced(
         self, outs: list[Tensor], ins: list[Tensor], opts: Any = None
@@ -107,15 +107,15 @@ class Staged(dist.ProcessGroup):
         return self._run(self._gloo._allgather_base, outs, ins, opts or c10d.AllgatherOptions())
 
     def allgather(self, outs: list[list[Tensor]], ins: list[Tensor], opts: Any = None) -> dist.Work:
-        own = ins[0].flatten()
-        flat = own.new_empty(len(outs[0]) * own.numel())
-        self._allgather_base(flat, own)
+        local = ins[0].flatten()
+        flat = local.new_empty(len(outs[0]) * local.numel())
+        self._allgather_base(flat, local)
         for out, part in zip(outs[0], flat.chunk(len(outs[0])), strict=True):
             out.detach().copy_(part.view_as(out))
         return done()
 
-    def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter_tensor_coalesced([out], [own], opts)
+    def _reduce_scatter_base(self, out: Tensor, local: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_tensor_coalesced([out], [local], opts)
 
     def reduce_scatter_tensor_coalesced(
         self, outs: list[Tensor], ins: list[Tensor], opts: Any = None
@@ -176,22 +176,22 @@ def checked(device: str, precision: str, line: str) -> tuple[str, dict[str, Any]
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("layouts", nargs="*")
-    asked.add_argument("--device", default="cuda")
-    asked.add_argument("--precision", default="bf16")
-    asked.add_argument("--processes", type=int, default=4, help="number of checks at a time")
-    asked.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    words = asked.parse_args()
-    if words.rank:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("layouts", nargs="*")
+    cli.add_argument("--device", default="cuda")
+    cli.add_argument("--precision", default="bf16")
+    cli.add_argument("--processes", type=int, default=4, help="number of checks at a time")
+    cli.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.rank:
         with shared_gpu():
             print(json.dumps(to_dict(parity.run_check(from_dict(parity.CheckSpec, json.load(sys.stdin))))))
         return 0
     from gpu_check import differences  # it starts a thread, which a process that forks ranks may not have
 
     failed = 0
-    with ThreadPoolExecutor(words.processes) as pool:
-        for line, result in pool.map(partial(checked, words.device, words.precision), words.layouts):
+    with ThreadPoolExecutor(args.processes) as pool:
+        for line, result in pool.map(partial(checked, args.device, args.precision), args.layouts):
             failed += not result["passed"]
             verdict, difference_text = (
                 "pass" if result["passed"] else "FAIL",

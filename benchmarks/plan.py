@@ -9,11 +9,11 @@ LARGE = (
 )  # fmt: skip
 """A grid of 101,520 candidates, many of them with several stages on a rank."""
 
-found = medians(
+times_s = medians(
     {"help": ultrabench("--help"), "plan": ultrabench("sweep", "plan", "sweep=playbook", "--json")}, 7
 )
-print(f"plan {found['plan']:.2f} s for 12,000 candidates, {found['plan'] / found['help']:.1f} x --help")
+print(f"plan {times_s['plan']:.2f} s for 12,000 candidates, {times_s['plan'] / times_s['help']:.1f} x --help")
 cpu_s, wall_s = costs(ultrabench("sweep", "plan", *LARGE, "--json"))
 print(
-    f"plan {wall_s:.1f} s for 101,520 candidates, {wall_s / found['help']:.0f} x --help; {cpu_s:.1f} s of CPU time"
+    f"plan {wall_s:.1f} s for 101,520 candidates, {wall_s / times_s['help']:.0f} x --help; {cpu_s:.1f} s of CPU time"
 )

@@ -28,10 +28,10 @@ def forked(folder: Path) -> tuple[list[float], list[Path]]:
     sweeps.launch(folder, *OVERRIDES)
     sweep = folder / "results/restart"
     events = sweeps.events(sweep)
-    at = {(e["run_id"], e["name"]): e["at"] for e in events if e["event"] == "phase" and "at" in e}
+    times = {(e["run_id"], e["name"]): e["at"] for e in events if e["event"] == "phase" and "at" in e}
     order = [e["run_id"] for e in events if e["event"] == "claimed"]
     tasks = sweeps.write_tasks(sweep, folder)
-    return gaps([at[r, "teardown"] for r in order], [at[r, "warmup"] for r in order]), tasks
+    return gaps([times[r, "teardown"] for r in order], [times[r, "warmup"] for r in order]), tasks
 
 
 def cold(folder: Path, tasks: list[Path]) -> list[float]:
@@ -39,9 +39,9 @@ def cold(folder: Path, tasks: list[Path]) -> list[float]:
     command, ends, firsts = sweeps.cold_ranks(folder, 4), [], []
     for task in tasks:
         subprocess.run(command, env=sweeps.task_variables(task), check=True)
-        at = {line["name"]: line["time"] for line in sweeps.report(task) if line["event"] == "phase"}
-        ends.append(at["teardown"])
-        firsts.append(at["warmup"])
+        times = {line["name"]: line["time"] for line in sweeps.report(task) if line["event"] == "phase"}
+        ends.append(times["teardown"])
+        firsts.append(times["warmup"])
     return gaps(ends, firsts)
 
 

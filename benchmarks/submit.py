@@ -98,19 +98,19 @@ def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
     if launcher.wait():
         sys.exit((folder / "launch.log").read_text())
     time.sleep(SETTLE_S)
-    seen = rpcs() - before
+    new_rpcs = rpcs() - before
     results = folder / "results/submit"
     journal_events = events(results)
-    done = Cost(
+    cost = Cost(
         runs=len({e["run_id"] for e in journal_events if e["event"] == "result"}),
         wall_s=wall_s,
         submit_s=submitting_s(journal_events),
         calls=Counter((folder / "calls").read_text().split()),
-        rpcs=seen,
+        rpcs=new_rpcs,
         files=sum(path.is_file() for path in results.rglob("*")),
     )
     run_event_times = [e["time"] for e in journal_events if e["event"] in ("claimed", "result")]
-    return done, {
+    return cost, {
         "own_s": own_s,
         "children_s": children_s,
         "journal_bytes": sum(path.stat().st_size for path in results.glob("journal/*.jsonl")),
@@ -171,25 +171,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=4000, help="of the sweep, about (%(default)s)")
     parser.add_argument("--sample", type=int, default=100, help="submitted one by one (%(default)s)")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, cluster():
         folder, single = Path(name) / "sweep", Path(name) / "single"
         folder.mkdir()
         single.mkdir()
-        swept, more = sweep(folder, given.runs)
-        sampled = one_by_one(single, given.sample)
+        swept, extra = sweep(folder, args.runs)
+        sampled = one_by_one(single, args.sample)
     print(
         f"{swept.runs} runs ok in {swept.wall_s:.1f} s, {60 * swept.runs / swept.wall_s:.0f} a minute; "
-        f"{more['jobs']:.0f} jobs of {swept.runs / more['jobs']:.0f} runs; from the first claim to the last "
-        f"result {more['running_s']:.1f} s"
+        f"{extra['jobs']:.0f} jobs of {swept.runs / extra['jobs']:.0f} runs; from the first claim to the last "
+        f"result {extra['running_s']:.1f} s"
     )
     print(
-        f"launcher: {more['own_s']:.1f} s of CPU time and {more['children_s']:.1f} s of its children; "
+        f"launcher: {extra['own_s']:.1f} s of CPU time and {extra['children_s']:.1f} s of its children; "
         f"{swept.submit_s:.1f} s in {swept.calls['sbatch']} submissions ({swept.runs / swept.calls['sbatch']:.0f} "
         f"runs each)"
     )
     print("calls: " + ", ".join(f"{name} {swept.calls[name]}" for name in CLIENTS))
-    print(f"{more['journal_bytes'] / swept.runs:.0f} bytes of journal a run, {swept.files} files")
+    print(f"{extra['journal_bytes'] / swept.runs:.0f} bytes of journal a run, {swept.files} files")
     table(swept, sampled)
 
 

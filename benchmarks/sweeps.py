@@ -60,9 +60,9 @@ def events(sweep: Path) -> list[Event]:
 
 def write_tasks(sweep: Path, folder: Path) -> list[Path]:
     """Writes each task that the ranks of a sweep were given to a file of its own; returns the files."""
-    found = [json.loads(path.read_text()) for path in sweep.glob("allocations/*/allocation.json")]
+    jobs = [json.loads(path.read_text()) for path in sweep.glob("allocations/*/allocation.json")]
     files = {
-        folder / f"{task['run_id']}.{task['repeat']}.json": task for one in found for task in one["tasks"]
+        folder / f"{task['run_id']}.{task['repeat']}.json": task for job in jobs for task in job["tasks"]
     }
     for path, task in files.items():
         path.write_text(json.dumps(task))
@@ -84,8 +84,8 @@ def cold_ranks(folder: Path, ranks: int) -> list[str]:
 
 def task_variables(task: Path) -> dict[str, str]:
     """The environment in which ranks run the task in a file."""
-    own = {"ULTRABENCH_SPEC": str(task), "ULTRABENCH_REPORT": f"{task}.report"}
-    return {**os.environ, **own, **thread_variables(1)}
+    files = {"ULTRABENCH_SPEC": str(task), "ULTRABENCH_REPORT": f"{task}.report"}
+    return {**os.environ, **files, **thread_variables(1)}
 
 
 def report(task: Path) -> list[Event]:

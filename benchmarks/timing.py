@@ -24,13 +24,13 @@ def seconds_a_call(
     call: Callable[[], object], times: int, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
     """Seconds of a call in each round of `times` calls, by a clock of the module time."""
-    taken = []
+    times_s = []
     for _ in range(rounds):
         begin = clock()
         for _ in range(times):
             call()
-        taken.append((clock() - begin) / times)
-    return taken
+        times_s.append((clock() - begin) / times)
+    return times_s
 
 
 def python(code: str) -> list[str]:

@@ -44,6 +44,6 @@ def on_a_small_disk(folder: Path, code: str) -> str:
     words = [
         "unshare", "--map-root-user", "--mount", sys.executable, "-c", PRELUDE + dedent(code), str(folder),
     ]  # fmt: skip
-    done = patience.run(words, 280, cwd=ROOT)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    process = patience.run(words, 280, cwd=ROOT)
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
+    return process.stdout

@@ -120,8 +120,8 @@ def stable(text: str, scratch: str = "/tmp") -> str:
 
 def as_code(words: Iterable[str]) -> str:
     """Words of a command line as code of Markdown; one with a space or quotes is quoted."""
-    marks = {word: '"' if "'" in word else "'" * bool(re.search(r'[\s"]|^$', word)) for word in words}
-    line = " ".join(f"{marks[word]}{word}{marks[word]}" for word in words)
+    marks = {arg: '"' if "'" in arg else "'" * bool(re.search(r'[\s"]|^$', arg)) for arg in words}
+    line = " ".join(f"{marks[arg]}{arg}{marks[arg]}" for arg in words)
     return f"`` {line} ``" if "`" in line else f"`{line}`"
 
 
@@ -148,7 +148,7 @@ def collect() -> list[Entry]:
 
         @staticmethod
         def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-            items[:] = [item for item in items if HELPERS.intersection(item.function.__code__.co_names)]
+            items[:] = [case for case in items if HELPERS.intersection(case.function.__code__.co_names)]
 
     with TemporaryDirectory() as scratch:
         folder = f"{Path(scratch).resolve()}/t"
@@ -161,18 +161,18 @@ def collect() -> list[Entry]:
         from tests.configs import MESSAGES  # only pytest may import what it rewrites
 
         return [
-            Entry(test, tuple(stable(word, folder) for word in words), stable(text, folder))
+            Entry(test, tuple(stable(arg, folder) for arg in words), stable(text, folder))
             for test, words, text in MESSAGES
         ]
 
 
 def shortened(entries: list[Entry]) -> Iterator[Entry]:
     """The entries of a file, where `...` stands for the overrides that most of those with many have."""
-    many = [entry.words for entry in entries if len(entry.words) >= MANY and entry.words[0] != "ultrabench"]
-    uses = Counter(chain.from_iterable(many))
+    long = [entry.words for entry in entries if len(entry.words) >= MANY and entry.words[0] != "ultrabench"]
+    uses = Counter(chain.from_iterable(long))
     for entry in entries:
-        rare = tuple(word for word in entry.words if 2 * uses[word] < len(many))
-        yield entry._replace(words=("...", *rare)) if len(many) > 2 and entry.words in many else entry
+        rare = tuple(arg for arg in entry.words if 2 * uses[arg] < len(long))
+        yield entry._replace(words=("...", *rare)) if len(long) > 2 and entry.words in long else entry
 
 
 def are_alike(a: list[str], b: list[str]) -> bool:
@@ -204,10 +204,10 @@ def page(entries: list[Entry]) -> str:
     parts = [HEAD]
     for subject, group in groupby(shown, key=lambda entry: entry.subject):
         parts.append(f"\n## {subject}\n")
-        for words, same in groupby(group, key=lambda entry: entry.words):
+        for words, alike in groupby(group, key=lambda entry: entry.words):
             mark = ":   " if words else "- "
             parts += ["\n", f"{as_code(words)}\n" * bool(words)]
-            parts += [f"{mark}{as_text(entry.text)}\n" for entry in same]
+            parts += [f"{mark}{as_text(entry.text)}\n" for entry in alike]
     return "".join(parts)
 
 

@@ -51,11 +51,11 @@ class Mutation:
     by: str
     where: str
 
-    def row(self, found: Found, honest: Found) -> str:
+    def row(self, finding: Found, honest: Found) -> str:
         """The row of the page."""
-        fault, by = FAULTS[self.fault], found.by if found.by == self.by else f"**{found.by}**"
+        fault, by = FAULTS[self.fault], finding.by if finding.by == self.by else f"**{finding.by}**"
         without = honest.shown if honest.by is None else f"**{honest.by}**: {honest.shown}"
-        cells = (f"`{self.fault}`: {fault.text}", f"`{fault.place}`", self.where, by, found.shown, without)
+        cells = (f"`{self.fault}`: {fault.text}", f"`{fault.place}`", self.where, by, finding.shown, without)
         return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
 
@@ -77,7 +77,7 @@ def _worst(result: CheckResult) -> tuple[float, str]:
         return math.inf, f"{len(result.missing_gradients)} gradients are missing"
     shares = list[tuple[float, str]]()
     for kind, name in (("grad", "gradients"), ("param", "parameters"), ("loss", "losses")):
-        diff, allowed = (getattr(result, f"{kind}_{which}") for which in ("diff", "allowed"))
+        diff, allowed = (getattr(result, f"{kind}_{part}") for part in ("diff", "allowed"))
         if diff is None:
             return math.inf, f"{name} are not finite"
         shares.append((diff / allowed, f"{name} {diff:.0e}, allowed {allowed:.0e}"))
@@ -90,9 +90,9 @@ def compared(server: Server, where: str) -> Found:
     answer = server.ask(test.worst_difference, where)
     if isinstance(answer, str):
         return Found("an error", answer)
-    told = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
+    difference = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
     return Found(
-        "transformers" if answer >= FP64_TOLERANCE else None, f"{told}, allowed {FP64_TOLERANCE:.0e}"
+        "transformers" if answer >= FP64_TOLERANCE else None, f"{difference}, allowed {FP64_TOLERANCE:.0e}"
     )
 
 
@@ -107,10 +107,10 @@ def replicas(server: Server, where: str) -> Found:
 
 def tried(server: Server, where: str) -> Found:
     """A test of test_counts.py or test_dryrun.py, which is called here: the line that does not hold."""
-    name, _, word = where.partition(" ")
-    given = [int(word) if word.isdecimal() else word] if word else []
+    name, _, arg = where.partition(" ")
+    args = [int(arg) if arg.isdecimal() else arg] if arg else []
     try:
-        (vars(test_counts) | vars(test_dryrun))[name](server, *given)
+        (vars(test_counts) | vars(test_dryrun))[name](server, *args)
     except AssertionError as error:
         by = "counts" if name in vars(test_counts) else "cost"
         return Found(by, f"`{traceback.extract_tb(error.__traceback__)[-1].line}`")
@@ -135,7 +135,7 @@ CHECKS = {
 MUTATIONS = [
     Mutation(name, by, where)
     for name, fault in FAULTS.items()
-    for by, places in fault.seen.items()
+    for by, places in fault.cases_by_check.items()
     for where in places
 ]
 
@@ -158,20 +158,20 @@ def found_by_all(server: Server, only: str | None) -> Iterator[tuple[Mutation, F
 
     for mutation in MUTATIONS:
         if only in (None, mutation.fault):
-            found, right = find(server, mutation), honest(CHECKS[mutation.by], mutation.where)
-            print(f"{mutation}: {found}; without it: {right}", file=sys.stderr, flush=True)
-            yield mutation, found, right
+            finding, right = find(server, mutation), honest(CHECKS[mutation.by], mutation.where)
+            print(f"{mutation}: {finding}; without it: {right}", file=sys.stderr, flush=True)
+            yield mutation, finding, right
 
 
 def main() -> int:
     """Runs the mutations; returns 0 if all are caught and all checks pass without them."""
-    given = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    given.add_argument("--only", choices=sorted(FAULTS), metavar="NAME", help="a fault of planted*.py")
-    only, server, start = given.parse_args().only, Server(), time.monotonic()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=sorted(FAULTS), metavar="NAME", help="a fault of planted*.py")
+    only, server, start = parser.parse_args().only, Server(), time.monotonic()
     rows = [*found_by_all(server, only)]
     server.close()
-    table = "\n".join(mutation.row(found, honest) for mutation, found, honest in rows)
-    caught = sum(found.by == mutation.by for mutation, found, _ in rows)
+    table = "\n".join(mutation.row(finding, honest) for mutation, finding, honest in rows)
+    caught = sum(finding.by == mutation.by for mutation, finding, _ in rows)
     passing = sum(honest.by is None for *_, honest in rows)
     commit = subprocess.check_output(("git", "rev-parse", "--short=12", "HEAD"), text=True, cwd=ROOT).strip()
     run = (

@@ -45,15 +45,15 @@ class Deadline:
 
 
 def wait_until(
-    what: Callable[[], object],
+    ready: Callable[[], object],
     seconds: float,
-    told: Callable[[], str] = lambda: "in vain",
+    message: Callable[[], str] = lambda: "in vain",
     rest_s: float = 0.05,
 ) -> None:
-    """Waits until `what`, asked every `rest_s` seconds, holds; fails after the deadline with what `told` gives."""
+    """Waits until `ready`, asked every `rest_s` seconds, holds; fails after the deadline with what `message` gives."""
     deadline = Deadline(seconds)
-    while not what():
-        assert not deadline.over(), f"waited {seconds:g} s of an idle machine: {told()}"
+    while not ready():
+        assert not deadline.over(), f"waited {seconds:g} s of an idle machine: {message()}"
         time.sleep(rest_s)
 
 
@@ -71,13 +71,13 @@ class Process(subprocess.Popen[str]):
                     raise
 
 
-def run(words: list[str], seconds: float = 240, **more: Any) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], seconds: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command and returns both outputs; it is killed if it does not end in time."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with Process(words, **{**pipes, **more}) as process:
+    with Process(words, **{**pipes, **options}) as process:
         try:
-            output, said = process.communicate(timeout=seconds)
+            output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    return subprocess.CompletedProcess(words, process.returncode, output, said)
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)

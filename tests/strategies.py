@@ -194,8 +194,8 @@ def journals(draw, most_writers=3, most_events=8):
     """A list of whole journal files: the lines of each writer, numbered from 0."""
     files = []
     for n in range(draw(st.integers(1, most_writers))):
-        clock, told = draw(st.floats(0, 2e9)), draw(st.lists(events(), max_size=most_events))
+        clock, drawn = draw(st.floats(0, 2e9)), draw(st.lists(events(), max_size=most_events))
         files.append(
-            [written(e, writer=f"agent-host-{n}", seq=i, time=clock + i) for i, e in enumerate(told)]
+            [written(e, writer=f"agent-host-{n}", seq=i, time=clock + i) for i, e in enumerate(drawn)]
         )
     return files

@@ -25,20 +25,20 @@ def ended(status=Status.OK, **values):
     return RunResult(status=status, **usual | values)
 
 
-def claimed(spec, key, allocation, **more):
-    return Claimed(**key._asdict(), allocation=allocation, spec=raw_json(spec), **more)
+def claimed(spec, key, allocation, **fields):
+    return Claimed(**key._asdict(), allocation=allocation, spec=raw_json(spec), **fields)
 
 
-def finished(spec, key, result, **more):
+def finished(spec, key, result, **fields):
     """The event that tells the result of an attempt."""
     kind = Result if result.status == Status.OK else Failed
-    return kind(**key._asdict(), spec=to_dict(spec), result=result, **{"source": "agent"} | more)
+    return kind(**key._asdict(), spec=to_dict(spec), result=result, **{"source": "agent"} | fields)
 
 
-def attempted(spec, result=None, repeat=0, attempt=0, allocation="a0", **more):
+def attempted(spec, result=None, repeat=0, attempt=0, allocation="a0", **fields):
     """What the journal says of an attempt: that it was claimed and, if there is a result, how it ended."""
     key = AttemptKey(spec.run_id, repeat, attempt)
-    claim = claimed(spec, key, allocation, **more)
+    claim = claimed(spec, key, allocation, **fields)
     return [claim] if result is None else [claim, finished(spec, key, result)]
 
 

@@ -33,17 +33,17 @@ ACCOUNTING = {"mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-serve
 USABLE = ("idle", "mixed", "allocated", "completing")
 
 
-def wait(cluster: Cluster, what: str, test: Callable[[], bool], seconds: float = 600.0) -> None:
+def wait(cluster: Cluster, event: str, test: Callable[[], bool], seconds: float = 600.0) -> None:
     """Wait until the test holds; write on stderr what is waited for.
 
     Raises:
         ClusterError: the test did not hold in time.
     """
-    print(f"waiting for {what}", file=sys.stderr)
+    print(f"waiting for {event}", file=sys.stderr)
     end = time.monotonic() + seconds
     while not test():
         if time.monotonic() > end:
-            raise ClusterError(f"waited {seconds:.0f} s for {what} in vain; see {cluster.folder}/log", 1)
+            raise ClusterError(f"waited {seconds:.0f} s for {event} in vain; see {cluster.folder}/log", 1)
         time.sleep(0.1)
 
 
@@ -51,11 +51,11 @@ def kill(cluster: Cluster, node: str | None = None) -> None:
     """Kill every process of a cluster, or of one of its nodes, as a failing power supply would."""
 
     def gone() -> bool:
-        found = cluster.processes(node)
-        for pid in found:
+        pids = cluster.processes(node)
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return not found
+        return not pids
 
     wait(cluster, f"the processes of {node or 'the cluster'} to end", gone)
 
@@ -67,8 +67,8 @@ def works(cluster: Cluster, name: str, started: subprocess.Popen[bytes] | None) 
         ClusterError: this call has started the daemon, and it has ended.
     """
     if started and started.poll() is not None:
-        said = (cluster.folder / f"log/{name}.out").read_text().strip().splitlines()
-        raise ClusterError(f"{name} ended at once: {said[-1] if said else 'without a word'}", 1)
+        lines = (cluster.folder / f"log/{name}.out").read_text().strip().splitlines()
+        raise ClusterError(f"{name} ended at once: {lines[-1] if lines else 'without a word'}", 1)
     match name:
         case "munged":
             return cluster.ask("munge", "-n", "-S", f"{cluster.folder}/munge.socket") is not None
@@ -176,18 +176,18 @@ def up(folder: Path, settings: Settings) -> str:
         print("other settings: the cluster that is here goes down first", file=sys.stderr)
         clear(cluster)
         cluster = None
-    known = cluster is not None
+    existed = cluster is not None
     if cluster is None:
         cluster = Cluster(folder=folder, settings=settings, port=free_port(folder, 3 + settings.nodes))
         write_files(cluster)
     started = start(cluster)
-    if known and not started and settled(cluster, cluster.nodes):
+    if existed and not started and settled(cluster, cluster.nodes):
         return f"already runs with these settings in {folder}"
     wait(cluster, "all nodes", lambda: settled(cluster, cluster.nodes))
     if "idle" in cluster.states().values():
         wait(cluster, "a job", lambda: cluster.ask("srun", "-N1", "-t1", "true") is not None)
     mended = ", ".join(started) or "nodes"
-    return f"repaired in {folder}: {mended}" if known else f"runs in {folder}"
+    return f"repaired in {folder}: {mended}" if existed else f"runs in {folder}"
 
 
 def down(cluster: Cluster) -> str:
@@ -224,65 +224,65 @@ def node_up(cluster: Cluster, node: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    main_parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     helps = {
         "up": "bring up a cluster, or what is missing of it", "down": "kill it and remove its folder",
         "env": "print shell lines to eval, after which Slurm's commands find it",
         "restart-slurmctld": "kill -9 the controller, which forgets up to 5 s, and start it again",
         "node-down": "kill -9 all of a node", "node-up": "bring it back",
     }  # fmt: skip
-    found = {verb: verbs.add_parser(verb, help=text, allow_abbrev=False) for verb, text in helps.items()}
+    parsers = {verb: verbs.add_parser(verb, help=text, allow_abbrev=False) for verb, text in helps.items()}
     default = Path(os.environ.get("ULTRABENCH_SLURM_DIR", "/tmp/ultrabench-slurm"))
-    for each in found.values():
-        each.add_argument("--dir", type=Path, default=default, help="all of it is in here (%(default)s)")
+    for sub in parsers.values():
+        sub.add_argument("--dir", type=Path, default=default, help="all of it is in here (%(default)s)")
     numbers = {
         "nodes": (8, "simulated nodes"), "gpus": (8, "GPUs a node; 0 for none"),
         "max-array-size": (101, "MaxArraySize"), "min-job-age": (300, "MinJobAge in seconds"),
         "slurmd-timeout": (10, "SlurmdTimeout in seconds"),
     }  # fmt: skip
     for name, (number, text) in numbers.items():
-        found["up"].add_argument(f"--{name}", type=int, default=number, help=f"{text} (%(default)s)")
-    found["up"].add_argument("--no-accounting", dest="accounting", action="store_false", help="no slurmdbd")
-    found["node-down"].add_argument("--silent", action="store_true", help="leave it to Slurm to find out")
+        parsers["up"].add_argument(f"--{name}", type=int, default=number, help=f"{text} (%(default)s)")
+    parsers["up"].add_argument("--no-accounting", dest="accounting", action="store_false", help="no slurmdbd")
+    parsers["node-down"].add_argument("--silent", action="store_true", help="leave it to Slurm to find out")
     for verb in ("node-down", "node-up"):
-        found[verb].add_argument("node", help="such as gpu01")
-    return made
+        parsers[verb].add_argument("node", help="such as gpu01")
+    return main_parser
 
 
-def run(given: argparse.Namespace) -> str:
+def run(args: argparse.Namespace) -> str:
     """Carry out a command line; return the text to print."""
-    folder = given.dir.resolve()
+    folder = args.dir.resolve()
     if os.geteuid() != 0:
         raise ClusterError("only root can run several slurmd on one host: use sudo or a container")
     if not re.fullmatch(r"/[\w./-]{1,64}", str(folder)):
         raise ClusterError(
             f"{folder}: Slurm's sockets need a path of at most 65 letters, digits, _ . / and -"
         )
-    if given.verb == "up":
-        if not (1 <= given.nodes <= 64 and 0 <= given.gpus <= 16):
-            raise ClusterError(f"{given.nodes} nodes x {given.gpus} GPUs: nodes can be 1 to 64, GPUs 0 to 16")
-        if given.max_array_size < 2:
+    if args.verb == "up":
+        if not (1 <= args.nodes <= 64 and 0 <= args.gpus <= 16):
+            raise ClusterError(f"{args.nodes} nodes x {args.gpus} GPUs: nodes can be 1 to 64, GPUs 0 to 16")
+        if args.max_array_size < 2:
             raise ClusterError("--max-array-size must be at least 2")
         with locked(folder):
-            return up(folder, Settings(**{f.name: getattr(given, f.name) for f in fields(Settings)}))
+            return up(folder, Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)}))
     cluster = load(folder)
-    if cluster is None and given.verb == "down":
+    if cluster is None and args.verb == "down":
         if folder.exists():
             folder.rmdir()  # it is empty, otherwise `load` would have failed
         return f"nothing is in {folder}"
     if cluster is None:
         raise ClusterError(f"no cluster is in {folder}: slurm_cluster.py up makes one")
-    if given.verb == "env":
+    if args.verb == "env":
         return f"export SLURM_CONF={cluster.conf}"
-    if getattr(given, "node", cluster.nodes[0]) not in cluster.nodes:
-        raise ClusterError(f"no node {given.node}: they are {', '.join(cluster.nodes)}")
+    if getattr(args, "node", cluster.nodes[0]) not in cluster.nodes:
+        raise ClusterError(f"no node {args.node}: they are {', '.join(cluster.nodes)}")
     with locked(folder):
-        if given.verb == "node-down":
-            return node_down(cluster, given.node, given.silent)
-        if given.verb == "node-up":
-            return node_up(cluster, given.node)
-        return down(cluster) if given.verb == "down" else restart_slurmctld(cluster)
+        if args.verb == "node-down":
+            return node_down(cluster, args.node, args.silent)
+        if args.verb == "node-up":
+            return node_up(cluster, args.node)
+        return down(cluster) if args.verb == "down" else restart_slurmctld(cluster)
 
 
 def main() -> int:

@@ -113,50 +113,50 @@ class Cluster:
 
     def commands(self) -> dict[str, list[str]]:
         """The command line of each daemon, in the order they start; a slurmd has the name of its node."""
-        at, conf = self.folder, str(self.conf)
-        found = {
+        root, conf = self.folder, str(self.conf)
+        by_name = {
             "munged": [
-                "munged", "--foreground", "--force", f"--socket={at}/munge.socket", f"--key-file={at}/munge.key",
-                f"--pid-file={at}/munged.pid", f"--seed-file={at}/munge.seed", f"--log-file={at}/log/munge",
+                "munged", "--foreground", "--force", f"--socket={root}/munge.socket", f"--key-file={root}/munge.key",
+                f"--pid-file={root}/munged.pid", f"--seed-file={root}/munge.seed", f"--log-file={root}/log/munge",
             ]
         }  # fmt: skip
         if self.settings.accounting:
-            found["mariadbd"] = [
-                "mariadbd", "--no-defaults", "--user=root", f"--datadir={at}/database", "--skip-name-resolve",
-                f"--socket={at}/mariadb.socket", "--bind-address=127.0.0.1", f"--port={self.port + 2}",
-                f"--pid-file={at}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0", f"--tmpdir={at}",
+            by_name["mariadbd"] = [
+                "mariadbd", "--no-defaults", "--user=root", f"--datadir={root}/database", "--skip-name-resolve",
+                f"--socket={root}/mariadb.socket", "--bind-address=127.0.0.1", f"--port={self.port + 2}",
+                f"--pid-file={root}/mariadb.pid", "--innodb-flush-log-at-trx-commit=0", f"--tmpdir={root}",
             ]  # fmt: skip
-            found["slurmdbd"] = ["slurmdbd", "-D"]
-        found["slurmctld"] = ["slurmctld", "-D", "-f", conf]
-        return found | {node: ["slurmd", "-D", "-N", node, "-f", conf] for node in self.nodes}
+            by_name["slurmdbd"] = ["slurmdbd", "-D"]
+        by_name["slurmctld"] = ["slurmctld", "-D", "-f", conf]
+        return by_name | {node: ["slurmd", "-D", "-N", node, "-f", conf] for node in self.nodes}
 
     def environment(self) -> dict[str, str]:
         """The environment of daemons and Slurm's commands, without variables of allocations and defaults."""
-        kept = {
+        variables = {
             k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SQUEUE", "SACCT"))
         }
-        return kept | {"SLURM_CONF": str(self.conf), "LC_ALL": "C.UTF-8"}
+        return variables | {"SLURM_CONF": str(self.conf), "LC_ALL": "C.UTF-8"}
 
-    def ask(self, *words: str, given: str | None = None, seconds: float = 20.0) -> str | None:
+    def ask(self, *words: str, stdin: str | None = None, seconds: float = 20.0) -> str | None:
         """The output of a command; None if it failed."""
         try:
-            done = subprocess.run(
-                words, env=self.environment(), input=given, capture_output=True, text=True, timeout=seconds
+            process = subprocess.run(
+                words, env=self.environment(), input=stdin, capture_output=True, text=True, timeout=seconds
             )
         except subprocess.TimeoutExpired:
             return None
-        return done.stdout if done.returncode == 0 else None
+        return process.stdout if process.returncode == 0 else None
 
     def processes(self, node: str | None = None) -> dict[int, list[str]]:
         """Pid -> command line of this cluster's daemons and tasks, with `node` only those of that node."""
-        found = {}
+        lines = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if self.owns(process, node):
-                    found[int(process.name)] = (process / "cmdline").read_text().rstrip("\0").split("\0")
+                    lines[int(process.name)] = (process / "cmdline").read_text().rstrip("\0").split("\0")
             except OSError:  # the process has ended, or is a zombie
                 continue
-        return found
+        return lines
 
     def owns(self, process: Path, node: str | None) -> bool:
         """Whether the process of this /proc folder belongs to this cluster."""
@@ -167,14 +167,14 @@ class Cluster:
         # The shell of a user has SLURM_CONF too, but is on no node.
         words = (process / "environ").read_bytes().split(b"\0")
         place = f"SLURMD_NODENAME={node or ''}".encode()
-        on_node = place in words if node else any(word.startswith(place) for word in words)
+        on_node = place in words if node else any(variable.startswith(place) for variable in words)
         return on_node and f"SLURM_CONF={self.conf}".encode() in words
 
     def running(self) -> dict[str, int]:
         """Name of a daemon, as in `commands` -> its pid, for the daemons that run."""
-        wanted = {tuple(words): name for name, words in self.commands().items()}
+        names = {tuple(words): name for name, words in self.commands().items()}
         ours = {tuple(words): pid for pid, words in self.processes().items()}
-        return {wanted[words]: pid for words, pid in ours.items() if words in wanted}
+        return {names[words]: pid for words, pid in ours.items() if words in names}
 
     def states(self) -> dict[str, str]:
         """The state of each node in Slurm's words: idle, mixed, down*, ..."""

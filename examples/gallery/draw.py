@@ -15,8 +15,8 @@ WIDTHS = {1400: 1000, 400: 800}
 
 def commands():
     """The words of each command of the page, without `ultrabench`."""
-    found = re.findall(r"^ultrabench (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return [shlex.split(words) for words in found]
+    lines = re.findall(r"^ultrabench (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [shlex.split(words) for words in lines]
 
 
 def main():

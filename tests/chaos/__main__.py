@@ -33,9 +33,9 @@ def say(note: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {note}", flush=True)
 
 
-def kinds_of(words: str) -> tuple[str, ...]:
+def kinds_of(names: str) -> tuple[str, ...]:
     """The kinds of faults that a list of names stands for."""
-    kinds = tuple(kind for word in words.split(",") for kind in GROUPS.get(word, (word,)))
+    kinds = tuple(kind for name in names.split(",") for kind in GROUPS.get(name, (name,)))
     if unknown := sorted(set(kinds) - set(EXPLAINS)):
         raise SystemExit(f"--kinds {', '.join(unknown)}: they are {', '.join((*GROUPS, *EXPLAINS))}")
     return kinds
@@ -53,9 +53,9 @@ def part(
         campaign.run(draw(seed, count, kinds), embedded)
     finally:
         if campaign.problems:  # the file system with the results is removed
-            kept = folder.with_name(f"problems.{seed}")
-            for some, to in ((folder, kept), (cluster.folder / "log", kept / "cluster_log")):
-                subprocess.run(["cp", "-a", str(some), str(to)], check=False)
+            rescued = folder.with_name(f"problems.{seed}")
+            for source, target in ((folder, rescued), (cluster.folder / "log", rescued / "cluster_log")):
+                subprocess.run(["cp", "-a", str(source), str(target)], check=False)
         campaign.close()
     facts = {"seed": seed, "kernel": "embedded" if embedded else "command", "began": began}
     took = {"duration_s": time.time() - began}
@@ -64,38 +64,38 @@ def part(
 
 def main() -> int:
     """Runs the campaigns; returns 0 if none of them found a problem."""
-    given = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    given.add_argument("--faults", type=int, default=200)
-    given.add_argument("--seed", type=int, default=7)
-    given.add_argument("--folder", type=Path, help="default: one for each seed and kinds in /tmp")
-    given.add_argument("--kinds", default=ALL, help="names with commas between them; default: all")
-    words = given.parse_args()
-    kinds = kinds_of(words.kinds)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="default: one for each seed and kinds in /tmp")
+    parser.add_argument("--kinds", default=ALL, help="names with commas between them; default: all")
+    args = parser.parse_args()
+    kinds = kinds_of(args.kinds)
     fit = [k for k in kinds if k not in OF_A_PROGRAM and k not in ("node_silent", "stop_leader")]
     # Signals clean up like any other end. A shell makes programs in the background ignore Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
-    some = f"-{zlib.crc32(words.kinds.encode()):08x}" if words.kinds != ALL else ""
-    folder = (words.folder or Path(f"/tmp/ultrabench-chaos-{words.seed}{some}")).absolute()
+    suffix = f"-{zlib.crc32(args.kinds.encode()):08x}" if args.kinds != ALL else ""
+    folder = (args.folder or Path(f"/tmp/ultrabench-chaos-{args.seed}{suffix}")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     done_file = folder / "campaigns.jsonl"
     done_file.touch()
     cluster = Cluster(folder / "cluster")
     os.environ["SLURM_CONF"] = str(cluster.folder / "slurm.conf")
     try:
-        for number in range(len(done_file.read_text().splitlines()), -(-words.faults // PART)):
+        for number in range(len(done_file.read_text().splitlines()), -(-args.faults // PART)):
             cluster.tool("up", *SETTINGS)
-            count = min(PART, words.faults - number * PART)
+            count = min(PART, args.faults - number * PART)
             say(f"campaign {number + 1}: {count} faults")
             embedded = number % 4 == 3 and bool(fit)
-            seed, drawn = f"{words.seed}.{number}", fit if embedded else kinds
-            told = part(folder / "work", cluster, seed, count, drawn, embedded)
+            seed, drawn = f"{args.seed}.{number}", fit if embedded else kinds
+            facts = part(folder / "work", cluster, seed, count, drawn, embedded)
             with done_file.open("a") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps(facts) + "\n")
     finally:
         cluster.tool("down")
     campaigns = [json.loads(line) for line in done_file.read_text().splitlines()]
-    write_report(folder / "chaos.md", words.seed, campaigns)
+    write_report(folder / "chaos.md", args.seed, campaigns)
     say(f"report: {folder}/chaos.md")
     return int(any(campaign["problems"] for campaign in campaigns))
 

@@ -130,7 +130,7 @@ class Campaign:
     def program_options(self, sweep: str) -> tuple[str, ...]:
         """Options of a sweep that runs the program of these tests."""
         program = ["python", str(PROGRAM), str(self.bench.folder), sweep]
-        words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
+        words = ",".join(f"'{arg}'" for arg in [*program, "{run_id}", "{repeat}", "{attempt}"])
         return (
             "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1", "measure.warmup_steps=2",
         )  # fmt: skip
@@ -171,8 +171,8 @@ class Campaign:
 
     def _tried(self, fault: Fault) -> dict[str, Any]:
         """What a fault hit, or why it `missed`."""
-        at = round(time.time(), 1)
-        record = {"number": fault.number, "kind": fault.kind, "sweep": self.sweep, "at": at}
+        time_s = round(time.time(), 1)
+        record = {"number": fault.number, "kind": fault.kind, "sweep": self.sweep, "at": time_s}
         try:
             if fault.kind in ("disk_full", "read_only") and not self.mounted:
                 raise MissedError("no file system can be mounted here")
@@ -245,10 +245,10 @@ class Campaign:
         view, launches = self._view(), len(self._launchers)
         # The larger of the counts of the journal and of Slurm.
         jobs = max(sum(map(len, view.job_ids.values())), submitted_jobs(self.folder / "journal"))
-        found = judge(table, mine, executions, jobs, launches, view)
-        counts = f"{jobs} jobs, {launches} launches, {len(found)} problems"
+        problems = judge(table, mine, executions, jobs, launches, view)
+        counts = f"{jobs} jobs, {launches} launches, {len(problems)} problems"
         self.say(f"     sweep {self.sweep} is over: {self._last_words()}; {counts}")
-        for problem in found:
+        for problem in problems:
             self.complain(problem)
 
     def _view(self) -> SlurmView:
@@ -273,7 +273,7 @@ class Campaign:
         journals = self.folder.glob("journal/agent-*.jsonl")
         return sum(path.stat().st_size for path in journals if path.exists())
 
-    def _wait(self, what: Callable[[], object], seconds: float) -> None:
+    def _wait(self, ready: Callable[[], object], seconds: float) -> None:
         deadline = patience.Deadline(seconds)
-        while not what() and not deadline.over():
+        while not ready() and not deadline.over():
             time.sleep(0.1)

@@ -42,11 +42,11 @@ def _signal(campaign: "Campaign", fault: Fault) -> Hit:
 
 def _at_work(campaign: "Campaign", role: str) -> list[Target]:
     """Processes of a role; ranks count only after rank 0 has recorded its start, which the judge needs."""
-    found = processes(campaign.bench.folder, role)
+    targets = processes(campaign.bench.folder, role)
     if role != "rank" or campaign.embedded:
-        return found
+        return targets
     begun = {tuple(line.split()[:4]) for line in campaign.bench.executions()}
-    return [target for target in found if tuple(command_line(target.pid)[-4:]) in begun]
+    return [target for target in targets if tuple(command_line(target.pid)[-4:]) in begun]
 
 
 def order(campaign: "Campaign", fault: Fault) -> Hit:
@@ -77,8 +77,8 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
 def _job(campaign: "Campaign", fault: Fault) -> Hit:
     job = one_of(lambda: jobs(campaign.sweep), fault)
     words = ["scancel", job.job_id] if fault.kind == "scancel" else ["scontrol", "requeue", job.job_id]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
-    return {"target": f"job {job.job_id}", "said": done.stderr, "allocations": [job.allocation]}
+    process = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    return {"target": f"job {job.job_id}", "said": process.stderr, "allocations": [job.allocation]}
 
 
 def _node(campaign: "Campaign", fault: Fault) -> Hit:
@@ -158,10 +158,10 @@ def _torn_line(campaign: "Campaign", fault: Fault) -> Hit:
 def _deleted_logs(campaign: "Campaign", fault: Fault) -> Hit:
     """Deletes the logs of all runs and jobs."""
     shutil.rmtree(campaign.folder / "logs", ignore_errors=True)
-    found = [*campaign.folder.glob("allocations/*/job.log")]
-    for log in found:
+    logs = [*campaign.folder.glob("allocations/*/job.log")]
+    for log in logs:
         log.unlink(missing_ok=True)
-    return {"target": f"logs and {len(found)} job logs"}
+    return {"target": f"logs and {len(logs)} job logs"}
 
 
 STRIKES = {

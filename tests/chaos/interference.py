@@ -131,25 +131,25 @@ def _look(campaign: "Campaign", fault: Fault, commands: list[list[str]], **varia
 def _unreadable_claim(campaign: "Campaign", fault: Fault) -> Hit:
     """Kills a leading agent while its claim cannot be read; later the claim is restored."""
     leader, claim = one_of(lambda: _claims_at_work(campaign), fault)
-    held = claim.read_bytes()
+    content = claim.read_bytes()
     claim.write_bytes(b"" if fault.share % 2 else b'\x00\xff{"allocation": [')
     send(signal.SIGKILL, leader.pid)
     time.sleep(UNREADABLE_S)
-    claim.write_bytes(held)
-    what = "emptied" if fault.share % 2 else "garbage"
-    return {"target": f"claim {claim.name} ({what}) of {leader}", "allocations": [leader.allocation]}
+    claim.write_bytes(content)
+    damage = "emptied" if fault.share % 2 else "garbage"
+    return {"target": f"claim {claim.name} ({damage}) of {leader}", "allocations": [leader.allocation]}
 
 
 def _claims_at_work(campaign: "Campaign") -> list[tuple[Target, Path]]:
     """The leading agents, each with its claim of the attempt that runs now."""
     leaders = {leader.allocation: leader for leader in processes(campaign.bench.folder, "leader")}
-    found = {}
+    claim_by_time = {}
     for path in campaign.folder.glob("claims/*.*.*"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             leader = leaders.get(json.loads(path.read_text()).get("allocation"))
             if leader and not path.name.startswith("."):
-                found[path.stat().st_mtime_ns, path] = (leader, path)
-    latest = {leader.allocation: (leader, path) for _, (leader, path) in sorted(found.items())}
+                claim_by_time[path.stat().st_mtime_ns, path] = (leader, path)
+    latest = {leader.allocation: (leader, path) for _, (leader, path) in sorted(claim_by_time.items())}
     return [latest[name] for name in sorted(latest)]
 
 
@@ -171,17 +171,17 @@ def _fifo_journal(campaign: "Campaign", fault: Fault) -> Hit:
         ("a symbolic link to itself", lambda: path.symlink_to(path.name)),
         (f"a file {DEPTH} brackets deep", lambda: path.write_text(nested)),
     ]
-    what, put = strays[fault.share // 2 % 4]
-    put()
-    return {"target": f"{path.name}: {what}"}
+    kind, create = strays[fault.share // 2 % 4]
+    create()
+    return {"target": f"{path.name}: {kind}"}
 
 
 def _port_scan(campaign: "Campaign", fault: Fault) -> Hit:
     """Connects to the leading agent of an allocation, if possible before its peers do."""
-    known = {path for path, _ in _rendezvous_files(campaign.folder)}
+    before = {path for path, _ in _rendezvous_files(campaign.folder)}
 
     def new() -> list[tuple[Path, dict[str, Any]]]:
-        return [m for m in _rendezvous_files(campaign.folder) if m[0] not in known and _of_many(m[0])]
+        return [m for m in _rendezvous_files(campaign.folder) if m[0] not in before and _of_many(m[0])]
 
     try:
         (rendezvous, address), when = one_of(new, fault, 0.002), "while its agents met"
@@ -190,14 +190,14 @@ def _port_scan(campaign: "Campaign", fault: Fault) -> Hit:
             one_of(lambda: _rendezvous_files(campaign.folder), fault),
             "while it ran",
         )
-    words, said = [*SAYINGS.items()][fault.share % len(SAYINGS)]
+    summary, payload = [*SAYINGS.items()][fault.share % len(SAYINGS)]
     with contextlib.ExitStack() as calls:
         for _ in range(3):
             with contextlib.suppress(OSError):
                 call = socket.create_connection((address["host"], address["port"]), timeout=2.0)
-                calls.enter_context(call).sendall(said)
-        time.sleep(AWAY_S if said.endswith(b"\n") else HELD_S)
-    return {"target": f"the leader of {rendezvous.parent.name}, {when}: {words}"}
+                calls.enter_context(call).sendall(payload)
+        time.sleep(AWAY_S if payload.endswith(b"\n") else HELD_S)
+    return {"target": f"the leader of {rendezvous.parent.name}, {when}: {summary}"}
 
 
 def _of_many(rendezvous: Path) -> bool:
@@ -207,11 +207,11 @@ def _of_many(rendezvous: Path) -> bool:
 
 def _rendezvous_files(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The files in which leading agents have written their address, with their contents."""
-    found = []
+    files = []
     for path in sorted(folder.glob("allocations/*/leader*.json")):
         with contextlib.suppress(OSError, ValueError):
-            found.append((path, json.loads(path.read_text())))
-    return found
+            files.append((path, json.loads(path.read_text())))
+    return files
 
 
 def _reforking_children(campaign: "Campaign", fault: Fault) -> Hit:
@@ -227,10 +227,10 @@ def _reforking_children(campaign: "Campaign", fault: Fault) -> Hit:
 
 def _left(mark: str) -> list[int]:
     """The living processes with this word; it looks several times, since each lives only milliseconds."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for _ in range(5):
-        found |= {pid for pid in own_processes() if mark in command_line(pid) and start_time(pid) is not None}
-    return sorted(found)
+        pids |= {pid for pid in own_processes() if mark in command_line(pid) and start_time(pid) is not None}
+    return sorted(pids)
 
 
 def _has_ended(journal: Path, key: str) -> bool:
@@ -264,7 +264,7 @@ class Wrappers:
 
     def pids(self) -> list[int]:
         """The pids of the calls that got a false answer, in order."""
-        return [int(word) for word in self.hits.read_text().split()] if self.hits.exists() else []
+        return [int(pid) for pid in self.hits.read_text().split()] if self.hits.exists() else []
 
     def wait_for_answer(self) -> None:
         """Waits until squeue is called again; the longer it has failed, the less often it is called."""
@@ -287,7 +287,7 @@ def _double_submission(campaign: "Campaign", fault: Fault) -> Hit:
     """
     hangs = fault.share >= 50
     hanging = {"sbatch": SBATCH % "exec sleep 90", "squeue": FAILING_SQUEUE}
-    what = "whose answer was lost while squeue failed" if hangs else "made twice"
+    fate = "whose answer was lost while squeue failed" if hangs else "made twice"
     with Wrappers(campaign, fault, hanging if hangs else {"sbatch": SBATCH % ":"}) as wrappers:
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
         if hangs:
@@ -296,7 +296,7 @@ def _double_submission(campaign: "Campaign", fault: Fault) -> Hit:
             time.sleep(HANGS_S)
     if hangs:
         wrappers.wait_for_answer()
-    return {"target": f"{len(wrappers.pids())} submissions {what}", "costs": 0}
+    return {"target": f"{len(wrappers.pids())} submissions {fate}", "costs": 0}
 
 
 def _let_hang(wrappers: Wrappers) -> None:

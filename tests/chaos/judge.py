@@ -54,7 +54,7 @@ def judge(
         jobs: the number of submitted jobs.
         launches: the number of launchers that followed the sweep.
     """
-    rows, most = [row for row in table if row["attempt"] is not None], most_jobs(table, records, launches)
+    rows, limit = [row for row in table if row["attempt"] is not None], most_jobs(table, records, launches)
     return [
         *_never_lost(table, {record.get("run") for record in records}),
         *_never_twice(rows),
@@ -62,7 +62,7 @@ def judge(
         *_explained(rows, records),
         *_blamed(rows, records, view),
         *_accounted(view, twice="double_submission" in {record["kind"] for record in records}),
-        *([f"{jobs} jobs were submitted, more than {most}"] if jobs > most else []),
+        *([f"{jobs} jobs were submitted, more than {limit}"] if jobs > limit else []),
     ]
 
 
@@ -74,8 +74,8 @@ def most_jobs(table: Rows, records: Rows, launches: int) -> int:
     of jobs with `costs`.
     """
     planned = {row["run_id"] for row in table if row["status"] not in ("rejected", "skipped")}
-    taken = sum(record.get("costs", len(record.get("allocations", ()))) for record in records)
-    return len(planned) + taken + JOBS_A_LAUNCH * launches
+    fault_jobs = sum(record.get("costs", len(record.get("allocations", ()))) for record in records)
+    return len(planned) + fault_jobs + JOBS_A_LAUNCH * launches
 
 
 def allocation_events(journal: Path) -> Iterator[dict[str, Any]]:
@@ -117,8 +117,8 @@ def _never_lost(table: Rows, doomed: set[str | None]) -> list[str]:
     latest: dict[str, dict[str, Any]] = {}
     for row in table:
         if row["status"] not in ("rejected", "skipped") and (row["repeat"] or 0) == 0:
-            held = latest.get(row["run_id"])
-            if held is None or (held["status"] != "ok" and row["attempt"] > held["attempt"]):
+            previous = latest.get(row["run_id"])
+            if previous is None or (previous["status"] != "ok" and row["attempt"] > previous["attempt"]):
                 latest[row["run_id"]] = row
     return [
         f"{run} has ended {row['status']} after attempt {row['attempt']} ({row['reason']}) and was left so"
@@ -132,46 +132,46 @@ def _never_twice(rows: Rows) -> list[str]:
     by_repeat = defaultdict(list)
     for row in rows:
         by_repeat[row["run_id"], row["repeat"]].append(row)
-    found = []
+    problems = []
     for (run, repeat), tries in by_repeat.items():
         tries.sort(key=lambda row: row["attempt"])
         oks = [row["attempt"] for row in tries if row["status"] == "ok"]
         if len(oks) > 1:
-            found.append(f"{run}.{repeat} is ok {len(oks)} times: attempts {oks}")
+            problems.append(f"{run}.{repeat} is ok {len(oks)} times: attempts {oks}")
         elif oks and oks[0] != tries[-1]["attempt"]:
-            found.append(f"{run}.{repeat} was tried again after it was ok")
-    return found
+            problems.append(f"{run}.{repeat} was tried again after it was ok")
+    return problems
 
 
 def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
     """Problems with the rule that each execution is recorded once, and ok only if the program was done."""
     counts = Counter(execution.key for execution in executions)
     complete = {execution.key for execution in executions if execution.ended}
-    found = [f"{key} ran {count} times" for key, count in counts.items() if count > 1]
+    problems = [f"{key} ran {count} times" for key, count in counts.items() if count > 1]
     ends = {_key(row): row for row in rows}
-    found += [f"{key} ran and is not recorded" for key in counts if key not in ends]
+    problems += [f"{key} ran and is not recorded" for key in counts if key not in ends]
     for key, row in ends.items():
         if key not in counts and row["status"] not in UNFINISHED:
-            found.append(f"{key} is {row['status']} and never ran")
+            problems.append(f"{key} is {row['status']} and never ran")
         if key in counts.keys() - complete and row["status"] == "ok" and row.get("stopped") not in CUT_SHORT:
-            found.append(f"{key} is ok and its program never came to its end")
-    return found
+            problems.append(f"{key} is ok and its program never came to its end")
+    return problems
 
 
 def one_at_a_time(executions: Sequence[Execution]) -> list[str]:
     """Problems with the rule that executions of one attempt, run, allocation or node never overlap."""
-    found = []
-    for one, two in itertools.combinations(executions, 2):
+    problems = []
+    for first, second in itertools.combinations(executions, 2):
         shared = ""
-        if one.key.rpartition(".")[0] == two.key.rpartition(".")[0]:
-            shared = f"of the same run in {one.allocation} and {two.allocation}"
-        elif one.allocation == two.allocation:
-            shared = f"in {one.allocation}"
-        elif one.host == two.host:
-            shared = f"on {one.host}"
-        if shared and one.beside(two):
-            found.append(f"{one.key} and {two.key} ran at the same time, {shared}")
-    return found
+        if first.key.rpartition(".")[0] == second.key.rpartition(".")[0]:
+            shared = f"of the same run in {first.allocation} and {second.allocation}"
+        elif first.allocation == second.allocation:
+            shared = f"in {first.allocation}"
+        elif first.host == second.host:
+            shared = f"on {first.host}"
+        if shared and first.beside(second):
+            problems.append(f"{first.key} and {second.key} ran at the same time, {shared}")
+    return problems
 
 
 def _explained(rows: Rows, records: Rows) -> list[str]:
@@ -180,7 +180,7 @@ def _explained(rows: Rows, records: Rows) -> list[str]:
     open_ += [(record, record["run"]) for record in records if "run" in record for _ in range(MAX_ATTEMPTS)]
     for record in records:
         record["ends"] = []
-    found = []
+    problems = []
     for row in rows:
         if row["status"] == "ok":
             continue
@@ -191,8 +191,8 @@ def _explained(rows: Rows, records: Rows) -> list[str]:
             open_.remove(fits[0])
             fits[0][0]["ends"].append(row["status"])
         else:
-            found.append(f"{_key(row)} ended {row['status']} in {row['allocation']}: {row['reason']}")
-    return found
+            problems.append(f"{_key(row)} ended {row['status']} in {row['allocation']}: {row['reason']}")
+    return problems
 
 
 def _blamed(rows: Rows, records: Rows, view: SlurmView) -> list[str]:
@@ -212,12 +212,12 @@ def _accounted(view: SlurmView, twice: bool) -> list[str]:
     Args:
         twice: whether jobs were submitted twice; accounting has no row of the second one, which was cancelled in the queue.
     """
-    found = []
+    problems = []
     for event in view.journal:
         name, job_id = event["allocation"], (event.get("job") or {}).get("job_id")
         ids = view.job_ids.get(name, set())
         if event["event"] in ("submitted", "adopted") and job_id and ids and job_id not in ids and not twice:
-            found.append(f"the journal calls {name} job {job_id}, Slurm calls it {', '.join(sorted(ids))}")
+            problems.append(f"the journal calls {name} job {job_id}, Slurm calls it {', '.join(sorted(ids))}")
         if (held_s := event.get("held_s") or 0.0) > view.age_s:
-            found.append(f"{name} held its nodes for {held_s:g} s, longer than the sweep exists")
-    return found
+            problems.append(f"{name} held its nodes for {held_s:g} s, longer than the sweep exists")
+    return problems

@@ -39,8 +39,8 @@ def words_of(pid: int, file: str) -> list[str]:
 
 def of_the_agent(variable: str) -> str:
     """A variable of Slurm, which is hidden from ranks, from the nearest ancestor that has it."""
-    items = (item for pid in ancestors() for item in words_of(pid, "environ"))
-    return next((item.partition("=")[2] for item in items if item.startswith(f"{variable}=")), "?")
+    entries = (entry for pid in ancestors() for entry in words_of(pid, "environ"))
+    return next((entry.partition("=")[2] for entry in entries if entry.startswith(f"{variable}=")), "?")
 
 
 host = ":".join(of_the_agent(name) for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
@@ -76,9 +76,9 @@ for _ in range(6):
 """
 
 
-def witness(word):
+def witness(event):
     if rank == 0:
-        line = f"{sweep} {' '.join(key)} {word} {allocation} {host} {process} {time.monotonic():.3f}\n"
+        line = f"{sweep} {' '.join(key)} {event} {allocation} {host} {process} {time.monotonic():.3f}\n"
         with open(f"{folder}/witness.txt", "ab", buffering=0) as file:
             file.write(line.encode())
 
@@ -132,12 +132,12 @@ def obey():
         kind, number, share = order.name.split(".")
         if rank != int(share) * world // 100:
             continue
-        taken = {"sweep": sweep, "key": ".".join(key), "allocation": allocation, "rank": rank}
+        receipt = {"sweep": sweep, "key": ".".join(key), "allocation": allocation, "rank": rank}
         try:
             order.rename(Path(folder, "taken", number))
         except FileNotFoundError:
             continue
-        Path(folder, "taken", f"{number}.json").write_text(json.dumps(taken))
+        Path(folder, "taken", f"{number}.json").write_text(json.dumps(receipt))
         if kind == "sleep_rank":
             time.sleep(1000)
         elif kind == "exit_rank":

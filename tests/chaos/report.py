@@ -32,8 +32,8 @@ def write_report(path: Path, seed: int, campaigns: list[dict[str, Any]]) -> None
     }  # fmt: skip
     text = PAGE.read_text()
     for name, cells in rows.items():
-        text, found = re.subn(rf"(?m)^\| {name} \|.*", lambda _: f"| {name} | {cells} |", text)  # noqa: B023
-        assert found == 1, f"{PAGE} has no row for {name}"
+        text, count = re.subn(rf"(?m)^\| {name} \|.*", lambda _: f"| {name} | {cells} |", text)  # noqa: B023
+        assert count == 1, f"{PAGE} has no row for {name}"
     listed = ["\n## Problems\n\n", *(f"- {problem}\n" for problem in problems)] if problems else []
     path.write_text("".join([text, *listed]))
 
@@ -48,5 +48,5 @@ def _cells(faults: list[dict[str, Any]]) -> str:
 
 
 def _said(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, cwd=PAGE.parent)
-    return done.stdout.strip()
+    process = subprocess.run(words, capture_output=True, text=True, cwd=PAGE.parent)
+    return process.stdout.strip()

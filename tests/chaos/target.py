@@ -38,16 +38,16 @@ def one_of(
     """
     end = time.monotonic() + patience_s
     while time.monotonic() < end:
-        if found := find():
-            return found[fault.share * len(found) // 100]
+        if targets := find():
+            return targets[fault.share * len(targets) // 100]
         time.sleep(pause_s)
     raise MissedError("there was nothing to hit")
 
 
-def wait_for(what: Callable[[], object], seconds: float) -> None:
-    """Waits until `what` holds, at most so many seconds."""
+def wait_for(ready: Callable[[], object], seconds: float) -> None:
+    """Waits until `ready` holds, at most so many seconds."""
     end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
+    while not ready() and time.monotonic() < end:
         time.sleep(0.1)
 
 
@@ -80,21 +80,21 @@ class Job(NamedTuple):
 
 def processes(folder: Path, role: str) -> list[Target]:
     """The living processes of this role that belong to sweeps in `folder`, in a stable order."""
-    found = []
+    targets = []
     for pid in own_processes():
         words, env = command_line(pid), environment(pid)
         if words[1:4] == ["-P", "-m", "ultrabench.agent"] and words[4].startswith(f"{folder}/"):
-            own = "leader" if env.get("SLURM_NODEID") == "0" else "follower"
+            process_role = "leader" if env.get("SLURM_NODEID") == "0" else "follower"
             name = f"{Path(words[4]).name}.{env.get('SLURM_ARRAY_TASK_ID')}"
         elif _is_rank(pid, words) and TAG_VARIABLE in env:
-            own, name = "rank", env[TAG_VARIABLE].split(":")[0]
+            process_role, name = "rank", env[TAG_VARIABLE].split(":")[0]
             if not any(folder.glob(f"results/*/allocations/{name}")):
                 continue
         else:
             continue
-        if own == role and start_time(pid) is not None:
-            found.append(Target(pid, own, name, env.get("SLURMD_NODENAME", "?")))
-    return sorted(found, key=lambda t: (t.allocation, t.host, t.pid))
+        if process_role == role and start_time(pid) is not None:
+            targets.append(Target(pid, process_role, name, env.get("SLURMD_NODENAME", "?")))
+    return sorted(targets, key=lambda t: (t.allocation, t.host, t.pid))
 
 
 def fork_servers(folder: Path) -> list[Target]:
@@ -125,10 +125,10 @@ def _is_rank(pid: int, words: list[str]) -> bool:
 def environment(pid: int) -> dict[str, str]:
     """The environment variables with which a process was started."""
     try:
-        items = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return {}
-    return dict(item.split("=", 1) for item in items if "=" in item)
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:

@@ -31,13 +31,13 @@ def executions_of(sweep: str, lines: Iterable[str]) -> list[Execution]:
 
     A line is SWEEP RUN_ID REPEAT ATTEMPT WORD ALLOCATION HOST PROCESS SECONDS, where WORD is start, step or end.
     """
-    found: dict[tuple[str, str], Execution] = {}
+    executions: dict[tuple[str, str], Execution] = {}
     for line in lines:
-        name, run_id, repeat, attempt, word, allocation, host, process, seconds = line.split()
-        key, at = f"{run_id}.{repeat}.{attempt}", float(seconds)
+        name, run_id, repeat, attempt, event, allocation, host, process, seconds = line.split()
+        key, t_s = f"{run_id}.{repeat}.{attempt}", float(seconds)
         if name != sweep:
             continue
-        new = Execution(key=key, allocation=allocation, host=host, process=process, started_s=at, last_s=at)
-        held = found.setdefault((key, process), new)
-        held.last_s, held.ended = max(held.last_s, at), held.ended or word == "end"
-    return sorted(found.values(), key=lambda execution: execution.started_s)
+        new = Execution(key=key, allocation=allocation, host=host, process=process, started_s=t_s, last_s=t_s)
+        current = executions.setdefault((key, process), new)
+        current.last_s, current.ended = max(current.last_s, t_s), current.ended or event == "end"
+    return sorted(executions.values(), key=lambda execution: execution.started_s)

@@ -66,10 +66,10 @@ class Bench:
 
     def _scaled(self, words: Sequence[str]) -> list[str]:
         """The words, with deadlines for this machine; of options of the same name only the last."""
-        last = {word.partition("=")[0] if "=" in word else i: word for i, word in enumerate(words)}
+        last = {option.partition("=")[0] if "=" in option else i: option for i, option in enumerate(words)}
         return [
-            f"{name}={float(word.partition('=')[2]) * self.slowness:.1f}" if name in DEADLINES else word
-            for name, word in last.items()
+            f"{name}={float(option.partition('=')[2]) * self.slowness:.1f}" if name in DEADLINES else option
+            for name, option in last.items()
         ]
 
     def environment(self) -> dict[str, str]:
@@ -91,22 +91,22 @@ class Bench:
 
     def here(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs a command in this process, without the second that its imports take elsewhere."""
-        output, said = io.StringIO(), io.StringIO()
+        output, errors = io.StringIO(), io.StringIO()
         command = ["ultrabench", *self._scaled(words)]
         with (
             mock.patch.object(sys, "argv", command), contextlib.chdir(self.folder),
-            contextlib.redirect_stdout(output), contextlib.redirect_stderr(said),
-            pytest.raises(SystemExit) as left,
+            contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors),
+            pytest.raises(SystemExit) as raised,
         ):  # fmt: skip
             cli.main()
-        code = left.value.code
+        code = raised.value.code
         assert isinstance(code, int)
-        return subprocess.CompletedProcess(command, code, output.getvalue(), said.getvalue())
+        return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
 
     def run(self, *words: str, code: int = 0, seconds: float = 240) -> str:
-        done = self.done(*words, seconds=seconds)
-        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        process = self.done(*words, seconds=seconds)
+        assert process.returncode == code, f"{process.returncode}\n{process.stdout}\n{process.stderr}"
+        return process.stdout
 
     def start(self, *words: str) -> patience.Process:
         # A test run in the background ignores SIGINT and SIGHUP, and its children would inherit that.
@@ -133,20 +133,20 @@ class Bench:
                 process.kill()
                 process.communicate()
 
-    def overrides(self, behaviour: str, *more: str) -> list[str]:
+    def overrides(self, behaviour: str, *options: str) -> list[str]:
         """The options of a sweep of the misbehaving program."""
         program = ["python", str(PROGRAM), str(self.witness), behaviour]
         words = ",".join(f"'{w}'" for w in [*program, "{run_id}", "{repeat}", "{attempt}"])
         return [
             "kernel=command", f"kernel.command=[{words}]", "model=tiny", "name=t", "sweep.tp=1",
             "sweep.pp=1", "measure.warmup_steps=2", "measure.min_steps=6", "measure.deadline_floor_s=2",
-            "launcher.heartbeat_s=3", *AT_ONCE, *more,
+            "launcher.heartbeat_s=3", *AT_ONCE, *options,
         ]  # fmt: skip
 
-    def launch(self, behaviour: str, *more: str, **sizes: Any) -> list[str]:
+    def launch(self, behaviour: str, *options: str, **sizes: Any) -> list[str]:
         """The command line of a launch, unless told otherwise on one node, without ZeRO, with any accumulation."""
         sizes = {"nodes": 1, "zero_stage": 0, "gas": None, **sizes}
-        return ["sweep", "launch", *self.overrides(behaviour, *axes(**sizes), *more)]
+        return ["sweep", "launch", *self.overrides(behaviour, *axes(**sizes), *options)]
 
     def rows(self) -> list[dict[str, Any]]:
         import pyarrow.parquet as pq
@@ -204,19 +204,19 @@ class Bench:
     def allocations(self) -> set[str]:
         return {p.name for p in self.folder.glob("results/*/allocations/*")}
 
-    def wait_for(self, what: Any, seconds: float = 60.0, rest_s: float = 0.05) -> None:
-        patience.wait_until(what, seconds, lambda: "\n".join(["what still runs:", *self.leftovers()]), rest_s)
+    def wait_for(self, test: Any, seconds: float = 60.0, rest_s: float = 0.05) -> None:
+        patience.wait_until(test, seconds, lambda: "\n".join(["what still runs:", *self.leftovers()]), rest_s)
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Any:
-    made = Bench(tmp_path)
+    new_bench = Bench(tmp_path)
     os.environ.pop(TAG_VARIABLE, None)
-    yield made
-    made.close()
+    yield new_bench
+    new_bench.close()
     try:
-        made.wait_for(lambda: made.leftovers() == [], 10)
+        new_bench.wait_for(lambda: new_bench.leftovers() == [], 10)
     except AssertionError:
-        for line in made.leftovers():  # these processes would disturb the next test
+        for line in new_bench.leftovers():  # these processes would disturb the next test
             os.kill(int(line.split()[0]), signal.SIGKILL)
         raise

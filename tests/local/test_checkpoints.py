@@ -46,8 +46,8 @@ def test_a_save_that_hangs_is_given_up_and_the_next_start_removes_what_killed_ru
     assert (row["checkpoint_cause"], {row[name] for name in CHECKPOINT}) == ("disk_slow", {None})
     assert "did not finish within 1 s" in row["checkpoint_reason"]
     folder = SweepFolder(bench.folder / "results/t")
-    left = folder.path.glob("checkpoint-*")
-    assert [*left] == []
+    saves = folder.path.glob("checkpoint-*")
+    assert [*saves] == []
     ended, other = (folder.checkpoint(folder.path, key) for key in (f"{row['run_id']}.0.0", "runs.0.0"))
     for path in (ended, other):
         (path / "sync").mkdir(parents=True)

@@ -35,12 +35,12 @@ def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, mo
     killed.kill()
     killed.communicate()
 
-    again = words
+    command = words
     for number in (signal.SIGTERM, signal.SIGHUP):
-        launcher = underway(bench, again)
-        again = follow_again(bench, launcher, number)
+        launcher = underway(bench, command)
+        command = follow_again(bench, launcher, number)
         assert bench.leftovers() != []
-    launcher = underway(bench, again)
+    launcher = underway(bench, command)
     assert bench.count("adopted") == 3, "each one follows what runs"
     assert bench.count(PLANNED) == 1
 
@@ -76,9 +76,9 @@ def follow_again(bench, launcher, number):
     output = bench.end(launcher, 128 + number)
     assert "Traceback" not in output
     last = output.splitlines()[-1]
-    ended, _, told = last.partition(" To follow again: ")
+    ended, _, advice = last.partition(" To follow again: ")
     assert ended == f"ended by {number.name}: stopped following the sweep; runs on this machine continue."
-    first, *words = shlex.split(told.partition("; to end them: ultrabench sweep cancel t")[0])
+    first, *words = shlex.split(advice.partition("; to end them: ultrabench sweep cancel t")[0])
     assert first == "ultrabench"
     return words
 

@@ -34,8 +34,8 @@ def test_a_run_that_leaves_many_files_harms_no_other_run_and_no_node(bench, monk
 
 def test_what_is_kept_of_a_run_follows_no_link(bench):
     bench.run(*bench.launch("1:endless_trace,2:raise", gbs=4, mbs=[1, 2]), code=1)
-    kept = {path.name for path in (bench.folder / "results/t/logs").glob("*/*/**/*") if path.is_file()}
-    assert kept == {"node0.log", "rank0.log", "rank1.log"}
+    names = {path.name for path in (bench.folder / "results/t/logs").glob("*/*/**/*") if path.is_file()}
+    assert names == {"node0.log", "rank0.log", "rank1.log"}
 
 
 def test_a_program_that_stops_its_fork_server_delays_nobody_else(bench):

@@ -44,12 +44,12 @@ def test_an_acceptance_run_in_small(bench):
     checks = {c["name"]: c for c in json.loads(bench.run("doctor", *HERE, "--json", seconds=290))}
     assert list(checks)[-4:] == ["same loss", "same gradient", "out of memory", "published speed"]
     assert {c["status"] for c in checks.values() if c["name"] not in CHECKS} == {"pass"}
-    for name, told in {
+    for name, text in {
         "same loss": "2 layouts match the loss of one GPU: ",
         "same gradient": "2 layouts match the gradient of one GPU: ",
         "out of memory": "allocate memory", "published speed": "no published speed",
     }.items():  # fmt: skip
-        assert told in checks[name]["finding"]
+        assert text in checks[name]["finding"]
     (path,) = bench.folder.glob("results/*/doctor.json")
     assert path.parent.name == "doctor-local-cpu"
     document = json.loads(path.read_text())

@@ -98,30 +98,30 @@ def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench)
     assert (row["status"], len(row["step_times_s"])) == ("ok", 6)
     shown = json.loads(bench.run("sweep", "show", row["run_id"], "--json"))
     ranks = shown["attempts"][0]["profile"]
-    assert [(seen["rank"], seen["steps"]) for seen in ranks] == [(0, 2), (1, 2)]
-    for seen in ranks:
-        assert seen["step_time_s"] > 0
-        assert 0 <= seen["exposed_communication_s"] <= seen["communication_s"]
-        used = seen["compute_s"] + seen["exposed_communication_s"] + seen["idle_s"]
-        assert used == pytest.approx(seen["step_time_s"], rel=1e-6)
-        names = [kernel["name"] for kernel in seen["top"]]
+    assert [(profile["rank"], profile["steps"]) for profile in ranks] == [(0, 2), (1, 2)]
+    for profile in ranks:
+        assert profile["step_time_s"] > 0
+        assert 0 <= profile["exposed_communication_s"] <= profile["communication_s"]
+        used = profile["compute_s"] + profile["exposed_communication_s"] + profile["idle_s"]
+        assert used == pytest.approx(profile["step_time_s"], rel=1e-6)
+        names = [kernel["name"] for kernel in profile["top"]]
         assert any(name.startswith("aten::") for name in names), "which ones depends on the load"
         assert any(name.startswith("gloo:") for name in names), "activations are sent"
-        *kinds, peak = seen["memory_bytes"].values()
+        *kinds, peak = profile["memory_bytes"].values()
         assert min(kinds) > 0
         assert sum(kinds) == peak
-        static = seen["memory_bytes"]
+        static = profile["memory_bytes"]
         beside = static["optimizer"] - 2 * static["parameter"]
         assert beside in range(4096), "AdamW keeps two of each, and steps"
-        with gzip.open(bench.folder / seen["folder"] / "trace.json.gz") as file:
+        with gzip.open(bench.folder / profile["folder"] / "trace.json.gz") as file:
             assert len(json.load(file)["traceEvents"]) > 100
     assert "exposed communication" in bench.run("sweep", "show", row["run_id"])
-    again = bench.done(*words)
-    assert again.returncode == 0
-    assert "trace=true applies to new runs only" in again.stderr
+    repeated = bench.done(*words)
+    assert repeated.returncode == 0
+    assert "trace=true applies to new runs only" in repeated.stderr
 
 
 def test_a_program_of_the_users_has_its_own_profiler(bench):
-    done = bench.here("sweep", "launch", *bench.overrides("ok", "trace=true"))
-    assert done.returncode == 2
-    assert "kernel=command" in done.stderr
+    process = bench.here("sweep", "launch", *bench.overrides("ok", "trace=true"))
+    assert process.returncode == 2
+    assert "kernel=command" in process.stderr

@@ -28,15 +28,15 @@ def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypat
     """The only agent of one node, the leading one of two, and the following one."""
     monkeypatch.setenv("STEP_S", "0.2")
     launcher = bench.start(*bench.launch("fine", "launcher.heartbeat_s=0.5", nodes=[1, 2], gbs=16, mbs=4))
-    left = {("n1-", 0), ("n2-", 0), ("n2-", 1)}
-    while left:
+    unfrozen = {("n1-", 0), ("n2-", 0), ("n2-", 1)}
+    while unfrozen:
         begun = len(bench.executions())
         bench.wait_for(lambda begun=begun: len(bench.executions()) > begun)
         size = "n1-" if agent(bench, 0, "n1-") else "n2-"
-        frozen = next((one for one in sorted(left) if one[0] == size), None)
-        if frozen and (found := agent(bench, frozen[1], size)):
-            left.remove(frozen)
-            os.kill(found, signal.SIGSTOP)
+        frozen = next((node for node in sorted(unfrozen) if node[0] == size), None)
+        if frozen and (pid := agent(bench, frozen[1], size)):
+            unfrozen.remove(frozen)
+            os.kill(pid, signal.SIGSTOP)
     bench.end(launcher)
     assert bench.leftovers() == []
     rows = bench.rows()
@@ -74,13 +74,13 @@ def test_a_launcher_on_another_host_waits_for_what_it_cannot_see(bench, monkeypa
         pytest.skip("no UTS namespace can be made here: another host needs root")
     monkeypatch.setenv("STEP_S", "0.8")
     words = bench.launch("fine", gbs=2, mbs=1)
-    here = bench.start(*words)
+    launcher = bench.start(*words)
     bench.wait_for(bench.executions)
     other = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", *bench.command(*words)]
-    done = patience.run(other, cwd=bench.folder)
-    output = bench.end(here)
-    assert done.returncode == 0, done.stderr
-    assert "this launcher can neither end nor replace it" in done.stderr
-    assert "disappeared" not in done.stderr + output
+    process = patience.run(other, cwd=bench.folder)
+    output = bench.end(launcher)
+    assert process.returncode == 0, process.stderr
+    assert "this launcher can neither end nor replace it" in process.stderr
+    assert "disappeared" not in process.stderr + output
     (row,) = bench.rows()
     assert (row["status"], len(bench.executions())) == ("ok", 1)

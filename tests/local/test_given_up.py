@@ -44,8 +44,8 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     program.write_text(KEEPS_MEMORY)
     events, _ = run_agents(allocation_of(sweep.path, program))
     (end,) = (e for e in events if isinstance(e, AllocationEnded))
-    held = "GPU 0 still has 40.0 GiB in use after the run: no known process"
-    assert (end.reason, end.avoid) == (f"local-1 is unusable: {held}", ("local-1",))
+    finding = "GPU 0 still has 40.0 GiB in use after the run: no known process"
+    assert (end.reason, end.avoid) == (f"local-1 is unusable: {finding}", ("local-1",))
     assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
 
 
@@ -55,7 +55,7 @@ def test_a_faulty_node_is_refused_and_the_journal_keeps_the_health_of_all(tmp_pa
     program.touch()
     (tmp_path / "health0").write_text("GPU-a ecc 0\nGPU-a power 500000\nGPU-a default_power 700000\n")
     (tmp_path / "health1").write_text("GPU-a ecc 3\n")
-    events, said = run_agents(replace(allocation_of(sweep.path, program), preflight=True))
+    events, errors = run_agents(replace(allocation_of(sweep.path, program), preflight=True))
     (end,) = (e for e in events if isinstance(e, AllocationEnded))
     fault = "local-1: the node is faulty: ECC errors (GPU 0: 3 errors)"
     assert (end.reason, end.avoid) == (fault, ("local-1",))
@@ -65,7 +65,7 @@ def test_a_faulty_node_is_refused_and_the_journal_keeps_the_health_of_all(tmp_pa
     sound, faulty = (findings_of(facts["health"])["ECC errors"] for facts in preflight.found["nodes"])
     assert (sound.health, faulty.health, faulty.numbers) == ("ok", "fail", {"GPU 0": 3})
     warning = "local-0: power limit (GPU 0: 200 W below); limit: not below the GPU's default; remedy: "
-    assert warning in said
+    assert warning in errors
 
 
 def run_agents(allocation):
@@ -84,6 +84,6 @@ def run_agents(allocation):
                 env={**os.environ, **place}, stderr=subprocess.PIPE, text=True,
             )
         )  # fmt: skip
-    said = [agent.communicate(timeout=120)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [1, 0], said
-    return [line.event for line in read_journal(sweep.journal)], said[0]
+    errors = [agent.communicate(timeout=120)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [1, 0], errors
+    return [line.event for line in read_journal(sweep.journal)], errors[0]

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.local
 
 def hung(bench):
     """The row of each run that stood still, and what its agent told, by mbs."""
-    found = {}
+    hung_by_mbs = {}
     for row in bench.rows():
         if row["status"] == "hang":
             attempts = json.loads(bench.run("sweep", "show", row["run_id"], "--json"))["attempts"]
-            (told,) = [a["result"] for a in attempts if a["result"]["status"] == "hang"]
-            found[row["mbs"]] = row, told
-    return found
+            (result,) = [a["result"] for a in attempts if a["result"]["status"] == "hang"]
+            hung_by_mbs[row["mbs"]] = row, result
+    return hung_by_mbs
 
 
 def test_a_stopped_rank_and_a_killed_one_are_named_and_their_runs_measured_again(bench):
@@ -37,19 +37,19 @@ def test_a_stopped_rank_and_a_killed_one_are_named_and_their_runs_measured_again
     bench.end(launcher, seconds=200)
     (reason,) = (row["reason"] for row in bench.rows() if row["status"] == "crash")
     assert "killed by SIGKILL, which ultrabench did not send" in reason
-    ((row, told),) = hung(bench).values()
-    stopped = [r for r in told["evidence"]["hang_evidence"] if r["state"] == "T"]
+    ((row, result),) = hung(bench).values()
+    stopped = [r for r in result["evidence"]["hang_evidence"] if r["state"] == "T"]
     assert len(stopped) == 1
     rank, host = stopped[0]["rank"], stopped[0]["host"]
     assert row["reason"].startswith(f"rank {rank} on {host} is stopped (state T)")
     assert "no progress for" in row["reason"]
-    assert told["suspect_hosts"] == [host]
-    others = [r for r in told["evidence"]["hang_evidence"] if r["rank"] != rank]
+    assert result["suspect_hosts"] == [host]
+    others = [r for r in result["evidence"]["hang_evidence"] if r["rank"] != rank]
     # The first rank that measures is reported; others may still be on their way there from step 1.
     assert all("#" in r["collective"] and r["step"] >= 1 and r["at"] for r in others)
     assert {r["status"] for r in bench.rows() if r["is_final"]} == {"ok"}
     shown = bench.run("sweep", "show", row["run_id"])
-    assert told["evidence"]["hang_cause"] in shown
+    assert result["evidence"]["hang_cause"] in shown
     stacks = [line for line in shown.splitlines() if line.endswith(".stacks.txt")]
     assert len(stacks) == 1, "a stopped rank cannot answer"
     assert all("kernel/step.py" in (bench.folder / path).read_text() for path in stacks)
@@ -63,9 +63,9 @@ def test_a_run_that_moves_again_while_it_is_examined_goes_on(bench):
 
 def test_ranks_that_stay_away_from_their_collective_are_named(bench):
     bench.run(*bench.launch("receive", "retry.attempts.hang=0", nodes=2, gbs=8, mbs=2), code=1)
-    ((row, told),) = hung(bench).values()
+    ((row, result),) = hung(bench).values()
     # Nobody records what gloo sends: rank 0 receives, and ranks 1 and 2 are one all-reduce ahead of both.
     cause = "rank 3 on local-1 never entered all_reduce #6 of group world"
     assert row["reason"].startswith(f"{cause}; 2 ranks wait for it")
-    assert told["suspect_hosts"] == ["local-1"]
-    assert "Rank 3 is in lose_time (local/program.py:" in told["evidence"]["hang_cause"]
+    assert result["suspect_hosts"] == ["local-1"]
+    assert "Rank 3 is in lose_time (local/program.py:" in result["evidence"]["hang_cause"]

@@ -84,9 +84,9 @@ def several(bench, *commands, code=0):
     """The outputs of several commands, which all end with this code: stdout if that is 0, else stderr."""
     lines = [bench.command(*words)[3:] for words in commands]  # without the program
     words = [sys.executable, "-c", SEVERAL, json.dumps(lines)]
-    done = patience.run(words, cwd=bench.folder, env=bench.environment())
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [answer[0] for answer in answers] == [code] * len(commands), done.stderr + done.stdout
+    process = patience.run(words, cwd=bench.folder, env=bench.environment())
+    answers = [json.loads(line) for line in process.stdout.splitlines()]
+    assert [answer[0] for answer in answers] == [code] * len(commands), process.stderr + process.stdout
     return [output if code == 0 else messages for _, output, messages in answers]
 
 
@@ -149,8 +149,8 @@ def test_predictions_and_the_search_know_three_more_axes(changed_bench):
         texts = re.findall(r"<text[^>]*>([^<]*)", (changed_bench.folder / f"{name}.svg").read_text())
         assert {f"{title} ({name})", "1", "2", "4"} <= {*texts}
     # Each is as far from its neutral value as a doubled degree; a multiplied one doubles the number of ranks.
-    done = subprocess.run([sys.executable, "-c", DISTANCES], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["shards True 4", "etp True 4", "up True 8"]
+    process = subprocess.run([sys.executable, "-c", DISTANCES], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == ["shards True 4", "etp True 4", "up True 8"]
 
 
 def run_ids(bench, plan):

@@ -87,7 +87,7 @@ def holders(bench):
 
 def test_a_secret_reaches_the_program_and_one_private_file_only(bench):
     (bench.folder / "program.py").write_text(NEEDS_A_TOKEN)
-    seen, fail = bench.folder / "seen", bench.folder / "seen.fail"
+    tokens, fail = bench.folder / "seen", bench.folder / "seen.fail"
     fail.touch()
     words = [
         "kernel=command", "kernel.command=[python,program.py,seen]", "model=tiny", "name=t", "measure=quick",
@@ -97,7 +97,7 @@ def test_a_secret_reaches_the_program_and_one_private_file_only(bench):
     env = "kernel.env={HF_TOKEN: hunter2-very-secret, PLAIN: shown}"
     private = bench.folder / "results/t/allocations/secrets.json"
     bench.run("sweep", "launch", *words, env, code=1)
-    assert set(seen.read_text().splitlines()) == {"hunter2-very-secret shown"}
+    assert set(tokens.read_text().splitlines()) == {"hunter2-very-secret shown"}
     assert holders(bench) == [str(private)]
     assert private.stat().st_mode & 0o777 == 0o600
     head = json.loads((bench.folder / "results/t/sweep.json").read_text())
@@ -106,11 +106,11 @@ def test_a_secret_reaches_the_program_and_one_private_file_only(bench):
     assert redacted in head["provenance"]["argv"]
 
     fail.unlink()
-    before = len(seen.read_text().splitlines())
+    before = len(tokens.read_text().splitlines())
     bench.run("sweep", "retry", "t")  # finds the value again
-    assert set(seen.read_text().splitlines()[before:]) == {"hunter2-very-secret shown"}
-    for same in (redacted, env.replace("hunter2", "hunter2-renewed")):  # the same sweep, the same results
-        bench.run("sweep", "launch", *words, same)
+    assert set(tokens.read_text().splitlines()[before:]) == {"hunter2-very-secret shown"}
+    for override in (redacted, env.replace("hunter2", "hunter2-renewed")):  # the same sweep, the same results
+        bench.run("sweep", "launch", *words, override)
     assert "hunter2-renewed-very-secret" in private.read_text()
     private.unlink()
     assert "hunter2" not in bench.run("sweep", "show", bench.rows()[0]["run_id"], "--json")

@@ -21,11 +21,11 @@ BEHAVIOURS = {2**n: name for n, name in enumerate(EXPECTED)}
 
 
 def test_statuses_retry_and_table(bench):
-    word = ",".join(f"{mbs}:{name}" for mbs, name in BEHAVIOURS.items())
+    behaviours = ",".join(f"{mbs}:{name}" for mbs, name in BEHAVIOURS.items())
     limits = ("measure.run_limit_s=4", "measure.race=null", "measure.start_deadline_s=600")
-    done = bench.done(*bench.launch(word, *limits, gbs=1024, seq_len=8, mbs=[*BEHAVIOURS]))
-    assert done.returncode == 1
-    (shown,) = re.findall(r"^next: ultrabench sweep show (\w{16}) t shows why", done.stderr, re.MULTILINE)
+    process = bench.done(*bench.launch(behaviours, *limits, gbs=1024, seq_len=8, mbs=[*BEHAVIOURS]))
+    assert process.returncode == 1
+    (shown,) = re.findall(r"^next: ultrabench sweep show (\w{16}) t shows why", process.stderr, re.MULTILINE)
     rows = bench.rows()
     last = {BEHAVIOURS[r["mbs"]]: r for r in rows if r["is_final"]}
     assert shown in {r["run_id"] for r in last.values() if r["status"] not in ("ok", "oom")}
@@ -44,10 +44,10 @@ def test_statuses_retry_and_table(bench):
     bench.run("sweep", "retry", "t", "--only", "crash", code=1)
     old = {(r["run_id"], r["attempt"]) for r in rows}
     rows = bench.rows()
-    again = {BEHAVIOURS[r["mbs"]]: r for r in rows if (r["run_id"], r["attempt"]) not in old}
-    assert sorted(again) == ["kill", "orphans", "raise"]
+    retried = {BEHAVIOURS[r["mbs"]]: r for r in rows if (r["run_id"], r["attempt"]) not in old}
+    assert sorted(retried) == ["kill", "orphans", "raise"]
     new = bench.executions()[len(before) :]
-    assert sorted(new) == sorted(f"{r['run_id']} 0 {r['attempt']}" for r in again.values())
-    shown = bench.run("sweep", "show", again["raise"]["run_id"])
+    assert sorted(new) == sorted(f"{r['run_id']} 0 {r['attempt']}" for r in retried.values())
+    shown = bench.run("sweep", "show", retried["raise"]["run_id"])
     assert shown.count("crash") == 3, "in the head, and once for each attempt"
     assert sorted(bench.executions()) == sorted(f"{r['run_id']} {r['repeat']} {r['attempt']}" for r in rows)

@@ -10,12 +10,12 @@ pytestmark = pytest.mark.local
 
 def test_the_command_that_a_budget_prints_goes_on_to_the_end(bench):
     words = bench.launch("fine", "launcher.pack=1", gbs=16, mbs=[1, 2, 4])
-    said = bench.end(bench.start(*words, "--max-gpu-hours", "0.001"), 1)
-    assert "over the budget of 0.001" in said
+    output = bench.end(bench.start(*words, "--max-gpu-hours", "0.001"), 1)
+    assert "over the budget of 0.001" in output
     assert bench.executions() == [], "a job is submitted only where its predicted price is left"
-    again = shlex.split(said.split("To continue: ")[1].splitlines()[0])
-    assert again[:4] == ["ultrabench", "sweep", "resume", "t"]
-    bench.run(*again[1:])
+    command = shlex.split(output.split("To continue: ")[1].splitlines()[0])
+    assert command[:4] == ["ultrabench", "sweep", "resume", "t"]
+    bench.run(*command[1:])
     assert [r["status"] for r in bench.rows()] == ["ok"] * 3
     assert len(bench.executions()) == 3
 
@@ -25,10 +25,10 @@ def test_the_breaker_stops_a_sweep_and_a_new_launch_goes_on(bench):
         "raise", "launcher.pack=1", "retry.breaker=3", gbs=32, zero_stage=[0, 1], mbs=[1, 2, 4]
     )
     for executed in (3, 6):
-        done = bench.done(*words)
-        assert done.returncode == 1
-        assert "the last 3 runs all failed in the same way: crash" in done.stderr
-        assert "planted error" in done.stderr
+        process = bench.done(*words)
+        assert process.returncode == 1
+        assert "the last 3 runs all failed in the same way: crash" in process.stderr
+        assert "planted error" in process.stderr
         assert len(bench.executions()) == executed
     assert bench.status()["by_status"] == {"crash": 6}
 

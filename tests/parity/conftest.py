@@ -37,9 +37,9 @@ class Server:
         self._link.close()
         self._process.wait()
 
-    def ask(self, function: Callable[..., Any], *given: Any) -> Any:
+    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """What the function of a module returns in a process that may compute, or the text of its error."""
-        self._link.send((self.fault, function, given))
+        self._link.send((self.fault, function, args))
         return self._link.recv()
 
 

@@ -18,8 +18,8 @@ def tell_timeouts(trainer: TrainStep) -> None:
     """Also writes the seconds after which each group gives up, at the end of the steps."""
     groups = dist.distributed_c10d._world.pg_map
     options = {g.group_desc: g._get_backend(torch.device("cpu")).options for g in groups}
-    told = {name: option._timeout.total_seconds() for name, option in options.items()}
-    Path(f"{os.environ['ULTRABENCH_REPORT']}.timeouts").write_text(json.dumps(told))
+    timeouts_s = {name: option._timeout.total_seconds() for name, option in options.items()}
+    Path(f"{os.environ['ULTRABENCH_REPORT']}.timeouts").write_text(json.dumps(timeouts_s))
     require_equal_replicas(trainer)
 
 

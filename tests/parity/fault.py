@@ -14,7 +14,7 @@ class Fault:
     name: str
     instead: Callable[..., Any]
     """Gets what is right; where that is a function, also the arguments of each call."""
-    seen: dict[str, list[str]]
+    cases_by_check: dict[str, list[str]]
     """Check of tests/mutations.py that must see the fault -> the layouts, models or tests with which it does."""
 
     def __call__(self) -> None:
@@ -42,11 +42,11 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def planted(owner: Any, name: str, **seen: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the function to FAULTS, as `instead` of the attribute `name`; `seen` is check="case, case"."""
+def planted(owner: Any, name: str, **cases: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the function to FAULTS, as `instead` of the attribute `name`; `cases` is check="case, case"."""
 
     def add(instead: Callable[..., Any]) -> Callable[..., Any]:
-        places = {check: where.split(", ") for check, where in seen.items()}
+        places = {check: where.split(", ") for check, where in cases.items()}
         FAULTS[instead.__name__] = Fault(owner, name, instead, places)
         return instead
 

@@ -11,7 +11,7 @@ from torch.distributed import device_mesh
 from ultrabench.kernel.check import parity
 from ultrabench.kernel.requests import CheckResult, CheckSpec
 
-made: list[str] = []
+group_calls: list[str] = []
 """The calls of this process that make groups, with their arguments, in order."""
 MAKERS = (
     (dist.distributed_c10d, "_new_group_with_tag"),  # which new_group calls, by whichever name torch has it
@@ -20,11 +20,11 @@ MAKERS = (
 
 
 def recorded(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that also adds its call to `made`."""
+    """A function that also adds its call to `group_calls`."""
 
     @wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
-        made.append(repr((make.__name__, args, kwargs)))
+        group_calls.append(repr((make.__name__, args, kwargs)))
         return make(*args, **kwargs)
 
     return call
@@ -38,7 +38,7 @@ def compare_groups() -> None:
 
     def train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
         train(spec, rank, folder)
-        (folder / f"groups{rank}").write_text("\n".join(made))
+        (folder / f"groups{rank}").write_text("\n".join(group_calls))
 
     def compare_ranks(spec: CheckSpec, folder: Path) -> CheckResult:
         ranks = spec.layout.world_size

@@ -100,8 +100,8 @@ def copied_tokens(right, tensor, group):
 @planted(step, "sum_norm_layer_gradients", counts="test_tensor_parallel 1")
 def norms_one_by_one(right, params, ranks):
     """Each norm has an all-reduce of its own."""
-    for one in params:
-        right([one], ranks)
+    for param in params:
+        right([param], ranks)
 
 
 # Data parallelism, ZeRO and the optimizer.
@@ -153,18 +153,18 @@ def same_samples(right, layout, _):
 def local_norm(right):
     """Each rank clips by the norm of its own part of the gradient."""
 
-    def all_reduce(both):
-        own = both[1].clone()
-        dist.all_reduce(both)
-        both[1] = own
+    def all_reduce(loss_and_norm):
+        norm = loss_and_norm[1].clone()
+        dist.all_reduce(loss_and_norm)
+        loss_and_norm[1] = norm
 
     return changed(right, all_reduce=all_reduce)
 
 
 @planted(step, "clip_factor", parity="gas=2")
-def stretched_gradients(right, norm, most):
+def stretched_gradients(right, norm, max_norm):
     """Gradients whose norm is below the largest one are made as large."""
-    return most / (norm + 1e-6)
+    return max_norm / (norm + 1e-6)
 
 
 @planted(step.TrainStep, "update", replicas="dp=2", parity="dp=2 zero_stage=1 fp32")
@@ -259,9 +259,9 @@ def wrong_targets(right, self, inputs, targets):
 @planted(stage, "stage_backward_weight", parity="pp=2 gas=2 zbv")
 def weights_twice(right, weights, groups):
     """The gradients of weights are computed and added twice."""
-    held = [*weights]
-    right(iter(held), [dict(group) for group in groups], retain_graph=True)
-    return right(iter(held), groups)
+    weight_list = [*weights]
+    right(iter(weight_list), [dict(group) for group in groups], retain_graph=True)
+    return right(iter(weight_list), groups)
 
 
 @planted(step, "cp_group", groups="dp=3")
@@ -278,10 +278,10 @@ def stale_recompute(right, function, *args, **kwargs):
     """A layer is computed anew from half its input."""
     runs = count()
 
-    def again(x, *more):
-        return function(x * 0.5 if next(runs) else x, *more)
+    def from_half(x, *rest):
+        return function(x * 0.5 if next(runs) else x, *rest)
 
-    return right(again, *args, **kwargs)
+    return right(from_half, *args, **kwargs)
 
 
 @planted(recompute, "keeps_result", counts="test_recompute")

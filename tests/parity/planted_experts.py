@@ -52,8 +52,8 @@ def score_twice(right, ep, x, weights, route, experts):
 @planted(ep, "_mix", parity="tp=2 ep=2 moe")
 def dropped_token(right, ep, x, weights, route, experts):
     """The experts of the last token of a rank have no room for it."""
-    kept = torch.arange(len(x)) < len(x) - 1
-    return right(ep, x, weights * kept[:, None], route, experts)
+    has_room = torch.arange(len(x)) < len(x) - 1
+    return right(ep, x, weights * has_room[:, None], route, experts)
 
 
 @planted(ep, "_grouped_gradients", parity="dp=2 ep=2 moe")
@@ -96,7 +96,7 @@ def lost_ep(right, layout, device_type):
 
 
 @planted(model, "Routing", ignored="dp=2 ep=2 moe routing=skew=1")
-def lost_routing(right, word, *args):
+def lost_routing(right, routing, *args):
     """Experts are chosen evenly, whatever the routing is."""
     return right("balanced", *args)
 

@@ -61,8 +61,8 @@ def bias_without_gradient(right, self, x, norm):
 def with_attention(functional, change, **options):
     """A `functional` whose attention has these options, and first changes its queries, keys and values."""
 
-    def attention(*heads, **more):
-        return functional.scaled_dot_product_attention(*change(*heads), **(more | options))
+    def attention(*heads, **kwargs):
+        return functional.scaled_dot_product_attention(*change(*heads), **(kwargs | options))
 
     return changed(functional, scaled_dot_product_attention=attention)
 

@@ -27,9 +27,9 @@ def other_schedule(right):
 
 
 @planted(step, "apply_dp", ignored="zero_stage=3")
-def gathered_parameters(right, decoder, mesh, zero_stage, *more):
+def gathered_parameters(right, decoder, mesh, zero_stage, *rest):
     """Parameters stay gathered after forward."""
-    right(decoder, mesh, 1, *more)
+    right(decoder, mesh, 1, *rest)
 
 
 @planted(step, "apply_dp", ignored="dp=4 zero_stage=1 dp_shard=2 gas=2")
@@ -142,5 +142,5 @@ def tf32(right, *args):
 def unfused_optimizer(right):
     """AdamW launches several kernels for each operation."""
     return changed(
-        right, optim=changed(right.optim, AdamW=lambda *args, fused, **more: right.optim.AdamW(*args, **more))
+        right, optim=changed(right.optim, AdamW=lambda *args, fused, **kw: right.optim.AdamW(*args, **kw))
     )

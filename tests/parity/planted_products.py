@@ -54,9 +54,9 @@ def wide_weight_gradients(right, ranks, grads, x):
 
 
 @planted(tp.TensorParallel, "__init__", ignored="gas=1 fp8")
-def no_fp8(right, self, group, sequence_parallel=True, fp8=False, **more):
+def no_fp8(right, self, group, sequence_parallel=True, fp8=False, **options):
     """Layers compute in bf16."""
-    right(self, group, sequence_parallel, False, **more)
+    right(self, group, sequence_parallel, False, **options)
 
 
 @planted(model, "head_loss", ignored="gas=1 fp8")

@@ -70,8 +70,8 @@ class Order(CollectiveCounts):
         before = {name: calls for name, (calls, _) in self.calls_and_bytes.items()}
         super().record(func, args, kwargs, out)
         self.names += [name for name, (calls, _) in self.calls_and_bytes.items() if calls != before.get(name)]
-        if func.namespace == "aten" and (word := WORDS.get(func._schema.name.removeprefix("aten::"))):
-            self.names.append(word)
+        if func.namespace == "aten" and (kind := WORDS.get(func._schema.name.removeprefix("aten::"))):
+            self.names.append(kind)
 
 
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
@@ -180,10 +180,10 @@ def dry_cost(run: RunSpec) -> RankCost:
     return from_dict(RankCost, rank_cost(run, 0))
 
 
-def _answer(fault: str | None, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def _answer(fault: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if fault is not None:
         FAULTS[fault]()
-    return function(*given)
+    return function(*args)
 
 
 def serve(fd: int) -> None:

@@ -45,13 +45,13 @@ def test_a_run_saves_and_loads_after_all_else_is_reported(forks, tmp_path):
     task = replace(task_of("dp=2 zero_stage=1 gas=2", "bf16"), checkpoint=str(tmp_path / "checkpoint"))
     codes, lines = run_ranks(forks, task, tmp_path)
     assert codes == [0, 0]
-    for seen in lines:
-        assert phases(seen)[-3:] == ["measure", "checkpoint", "teardown"]
-        names = [line["event"] for line in seen if line["event"] != "step"]
+    for rank_lines in lines:
+        assert phases(rank_lines)[-3:] == ["measure", "checkpoint", "teardown"]
+        names = [line["event"] for line in rank_lines if line["event"] != "step"]
         assert names[-5:] == ["memory", "done", "phase", "checkpoint", "phase"], (
             "no peak of the checkpoint counts"
         )
-        measured = [line["measured"] for line in events(seen, "step")]
+        measured = [line["measured"] for line in events(rank_lines, "step")]
         assert (measured.count(True), measured[-1]) == (8, False), "the last steps ran beside a save"
     (numbers,) = events(lines[0], "checkpoint")
     assert {*numbers} == NUMBERS | {"event", "time"}
@@ -75,7 +75,7 @@ def test_a_full_file_system_is_named_and_the_steps_stand(forks, tmp_path):
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
     assert codes == [0, 0]
-    for seen in lines:
-        (failure,) = events(seen, "checkpoint")
+    for rank_lines in lines:
+        (failure,) = events(rank_lines, "checkpoint")
         assert failure["message"] == "OSError: [Errno 28] No space left on device"
-        assert [line["stopped"] for line in events(seen, "done")] == ["max_steps"]
+        assert [line["stopped"] for line in events(rank_lines, "done")] == ["max_steps"]

@@ -135,11 +135,11 @@ def test_expert_parallel(server, recompute):
 
     A layer that runs forward again sends both to the experts again, but not the results back.
     """
-    again = int(recompute == "full")
+    extra = int(recompute == "full")
     gas, tokens, chosen = 2, 64, MOE.num_experts_per_tok
-    sent = gas * ((4 + again) * 4 * tokens * chosen * MOE.hidden_size + (2 + again) * 4 * tokens * chosen)
+    sent = gas * ((4 + extra) * 4 * tokens * chosen * MOE.hidden_size + (2 + extra) * 4 * tokens * chosen)
     for counts in counts_of(server, f"dp=2 ep=2 gas={gas} moe {recompute}"):
-        assert counts["ep all_to_all"] == [gas * (6 + 2 * again), sent]
+        assert counts["ep all_to_all"] == [gas * (6 + 2 * extra), sent]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -152,13 +152,13 @@ def test_tokens_of_experts_are_counted_once(server, recompute):
         assert counted_tokens == [gas * 64 * MOE.num_experts_per_tok]
 
 
-@pytest.mark.parametrize("word", ["eager", "compile"])
-def test_tensor_parallel_overlaps(server, word):
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_tensor_parallel_overlaps(server, mode):
     """Backward gathers beside the products that make the input's gradient, and scatters it beside the weights'.
 
     Nothing is added or copied between; the one copy of a step is of the maxima of the loss.
     """
-    (_, names), *_ = server.ask(counted, spec_of(f"tp=2 mbs=2 {word}"))
+    (_, names), *_ = server.ask(counted, spec_of(f"tp=2 mbs=2 {mode}"))
     for weights in (2, 3):
         products = ["product"] * weights
         backward = " ".join(("tp all_gather", *products, "tp reduce_scatter", *products))

@@ -106,10 +106,10 @@ def flops_of_one_rank_a_stage(spec):
     down = h * shape.intermediate_size
     full = 2 * (shape.layer_matmul_params() - down * (layout.tp == 1)) + attention
     selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
-    again = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
+    recomputed = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
     layers = shape.num_hidden_layers // (layout.full_every or 1)
     plain = 6 * shape.num_matmul_params + 14 * shape.num_hidden_layers * shape.q_width * seq_len
-    return spec.run.tokens_per_step * (plain + again * layers) // (layout.dp * layout.tp)
+    return spec.run.tokens_per_step * (plain + recomputed * layers) // (layout.dp * layout.tp)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -117,10 +117,10 @@ def test_recomputation_keeps_what_docs_say(server, tp):
     """Numbers of each token by the table of docs/reference/kernel.md, in bf16; the log-sums of attention are in the tolerance."""
     h, q, kv, f, layers, tokens = 64, 64, 32, 128, SHALLOW.num_hidden_layers, 16 * 64 // tp
     whole, half = 4 * h + 2 * q + 2 * kv + 4 * f, h + 2 * q + kv + f + (2 * h if tp > 1 else 0)
-    kept = {"attention": whole, "selective": half, "every2": (whole + h) / 2, "full": h}
-    specs = [spec_of(f"tp={tp} mbs=16 {word}") for word in ("none", *kept)]
+    stored = {"attention": whole, "selective": half, "every2": (whole + h) / 2, "full": h}
+    specs = [spec_of(f"tp={tp} mbs=16 {mode}") for mode in ("none", *stored)]
     plain, *recomputing = server.ask(dry_costs_of_rank, 0, *specs)
-    for cost, numbers in zip(recomputing, kept.values(), strict=True):
+    for cost, numbers in zip(recomputing, stored.values(), strict=True):
         saved = plain.activation_bytes - cost.activation_bytes
         expected = 2 * tokens * layers * (whole - numbers)
         assert saved == pytest.approx(expected, abs=0.01 * plain.activation_bytes)
@@ -143,10 +143,10 @@ def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute)
     wide = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1024, **heads)
     shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
-    few, many = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
+    shallow, deep = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
     m = micro_batch(in_precision(specs[0], "bf16"))
     stored = m.hidden if recompute == "full" else m.dense.stored
-    assert (many - few) / 4 == pytest.approx(stored, rel=0.02)
+    assert (deep - shallow) / 4 == pytest.approx(stored, rel=0.02)
 
 
 @pytest.mark.campaign
@@ -176,24 +176,24 @@ def test_a_step_in_fp8_multiplies_sends_and_keeps_what_one_in_bf16_does(server, 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_more_micro_batches_need_no_more_memory(server, schedule):
     """Only their inputs and targets stay, of 8 bytes each, but no messages nor what a loss was computed from."""
-    few, many = (spec_of(f"pp=2 gas={gas} {schedule}") for gas in (6, 8))
-    costs = server.ask(dry_costs_of_rank, few.layout.first_rank(1), few, many)
-    less, more = (cost.peak_bytes for cost in costs)
-    batch = 16 * (many.layout.gas - few.layout.gas) * few.layout.mbs * few.seq_len
-    assert more - less == pytest.approx(batch, abs=64)  # and the losses
+    gas_6, gas_8 = (spec_of(f"pp=2 gas={gas} {schedule}") for gas in (6, 8))
+    costs = server.ask(dry_costs_of_rank, gas_6.layout.first_rank(1), gas_6, gas_8)
+    peak_6, peak_8 = (cost.peak_bytes for cost in costs)
+    batch = 16 * (gas_8.layout.gas - gas_6.layout.gas) * gas_6.layout.mbs * gas_6.seq_len
+    assert peak_8 - peak_6 == pytest.approx(batch, abs=64)  # and the losses
 
 
 def test_a_dry_run_of_64_gpus_fits_this_machine():
     """The command's answer: masters and moments are 12 bytes a parameter, spread over all ranks."""
     words = "model=1B nodes=8 tp=8 zero_stage=3 --json"
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "kernel", "dryrun", *words.split()]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    (stage,) = found["stages"]
-    params = from_dict(RunSpec, found["spec"]).shape.num_params
+    document = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    (stage,) = document["stages"]
+    params = from_dict(RunSpec, document["spec"]).shape.num_params
     assert stage["static_bytes"] == pytest.approx(12 * params / 64, rel=1e-3)
     parts = ("parameter", "gradient", "optimizer", "activation")
-    assert sum(stage[f"{part}_bytes"] for part in parts) == stage["peak_bytes"] == found["peak_bytes"]
-    assert stage["model_flops"] * 64 == found["model_flops"] < found["hardware_flops"]
+    assert sum(stage[f"{part}_bytes"] for part in parts) == stage["peak_bytes"] == document["peak_bytes"]
+    assert stage["model_flops"] * 64 == document["model_flops"] < document["hardware_flops"]
 
 
 def test_a_dry_run_whose_command_is_killed_ends_without_a_traceback():

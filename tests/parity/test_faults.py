@@ -30,25 +30,25 @@ def test_planted_fault_is_caught(server, mutation):
 
     tests/mutations.md shows what the check says of an option that is ignored.
     """
-    found = find(server, mutation)
-    assert found.by == mutation.by, found
+    finding = find(server, mutation)
+    assert finding.by == mutation.by, finding
     if mutation.by == "ignored":
-        assert f"| {mutation.where} | ignored | {found.shown} |" in PAGE.read_text()
+        assert f"| {mutation.where} | ignored | {finding.shown} |" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(
-    ("case", "most"),
+    ("case", "bound"),
     [
         ("dp=2 tp=2 zero_stage=1 gas=2 fp32", 1e-4),
         ("pp=2 gas=4 interleaved tied bf16", 0.1),
         ("tp=2 cp=2 bf16", 0.1),
     ],
 )
-def test_rounding_is_allowed(server, case, most):
+def test_rounding_is_allowed(server, case, bound):
     """Layouts that add up in another order than one process pass, where fp64's tolerance would fail them."""
     result = server.ask(run_check, spec_of(case))
     assert result.passed, result
-    assert FP64_TOLERANCE < result.grad_diff < result.grad_allowed < most
+    assert FP64_TOLERANCE < result.grad_diff < result.grad_allowed < bound
 
 
 def test_what_torch_gets_wrong_without_a_word_is_caught(server):

@@ -128,20 +128,20 @@ CASES = LAYOUTS + EXPERTS
 def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
     words = case.split()
-    pairs = (word.partition("=") for word in words if "=" in word)
+    pairs = (term.partition("=") for term in words if "=" in term)
     axes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
     pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
     routing = axes.pop("routing", "balanced")
     if "moe" in words:
         shape = dataclasses.replace(MOE, num_hidden_layers=shape.num_hidden_layers)
-    for word in CHANGES.keys() & set(words):
-        shape = dataclasses.replace(shape, **CHANGES[word])
+    for term in CHANGES.keys() & set(words):
+        shape = dataclasses.replace(shape, **CHANGES[term])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
     virtual = default_virtual_stages(schedule)
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
-    precision = next((word for word in words if word in ("bf16", "fp8", "fp32")), "fp64")
+    precision = next((term for term in words if term in ("bf16", "fp8", "fp32")), "fp64")
     options = {"precision": precision, "routing": routing, "compile": "compile" in words}
     return CheckSpec(layout=layout, shape=shape, steps=STEPS, **options)
 

@@ -28,11 +28,11 @@ def task_of(case, precision="fp32"):
     """A short run of the layout that `case` describes."""
     spec = in_precision(spec_of(case, TINY), precision)
     measure = measure_of(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
-    made = one_node.task("", "cpu")
-    return replace(made, run_id=spec.run_id, spec=spec, measure=measure, rank_mem_bytes=GIB)
+    template = one_node.task("", "cpu")
+    return replace(template, run_id=spec.run_id, spec=spec, measure=measure, rank_mem_bytes=GIB)
 
 
-def run_ranks(forks, task, folder, **more):
+def run_ranks(forks, task, folder, **variables):
     """Exit codes and report lines of all ranks; the test is the agent that passes on the port."""
     (folder / "task.json").write_text(json.dumps(to_dict(task)))
     ranks = range(task.spec.layout.world_size)
@@ -40,11 +40,11 @@ def run_ranks(forks, task, folder, **more):
     environment = {
         "WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1", "ULTRABENCH_SPEC": str(folder / "task.json"),
-        "ULTRABENCH_STORE": str(folder / "port"), **more,
+        "ULTRABENCH_STORE": str(folder / "port"), **variables,
     }  # fmt: skip
     for rank in ranks:
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ULTRABENCH_REPORT": str(reports[rank])}
-        forks.fork(rank, {**environment, **own}, folder / f"log{rank}", None)
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ULTRABENCH_REPORT": str(reports[rank])}
+        forks.fork(rank, {**environment, **of_rank}, folder / f"log{rank}", None)
     deadline, codes = Deadline(60), dict[int, int]()
     while len(codes) < len(ranks):
         assert not deadline.over(), [lines_of(report) for report in reports]
@@ -81,9 +81,9 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
     spec, pp = task.spec, task.spec.layout.pp
     codes, lines = run_ranks(forks, task, tmp_path)
     assert codes == [0, 0]
-    for rank, seen in enumerate(lines):
-        assert phases(seen) == ["process_group", "build", "first_step", "warmup", "measure", "teardown"]
-        steps = events(seen, "step")
+    for rank, rank_lines in enumerate(lines):
+        assert phases(rank_lines) == ["process_group", "build", "first_step", "warmup", "measure", "teardown"]
+        steps = events(rank_lines, "step")
         measured = [line["seconds"] for line in steps if line["measured"]]
         warmup = len(steps) - len(measured)
         assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
@@ -94,33 +94,33 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
             assert min(len(measured) - 8, warmup - 2) >= 0
         else:
             assert (warmup, len(measured)) == (2, 8)
-        (ran,) = [line["options"] for line in events(seen, "ran")]
+        (ran,) = [line["options"] for line in events(rank_lines, "ran")]
         options = {**dataclasses.asdict(spec.layout), "precision": precision, "recompute": "none"}
         unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else {"dp_overlap"}
-        known = {k: v for k, v in options.items() if k not in unknown}
+        expected = {k: v for k, v in options.items() if k not in unknown}
         computed_in = dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), "fp32")
         switches = {"compile": False, "fused_optimizer": True, "tf32": False}
-        assert ran == known | computed_in | switches | {"attention": "flash", "routing": "balanced"}
+        assert ran == expected | computed_in | switches | {"attention": "flash", "routing": "balanced"}
         assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         # Of the products of the matrices, and attention with its scores computed anew.
         per_token = 6 * TINY.num_matmul_params + 14 * TINY.num_hidden_layers * TINY.hidden_size * 64
-        (done,) = events(seen, "done")
-        assert done.items() >= {
+        (end,) = events(rank_lines, "done")
+        assert end.items() >= {
             "stopped": "max_steps", "ci_reached": False, "loss_final": steps[4]["loss"], "omp_num_threads": 1,
             "graphs": 0, "hardware_flops_per_step": spec.tokens_per_step * per_token,
         }.items()  # fmt: skip
-        *_, memory = events(seen, "memory")
+        *_, memory = events(rank_lines, "memory")
         assert memory["allocated_bytes"] is None
         assert 2**26 < memory["reserved_bytes"] < GIB
         progress = read_progress(tmp_path / f"report{rank}")
         assert progress.microbatches >= len(steps) * spec.layout.gas
         assert (progress.step, progress.part) == (len(steps), "optimizer")
-        assert len(events(seen, "environment")) == (rank == 0)
+        assert len(events(rank_lines, "environment")) == (rank == 0)
         timeouts = json.loads((tmp_path / f"report{rank}.timeouts").read_text())
         assert timeouts.keys() >= {"default_pg", "mesh_tp", "mesh_dp_replicate"}
         assert {*timeouts.values()} == {12 * 3600}
-    first, other = ([line["loss"] for line in events(seen, "step")] for seen in lines)
+    first, other = ([line["loss"] for line in events(rank_lines, "step")] for rank_lines in lines)
     assert first == other
     assert 0.1 < events(lines[0], "step")[0]["gradient_norm"] < 100
 
@@ -129,11 +129,11 @@ def test_replicas_that_differ_are_told(forks, tmp_path):
     """One bit of one copy of a parameter is flipped on rank 1 before the last step."""
     codes, lines = run_ranks(forks, task_of("dp=2"), tmp_path, FAULT="flipped_bit")
     assert codes == [1, 1]
-    for seen in lines:
-        (error,) = events(seen, "error")
+    for rank_lines in lines:
+        (error,) = events(rank_lines, "error")
         assert error["kind"] == "replicas"
         assert "layers.1.ffn.up.weight" in error["message"]
-        assert not events(seen, "done")
+        assert not events(rank_lines, "done")
 
 
 def shares(ranks):
@@ -170,23 +170,23 @@ def test_all_ranks_probe_and_rank_0_tells(forks, tmp_path, nodes, gpus_per_node,
     sizes = PROBES["cpu"].sizes_bytes if short else LONG_SIZES_BYTES["cpu"]
     scopes = (ranks > 1) + (1 < gpus_per_node < ranks)
     measurements = 2 + len(operations) * len(sizes) * scopes
-    for rank, seen in enumerate(lines):
-        assert phases(seen) == ["process_group", "probe", "teardown"]
-        assert [line["stopped"] for line in events(seen, "done")] == ["probe"]
+    for rank, rank_lines in enumerate(lines):
+        assert phases(rank_lines) == ["process_group", "probe", "teardown"]
+        assert [line["stopped"] for line in events(rank_lines, "done")] == ["probe"]
         assert read_progress(tmp_path / f"report{rank}").microbatches == measurements
-        assert len(events(seen, "probe")) == (rank == 0)
-    (found,) = events(lines[0], "probe")
-    rates, copies = found["gemm_flops_per_s"], found["memory_copy_bytes_per_s"]
+        assert len(events(rank_lines, "probe")) == (rank == 0)
+    (results,) = events(lines[0], "probe")
+    rates, copies = results["gemm_flops_per_s"], results["memory_copy_bytes_per_s"]
     assert len(rates) == len(copies) == ranks
     assert all(1e8 < rate < 1e13 for rate in [*rates, *copies])
-    assert list(found["collectives"]) == list(operations)
-    for name, rows in found["collectives"].items():
+    assert list(results["collectives"]) == list(operations)
+    for name, rows in results["collectives"].items():
         check_rows(rows["all"], sizes if ranks > 1 else (), shares(ranks)[name], ranks)
         if gpus_per_node in (1, ranks):
             assert rows["intra_node"] == (rows["all"] if ranks == gpus_per_node > 1 else None)
         else:
             check_rows(rows["intra_node"], sizes, shares(gpus_per_node)[name], gpus_per_node)
-    columns = summary(found)
+    columns = summary(results)
     assert columns["gemm_flops_per_s"] == min(rates)
     assert (columns["allreduce_busbw_bytes_per_s"] is None) == (ranks == 1)
     assert (columns["allreduce_intra_node_busbw_bytes_per_s"] is None) == (gpus_per_node == 1)

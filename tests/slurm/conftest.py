@@ -26,20 +26,20 @@ class Cluster:
     def tool(self, verb: str, *words: str, code: int = 0) -> str:
         """The output of slurm_cluster.py for this cluster; skips the test if that cannot work here."""
         command = [sys.executable, str(TOOL), verb, f"--dir={self.folder}", *words]
-        done = patience.run(command)
-        if verb == "up" and done.returncode == 2 != code:
-            pytest.skip(done.stderr.strip().splitlines()[-1])
-        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr * (code != 0)
+        process = patience.run(command)
+        if verb == "up" and process.returncode == 2 != code:
+            pytest.skip(process.stderr.strip().splitlines()[-1])
+        assert process.returncode == code, f"{process.returncode}\n{process.stdout}\n{process.stderr}"
+        return process.stdout + process.stderr * (code != 0)
 
     def run(self, *words: str, code: int | None = 0, timeout: float = 60) -> str:
         """The output of a Slurm command."""
         # SLURM_CONF in our environment may be that of another cluster.
         command = ["env", f"SLURM_CONF={self.folder}/slurm.conf", *words]
-        done = patience.run(command, timeout, cwd=self.folder)
+        process = patience.run(command, timeout, cwd=self.folder)
         if code is not None:
-            assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+            assert process.returncode == code, f"{process.returncode}\n{process.stdout}\n{process.stderr}"
+        return process.stdout
 
     def nodes(self) -> dict[str, str]:
         """The state of each node: idle, mixed, completing, down, ..."""
@@ -54,9 +54,9 @@ class Cluster:
         """Whether every node is idle and no job is left."""
         return set(self.nodes().values()) == {"idle"} and not self.jobs()
 
-    def wait_for(self, what: Callable[[], object], seconds: float = 30.0) -> None:
+    def wait_for(self, test: Callable[[], object], seconds: float = 30.0) -> None:
         # Most of what is asked starts commands of Slurm.
-        patience.wait_until(what, seconds, lambda: f"nodes {self.nodes()}, jobs {self.jobs()}", rest_s=0.25)
+        patience.wait_until(test, seconds, lambda: f"nodes {self.nodes()}, jobs {self.jobs()}", rest_s=0.25)
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +92,7 @@ def sweeps(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("STEP_S", "0.002")
     monkeypatch.delenv(TAG_VARIABLE, raising=False)
-    made = SlurmBench(tmp_path)
-    yield made
-    made.close()
-    slurm.wait_for(lambda: not made.leftovers())
+    bench = SlurmBench(tmp_path)
+    yield bench
+    bench.close()
+    slurm.wait_for(lambda: not bench.leftovers())

@@ -18,19 +18,19 @@ FEW = ("sweep.nodes=[1,2]", "sweep.gbs=8", "sweep.zero_stage=[0,1]", "sweep.mbs=
 class SlurmBench(Bench):
     """A folder with sweeps on a Slurm; its folder `bin` comes first in PATH."""
 
-    def overrides(self, behaviour: str, *more: str) -> list[str]:
+    def overrides(self, behaviour: str, *options: str) -> list[str]:
         return super().overrides(
             behaviour, "launcher=slurm", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
-            "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *more,
+            "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *options,
         )  # fmt: skip
 
-    def wait_for(self, what: Any, seconds: float = 60.0, rest_s: float = 0.25) -> None:
+    def wait_for(self, test: Any, seconds: float = 60.0, rest_s: float = 0.25) -> None:
         """Asks less often than on one machine, since most of what is asked starts commands of Slurm."""
-        super().wait_for(what, seconds, rest_s)
+        super().wait_for(test, seconds, rest_s)
 
-    def launch(self, behaviour: str, *more: str) -> list[str]:
+    def launch(self, behaviour: str, *options: str) -> list[str]:
         """The command line of a launch that asks no questions."""
-        return ["sweep", "launch", *self.overrides(behaviour, *more), "--max-gpu-hours", "100"]
+        return ["sweep", "launch", *self.overrides(behaviour, *options), "--max-gpu-hours", "100"]
 
     def fake(self, program: str, script: str) -> None:
         """Replaces a program of Slurm by a script, which finds the real program as $REAL and the number of this call as $N."""

@@ -31,22 +31,22 @@ def other(slurm):
 def daemon(cluster, name):
     """Pid of a daemon; a slurmd is named after its node."""
     lines = {pid: command_line(pid) for pid in own_processes()}
-    ours = {pid: words for pid, words in lines.items() if any(str(cluster.folder) in word for word in words)}
+    ours = {pid: words for pid, words in lines.items() if any(str(cluster.folder) in arg for arg in words)}
     (pid,) = [pid for pid, words in ours.items() if name in words]
     return pid
 
 
 def mentions(folder):
     """Processes with a folder in their command line or as their place."""
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_text() + " " + os.readlink(process / "cwd")
         except OSError:
             continue
         if str(folder) in words:
-            found.append(f"{process.name} {words}")
-    return found
+            processes.append(f"{process.name} {words}")
+    return processes
 
 
 def test_up_finds_it_running_and_a_step_sees_its_nodes_and_gpus(slurm):

@@ -16,9 +16,9 @@ LITTLE = ("launcher.mem=200M", "launcher.poll_s=1", "launcher.grace_s=2")
 
 def doctor(sweeps, *words, code=0):
     """The checks by name."""
-    found = json.loads(sweeps.run("doctor", *LITTLE, *words, "--json", code=code))
+    checks = json.loads(sweeps.run("doctor", *LITTLE, *words, "--json", code=code))
     assert not list(sweeps.folder.glob("*/.doctor-*")) or code
-    return {check["name"]: check for check in found}
+    return {check["name"]: check for check in checks}
 
 
 def test_all_checks_pass_and_written_clusters_are_used(sweeps):
@@ -35,7 +35,7 @@ def test_all_checks_pass_and_written_clusters_are_used(sweeps):
 
 
 @pytest.mark.parametrize(
-    ("word", "told", "remedy"),
+    ("override", "finding", "remedy"),
     [
         ("launcher.python=/nowhere/python", "/nowhere/python", "launcher.python="),
         ("hardware.gpus_per_node=16", "Requested node configuration is not available", "hardware.gpus_per_node="),
@@ -46,12 +46,12 @@ def test_all_checks_pass_and_written_clusters_are_used(sweeps):
          "exit code 73:0", "results_dir="),
     ],
 )  # fmt: skip
-def test_a_job_that_does_not_work(sweeps, word, told, remedy):
-    word = word.replace("{folder}", str(sweeps.folder)).replace("{python}", sys.executable)
-    hardware = "hardware=h100x8" if "hardware" in word else "hardware=cpu"
-    checks = doctor(sweeps, hardware, "sweep.nodes=[1]", word, code=1)
+def test_a_job_that_does_not_work(sweeps, override, finding, remedy):
+    override = override.replace("{folder}", str(sweeps.folder)).replace("{python}", sys.executable)
+    hardware = "hardware=h100x8" if "hardware" in override else "hardware=cpu"
+    checks = doctor(sweeps, hardware, "sweep.nodes=[1]", override, code=1)
     assert checks["job"]["status"] == "fail"
-    assert told in checks["job"]["finding"]
+    assert finding in checks["job"]["finding"]
     assert remedy in checks["job"]["remedy"]
     assert list(checks)[-1] == "job", "nothing is said of a node that nobody saw"
 

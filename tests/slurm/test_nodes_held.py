@@ -27,8 +27,8 @@ def witness(slurm, tmp_path):
 
 
 def test_nodes_that_an_epilog_holds_count_for_max_jobs_and_hours(sweeps, witness):
-    more = ("sweep.nodes=1", "launcher.max_jobs=1", "launcher.pack=2", "launcher.window=null")
-    sweeps.run(*sweeps.launch("fine", *FEW[1:], *more), seconds=280)
+    options = ("sweep.nodes=1", "launcher.max_jobs=1", "launcher.pack=2", "launcher.window=null")
+    sweeps.run(*sweeps.launch("fine", *FEW[1:], *options), seconds=280)
     steps = [int(line) for line in witness.read_text().split()]
     in_use = [sum(steps[: n + 1]) for n in range(len(steps))]
     assert (max(in_use), steps.count(1) >= 2) == (1, True), steps

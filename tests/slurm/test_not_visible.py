@@ -38,8 +38,8 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
     assert f"over the budget of {budget}" in stopped.stderr
     assert 0 < len(sweeps.rows()) < 10
     hours = held_hours(sweeps)
-    told = sweeps.status()["gpu_hours"]
-    assert told["useful"] + told["wasted"] == pytest.approx(hours, rel=0.1, abs=0.003 * sweeps.slowness)
+    usage = sweeps.status()["gpu_hours"]
+    assert usage["useful"] + usage["wasted"] == pytest.approx(hours, rel=0.1, abs=0.003 * sweeps.slowness)
     # The canary of each size is submitted at its predicted price; its true one is known only then.
     assert hours < float(budget) + 0.06 * sweeps.slowness
     sweeps.run(*words)

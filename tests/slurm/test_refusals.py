@@ -16,10 +16,10 @@ pytestmark = pytest.mark.slurm
 
 def refused(sweeps, *words, code):
     """What a launch says that must not come about."""
-    done = sweeps.here(*words)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr.strip().splitlines()[-1]
+    process = sweeps.here(*words)
+    assert process.returncode == code, process.stderr
+    assert "Traceback" not in process.stderr
+    return process.stderr.strip().splitlines()[-1]
 
 
 def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
@@ -53,20 +53,20 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
         ]
         (folder / f"gpu{node:02d}").write_text("\n".join(lines) + "\n")
     setup = f"export LD_LIBRARY_PATH={folder} FAKE_GPUS={folder}/$SLURMD_NODENAME"
-    more = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1",
+    options = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1",
             f"launcher.setup=['{setup}']")  # fmt: skip
-    sweeps.run(*sweeps.launch("fine", *FEW[1:], *more))
+    sweeps.run(*sweeps.launch("fine", *FEW[1:], *options))
     rows = sweeps.assert_each_ran_once(runs=6, allowed=frozenset({"node_fail"}))
-    told = [r for r in rows if r["status"] == "node_fail"]
-    assert len(told) == 1, "the node was avoided from the first refusal on"
-    assert told[0]["suspect_hosts"] == ["gpu01"]
-    assert f"gpu01: other processes use the GPUs: process {os.getpid()} (python" in told[0]["reason"]
-    assert "on GPU 1 with 2048 MiB" in told[0]["reason"]
+    refusals = [r for r in rows if r["status"] == "node_fail"]
+    assert len(refusals) == 1, "the node was avoided from the first refusal on"
+    assert refusals[0]["suspect_hosts"] == ["gpu01"]
+    assert f"gpu01: other processes use the GPUs: process {os.getpid()} (python" in refusals[0]["reason"]
+    assert "on GPU 1 with 2048 MiB" in refusals[0]["reason"]
     assert all(r["hostnames"] != ["gpu01"] for r in rows if r["status"] == "ok")
 
 
 @pytest.mark.parametrize(
-    ("override", "code", "told"),
+    ("override", "code", "message"),
     [
         ("launcher.max_nodes=null sweep.nodes=[4]", 2, "set launcher.max_nodes=4"),
         ("sweep.nodes=[16]", 2, "set launcher.max_nodes=16"),
@@ -77,6 +77,6 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
         ("+launcher.sbatch.constraint=nowhere", 3, "Invalid feature specification"),
     ],
 )
-def test_what_the_site_does_not_give_is_said_before_anything_is_submitted(sweeps, override, code, told):
-    assert told in refused(sweeps, *sweeps.launch("fine", *FEW, *override.split()), code=code)
+def test_what_the_site_does_not_give_is_said_before_anything_is_submitted(sweeps, override, code, message):
+    assert message in refused(sweeps, *sweeps.launch("fine", *FEW, *override.split()), code=code)
     assert (sweeps.folder / "results").exists() == (code == 3), "only sbatch knows of constraints"

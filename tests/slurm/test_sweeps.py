@@ -14,10 +14,10 @@ pytestmark = pytest.mark.slurm
 
 
 def test_the_embedded_kernel_trains_across_nodes(sweeps):
-    more = ["launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "model=tiny", "name=t", "sweep.gbs=8",
+    options = ["launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "model=tiny", "name=t", "sweep.gbs=8",
             "sweep.nodes=[2]", "sweep.tp=[1,2]", "sweep.pp=[1]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.min_steps=6",
             "measure.max_steps=6", "launcher.max_nodes=4"]  # fmt: skip
-    sweeps.run("sweep", "launch", *more, "--max-gpu-hours", "10")
+    sweeps.run("sweep", "launch", *options, "--max-gpu-hours", "10")
     table = sweeps.rows()
     losses = [r["loss_final"] for r in table]
     assert {(r["nodes"], r["tp"]) for r in table} == {(2, 1), (2, 2)}
@@ -60,11 +60,11 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     outputs = [sweeps.end(launcher, 1) for launcher in launchers]
     assert f"process {launchers[0].pid} on " in outputs[1]
     assert all("stopped: paused; resume with: ultrabench sweep resume t" in output for output in outputs)
-    done = len(sweeps.executions())
-    assert done < 40
+    executed = len(sweeps.executions())
+    assert executed < 40
     assert not sweeps.job_ids()
     sweeps.run(*words, code=1)
-    assert len(sweeps.executions()) == done, "a launch does not lift a pause"
+    assert len(sweeps.executions()) == executed, "a launch does not lift a pause"
 
     monkeypatch.setenv("STEP_S", "0.05")  # with steps of 2 ms the MFU is above 1, and no run is the best
     assert "best so far" in sweeps.run("sweep", "resume", "t")

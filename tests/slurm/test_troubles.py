@@ -72,9 +72,9 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
 def test_a_run_that_kills_an_agent_excludes_no_node(sweeps, behaviour, end, suspects):
     """As an OOM killer may: three attempts, each on the silence of an agent alone, and the others are ok."""
     few = ("sweep.nodes=[2]", "sweep.gbs=16", "sweep.zero_stage=0", "sweep.mbs=[1,2,4]", "sweep.gas=null")
-    done = sweeps.done(*sweeps.launch(f"1:{behaviour},2:fine,4:fine", *few, "launcher.heartbeat_s=0.5"))
-    assert done.returncode == 1, done.stderr
-    assert "is excluded" not in done.stdout + done.stderr
+    process = sweeps.done(*sweeps.launch(f"1:{behaviour},2:fine,4:fine", *few, "launcher.heartbeat_s=0.5"))
+    assert process.returncode == 1, process.stderr
+    assert "is excluded" not in process.stdout + process.stderr
     rows = sweeps.rows()
     ends = [(row["status"], row["cause"], len(row["suspect_hosts"] or ())) for row in rows if row["mbs"] == 1]
     # On a slow machine srun may end the leader before it has written what it saw of the other agent.
@@ -84,8 +84,8 @@ def test_a_run_that_kills_an_agent_excludes_no_node(sweeps, behaviour, end, susp
 
 
 def test_a_time_limit_in_the_middle_of_a_run(sweeps):
-    more = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5", "launcher.time_minutes=1")
-    sweeps.run(*sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *more))
+    args = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5", "launcher.time_minutes=1")
+    sweeps.run(*sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *args))
     rows = sweeps.assert_each_ran_once(runs=3, allowed=frozenset({"cancelled"}))
     cut = [r["reason"] for r in rows if r["status"] == "cancelled"]
     assert len(cut) == 1, "finished runs stay finished"

@@ -47,7 +47,7 @@ def test_a_plan_computes_few_ranks_and_the_largest_one(words):
     layout = Layout(**{"dp": 1, "pp": 16, "pp_schedule": default_schedule(16, words["gas"]), **words})
     spec = spec_of(layout, "llama3-70b")
     stages, few, ends = (
-        predict_memory(spec, constants("ultrabench"), which) for which in (EVERY, LARGEST, ENDS)
+        predict_memory(spec, constants("ultrabench"), ranks) for ranks in (EVERY, LARGEST, ENDS)
     )
     assert 1 < len(few) < 5
     assert set(few) < set(stages)
@@ -67,8 +67,8 @@ def test_our_kernel_allocates_what_dry_runs_of_it_said(model, layout, static, pe
     """The GiB of rank 0 that `ultrabench kernel dryrun` printed; tests/parity compares it with many small ones."""
     spec = spec_of(layout, model)
     assert static_bytes(spec)[0] / GIB == pytest.approx(static, rel=0.001)
-    (most, *_) = predict_memory(spec, constants("ultrabench"))
-    assert most.allocated_bytes / GIB == pytest.approx(peak, rel=0.01)
+    (largest, *_) = predict_memory(spec, constants("ultrabench"))
+    assert largest.allocated_bytes / GIB == pytest.approx(peak, rel=0.01)
 
 
 SMALL = ModelShape(
@@ -93,8 +93,8 @@ def test_fp8_allocates_what_dry_runs_of_it_said(layout, layers, compiled, bf16, 
     shape = replace(SMALL, num_hidden_layers=layers)
     for precision, peak in (("bf16", bf16), ("fp8", fp8)):
         spec = spec_of(layout, shape, seq_len=512, precision=precision, compiled=compiled)
-        (most, *_) = predict_memory(spec, constants("ultrabench"))
-        assert most.allocated_bytes / 2**20 == pytest.approx(peak, rel=0.022), precision
+        (largest, *_) = predict_memory(spec, constants("ultrabench"))
+        assert largest.allocated_bytes / 2**20 == pytest.approx(peak, rel=0.022), precision
 
 
 EXPERTS = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
@@ -120,14 +120,14 @@ def test_split_backwards_and_experts_allocate_what_dry_runs_of_them_said(layout,
 def test_fp64_takes_twice_the_bytes_of_fp32_and_zbv_a_margin():
     plain = Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b")
     zbv = replace(plain, pp_schedule="zbv", virtual_stages=2)
-    narrow, wide, bare, more = (
+    narrow, wide, bare, margin = (
         predict_memory(spec_of(layout, "tiny", seq_len=512, precision=precision), constants("ultrabench", **words))[0]
         for layout, precision, words in (
             (plain, "fp32", {}), (plain, "fp64", {}), (zbv, "bf16", {"zbv_margin": 0.0}), (zbv, "bf16", {"zbv_margin": 0.5}),
         )
     )  # fmt: skip
     assert wide.activations == 2 * narrow.activations
-    assert more.activations == 1.5 * bare.activations
+    assert margin.activations == 1.5 * bare.activations
 
 
 def test_what_cannot_fit_is_sure_to_run_out():
@@ -138,15 +138,15 @@ def test_what_cannot_fit_is_sure_to_run_out():
 
 
 def test_older_versions_keep_gathered_tokens_and_cut_stages_by_the_older_rule():
-    one = spec_of(Layout(dp=2, tp=4, gas=128), "8B")
-    many = replace(one, shape=replace(one.shape, num_hidden_layers=80))  # the host is not so far ahead
-    (latest, old), (latest_of_many, old_of_many) = (
+    small = spec_of(Layout(dp=2, tp=4, gas=128), "8B")
+    deep = replace(small, shape=replace(small.shape, num_hidden_layers=80))  # the host is not so far ahead
+    (latest, old), (latest_of_deep, old_of_deep) = (
         [predict_memory(spec, constants("nanotron", version=v))[0] for v in ("latest", "old")]
-        for spec in (one, many)
+        for spec in (small, deep)
     )
     assert old.peak_bytes > latest.peak_bytes
     assert old.allocated_bytes == latest.allocated_bytes
-    assert old_of_many.reserve - latest_of_many.reserve == pytest.approx(old.reserve - latest.reserve)
+    assert old_of_deep.reserve - latest_of_deep.reserve == pytest.approx(old.reserve - latest.reserve)
     rules = (constants("nanotron", version=v).ties_advance for v in ("latest", "old"))
     assert [split_stages(load_model("1B"), 2, ties_advance=rule)[0].num_layers for rule in rules] == [10, 11]
 

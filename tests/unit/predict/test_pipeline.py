@@ -56,8 +56,8 @@ def torch_order(layout):
         for stage in stages:
             make(stage, n_microbatches=gas)._step_microbatches([()] * gas, [{}] * gas)
         return [stage.passes for stage in stages]
-    here = {"group_size": layout.pp, "group_rank": 0, "num_stages": layout.num_stages}
-    first = [SimpleNamespace(**here, stage_index=n, submod=torch.nn.Identity()) for n in layout.stages_of(0)]
+    group = {"group_size": layout.pp, "group_rank": 0, "num_stages": layout.num_stages}
+    first = [SimpleNamespace(**group, stage_index=n, submod=torch.nn.Identity()) for n in layout.stages_of(0)]
     schedule = SCHEDULE_CLASSES[layout.pp_schedule](first, n_microbatches=gas)
     return [
         [(KINDS[a.computation_type.name], a.microbatch_index, layout.stages_of(rank).index(a.stage_index))
@@ -76,7 +76,7 @@ def test_the_order_is_that_of_torch(schedule, v):
 def test_the_bubble_is_the_time_for_which_the_ranks_wait(schedule, v):
     for layout in layouts(schedule, v):
         work = layout.gas * (PASS_TIME["forward"] + PASS_TIME["backward"])
-        step = max(done.end for done in timeline(layout))
+        step = max(span.end for span in timeline(layout))
         assert bubble_share(layout) == pytest.approx(1 - work / step), layout
 
 
@@ -91,12 +91,12 @@ def test_known_bubbles():
 def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
     for layout in layouts(schedule, v):
         for rank, passes in enumerate(passes_by_rank(layout)):
-            most = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
+            max_held = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
             loads_by_work = dict(loads(layout.pp, layout.gas, v, schedule, rank, True, True))
             in_flights = [sum(load[:v]) for of_work in loads_by_work.values() for load in of_work]
-            assert max(in_flights) == most, (layout, rank)
+            assert max(in_flights) == max_held, (layout, rank)
             assert {work.chunk for work in loads_by_work} == set(range(v))
             if v == 1:
-                assert in_flight(layout, rank) == most, (layout, rank)
+                assert in_flight(layout, rank) == max_held, (layout, rank)
                 last = [not work.has_sums for work in loads_by_work if work.is_last]
                 assert last == [layout.gas == 1], (layout, rank)

@@ -34,11 +34,11 @@ PRECISIONS, PROFILES = st.sampled_from(("bf16", "fp32", "fp64")), st.sampled_fro
 @given(layout=layouts(), shape=shapes(), precision=PRECISIONS, profile=PROFILES)
 def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, shape, precision, profile):
     layout = replace(layout, dp=2 * layout.dp)
-    found = predicted(layout, shape, precision=precision, nodes=2, profile=profile)
-    assert all(0 < value < math.inf for value in (found.step_time_s, found.peak_mem_bytes, found.duration_s))
-    assert found.step_time_low_s <= found.step_time_s <= found.step_time_high_s
-    assert 0 <= found.p_oom <= 1
-    assert (found.limited_by == "memory") == (found.p_oom > 0.5 or found.memory_share > NEARLY_FULL)
+    pred = predicted(layout, shape, precision=precision, nodes=2, profile=profile)
+    assert all(0 < value < math.inf for value in (pred.step_time_s, pred.peak_mem_bytes, pred.duration_s))
+    assert pred.step_time_low_s <= pred.step_time_s <= pred.step_time_high_s
+    assert 0 <= pred.p_oom <= 1
+    assert (pred.limited_by == "memory") == (pred.p_oom > 0.5 or pred.memory_share > NEARLY_FULL)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
 def test_an_interval_is_wider_the_more_steps_a_run_is_beyond_those_of_the_fit(hardware, nodes, words, steps):
     config = load_config([f"hardware={hardware}"])
     spec = spec_of(Layout(**{"dp": 2 * nodes, "gas": 4} | words), "1B", nodes=nodes)
-    told = predictor(config, nodes, config.hardware.peak("bf16", nodes, None, 1)).predict(spec)
-    ends = (math.log(end / told.step_time_s) for end in (told.step_time_low_s, told.step_time_high_s))
+    pred = predictor(config, nodes, config.hardware.peak("bf16", nodes, None, 1)).predict(spec)
+    ends = (math.log(end / pred.step_time_s) for end in (pred.step_time_low_s, pred.step_time_high_s))
     low, high = config.profile.interval["all"]
     assert tuple(ends) == pytest.approx(
         (-math.hypot(low, 0.09 * steps**0.5), math.hypot(high, 0.09 * steps**0.5))
@@ -66,10 +66,10 @@ def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count
     whole = predictor(config, 1, config.hardware.peak("fp32", 1, None, 1))
     tensors = replace(whole, memory=replace(whole.memory, base_bytes=0.0))
     limit = replace(config.hardware, mem_bytes=tensors.predict(spec).peak_mem_bytes)
-    found, bare = (replace(p, hardware=limit).predict(spec) for p in (whole, tensors))
-    assert found.peak_mem_bytes == bare.peak_mem_bytes + whole.memory.base_bytes
-    assert (found.memory_share, bare.memory_share) == pytest.approx((1, 1))
-    assert found.p_oom == bare.p_oom
+    full, bare = (replace(p, hardware=limit).predict(spec) for p in (whole, tensors))
+    assert full.peak_mem_bytes == bare.peak_mem_bytes + whole.memory.base_bytes
+    assert (full.memory_share, bare.memory_share) == pytest.approx((1, 1))
+    assert full.p_oom == bare.p_oom
 
 
 @pytest.mark.parametrize(("device", "loss"), [("cuda", 0.29), ("cpu", 0.0)])
@@ -111,8 +111,8 @@ def test_a_run_that_is_unlikely_to_fit_lasts_as_long_as_its_start():
 def test_probes_measure_every_node_count_and_their_price_is_what_crosses_the_links():
     """One sequence a rank. 8 ranks at 70 % of 450 GB/s, 5 calls of each size of 5.375 = (2+1+1+1) * 7/8 + 1 times its bytes."""
     plan = make_plan(load_config(["sweep=comm", "hardware=h100x8", "sweep.nodes=[1,2,3,64]"]))
-    found = [(c.nodes, c.layout.dp, c.spec.workload.gbs, c.spec.kernel.kind) for c in plan.candidates]
-    assert found == [(nodes, 8 * nodes, 8 * nodes, "probe") for nodes in (1, 2, 3, 64)]
+    probes = [(c.nodes, c.layout.dp, c.spec.workload.gbs, c.spec.kernel.kind) for c in plan.candidates]
+    assert probes == [(nodes, 8 * nodes, 8 * nodes, "probe") for nodes in (1, 2, 3, 64)]
     assert not plan.config.launcher.preflight
     alone, pair, *_ = plan.runs
     sizes = 2**16 + 2**20 + 2**23 + 2**26 + 2**28 + 2**30

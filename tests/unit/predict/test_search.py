@@ -67,10 +67,10 @@ def test_the_search_ends_where_all_is_as_predicted_and_the_rest_is_far():
     assert propose([FAST, *far[-3:]], surprise), "the first was an accident"
     slow = run("slow", 9.0, p_oom=0.7, tp=8)
     assert propose([FAST, slow], TriedRuns(times_s={FAST.run_id: 1.25})) == [], "no second is likely to fit"
-    told = reasons(far, AS_PREDICTED)
-    assert told.keys() == {r.run_id for r in far} - AS_PREDICTED.times_s.keys()
+    reason_by_id = reasons(far, AS_PREDICTED)
+    assert reason_by_id.keys() == {r.run_id for r in far} - AS_PREDICTED.times_s.keys()
     pattern = r"not promising: \d+ % slower than the best, P\(better\) \d\.\d %"
-    assert all(re.fullmatch(pattern, reason) for reason in told.values())
+    assert all(re.fullmatch(pattern, reason) for reason in reason_by_id.values())
 
 
 def test_a_slow_neighbourhood_sends_the_search_elsewhere():
@@ -100,11 +100,11 @@ def test_an_uncertain_profile_is_believed_less():
 
 def test_conditioning_one_by_one_is_the_gaussian_process():
     times_s = {"t1m1": 1.3, "t4m2": 1.7, "t8m4": 3.0}
-    *known, other = cell = [*(r for r in CELL if r.run_id in times_s), run("t2m1", 1.45, tp=2)]
+    *measured, other = cell = [*(r for r in CELL if r.run_id in times_s), run("t2m1", 1.45, tp=2)]
     place = np.array([[math.log2(r.layout.tp), math.log2(r.layout.mbs)] for r in cell])
     squares = ((place[:, None] - place[None]) ** 2).sum(-1)
     covariance = 0.15**2 + 0.15**2 * np.exp(-squares / (2 * 1.5**2))
-    errors = [math.log(times_s[r.run_id] / r.prediction.step_time_s) for r in known]
+    errors = [math.log(times_s[r.run_id] / r.prediction.step_time_s) for r in measured]
     weights = np.linalg.solve(covariance[:3, :3] + 0.03**2 * np.eye(3), covariance[:3, 3])
     belief = beliefs_of(cell, TriedRuns(times_s=times_s))[other.run_id]
     assert belief.mean == pytest.approx(weights @ errors)
@@ -113,12 +113,12 @@ def test_conditioning_one_by_one_is_the_gaussian_process():
 
 def test_chances_of_memory_follow_the_runs_that_did_and_did_not_fit():
     cell = [run(f"p{p}", 1.0, p_oom=p, tp=tp) for p, tp in ((0.1, 1), (0.4, 2), (0.6, 4))]
-    before, less, more = (
+    before, lower, higher = (
         beliefs_of(cell, tried)["p0.4"].p_oom
         for tried in (TriedRuns(), TriedRuns(times_s={"p0.6": 1.0}), TriedRuns(oom_ids={"p0.1"}))
     )
     assert before == pytest.approx(0.4, abs=0.02)
-    assert less + 0.05 < before < more - 0.1
+    assert lower + 0.05 < before < higher - 0.1
 
 
 def test_what_a_failed_run_dominates_is_never_proposed():
@@ -128,23 +128,23 @@ def test_what_a_failed_run_dominates_is_never_proposed():
 
 
 @pytest.mark.parametrize(
-    ("max_p_oom", "told"), [(0.9, {"huge": "predicted 668 GiB of 80, P(OOM) 99 %"}), (1.0, {})]
+    ("max_p_oom", "reason_by_id"), [(0.9, {"huge": "predicted 668 GiB of 80, P(OOM) 99 %"}), (1.0, {})]
 )
-def test_reasons_name_the_memory_that_is_predicted(max_p_oom, told):
-    assert reasons([run("huge", 0.5, p_oom=0.99), *CELL], TriedRuns(max_p_oom=max_p_oom)) == told
+def test_reasons_name_the_memory_that_is_predicted(max_p_oom, reason_by_id):
+    assert reasons([run("huge", 0.5, p_oom=0.99), *CELL], TriedRuns(max_p_oom=max_p_oom)) == reason_by_id
 
 
 def test_replays_count_hours_and_what_was_missed(tmp_path):
     cell = [replace(r, step_time_s=1.1 * r.prediction.step_time_s) for r in CELL]
     cell += [replace(run("oom", 0.9, p_oom=0.6, mbs=8), oom=True)]
-    found = {name: replay({("1B", 1): cell}, name, 1, 0.9) for name in STRATEGIES}
-    assert [found[name]["cells"][0]["regret"] for name in ("adaptive", "exhaustive")] == [0.0, 0.0]
-    hours = {name: document["gpu_hours_share"] for name, document in found.items()}
+    replays = {name: replay({("1B", 1): cell}, name, 1, 0.9) for name in STRATEGIES}
+    assert [replays[name]["cells"][0]["regret"] for name in ("adaptive", "exhaustive")] == [0.0, 0.0]
+    hours = {name: document["gpu_hours_share"] for name, document in replays.items()}
     assert hours["adaptive"] < hours["predicted"] < hours["exhaustive"]
     all_s = sum(60 + 5 * r.step_time_s for r in cell if r.step_time_s) * 8 + (60 + 0.9) * 8
     assert sum(r.cost_gpu_s() / r.layout.tp for r in cell) == pytest.approx(all_s)
-    assert found["exhaustive"]["runs"] == len(cell)
-    assert render(lambda: figure(found["adaptive"], "f"), tmp_path / "f.png").startswith(b"\x89PNG")
+    assert replays["exhaustive"]["runs"] == len(cell)
+    assert render(lambda: figure(replays["adaptive"], "f"), tmp_path / "f.png").startswith(b"\x89PNG")
 
 
 OTHER_VALUES = {

@@ -52,12 +52,12 @@ EXPOSED = {"dp_overlap": 0.0, "zero_overlap": 0.0, "zero_layer_s": 0.0}
 @given(layout=layouts(), shape=shapes(), probe=st.sampled_from(({}, SLOW)), compiled=st.booleans())
 def test_parts_are_finite_and_add_up_to_a_positive_time(profile, layout, shape, probe, compiled):
     spec = spec_of(replace(layout, dp=2 * layout.dp), shape, nodes=2, compiled=compiled)
-    found, alone = step_time(spec, profile, probe=probe), step_time(spec, profile, probe=probe, **EXPOSED)
-    assert all(math.isfinite(s) and s >= 0 for s in found)
-    assert sum(found) == pytest.approx(found.total)
-    assert found.total > 0
+    parts, alone = step_time(spec, profile, probe=probe), step_time(spec, profile, probe=probe, **EXPOSED)
+    assert all(math.isfinite(s) and s >= 0 for s in parts)
+    assert sum(parts) == pytest.approx(parts.total)
+    assert parts.total > 0
     host_s = 1.500001 * layout.gas * profile_of(profile).time.zero_layer_s * shape.num_hidden_layers
-    assert found.dp <= alone.dp + host_s
+    assert parts.dp <= alone.dp + host_s
 
 
 @pytest.mark.parametrize(
@@ -67,35 +67,35 @@ def test_parts_are_finite_and_add_up_to_a_positive_time(profile, layout, shape, 
 def test_zero_costs_the_host_as_often_as_it_reduces_and_gathers(zero_stage, pp, times):
     """The first of two stages has 11 of 16 layers."""
     spec = spec_of(Layout(dp=8, gas=4, zero_stage=zero_stage, pp=pp, pp_schedule=default_schedule(pp, 4)))
-    less, more = (step_time(spec, "ultrabench-cpu", zero_layer_s=s).dp for s in (1.0, 2.0))
-    assert more - less == pytest.approx(times * spec.shape.num_hidden_layers)
+    fast, slow = (step_time(spec, "ultrabench-cpu", zero_layer_s=s).dp for s in (1.0, 2.0))
+    assert slow - fast == pytest.approx(times * spec.shape.num_hidden_layers)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-@given(layout=layouts(), shape=shapes(), more=st.integers(1, 64))
-def test_more_micro_batches_and_without_a_pipeline_more_layers_take_longer(profile, layout, shape, more):
+@given(layout=layouts(), shape=shapes(), extra=st.integers(1, 64))
+def test_more_micro_batches_and_without_a_pipeline_more_layers_take_longer(profile, layout, shape, extra):
     longer, flat = (
-        replace(layout, gas=layout.gas + more),
+        replace(layout, gas=layout.gas + extra),
         replace(layout, pp=1, pp_schedule="none", virtual_stages=1),
     )
-    deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers + more)
+    deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers + extra)
     assert step_time(spec_of(longer, shape), profile).total > step_time(spec_of(layout, shape), profile).total
     assert step_time(spec_of(flat, deeper), profile).total > step_time(spec_of(flat, shape), profile).total
 
 
 @pytest.mark.parametrize("words", [{"mbs": 2}, *({"recompute": r} for r in ("full", "selective", "every2"))])
 def test_larger_micro_batches_and_layers_that_are_computed_anew_take_longer(words):
-    more, less = (step_time(spec_of(Layout(dp=8, gas=4, **w), "8B"), "ultrabench").total for w in (words, {}))
-    assert more > less
+    slow, fast = (step_time(spec_of(Layout(dp=8, gas=4, **w), "8B"), "ultrabench").total for w in (words, {}))
+    assert slow > fast
 
 
 def test_communication_that_hides_counts_only_where_it_is_exposed():
     spec = spec_of(Layout(dp=8, gas=4, zero_stage=1), "8B")
-    few, many = (step_time(spec, profile).dp for profile in ("ultrabench", "nanotron"))
+    hidden, exposed = (step_time(spec, profile).dp for profile in ("ultrabench", "nanotron"))
     assert (
-        few < step_time(spec, "ultrabench", **EXPOSED).dp / 2
+        hidden < step_time(spec, "ultrabench", **EXPOSED).dp / 2
     )  # reduce-scatters run beside the last backward
-    assert many > step_time(spec, **EXPOSED).dp  # nanotron waits for all of them, and pays for each layer
+    assert exposed > step_time(spec, **EXPOSED).dp  # nanotron waits for all of them, and pays for each layer
 
 
 def fp8_time(layout, shape="llama3-8b", **words):
@@ -134,7 +134,7 @@ def test_fp8_is_in_linear_layers_alone_and_costs_casts():
 
 
 def test_backward_that_computes_a_layer_anew_casts_a_third_of_its_operands_again():
-    none, full, attention = (fp8_time(Layout(dp=8, recompute=word)) for word in ("none", "full", "attention"))
+    none, full, attention = (fp8_time(Layout(dp=8, recompute=mode)) for mode in ("none", "full", "attention"))
     wide = step_time(spec_of(Layout(dp=8, recompute="full"), "llama3-8b"), "ultrabench")
     narrow = step_time(spec_of(Layout(dp=8), "llama3-8b"), "ultrabench")
     casts = none.memory_bound - narrow.memory_bound
@@ -175,8 +175,8 @@ def test_ratios_are_those_of_the_parts_of_a_step_where_nothing_hides_communicati
 
 def test_ratios_depend_on_sizes_as_in_the_appendix_of_the_playbook():
     ideal = {"tp_call_s": 0.0, "pp_call_s": 0.0, "gemm_m0": 0.0, "gemm_n0": 0.0, "gemm_k0": 0.0}
-    few, many = (ratios(spec_of(Layout(dp=2, tp=4, mbs=mbs), "8B"), **ideal) for mbs in (1, 4))
-    assert few["tp"] == pytest.approx(many["tp"])
+    of_mbs_1, of_mbs_4 = (ratios(spec_of(Layout(dp=2, tp=4, mbs=mbs), "8B"), **ideal) for mbs in (1, 4))
+    assert of_mbs_1["tp"] == pytest.approx(of_mbs_4["tp"])
     # (TP - 1) / TP * seq * mbs * h bytes against seq * mbs * h^2 / TP operations: TP - 1 alone remains.
     of_two, of_eight = (ratios(spec_of(Layout(dp=8 // tp, tp=tp), "8B"), **ideal)["tp"] for tp in (2, 8))
     assert of_eight / of_two == pytest.approx(7, rel=0.01)
@@ -199,12 +199,12 @@ def test_slow_links_cost_what_the_probe_says():
 
 def test_a_pipeline_waits_while_it_fills_and_less_so_with_more_micro_batches():
     plain, halved = {"pp_schedule": "1f1b"}, {"pp_schedule": "interleaved", "virtual_stages": 2}
-    few, many, short = (
+    gas_8, gas_32, interleaved = (
         step_time(spec_of(Layout(dp=1, pp=8, gas=gas, **words), "8B"))
         for gas, words in ((8, plain), (32, plain), (8, halved))
     )
-    assert few.bubble / few.total > 2 * many.bubble / many.total
-    assert short.bubble < 0.7 * few.bubble
+    assert gas_8.bubble / gas_8.total > 2 * gas_32.bubble / gas_32.total
+    assert interleaved.bubble < 0.7 * gas_8.bubble
 
 
 def test_what_a_rank_waits_for_makes_others_faster_where_they_share_processors():
@@ -221,13 +221,13 @@ def test_what_a_rank_waits_for_makes_others_faster_where_they_share_processors()
 
 def test_every_regime_has_a_name():
     pure, pipeline = Layout(dp=512), Layout(dp=64, pp=8, pp_schedule="1f1b", gas=8)
-    found = {
+    regimes = {
         regime(spec_of(layout, nodes=nodes), network(GPUS, nodes, **probe))
         for layout in (pure, pipeline)
         for nodes, slow in ((64, SLOW), (4, SLOW | {"allgather_bytes_per_s": 98e9}))
         for probe in ({}, slow)
     }
-    assert found == set(REGIMES)
+    assert regimes == set(REGIMES)
 
 
 @pytest.mark.parametrize(

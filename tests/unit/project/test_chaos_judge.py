@@ -14,10 +14,10 @@ def row(run="a", repeat=0, attempt=0, status="ok", allocation="n1-1.0", stopped=
     }  # fmt: skip
 
 
-def lines(run="a", attempt=0, words="start step end", allocation="n1-1.0", host="gpu01", pid=1, at=0.0):
+def lines(run="a", attempt=0, words="start step end", allocation="n1-1.0", host="gpu01", pid=1, at_s=0.0):
     return [
-        f"s1 {run} 0 {attempt} {word} {allocation} {host} {pid}:7 {at + number:.3f}"
-        for number, word in enumerate(words.split())
+        f"s1 {run} 0 {attempt} {event} {allocation} {host} {pid}:7 {at_s + number:.3f}"
+        for number, event in enumerate(words.split())
     ]
 
 
@@ -28,37 +28,37 @@ DOOMED = {"kind": "kill_agent_always", "run": "a.0", "costs": 3}
 GONE = [row(status="node_fail", attempt=n, allocation=f"n1-{n}.0") for n in range(4)]
 CASES = {
     "no fault": (
-        [row("a"), row("b"), row("c", status="rejected", attempt=None)], [*lines("a"), *lines("b", at=9)], [], []),
+        [row("a"), row("b"), row("c", status="rejected", attempt=None)], [*lines("a"), *lines("b", at_s=9)], [], []),
     "another sweep": ([row()], [*lines(), *(line.replace("s1", "s2") for line in lines("b"))], [], []),
     "twice at once": (
-        [row()], [*lines(), *lines(pid=2, at=1.5, host="gpu02", allocation="n1-2.0")], [],
+        [row()], [*lines(), *lines(pid=2, at_s=1.5, host="gpu02", allocation="n1-2.0")], [],
         ["a.0.0 ran 2 times", "a.0.0 and a.0.0 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
     "two attempts at once": (
-        LOST, [*lines(words="start step step"), *lines(attempt=1, at=1.5, host="gpu02", allocation="n1-2.0")], [KILLED],
+        LOST, [*lines(words="start step step"), *lines(attempt=1, at_s=1.5, host="gpu02", allocation="n1-2.0")], [KILLED],
         ["a.0.0 and a.0.1 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
     "an attempt after one that was killed": (
-        LOST, [*lines(words="start step"), *lines(attempt=1, at=5.0, allocation="n1-2.0")], [KILLED], []),
+        LOST, [*lines(words="start step"), *lines(attempt=1, at_s=5.0, allocation="n1-2.0")], [KILLED], []),
     "two runs in one allocation": (
-        [row("a"), row("b")], [*lines("a"), *lines("b", at=1.0, host="gpu02")], [],
+        [row("a"), row("b")], [*lines("a"), *lines("b", at_s=1.0, host="gpu02")], [],
         ["a.0.0 and b.0.0 ran at the same time, in n1-1.0"]),
     "two runs on one node": (
-        [row("a"), row("b", allocation="n1-2.0")], [*lines("a"), *lines("b", at=1.0, allocation="n1-2.0")], [],
+        [row("a"), row("b", allocation="n1-2.0")], [*lines("a"), *lines("b", at_s=1.0, allocation="n1-2.0")], [],
         ["a.0.0 and b.0.0 ran at the same time, on gpu01"]),
     "two runs elsewhere": (
-        [row("a"), row("b", allocation="n1-2.0")], [*lines("a"), *lines("b", at=1.0, host="gpu02", allocation="n1-2.0")],
+        [row("a"), row("b", allocation="n1-2.0")], [*lines("a"), *lines("b", at_s=1.0, host="gpu02", allocation="n1-2.0")],
         [], []),
     "no end": ([row()], lines(words="start step step"), [], ["a.0.0 is ok and its program never came to its end"]),
     "cut short": ([row(stopped="slower_than_best")], lines(words="start step step"), [], []),
-    "ok twice": ([row(), row(attempt=1)], [*lines(), *lines(attempt=1, at=9)], [], ["a.0 is ok 2 times: attempts [0, 1]"]),
-    "not recorded": ([row()], [*lines(), *lines("b", at=9)], [], ["b.0.0 ran and is not recorded"]),
+    "ok twice": ([row(), row(attempt=1)], [*lines(), *lines(attempt=1, at_s=9)], [], ["a.0 is ok 2 times: attempts [0, 1]"]),
+    "not recorded": ([row()], [*lines(), *lines("b", at_s=9)], [], ["b.0.0 ran and is not recorded"]),
     "never ran": ([row()], [], [], ["a.0.0 is ok and never ran"]),
     "left lost": ([row(status="lost")], lines(), [KILLED], ["a has ended lost after attempt 0 (None) and was left so"]),
     "unexplained": (
-        [row(status="lost"), row(attempt=1)], [*lines(words="start"), *lines(attempt=1, at=9)],
+        [row(status="lost"), row(attempt=1)], [*lines(words="start"), *lines(attempt=1, at_s=9)],
         [{"kind": "port_scan", "allocations": []}], ["a.0.0 ended lost in n1-1.0: None"]),
     "a full disk": (
         [row(status="crash", cause="disk_full"), row(attempt=1, allocation="n1-2.0")],
-        [*lines(words="start"), *lines(attempt=1, at=9)], [FULL], []),
+        [*lines(words="start"), *lines(attempt=1, at_s=9)], [FULL], []),
     "a full disk with another cause": (
         [row(status="crash", cause="exit_code")], lines(), [FULL], ["a.0.0 ended crash in n1-1.0: None"]),
     "a run that takes its job away each time": (GONE[:3], [], [DOOMED], []),
@@ -69,8 +69,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_problems_of_a_sweep(case):
-    table, told, records, problems = CASES[case]
-    assert judge(table, list(records), executions_of("s1", told), 1, 1) == problems
+    table, witnessed, records, problems = CASES[case]
+    assert judge(table, list(records), executions_of("s1", witnessed), 1, 1) == problems
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,12 @@ def test_excluded_nodes_are_those_of_job_scripts(tmp_path):
 
 def test_too_many_jobs():
     table = [row(str(number)) for number in range(10)]
-    told = executions_of("s1", [line for number in range(10) for line in lines(str(number), at=9.0 * number)])
-    most = most_jobs(table, [], launches=3)
-    assert judge(table, [], told, most, 3) == []
-    assert judge(table, [], told, most + 1, 3) == [f"{most + 1} jobs were submitted, more than {most}"]
+    runs = executions_of(
+        "s1", [line for number in range(10) for line in lines(str(number), at_s=9.0 * number)]
+    )
+    limit = most_jobs(table, [], launches=3)
+    assert judge(table, [], runs, limit, 3) == []
+    assert judge(table, [], runs, limit + 1, 3) == [f"{limit + 1} jobs were submitted, more than {limit}"]
 
 
 def test_a_fault_that_takes_a_job_allows_another():

@@ -20,29 +20,27 @@ def fixture(name):
 
 
 RUN_IDS = [
-    known for number, known in enumerate(fixture("run_ids.json"))
+    case for number, case in enumerate(fixture("run_ids.json"))
     if number // 5 % 3 == (number // 15 + number) % 3
 ]  # fmt: skip
 """Of 4 models on 3 kinds of hardware in 5 forms each model in each form, on one of the hardware, which run ids do not hold."""
 
 
-@pytest.mark.parametrize("known", RUN_IDS, ids=lambda known: " ".join(known["overrides"]))
-def test_run_ids_stay(known):
-    plan = make_plan(load_config([*known["overrides"], "launcher=slurm"]))
+@pytest.mark.parametrize("case", RUN_IDS, ids=lambda case: " ".join(case["overrides"]))
+def test_run_ids_stay(case):
+    plan = make_plan(load_config([*case["overrides"], "launcher=slurm"]))
     ids = sorted(candidate.run_id for candidate in plan.candidates)
-    assert (len(ids), ids[0]) == (known["candidates"], known["first"])
-    assert sha256("\n".join(ids).encode()).hexdigest()[:16] == known["all"]
+    assert (len(ids), ids[0]) == (case["candidates"], case["first"])
+    assert sha256("\n".join(ids).encode()).hexdigest()[:16] == case["all"]
 
 
-@pytest.mark.parametrize("known", fixture("messages.json"), ids=lambda known: " ".join(known["overrides"]))
-def test_what_the_configuration_refuses_it_refuses_in_these_words(known, alone):
-    assert refusal(*known["overrides"]) == known["message"]
+@pytest.mark.parametrize("case", fixture("messages.json"), ids=lambda case: " ".join(case["overrides"]))
+def test_what_the_configuration_refuses_it_refuses_in_these_words(case, alone):
+    assert refusal(*case["overrides"]) == case["message"]
 
 
 def test_a_folder_of_schema_2_is_read_as_it_was_written():
     expected, warnings = fixture("schema2_rows.json"), []
     rows = collect([SweepFolder(FIXTURES / "schema2")], warnings.append).to_pylist()
-    assert [
-        {name: row[name] for name in known} for row, known in zip(rows, expected, strict=True)
-    ] == expected
+    assert [{name: row[name] for name in case} for row, case in zip(rows, expected, strict=True)] == expected
     assert not warnings

@@ -25,8 +25,8 @@ def machine(ranks=8, device="cuda", hardware="h100x8", results="results", end_s=
     return Machine(device, ranks, FACTS, hardware, Path(results), end_s)
 
 
-def names(step, at):
-    return [line.name for line in gpu_check.lines_of(step, at, OUT)]
+def names(step, host):
+    return [line.name for line in gpu_check.lines_of(step, host, OUT)]
 
 
 @pytest.mark.parametrize("words", [words for checks in gpu_check.CHECKS.values() for words in checks])
@@ -71,13 +71,13 @@ def test_fp8_is_checked_before_the_rows_that_matter_most_and_these_before_all_el
 
 
 def test_a_sweep_that_ended_is_measured_anew_and_another_kernel_has_its_own(tmp_path):
-    here = machine(results=tmp_path)
-    (tmp_path / here.sweep_name("row")).mkdir()
-    assert (tmp_path / here.sweep_name("row")).exists()  # interrupted
-    (tmp_path / here.sweep_name("row") / "runs.parquet").touch()
+    local = machine(results=tmp_path)
+    (tmp_path / local.sweep_name("row")).mkdir()
+    assert (tmp_path / local.sweep_name("row")).exists()  # interrupted
+    (tmp_path / local.sweep_name("row") / "runs.parquet").touch()
     (tmp_path / "row-01234567-1").mkdir()
     (tmp_path / "row-01234567-1" / "runs.parquet").touch()
-    assert here.sweep_name("row") == f"row-{KernelConfig(name='embedded').digest()[:8]}-2"
+    assert local.sweep_name("row") == f"row-{KernelConfig(name='embedded').digest()[:8]}-2"
 
 
 def test_the_layout_of_a_row_fits_and_one_with_more_does_not(tmp_path):
@@ -172,18 +172,18 @@ def run(*words):
 @pytest.mark.parity
 def test_a_line_on_processes_of_this_machine(tmp_path):
     out = tmp_path / "out.json"
-    done = run("benchmarks/gpu_check.py", "--cpu", "--only", "check: dp=1 gas=2 fp64", "--out", out)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = run("benchmarks/gpu_check.py", "--cpu", "--only", "check: dp=1 gas=2 fp64", "--out", out)
+    assert process.returncode == 0, process.stdout + process.stderr
     lines = json.loads(out.read_text())["lines"]
     assert {key: line["status"] for key, line in lines.items()} == {"check: dp=1 gas=2 fp64": "pass"}
-    assert "of 1e-10" in done.stdout
+    assert "of 1e-10" in process.stdout
 
 
 @pytest.mark.parity
 @pytest.mark.campaign
 def test_ranks_that_share_a_device_train_as_one_process_does():
     layout = "dp=2 tp=2 zero_stage=3"
-    done = run(
+    process = run(
         "benchmarks/one_gpu.py", *["--device", "cpu", "--precision", "fp64", "--processes", "1"], layout
     )
-    assert (done.returncode, done.stdout.count("| pass |")) == (0, 1), done.stdout + done.stderr
+    assert (process.returncode, process.stdout.count("| pass |")) == (0, 1), process.stdout + process.stderr

@@ -26,10 +26,10 @@ def test_every_room_is_the_folder_at_the_top():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_default_that_a_page_tells_with_its_unit_is_that_of_the_configuration(page):
     choices = {"measure": "measure/default", "launcher": "launcher/slurm", "retry": "retry/default"}
-    told = re.findall(
+    defaults = re.findall(
         r"`(measure|launcher|retry)\.(\w+)`\s+\(([\d.]+) (?:s|MiB)\)", page.read_text(encoding="utf-8")
     )
-    for group, key, number in told:
+    for group, key, number in defaults:
         text = (ROOT / f"configs/{choices[group]}.yaml").read_text(encoding="utf-8")
         assert float(yaml.safe_load(text)[key]) == float(number), f"{group}.{key}"
 
@@ -56,12 +56,12 @@ def test_no_file_names_a_path_of_somebodys_machine():
     names = {".py", ".yaml", ".yml", ".toml", ".md", ".sh", ".txt", ".cfg", ""}
     inside = [path for folder in OUR_FOLDERS for path in (ROOT / folder).rglob("*")]
     ours = {p for p in (*ROOT.iterdir(), *inside) if p.is_file() and p.suffix in names}
-    found = []
+    places = []
     for path in sorted(p for p in ours if "__pycache__" not in p.parts):
         for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if MACHINE_PATH.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()[:80]}")
-    assert found == []
+                places.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()[:80]}")
+    assert places == []
 
 
 def test_sources_are_ascii():

@@ -51,7 +51,7 @@ def parsed(words):
         return path, []
     context = command.make_context(" ".join(path), [*words])
     return path, [
-        word for value in context.params.values() if isinstance(value, list | tuple) for word in value
+        text for value in context.params.values() if isinstance(value, list | tuple) for text in value
     ]
 
 
@@ -65,11 +65,11 @@ def test_the_manual_has_commands():
     ("page", "words"), COMMANDS, ids=[f"{page.stem}-{' '.join(words)}" for page, words in COMMANDS]
 )
 def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, words):
-    path, overrides = parsed([word for word in words if word != "..."])
-    if any(PLACEHOLDER.fullmatch(word) for word in overrides):
+    path, overrides = parsed([text for text in words if text != "..."])
+    if any(PLACEHOLDER.fullmatch(text) for text in overrides):
         return
     takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
-    if takes_overrides and not any(start in word for word in overrides for start in NOT_HERE):
+    if takes_overrides and not any(start in text for text in overrides for start in NOT_HERE):
         load_config(with_full_keys(overrides) if path == ["recommend"] else overrides)
 
 

@@ -23,8 +23,8 @@ def unpacked(tmp_path_factory):
     copy = f"git ls-files -z | tar --null --ignore-failed-read -cf - -T - | tar -xf - -C '{source}'"
     subprocess.run(copy, shell=True, cwd=ROOT, capture_output=True, check=True)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*build, "-w", str(folder), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([*build, "-w", str(folder), str(source)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"
@@ -33,11 +33,11 @@ def unpacked(tmp_path_factory):
 def test_every_module_and_configuration_is_in_the_wheel(unpacked):
     expected = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/ultrabench").rglob("*.py")}
     kinds = (".py", ".yaml", ".html", ".css", ".js")
-    held = (path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in kinds)
-    expected |= {f"ultrabench/{path.relative_to(ROOT)}" for path in held}
-    found = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
-    assert expected <= found
-    strangers = {f for f in found if f.endswith((".py", ".yaml"))} - expected
+    tracked = (path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in kinds)
+    expected |= {f"ultrabench/{path.relative_to(ROOT)}" for path in tracked}
+    unzipped = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
+    assert expected <= unzipped
+    strangers = {f for f in unzipped if f.endswith((".py", ".yaml"))} - expected
     assert strangers == set(), "the wheel holds what is not in the tree"
 
 
@@ -50,6 +50,6 @@ def test_the_wheel_plans_a_sweep_beside_files_named_like_its_rooms(unpacked, tmp
     )
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(unpacked)}
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert '"sweep": "quick-cpu"' in done.stdout
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    assert '"sweep": "quick-cpu"' in process.stdout

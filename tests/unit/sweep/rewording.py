@@ -42,8 +42,8 @@ class Loader(importlib.machinery.SourceFileLoader):
             assert planted == 1
         tree = ast.parse(text)
         # The planted reader has the words of before, as code that reads the words of another module has.
-        kept = (*KEPT, "running.decide") if "--plant" in sys.argv else KEPT
-        if "--reword" in sys.argv and not self.name.endswith(kept):
+        kept_modules = (*KEPT, "running.decide") if "--plant" in sys.argv else KEPT
+        if "--reword" in sys.argv and not self.name.endswith(kept_modules):
             tree = ast.fix_missing_locations(Reworder().visit(tree))
         return compile(tree, path, "exec")
 

@@ -76,9 +76,9 @@ def test_a_cell_waits_for_its_batch_and_every_launch_proposes_the_same():
     assert next_attempts(PLAN, SweepState()).todo == first
     state = state_of(first[:1])
     state.allocations["a"] = AllocationState(name="a", nodes=8, tasks=tuple(t.key for t in first))
-    left = next_attempts(PLAN, state, frozenset({"a"}))
-    assert left.todo == ()
-    assert left.num_waiting == 2
+    decision = next_attempts(PLAN, state, frozenset({"a"}))
+    assert decision.todo == ()
+    assert decision.num_waiting == 2
     assert next_attempts(PLAN, state_of(first)).todo == second
 
 
@@ -105,8 +105,8 @@ ONE_BY_ONE = replace(LARGE, config=replace(LARGE.config, batch=1))
 
 def probed(name, job, *rates):
     """An allocation of 64 nodes whose all-reduce and all-gather have these bus bandwidths in bytes/s."""
-    words = zip(("allreduce", "allgather"), rates, strict=True)
-    collectives = {word: {"all": [{"bytes": 2**28, "busbw_bytes_per_s": rate}]} for word, rate in words}
+    pairs = zip(("allreduce", "allgather"), rates, strict=True)
+    collectives = {kind: {"all": [{"bytes": 2**28, "busbw_bytes_per_s": rate}]} for kind, rate in pairs}
     preflight = {"probe": {"collectives": collectives}}
     return AllocationState(name=name, nodes=64, job={"job_id": f"{job}_0"}, preflight=preflight)
 
@@ -137,9 +137,9 @@ def test_the_latest_three_allocations_count_in_any_order_of_the_journal():
     slow, older = probed("e", 10, 13e9, 6.5e9), [probed(f"d{job}", job, 177e9, 44e9) for job in (7, 8, 9)]
     probes = [*older, slow, probed("c", 11, 13e9, 6.5e9), probed("b", 12, 1e9, 0.5e9)]
 
-    def searched(*allocations, **more):
+    def searched(*allocations, **settings):
         begun, whole = on_links(*allocations, runs=runs[:2]), on_links(*allocations, runs=runs)
-        whole.launched = replace(whole.launched, config=whole.config | more)
+        whole.launched = replace(whole.launched, config=whole.config | settings)
         return next_attempts(LARGE, begun).todo, unpromising_reasons(LARGE.runs, whole)
 
     sheet, measured = searched(), searched(slow)
@@ -165,8 +165,8 @@ def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     times = [(1.1 * run.prediction.step_time_s,) * 6 for run in runs]
     attempts = [attempted(run.spec, ended(step_times_s=t)) for run, t in zip(runs, times, strict=True)]
     write(folder, Launched(generation=1, config=PLAN.config.resolved), *chain(*attempts))
-    left = [row for row in collect([folder], print).to_pylist() if row["status"] == "skipped"]
-    assert len(left) > len(PLAN.runs) / 2
-    assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in left)
-    show_run(left[0]["run_id"], str(tmp_path), as_json=False, results_dir=tmp_path)
-    assert left[0]["reason"] in capsys.readouterr().out
+    skipped = [row for row in collect([folder], print).to_pylist() if row["status"] == "skipped"]
+    assert len(skipped) > len(PLAN.runs) / 2
+    assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in skipped)
+    show_run(skipped[0]["run_id"], str(tmp_path), as_json=False, results_dir=tmp_path)
+    assert skipped[0]["reason"] in capsys.readouterr().out

@@ -28,10 +28,10 @@ ONE, TWO, *_ = ONES
 
 def state_of(*attempts):
     """A state of (run, repeat, attempt, status); status None means no end was told."""
-    made = SweepState()
+    state = SweepState()
     for run, repeat, attempt, status in attempts:
-        told(made, run, status and Status(status), repeat, attempt)
-    return made
+        told(state, run, status and Status(status), repeat, attempt)
+    return state
 
 
 def history(*statuses):
@@ -63,8 +63,8 @@ def states(draw):
     state.retried = frozenset(k for k in state.attempts if draw(st.booleans()))
     nodes = {run.run_id: run.nodes for run in RUNS}
     for n, key in enumerate(k for k, a in state.attempts.items() if a.result is None):
-        held = AllocationState(name=f"a{n}", nodes=nodes[key.run_id], tasks=(key,))
-        state.allocations[held.name] = held
+        allocation = AllocationState(name=f"a{n}", nodes=nodes[key.run_id], tasks=(key,))
+        state.allocations[allocation.name] = allocation
     return state
 
 
@@ -72,17 +72,17 @@ def states(draw):
 def test_what_is_to_do_is_new_and_named_once_and_nothing_is_lost_by_holding_back(state, repeats, data):
     alive = frozenset(a for a in state.allocations if data.draw(st.booleans()))
     free = left(RUNS, state, alive, repeats=repeats)
-    found = keys(free)
-    assert len(found) == len(set(found))
+    todos = keys(free)
+    assert len(todos) == len(set(todos))
     assert all(todo.key.run_id == todo.candidate.run_id and todo.limit_factor >= 1.0 for todo in free.todo)
-    assert not any(state.attempts[key].result for key in state.attempts.keys() & {*found})
+    assert not any(state.attempts[key].result for key in state.attempts.keys() & {*todos})
     running = {key for name in alive for key in state.allocations[name].tasks}
-    assert not running & set(found)
+    assert not running & set(todos)
     assert free.num_waiting == len(running)
-    held = left(RUNS, state, alive, repeats=repeats, canary=True)
-    assert {*keys(held)} <= {*found}
-    assert (len(held.todo) + held.num_waiting, held.is_over) == (len(found) + free.num_waiting, free.is_over)
-    assert held.todo or held.is_over or alive, "whatever is held back waits for something that is alive"
+    wary = left(RUNS, state, alive, repeats=repeats, canary=True)
+    assert {*keys(wary)} <= {*todos}
+    assert (len(wary.todo) + wary.num_waiting, wary.is_over) == (len(todos) + free.num_waiting, free.is_over)
+    assert wary.todo or wary.is_over or alive, "whatever is held back waits for something that is alive"
 
 
 FREE_TRIES = 5
@@ -106,8 +106,8 @@ TRIES = {
     ],
 )  # fmt: skip
 def test_how_often_a_run_is_tried_and_with_how_much_patience(statuses, patience):
-    found = [(t.key, t.limit_factor) for t in left([ONE], history(*statuses)).todo]
-    assert found == ([] if patience is None else [(key_of(ONE, attempt=len(statuses)), patience)])
+    retries = [(t.key, t.limit_factor) for t in left([ONE], history(*statuses)).todo]
+    assert retries == ([] if patience is None else [(key_of(ONE, attempt=len(statuses)), patience)])
 
 
 @pytest.mark.parametrize("statuses", [(None,), ("lost", None)])
@@ -116,10 +116,10 @@ def test_an_end_not_told_yet_is_waited_for_under_the_same_name(statuses):
 
 
 def test_a_retry_by_the_user_overrides_the_policy_once():
-    for statuses, again in ((("crash",), [key_of(ONE, attempt=1)]), (("crash", "crash"), [])):
+    for statuses, todo_keys in ((("crash",), [key_of(ONE, attempt=1)]), (("crash", "crash"), [])):
         state = history(*statuses)
         state.retried = frozenset({key_of(ONE)})
-        assert keys(left([ONE], state)) == again
+        assert keys(left([ONE], state)) == todo_keys
 
 
 def test_repeats_go_round_the_whole_plan_first_and_are_counted_one_by_one():
@@ -141,8 +141,8 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
     told(state, ONE, Status.OK, 1, env_id="here")
     assert left([ONE], state, accepts=elsewhere, begun_attempts=begun).is_over
     assert left([ONE], state, repeats=2).is_over
-    found = keys(left([ONE], state, repeats=3, accepts=elsewhere, begun_attempts=begun))
-    assert found == [key_of(ONE, 2), key_of(ONE, 3)], "repeats elsewhere are not counted"
+    todo_keys = keys(left([ONE], state, repeats=3, accepts=elsewhere, begun_attempts=begun))
+    assert todo_keys == [key_of(ONE, 2), key_of(ONE, 3)], "repeats elsewhere are not counted"
 
 
 def test_repeats_in_another_environment_are_made_again_a_bounded_number_of_times():
@@ -167,10 +167,10 @@ def test_repeats_in_another_environment_are_made_again_a_bounded_number_of_times
 )
 def test_a_pause_counts_from_the_end_of_the_latest_attempt_and_keeps_no_other_run_waiting(ended_s, rests):
     state = history(*["hang"] * len(ended_s))
-    seen = dict(zip(state.attempts, ended_s, strict=True))
-    decision = left([ONE, TWO], state, policy=retry(backoff_s=60.0, backoff_max_s=100.0), since_end_s=seen)
-    again = key_of(ONE, attempt=len(ended_s))
-    assert keys(decision) == ([key_of(TWO)] if rests else [again, key_of(TWO)])
+    ago_s = dict(zip(state.attempts, ended_s, strict=True))
+    decision = left([ONE, TWO], state, policy=retry(backoff_s=60.0, backoff_max_s=100.0), since_end_s=ago_s)
+    retry_key = key_of(ONE, attempt=len(ended_s))
+    assert keys(decision) == ([key_of(TWO)] if rests else [retry_key, key_of(TWO)])
     assert decision.num_waiting == int(rests)
 
 
@@ -259,27 +259,27 @@ def in_flight(number, by=BIG):
     return state, JobsSeen(alive=frozenset(state.allocations))
 
 
-def actions(state=None, seen=None, plan=None, launch=LAUNCH, **limits):
+def actions(state=None, jobs=None, plan=None, launch=LAUNCH, **limits):
     allowed = JobLimits(**{"max_jobs": 8, **limits})
-    return decide(plan or plan_of(), state or SweepState(), seen or JobsSeen(), allowed, launch, now_s=1.7e9)
+    return decide(plan or plan_of(), state or SweepState(), jobs or JobsSeen(), allowed, launch, now_s=1.7e9)
 
 
 def test_as_many_jobs_as_may_be_in_flight_in_the_order_of_the_plan():
-    found = [t.key for job in actions(max_jobs=3).submit for t in job.attempts]
-    assert found == [key_of(run) for run in ONES[:3]]
+    submitted = [t.key for job in actions(max_jobs=3).submit for t in job.attempts]
+    assert submitted == [key_of(run) for run in ONES[:3]]
     assert len(actions(max_nodes=2).submit) == 2
     assert len(actions(plan=plan_of(ONE, RUNS[-1], TWO), max_nodes=2).submit) == 1
 
 
 @pytest.mark.parametrize(("alive", "number"), [(0, 4), (1, 3), (2, 2), (3, 0), (4, 0)])
 def test_it_is_refilled_when_half_of_the_jobs_are_over(alive, number):
-    found = actions(*in_flight(alive), max_jobs=4)
-    assert (len(found.submit), found.wait, found.stop_reason) == (number, True, None)
+    decision = actions(*in_flight(alive), max_jobs=4)
+    assert (len(decision.submit), decision.wait, decision.stop_reason) == (number, True, None)
 
 
 def test_jobs_that_have_not_given_their_nodes_back_take_room():
-    state, seen = in_flight(2)
-    leaving = JobsSeen(alive=frozenset([ONES[0].run_id]), leaving=seen.alive)
+    state, jobs = in_flight(2)
+    leaving = JobsSeen(alive=frozenset([ONES[0].run_id]), leaving=jobs.alive)
     assert [len(actions(state, leaving, max_jobs=n).submit) for n in (2, 3, 4)] == [0, 0, 2]
 
 
@@ -294,16 +294,16 @@ def test_a_budget_holds_what_is_used_and_what_is_planned():
     none = actions(max_gpu_hours=0.99 * price)
     assert (none.submit, none.over_budget, none.wait) == ((), True, False)
     assert "over the budget of " in none.stop_reason
-    state, seen = in_flight(1)
-    seen = replace(seen, held_s={ONE.run_id: 7200.0})  # two GPUs for two hours
-    assert actions(state, seen, max_gpu_hours=4.0 + 0.5 * price).over_budget
-    assert not actions(state, seen, max_gpu_hours=4.0 + 3 * price).over_budget
+    state, jobs = in_flight(1)
+    jobs = replace(jobs, held_s={ONE.run_id: 7200.0})  # two GPUs for two hours
+    assert actions(state, jobs, max_gpu_hours=4.0 + 0.5 * price).over_budget
+    assert not actions(state, jobs, max_gpu_hours=4.0 + 3 * price).over_budget
 
 
 @pytest.mark.parametrize(("window", "number"), [("00:00-00:00", 8), ("00:00-00:01", 0)])
 def test_outside_its_window_it_waits(window, number):
-    found = actions(plan=plan_of(*ONES[:8], window=window))
-    assert (len(found.submit), found.wait, bool(found.notes)) == (number, True, number == 0)
+    decision = actions(plan=plan_of(*ONES[:8], window=window))
+    assert (len(decision.submit), decision.wait, bool(decision.notes)) == (number, True, number == 0)
 
 
 def test_what_a_person_has_stopped():
@@ -318,14 +318,14 @@ def test_runs_that_all_fail_alike_end_the_sweep():
     state = SweepState()
     for run in ONES[:10]:
         told(state, run, Status.CRASH, fingerprint="same", reason="no module x")
-    found = actions(state, launch=replace(LAUNCH, since_end_s=dict.fromkeys(state.attempts, 1.0)))
-    assert (found.end_jobs, found.submit) == (True, ())
-    assert "no module x" in found.stop_reason
+    decision = actions(state, launch=replace(LAUNCH, since_end_s=dict.fromkeys(state.attempts, 1.0)))
+    assert (decision.end_jobs, decision.submit) == (True, ())
+    assert "no module x" in decision.stop_reason
 
 
 def test_a_sweep_with_nothing_left_is_over():
-    state, seen = in_flight(1)
-    assert actions(state, seen, plan_of(ONE)).wait
+    state, jobs = in_flight(1)
+    assert actions(state, jobs, plan_of(ONE)).wait
     told(state, ONE, Status.OK, allocation=ONE.run_id)
     over = plan_of(ONE)
     over = replace(over, config=replace(over.config, measure=measure(confirm=1)))

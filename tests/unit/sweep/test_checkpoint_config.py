@@ -261,9 +261,9 @@ def test_what_would_be_another_model_or_lacks_a_size_is_refused_by_its_key(base,
         load_model(write("m.json", change, (without,), base))
 
 
-@pytest.mark.parametrize("word", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_a_model_in_yaml_may_have_the_words_of_any_config_json(word):
-    sizes = {**SMALL, word: 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_model_in_yaml_may_have_the_words_of_any_config_json(key):
+    sizes = {**SMALL, key: 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     write_config("model/small", yaml.safe_dump(sizes))
     assert load_model("small").num_experts == 8
     write_config("model/small", yaml.safe_dump({**sizes, "num_experts": 8, "num_local_experts": 8}))

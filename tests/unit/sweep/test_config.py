@@ -144,12 +144,12 @@ def test_every_option_of_every_group_says_what_it_is(group):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        *(([f"model={given}"], "model takes one name; for several use sweep.models=[tiny,mini]") for given in (
+        *(([f"model={value}"], "model takes one name; for several use sweep.models=[tiny,mini]") for value in (
             "[tiny mini]", "tiny,mini")),
-        *(([given], f"{given!r} is not an override; write KEY=VALUE") for given in ("nonsense", "=1")),
+        *(([override], f"{override!r} is not an override; write KEY=VALUE") for override in ("nonsense", "=1")),
         (["sweep.zero_stage=0-3"], "ranges are not supported; write a list, such as sweep.zero_stage=[0,1,2,3]"),
         (["measure.checkpoint=true", *COMMAND], "measure.checkpoint=true with kernel=command; only ultrabench's own kernel saves its state"),
-        *(([given], f"unknown override {given.partition('=')[0]!r}; did you mean {meant}?") for given, meant in [
+        *(([override], f"unknown override {override.partition('=')[0]!r}; did you mean {remedy}?") for override, remedy in [
             ("node=2", "sweep.nodes=[2]"), ("gbs=8", "sweep.gbs=8"), ("precision=bf16", "kernel.precision=bf16"),
             ("models=8B", "sweep.models=[8B]"), ("repeat=2", "repeats=2"), ("num_nodes=3", "sweep.nodes=[3]"),
             ("global_batch_size=512", "sweep.gbs=512"), ("activation_checkpoint.mode=full", "sweep.recompute=[full]"),
@@ -159,14 +159,14 @@ def test_every_option_of_every_group_says_what_it_is(group):
         *(([f"{key}=8"], "GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]") for key in ("sweep.gpus", "nproc_per_node")),
         (["n_layers=8"], "the sizes of a model are in its file"),
         (["time=8"], "did you mean launcher.time_minutes=8, with launcher=slurm?"),
-        *(([f"sweep.tp={given}"], "a list needs brackets and commas; write sweep.tp=[1,2]") for given in ("{1,2}", "[1;2]", "1,2]")),
+        *(([f"sweep.tp={value}"], "a list needs brackets and commas; write sweep.tp=[1,2]") for value in ("{1,2}", "[1;2]", "1,2]")),
         (["launcher=slurm", "+launcher.sbatch.constraint=a,b"], """needs quotes: '+launcher.sbatch.constraint="a,b"'"""),
         (["sweep.models=null"], "sweep.models is empty; name at least one"),
         (["model=meta-llama/x"], "give the path of a config.json, or a name (see ultrabench configs model)"),
         *(([f"{key}=8"], "dp follows from the GPUs, dp = GPUs/(tp*pp*cp)") for key in ("sweep.dp", "data_parallel_size")),
         *(([f"{group}="], f"{group}= has no value; give a name (see ultrabench configs {group})") for group in ("model", "hardware")),
-        *(([f"hardware={given}"], f"hardware={given}: a sweep always has a hardware; choose one (see ultrabench configs hardware)")
-          for given in ("null", "1")),
+        *(([f"hardware={value}"], f"hardware={value}: a sweep always has a hardware; choose one (see ultrabench configs hardware)")
+          for value in ("null", "1")),
         (["hardware=[cpu,h100x8]"], "a sweep has one hardware; run the command once for each: hardware=cpu, hardware=h100x8"),
         (["repeats=1,2"], "a sweep has one repeats; run the command once for each: repeats=1, repeats=2"),
         (["sweep.gbs=8,16"], "sweep.gbs=8,16: a list needs brackets and commas; write sweep.gbs=[8,16]"),
@@ -196,7 +196,7 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("override", "line"),
     [
         ("sweep.nodes=[]", "sweep.nodes is empty; list at least one value"),
         ("sweep.tp=[1,-2]", "sweep.tp=-2; must be >= 1"),
@@ -221,8 +221,8 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
         ("retry.backoff_s=.inf", "must be >= 0 and finite"), ("retry.backoff_s=-1", "must be >= 0 and finite"),
     ],
 )  # fmt: skip
-def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
-    key, _, value = given.partition("=")
+def test_values_of_a_composed_tree_that_cannot_be_used(override, line):
+    key, _, value = override.partition("=")
     *groups, name = key.split(".")
     tree = deepcopy(TREE)
     reduce(getitem, groups, tree)[name] = yaml.safe_load(value)
@@ -237,7 +237,7 @@ def test_a_sweep_goes_on_with_the_profile_that_it_began_with(tmp_path):
     resolved = config.resolved | {"profile": to_dict(began.profile)}
     folder_of(config).create()
     write_sweep_json(folder_of(config), sweep_json_of(replace(began, resolved=resolved), {}))
-    found = in_force(load_config(["results_dir=here"]), print)
-    assert (found.profile, found.resolved["profile"]["date"]) == (began.profile, "2020-01-01")
+    continued = in_force(load_config(["results_dir=here"]), print)
+    assert (continued.profile, continued.resolved["profile"]["date"]) == (began.profile, "2020-01-01")
     other = load_config(["results_dir=here", "profile=megatron"])
     assert in_force(other, print) is other

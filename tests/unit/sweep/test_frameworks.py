@@ -24,20 +24,20 @@ USUAL = spec_of(
 framework_of = functools.cache(load_framework)
 
 
-def shown(name, **more):
+def shown(name, **changes):
     """The file of a framework for a run, and what it does not express."""
-    framework, spec = framework_of(name), with_variant_env(USUAL, more)
-    there = with_precision(framework.kernel, spec.kernel.precision)
-    words = fill_in(spec_for_kernel(spec, there), AttemptKey("x", 0, 0), CONFIG.measure)
-    return text_of(words, framework.file), [*not_expressed(spec, there, framework.elsewhere)]
+    framework, spec = framework_of(name), with_variant_env(USUAL, changes)
+    kernel = with_precision(framework.kernel, spec.kernel.precision)
+    words = fill_in(spec_for_kernel(spec, kernel), AttemptKey("x", 0, 0), CONFIG.measure)
+    return text_of(words, framework.file), [*not_expressed(spec, kernel, framework.elsewhere)]
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate", "nemo"])
 def test_every_word_of_a_run_changes_the_file_or_is_named_beside_it(name):
-    for before, word, after in CHANGES:
+    for before, field, after in CHANGES:
         (usual, usual_comments), (text, comments) = shown(name, **before), shown(name, **after)
         changed = {*comments} ^ {*usual_comments}
-        assert text != usual or any(word in comment for comment in changed), word
+        assert text != usual or any(field in comment for comment in changed), field
 
 
 PIPELINE = {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}
@@ -69,8 +69,8 @@ def test_accelerate_accepts_its_file(tmp_path):
     from accelerate.parallelism_config import ParallelismConfig
 
     in_fp32 = {"precision": "fp32", "zero_stage": 2}
-    for more in (in_fp32, {"dp": 4, "gbs": 16, "dp_shard": 2}, {"cp": 2, "recompute": "full"}):
-        (tmp_path / "fsdp.yaml").write_text(text := shown("accelerate", **more)[0])
+    for changes in (in_fp32, {"dp": 4, "gbs": 16, "dp_shard": 2}, {"cp": 2, "recompute": "full"}):
+        (tmp_path / "fsdp.yaml").write_text(text := shown("accelerate", **changes)[0])
         config = load_config_from_file(str(tmp_path / "fsdp.yaml"))
         sizes = {
             key.removeprefix("parallelism_config_"): size
@@ -88,7 +88,7 @@ def test_accelerate_accepts_its_file(tmp_path):
         args, _, _ = _validate_launch_command(command)
         assert (args.use_fsdp, args.fsdp_version, args.use_parallelism_config) == (True, 2, True)
         assert args.parallelism_config_tp_size == 2
-        assert args.fsdp_reshard_after_forward is (more.get("zero_stage") != 2)
+        assert args.fsdp_reshard_after_forward is (changes.get("zero_stage") != 2)
         fields = vars(args).keys()
         assert {*config.fsdp_config, *config.parallelism_config} <= fields
 
@@ -114,8 +114,8 @@ def test_the_keys_of_nemo_are_fields_of_its_model():
         "ddp": ddp.DistributedDataParallelConfig.__dataclass_fields__.keys(),
     }
     of_rotations, shared = {"rotary_base", "rotary_percent"}, "share_embeddings_and_output_weights"
-    for more in ({}, PIPELINE, {"recompute": "full"}):
-        for line in shown("nemo", zero_stage=1, **more)[0].splitlines():
+    for changes in ({}, PIPELINE, {"recompute": "full"}):
+        for line in shown("nemo", zero_stage=1, **changes)[0].splitlines():
             group, _, key = line.partition("=")[0].partition(".")
             assert group not in fields or key in {
                 *fields[group],

@@ -85,12 +85,12 @@ def test_runs_come_first_and_cheapest_first(playbook):
 
 
 def test_what_surely_runs_out_of_memory_is_left_out_with_its_prediction(playbook, pruned):
-    gone = [c for c in pruned.candidates if c.rule == "memory"]
+    ooms = [c for c in pruned.candidates if c.rule == "memory"]
     all_runs = [c for c in playbook.runs if c.cell[:2] == ("8B", 1)]
-    assert {c.run_id for c in gone} == {c.run_id for c in all_runs if c.prediction.p_oom > 0.9}
-    assert all(c.valid and not c.runs and c.prediction.limited_by == "memory" for c in gone)
-    assert all(re.fullmatch(r"predicted [\d,]+ GiB of 79.11, P\(OOM\) (9\d|100) %", c.reason) for c in gone)
-    assert pruned.summary()["pruned"] == len(gone)
+    assert {c.run_id for c in ooms} == {c.run_id for c in all_runs if c.prediction.p_oom > 0.9}
+    assert all(c.valid and not c.runs and c.prediction.limited_by == "memory" for c in ooms)
+    assert all(re.fullmatch(r"predicted [\d,]+ GiB of 79.11, P\(OOM\) (9\d|100) %", c.reason) for c in ooms)
+    assert pruned.summary()["pruned"] == len(ooms)
 
 
 def test_the_plan_table_has_a_row_for_every_candidate_from_which_runs_are_read_again(pruned):
@@ -112,19 +112,19 @@ def run_ids(words):
 def test_several_processes_make_the_same_plan_and_tell_how_far_they_are(pruned, monkeypatch):
     monkeypatch.setattr(ultrabench.sweep.plan, "MIN_PARALLEL_CANDIDATES", 1)
     monkeypatch.setattr(ultrabench.sweep.plan, "CANDIDATES_PER_TASK", 40)
-    told, of = [], len(pruned.candidates)
-    assert make_plan(load_config(SMALL), report_progress=lambda *each: told.append(each)) == pruned
-    assert told == [(min(done, of), of) for done in range(40, of + 40, 40)]
+    calls, of = [], len(pruned.candidates)
+    assert make_plan(load_config(SMALL), report_progress=lambda *args: calls.append(args)) == pruned
+    assert calls == [(min(count, of), of) for count in range(40, of + 40, 40)]
 
 
 def test_the_same_input_plans_the_same_in_every_process():
     words = ["sweep=playbook", "sweep.models=[8B,1B]", "sweep.nodes=[4,1]"]
     code = f"from tests.unit.sweep.test_grid import run_ids\nprint(*run_ids({words}))"
-    there = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[3], env={**os.environ, "PYTHONHASHSEED": "1"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert there.stdout.split() == run_ids(words)
+    assert process.stdout.split() == run_ids(words)
 
 
 small = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
@@ -137,24 +137,24 @@ axes = st.fixed_dictionaries({
 
 @given(axes=axes, gpus=st.sampled_from((4, 12, 24)), gbs=st.sampled_from((8, 12, 48)))
 def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
-    found = list(layouts(axes, load_model("tiny"), gpus, 4, gbs))
-    assert len(found) == len(set(found))
-    at = axes.layout
+    grid = list(layouts(axes, load_model("tiny"), gpus, 4, gbs))
+    assert len(grid) == len(set(grid))
+    values = axes.layout
     by_hand = {
         (dp, tp, pp, cp, zero, mbs, gas)
-        for tp in at["tp"] for pp in at["pp"] for cp in at["cp"] for mbs in at["mbs"]
+        for tp in values["tp"] for pp in values["pp"] for cp in values["cp"] for mbs in values["mbs"]
         for gas in range(1, gbs + 1)
-        for zero in at["zero_stage"] for dp in range(1, gpus + 1)
+        for zero in values["zero_stage"] for dp in range(1, gpus + 1)
         if dp * tp * pp * cp == gpus and dp * mbs * gas == gbs
     }  # fmt: skip
-    assert {(x.dp, x.tp, x.pp, x.cp, x.zero_stage, x.mbs, x.gas) for x in found} == by_hand
-    assert all(x.pp_schedule == default_schedule(x.pp, x.gas) for x in found)
+    assert {(x.dp, x.tp, x.pp, x.cp, x.zero_stage, x.mbs, x.gas) for x in grid} == by_hand
+    assert all(x.pp_schedule == default_schedule(x.pp, x.gas) for x in grid)
 
 
 def test_auto_tries_the_degrees_that_share_the_experts_of_a_model_and_changes_no_dense_one():
     words = ["model=olmoe-1b-7b", "hardware=h100x8", "sweep.zero_stage=[0]"]
     candidates = make_plan(load_config([*words, "sweep.nodes=[4]", "sweep.pp=[1,4]"])).candidates
-    of_32_ranks, of_8_ranks = ({(pp, 2**n) for n in range(most)} for pp, most in ((1, 6), (4, 4)))
+    of_32_ranks, of_8_ranks = ({(pp, 2**n) for n in range(powers)} for pp, powers in ((1, 6), (4, 4)))
     assert {(c.layout.pp, c.layout.ep) for c in candidates} == of_32_ranks | of_8_ranks
     assert not {c.rule for c in candidates} & {"ep_divides_dp_cp_tp", "ep_divides_experts"}
     on_16_nodes = make_plan(load_config([*words, "sweep.nodes=[16]"])).candidates
@@ -257,24 +257,24 @@ def test_the_page_of_rules_has_each_rule(layout):
 )  # fmt: skip
 def test_experts_that_our_kernel_cannot_train_are_refused(changes, layout, routing, reason):
     kernel, shape = KernelConfig(name="embedded", routing=routing), replace(MOE, **changes)
-    found = refusal(kernel, layout, shape, 64, "cpu")
-    assert found is None if reason is None else reason in found
+    message = refusal(kernel, layout, shape, 64, "cpu")
+    assert message is None if reason is None else reason in message
 
 
 def test_a_routing_without_effect_is_refused():
     kernel = KernelConfig(name="embedded", routing="skew=0.5")
-    found = refusal(kernel, Layout(dp=1), TINY, 64, "cpu")
-    assert found == "routing=skew=0.5 needs a model with experts; tiny has none: use routing=balanced"
+    message = refusal(kernel, Layout(dp=1), TINY, 64, "cpu")
+    assert message == "routing=skew=0.5 needs a model with experts; tiny has none: use routing=balanced"
 
 
 def test_shards_are_all_ranks_those_of_a_node_or_a_number():
     words = ["sweep=playbook", "sweep.models=[3B]", "sweep.nodes=[2]", "sweep.tp=[2,8]", "sweep.pp=[1]"]
     words += ["sweep.zero_stage=[0,3]", "sweep.mbs=[1]", "sweep.gas=null"]
     candidates = make_plan(load_config([*words, "sweep.dp_shard=[node,all,3,8]"])).candidates
-    found = {(c.layout.tp, c.layout.zero_stage, c.layout.dp_shard): c.rule for c in candidates}
+    rules = {(c.layout.tp, c.layout.zero_stage, c.layout.dp_shard): c.rule for c in candidates}
     whole = {(tp, zero, 0): None for tp in (2, 8) for zero in (0, 3)}
     rejected = {(tp, zero, shard): SHARD for tp in (2, 8) for zero in (0, 3) for shard in (3, 8)}
-    assert found == whole | rejected | {(2, 3, 4): None, (8, 3, 1): SHARD}
+    assert rules == whole | rejected | {(2, 3, 4): None, (8, 3, 1): SHARD}
 
 
 def test_a_sweep_without_runs_says_why():

@@ -50,12 +50,12 @@ def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "message"),
     [("partion", "unknown key of cluster=mine 'partion'; did you mean partition?"),
      ("nice", "unknown key of cluster=mine 'nice' (known: "), ("price_per_gpu_hour", "price_per_gpu_hour='hopper'"), ("constraint", "write +launcher.sbatch.constraint=VALUE")],
 )  # fmt: skip
-def test_a_key_that_no_launcher_takes_is_told(key, told):
-    with refused(told):
+def test_a_key_that_no_launcher_takes_is_told(key, message):
+    with refused(message):
         cluster(f"{key}: hopper\n")
 
 
@@ -81,15 +81,15 @@ def test_an_empty_text_is_none(key):
 
 
 @pytest.mark.parametrize(
-    ("given", "sbatch"),
+    ("options", "sbatch"),
     [
         ({"mail-type": "FAIL", "switches": "1@10"}, {"mail-type": "FAIL", "switches": "1@10"}), (None, {}),
         *(({"requeue": flag}, {"requeue": ""}) for flag in ("", None, True)), ({"requeue": False}, {}),
         ({"priority": 5}, {"priority": "5"}),
     ],
 )  # fmt: skip
-def test_options_of_sbatch(given, sbatch):
-    assert composed(sbatch=given).sbatch == sbatch
+def test_options_of_sbatch(options, sbatch):
+    assert composed(sbatch=options).sbatch == sbatch
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_options_of_sbatch(given, sbatch):
         *((f"launcher.{key}=x", f"write +launcher.sbatch.{key}=VALUE") for key in ("reservation", "constraint")),
         ("launcher.sbatch.foo=1", "write +launcher.sbatch.NAME=VALUE"),
         ("launcher.sbatch={foo:1}", "write +launcher.sbatch.NAME=VALUE"), ("launcher.sbatch=[a]", "launcher.sbatch"),
-        *((given, "without leading dashes") for given in (
+        *((dashed, "without leading dashes") for dashed in (
             "launcher.sbatch.--foo=1", "+launcher.sbatch.-f=1", "+launcher.sbatch={--foo:1}")),
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         *(({key: 0}, f"launcher.{key}=0; must be >= 1") for key in ("pack", "max_jobs", "max_nodes", "cpus", "time_minutes")),
         *(({key: bad}, f"launcher.{key}={bad}; must be") for key, least in (
@@ -132,8 +132,8 @@ NAN, INF = float("nan"), float("inf")
             ("partition", True), ("account", 1.5), ("mem", ["1"]), ("qos", {}))),
     ],
 )  # fmt: skip
-def test_values_that_cannot_be_used(values, told):
-    with pytest.raises(ConfigError, match=re.escape(told)) as raised:
+def test_values_that_cannot_be_used(values, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         composed(**values)
     expected(" ".join(str(raised.value).split()))  # as the command line prints it
 

@@ -45,7 +45,7 @@ WORDS = ("+sweep.words={etp: [1, 2]}", "+sweep.rules=['etp divides dp']")
 
 
 def plan(*words, program=PROGRAM):
-    value_by_key = dict(word.split("=", 1) for word in (*SMALL, *program, *words))
+    value_by_key = dict(override.split("=", 1) for override in (*SMALL, *program, *words))
     return make_plan(load_config([f"{key}={value}" for key, value in value_by_key.items()]))
 
 
@@ -88,8 +88,8 @@ def test_commands_and_variables_are_those_of_the_variant():
 def test_runs_are_read_again_from_the_table_of_the_plan():
     sweep = sweep_json_of(ALL.config, {"core_flops_per_s": 1e9, "cores": 2})
     state = SweepState(launched=Launched(generation=1, config=ALL.config.resolved))
-    again = [*runs_of(sweep, rows_of(plan_table(ALL.candidates)), state)]
-    assert [(r.spec.run_id, r.run_id, r.cell, r.spec.variant) for r in again] == [
+    read_back = [*runs_of(sweep, rows_of(plan_table(ALL.candidates)), state)]
+    assert [(r.spec.run_id, r.run_id, r.cell, r.spec.variant) for r in read_back] == [
         (r.run_id, r.run_id, r.cell, r.spec.variant) for r in ALL.runs
     ]
     old = plan_table(plan(*WORDS).candidates).drop_columns(["precision", "variant"])
@@ -135,15 +135,15 @@ def test_a_lack_of_memory_and_losses_speak_for_one_variant_only():
         by_label[f"dp1 tp2 pp1 z0 mbs{mbs} gas{8 // mbs} ALGO={algo} etp=1"]
         for mbs, algo in ((1, "unset"), (2, "Ring"))
     )
-    same = by_label["dp1 tp2 pp1 z0 mbs2 gas4 ALGO=unset etp=1"]
+    larger = by_label["dp1 tp2 pp1 z0 mbs2 gas4 ALGO=unset etp=1"]
     oom = ended(Status.OOM, confirmed=True)
     key = AttemptKey(unset.run_id, 0, 0)
     state = SweepState(attempts={key: AttemptState(key=key, result=oom)})
-    assert dominator_by_run(runs, state) == {same.run_id: unset.run_id}
+    assert dominator_by_run(runs, state) == {larger.run_id: unset.run_id}
     any_task = allocations.first_allocations(allocations.open_sweep("unused"))[0].tasks[0]
     task, others = (replace(any_task, spec=run.spec) for run in (unset, ring))
     assert may_fit(others, [(task, oom)])
-    assert not may_fit(replace(others, spec=same.spec), [(task, oom)])
+    assert not may_fit(replace(others, spec=larger.spec), [(task, oom)])
 
 
 def test_a_sweep_gets_more_values_but_no_other_ones(tmp_path):
@@ -357,8 +357,8 @@ def test_auto_is_refused_beside_the_attention_that_it_becomes(hardware, precisio
     if different:
         assert len({run.spec.kernel.attention for run in plan(*words, program=()).runs}) == 2
         return
-    both = attention.replace(",", " and ")
-    with refused(f"kernel.attention: {both} are the same for the program; leave one out"):
+    names = attention.replace(",", " and ")
+    with refused(f"kernel.attention: {names} are the same for the program; leave one out"):
         plan(*words, program=())
 
 

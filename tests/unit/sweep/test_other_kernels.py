@@ -26,25 +26,25 @@ CHOICES = {name: values for name, values in USUAL.items() if name in TEXT_AXES}
 """Axis whose values are words -> its usual values."""
 
 
-def planned(kernel, *more):
+def planned(kernel, *overrides):
     """The candidates that run, and the reasons of those that do not."""
-    words = {word.partition("=")[0]: word for word in (*SWEEP, *more)}
+    words = {override.partition("=")[0]: override for override in (*SWEEP, *overrides)}
     plan = make_plan(load_config([f"kernel={kernel}", *words.values()]))
     refused = {c.reason for c in plan.candidates if not c.runs and c.reason}
     return plan, [c.spec for c in plan.runs], refused
 
 
 def command_of(spec, config):
-    there = replace(spec, kernel=without_other_models(spec, config.kernel))
-    return fill_in(there, AttemptKey("x", 0, 0), config.measure)
+    own_spec = replace(spec, kernel=without_other_models(spec, config.kernel))
+    return fill_in(own_spec, AttemptKey("x", 0, 0), config.measure)
 
 
 def told_to(spec, config):
     """The flags of the command with their values; it tells the program all that a run has."""
-    words = command_of(spec, config)
-    assert not [word for word in words if "{" in word]
+    command = command_of(spec, config)
+    assert not [arg for arg in command if "{" in arg]
     assert list(not_expressed(spec, config.kernel)) == []
-    return dict(word.lstrip("-").partition("=")[::2] for word in words)
+    return dict(arg.lstrip("-").partition("=")[::2] for arg in command)
 
 
 def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
@@ -90,20 +90,20 @@ def test_megatron_is_told_layout_and_model():
         "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2, "seq-length": 4096,
         "pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 8, "use-distributed-optimizer": "",
     }  # fmt: skip
-    told = told_to(spec, plan.config)
-    assert {name: told[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+    flags = told_to(spec, plan.config)
+    assert {name: flags[name] for name in expected} == {name: str(value) for name, value in expected.items()}
 
 
 @pytest.mark.parametrize("kernel", ["torchtitan", "megatron", "nanotron"])
 def test_no_command_of_another_program_runs_twice(kernel):
-    every = [f"sweep.{name}={[*values]}".replace("'", '"') for name, values in CHOICES.items()]
-    plan, runs, refused = planned(kernel, "sweep.nodes=2", "sweep.cp=[1,2]", *every)
+    choices = [f"sweep.{name}={[*values]}".replace("'", '"') for name, values in CHOICES.items()]
+    plan, runs, refused = planned(kernel, "sweep.nodes=2", "sweep.cp=[1,2]", *choices)
     assert runs
     assert not [*same_commands(plan)]
-    said = {name: {getattr(spec.layout, name) for spec in runs} for name in CHOICES}
+    run_values = {name: {getattr(spec.layout, name) for spec in runs} for name in CHOICES}
     for name, value in {"dp_overlap": "off", "sequence_parallel": "off", "cp_exchange": "allgather"}.items():
-        assert value in said[name] or any(f"{name}={value}" in reason for reason in refused), name
-    assert said["sequence_parallel"] == ({"on"} if kernel == "nanotron" else {"on", "off"})
+        assert value in run_values[name] or any(f"{name}={value}" in reason for reason in refused), name
+    assert run_values["sequence_parallel"] == ({"on"} if kernel == "nanotron" else {"on", "off"})
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "megatron", "nanotron"])
@@ -166,19 +166,19 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
     config = load_config(["kernel=megatron", "model=8B"])
     sizes = {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
     spec = with_experts(attention_bias=True, **sizes)
-    told = dict(word.lstrip("-").partition("=")[::2] for word in command_of(spec, config))
+    flags = dict(arg.lstrip("-").partition("=")[::2] for arg in command_of(spec, config))
     expected = {
         "num-experts": "8", "moe-router-topk": "2", "moe-ffn-hidden-size": "64", "ffn-hidden-size": "256",
         "moe-layer-freq": "[0,1,1,1]", "moe-shared-expert-intermediate-size": "128", "expert-model-parallel-size": "2",
         "expert-tensor-parallel-size": "1", "moe-router-score-function": "sigmoid", "moe-grouped-gemm": "",
         "moe-router-topk-scaling-factor": "2.5", "add-qkv-bias": "", "rotary-percent": "0.5",
     }  # fmt: skip
-    assert told.items() >= expected.items()
+    assert flags.items() >= expected.items()
     routing = "routing=balanced: its own router chooses the experts of each token"
     assert list(not_expressed(spec, config.kernel)) == [routing]
     assert list(not_expressed(replace(spec, kernel=config.kernel), config.kernel)) == []
     dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
-    assert not [word for word in command_of(dense, config) if "moe" in word or "expert" in word]
+    assert not [arg for arg in command_of(dense, config) if "moe" in arg or "expert" in arg]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ OTHER = {
     "compile": True, "attention": "flash3", "sequence_parallel": "off", "dp_overlap": "off", "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }  # fmt: skip
-OTHER_VALUES = {word: {word: value} for word, value in OTHER.items()} | {
+OTHER_VALUES = {name: {name: value} for name, value in OTHER.items()} | {
     "dp": {"dp": 4, "gbs": 16}, "pp": {"pp": 2, "pp_schedule": "1f1b"}, "pp_schedule": {"pp": 2, "pp_schedule": "afab"},
     "cp_exchange": {"cp": 2, "cp_exchange": "allgather"}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
     "virtual_stages": {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}, "gbs": {"gbs": 16, "gas": 8},
@@ -238,8 +238,8 @@ OF_EXPERTS = {
 }  # fmt: skip
 """Another value of each word that needs a model with experts."""
 CHANGES = [
-    *(({}, word, values) for word, values in OTHER_VALUES.items()),
-    *((EXPERTS, word, EXPERTS | {word: value}) for word, value in OF_EXPERTS.items()),
+    *(({}, name, values) for name, values in OTHER_VALUES.items()),
+    *((EXPERTS, name, EXPERTS | {name: value}) for name, value in OF_EXPERTS.items()),
     ({"qk_norm": True}, "qk_norm_across_heads", {"qk_norm": True, "qk_norm_across_heads": True}),
 ]
 """The values of a run beside the usual ones, a word, and these values with another one of it."""
@@ -252,22 +252,22 @@ def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework
     if framework != "torchtitan":
         shape = replace(shape, rope_scaling=None)
 
-    def shown(**more):
+    def shown(**changes):
         layout = Layout(dp=2, tp=2, gas=4, zero_stage=zero_stage)
-        spec = with_variant_env(spec_of(layout, shape, KernelConfig(name="x", precision="bf16")), more)
+        spec = with_variant_env(spec_of(layout, shape, KernelConfig(name="x", precision="bf16")), changes)
         return command_of(spec, config), list(not_expressed(spec, kernel))
 
     assert shown()[1] == []
     words = [*AXES, *(f.name for r in (ModelShape, Workload) for f in fields(r) if f.name != "name")]
-    assert {*words, "precision", "compile", "attention"} == {word for _, word, _ in CHANGES}
-    for before, word, after in CHANGES:
+    assert {*words, "precision", "compile", "attention"} == {field for _, field, _ in CHANGES}
+    for before, field, after in CHANGES:
         (usual, _), (command, comments) = shown(**before), shown(**after)
-        assert command != usual or any(word in comment for comment in comments), word
+        assert command != usual or any(field in comment for comment in comments), field
     flags = RECOMPUTE_FLAGS[framework]
     for recompute in ("none", "attention", "selective", "full", "every2"):
         command, comments = shown(recompute=recompute)
-        told = None if comments else set().union(*flags.values()) & {*command}
-        assert told == flags.get(recompute), recompute
+        passed = None if comments else set().union(*flags.values()) & {*command}
+        assert passed == flags.get(recompute), recompute
 
 
 RECOMPUTE_FLAGS = {
@@ -276,24 +276,24 @@ RECOMPUTE_FLAGS = {
         "full": {"--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"},
     },
     "nanotron": {"none": {"  recompute_layer: false"}, "full": {"  recompute_layer: true"}},
-    "torchtitan": {word: {f"activation-checkpoint:{word}"} for word in ("none", "selective", "full")},
+    "torchtitan": {mode: {f"activation-checkpoint:{mode}"} for mode in ("none", "selective", "full")},
 }  # fmt: skip
 
 
 def test_a_model_that_torchtitan_does_not_have_is_not_called_by_the_name_of_another():
     config = load_config(["kernel=torchtitan", "model=qwen3-8b", "sweep.nodes=[1]"])  # hidden_size=4096, too
     spec = spec_of(Layout(dp=2, zero_stage=3), config.models[0], config.kernel)
-    assert not [word for word in command_of(spec, config) if "llama3_8b" in word]
-    (told,) = [line for line in not_expressed(spec, config.kernel) if line.startswith("the model")]
+    assert not [arg for arg in command_of(spec, config) if "llama3_8b" in arg]
+    (note,) = [line for line in not_expressed(spec, config.kernel) if line.startswith("the model")]
     advice = "register one with hidden_size=4096, num_hidden_layers=36"
-    assert f"--config=llama3_8b selects another; {advice}" in told
-    assert "qk_norm=True" in told
+    assert f"--config=llama3_8b selects another; {advice}" in note
+    assert "qk_norm=True" in note
 
 
 @pytest.mark.parametrize(("kernel", "zero_stage"), [("torchtitan", 3), ("megatron", 1)])
 def test_a_pipeline_with_too_few_micro_batches_is_refused(kernel, zero_stage):
-    more = ["sweep.models=[llama3-8b]", "sweep.pp=2", f"sweep.zero_stage={zero_stage}"]
-    plan, _, _ = planned(kernel, *more, "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4")
+    overrides = ["sweep.models=[llama3-8b]", "sweep.pp=2", f"sweep.zero_stage={zero_stage}"]
+    plan, _, _ = planned(kernel, *overrides, "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4")
     (candidate,) = plan.candidates
     assert candidate.layout.pp_schedule == "afab"
     assert "supports pp_schedule in" in candidate.reason

@@ -25,8 +25,8 @@ COMMAND = KernelConfig(name="command", kind="command", command=("train",), preci
 SLOW_RANK = {"0": 1.0, "3": 1.4}
 
 
-def attempt(name, repeat=0, number=0, allocation="a0", kernel=BF16, spec=None, **told):
-    result = replace(OK, **{"loss_step": 5, "env_id": "e", **told})
+def attempt(name, repeat=0, number=0, allocation="a0", kernel=BF16, spec=None, **observed):
+    result = replace(OK, **{"loss_step": 5, "env_id": "e", **observed})
     spec = to_dict(spec_of(LAYOUTS[0], kernel)) if spec is None else spec
     key = AttemptKey(str(name), repeat, number)
     return AttemptState(key=key, allocation=allocation, spec_json=raw_json(spec), result=result)
@@ -50,8 +50,8 @@ def bad(state):
 
 
 def doubts(state, device="cuda"):
-    found = suspect_attempts(with_loss_outliers(state), device=device)
-    return {key.run_id: doubt_text(doubts) for key, doubts in found.items()}
+    suspects = suspect_attempts(with_loss_outliers(state), device=device)
+    return {key.run_id: doubt_text(doubts) for key, doubts in suspects.items()}
 
 
 def test_an_outlying_loss_is_invalid_and_says_what_the_others_have():
@@ -73,8 +73,8 @@ def test_groups_of_similar_size_are_all_in_doubt_and_none_is_invalid():
     state = losses(7.0, 7.0, 7.0, 6.0, 6.0)
     assert bad(state) == set()
     assert set(doubts(state)) == set("01234")
-    told = "layouts of this model and batch differ in their loss: 3 have 7, 2 have 6"
-    assert doubts(state)["4"] == told
+    text = "layouts of this model and batch differ in their loss: 3 have 7, 2 have 6"
+    assert doubts(state)["4"] == text
     assert with_loss_outliers(losses(5.0, 9.0)) == losses(5.0, 9.0), "two are too few to tell"
 
 
@@ -106,27 +106,27 @@ def test_repeats_of_a_layout_are_one_witness_and_can_differ_from_themselves():
     repeats = [attempt(0, repeat=n, loss_final=7.0) for n in range(5)]
     assert bad(state_of([*repeats, attempt(1, loss_final=6.0)])) == set()
     normal = losses(6.0, 6.0, 6.0).attempts.values()
-    found = invalid(state_of([*normal, attempt(0, repeat=1, loss_final=7.0)]))
-    assert list(found) == [AttemptKey("0", 1, 0)]
+    outliers = invalid(state_of([*normal, attempt(0, repeat=1, loss_final=7.0)]))
+    assert list(outliers) == [AttemptKey("0", 1, 0)]
 
 
 def test_an_outlier_counts_as_invalid_and_a_further_attempt_stands_for_it():
     state = losses(5.0, 5.0, 5.0, 9.0)
     assert final_attempts(with_loss_outliers(state))["3", 0].result.status == Status.INVALID
-    again = attempt(3, number=1, loss_final=5.0)
-    mended = with_loss_outliers(state_of([*state.attempts.values(), again]))
+    retry = attempt(3, number=1, loss_final=5.0)
+    mended = with_loss_outliers(state_of([*state.attempts.values(), retry]))
     assert final_attempts(mended)["3", 0].key.attempt == 1
     assert with_loss_outliers(mended) == mended
 
 
 @given(st.lists(st.sampled_from([5.0, 5.02, 5.2, 7.0]), max_size=9), st.randoms())
 def test_the_order_of_attempts_and_allocations_never_matters(values, random):
-    held = [allocation(f"a{n}", gemm=(value,), control="0") for n, value in enumerate(values)]
+    allocations = [allocation(f"a{n}", gemm=(value,), control="0") for n, value in enumerate(values)]
     attempts = [attempt(n, allocation=f"a{n}", loss_final=value) for n, value in enumerate(values)]
-    one = state_of(attempts, held)
-    other = state_of(random.sample(attempts, len(values)), random.sample(held, len(values)))
-    assert with_loss_outliers(one) == with_loss_outliers(other)
-    assert suspect_attempts(one, device="cuda") == suspect_attempts(other, device="cuda")
+    in_order = state_of(attempts, allocations)
+    shuffled = state_of(random.sample(attempts, len(values)), random.sample(allocations, len(values)))
+    assert with_loss_outliers(in_order) == with_loss_outliers(shuffled)
+    assert suspect_attempts(in_order, device="cuda") == suspect_attempts(shuffled, device="cuda")
 
 
 def allocation(name, gemm=(1.0, 1.0), busbw=1.0, control=None, nodes=1):
@@ -145,7 +145,7 @@ OF_FOUR = "of the median of 4 allocations of 1 node"
 
 
 @pytest.mark.parametrize(
-    ("others", "odd", "told"),
+    ("others", "odd", "text"),
     [
         (ABC, {"gemm": (1.0, 0.8)}, f"gemm_flops_per_s of its allocation is 0.80 {OF_FOUR}"),
         (ABC, {"busbw": 0.5}, f"allreduce_busbw_bytes_per_s of its allocation is 0.50 {OF_FOUR}"),
@@ -158,10 +158,10 @@ OF_FOUR = "of the median of 4 allocations of 1 node"
     ],
 )  # fmt: skip
 def test_a_preflight_far_below_the_others_of_as_many_nodes_or_a_device_below_its_neighbours(
-    others, odd, told
+    others, odd, text
 ):
     state = one_in_each(*others, allocation("odd", **odd))
-    assert doubts(state) == ({"odd": told} if told else {})
+    assert doubts(state) == ({"odd": text} if text else {})
     assert doubts(state, device="cpu") == {}, "cores are allowed to wander"
 
 
@@ -180,8 +180,8 @@ def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(contr
         for n, (name, time_s) in enumerate(controls)
     ]
     state = state_of([*attempts, attempt("r", allocation=allocations[-1].name)], allocations)
-    told = "the control layout of its allocation took 1.25 x its median over 4 allocations of 1 node"
-    assert doubts(state) == ({"c": told, "r": told} if doubtful else {})
+    text = "the control layout of its allocation took 1.25 x its median over 4 allocations of 1 node"
+    assert doubts(state) == ({"c": text, "r": text} if doubtful else {})
 
 
 def test_ranks_with_times_of_their_own():
@@ -215,18 +215,18 @@ def test_all_reasons_are_told():
 def test_the_next_step_tries_an_outlier_once_more_and_a_suspect_in_a_further_repeat():
     plan = make_plan(load_config(["model=tiny"]))
     *normal, outlier, odd = plan.runs[:5]
-    told = [(run, {"loss_final": 5.0}) for run in normal]
-    told += [
+    results = [(run, {"loss_final": 5.0}) for run in normal]
+    results += [
         (outlier, {"loss_final": 9.0}),
         (odd, {"loss_final": 5.0, "rank_step_times_s": {"0": 1, "3": 5}}),
     ]
 
-    def again(*more):
-        made = (attempt(run.run_id, spec=to_dict(run.spec), **words) for run, words in (*told, *more))
-        todo = next_attempts(plan, state_of(made), frozenset()).todo
+    def next_keys(*later):
+        attempts = (attempt(run.run_id, spec=to_dict(run.spec), **end) for run, end in (*results, *later))
+        todo = next_attempts(plan, state_of(attempts), frozenset()).todo
         tried = {run.run_id for run in plan.runs[:5]}
         return {tuple(t.key) for t in todo if t.key.run_id in tried}
 
-    assert again() == {(outlier.run_id, 0, 1), (odd.run_id, 1, 0)}
-    same, better = {"number": 1, "loss_final": 9.0}, {"repeat": 1, "loss_final": 5.0}
-    assert again((outlier, same), (odd, better)) == set()
+    assert next_keys() == {(outlier.run_id, 0, 1), (odd.run_id, 1, 0)}
+    as_before, better = {"number": 1, "loss_final": 9.0}, {"repeat": 1, "loss_final": 5.0}
+    assert next_keys((outlier, as_before), (odd, better)) == set()

@@ -34,7 +34,7 @@ def test_the_price_is_that_of_every_task_and_of_every_start():
     parts = [*whole.runs.values(), *whole.extra.values()]
     assert sum(cost for _, cost in parts) == pytest.approx(whole.gpu_hours)
     times = [sorted(run.prediction.step_time_s for run in runs if run.fits) for runs in BIG.cells.values()]
-    repeats = 2 * sum(time_s <= 1.05 * known[0] for known in times for time_s in known[:4])
+    repeats = 2 * sum(time_s <= 1.05 * cell_times[0] for cell_times in times for time_s in cell_times[:4])
     assert {name: number for name, (number, _) in whole.extra.items()} == {
         "control runs": len(tasks) - len(BIG.runs) - repeats,
         "repeats of the best": repeats,
@@ -46,20 +46,20 @@ def test_the_price_is_that_of_every_task_and_of_every_start():
 def test_a_launch_submits_what_was_priced():
     """Repeats of the best, whose number nobody knows before, are left out."""
     whole = price.price_of(PLAN)
-    made = allocations.jobs_of(allocations.open_sweep("unused"))
+    jobs = allocations.jobs_of(allocations.open_sweep("unused"))
     assert "repeats of the best" not in whole.extra
-    assert [d.attempts for d in made] == [d.attempts for d in whole.jobs]
-    assert sum(d.gpu_hours for d in made) == pytest.approx(whole.gpu_hours)
+    assert [d.attempts for d in jobs] == [d.attempts for d in whole.jobs]
+    assert sum(d.gpu_hours for d in jobs) == pytest.approx(whole.gpu_hours)
 
 
-@pytest.mark.parametrize("done", [5, len(PLAN.runs)])
-def test_only_what_is_left_is_priced(done):
+@pytest.mark.parametrize("num_ended", [5, len(PLAN.runs)])
+def test_only_what_is_left_is_priced(num_ended):
     state = SweepState()
-    for run in PLAN.runs[:done]:
+    for run in PLAN.runs[:num_ended]:
         told(state, run, Status.OK)
-    left = price.price_of(PLAN, state)
-    assert sum(number for number, _ in left.runs.values()) == len(PLAN.runs) - done
-    assert left.gpu_hours < price.price_of(PLAN).gpu_hours if done == 5 else left.gpu_hours == 0
+    rest = price.price_of(PLAN, state)
+    assert sum(number for number, _ in rest.runs.values()) == len(PLAN.runs) - num_ended
+    assert rest.gpu_hours < price.price_of(PLAN).gpu_hours if num_ended == 5 else rest.gpu_hours == 0
 
 
 def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
@@ -75,19 +75,19 @@ def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
 
 @given(
     numbers=st.sets(st.tuples(st.integers(0, len(PLAN.runs) - 1), st.integers(0, 2)), max_size=30),
-    most=st.none() | st.integers(1, 5),
+    max_tasks=st.none() | st.integers(1, 5),
     minutes=st.floats(0.1, 30),
 )
-def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes):
-    items = [todo_of(PLAN.runs[i], repeat) for i, repeat in numbers]
-    groups = price.pack(items, with_launcher(pack=most, allocation_minutes=minutes))
-    places = [[items.index(t) for t in group] for group in groups]
-    assert sorted(place for at in places for place in at) == list(range(len(items)))
-    assert [at[0] for at in places] == sorted(at[0] for at in places)
-    for group, at in zip(groups, places, strict=True):
-        assert at == sorted(at)
+def test_pack_loses_nothing_and_keeps_the_order(numbers, max_tasks, minutes):
+    tasks = [todo_of(PLAN.runs[i], repeat) for i, repeat in numbers]
+    groups = price.pack(tasks, with_launcher(pack=max_tasks, allocation_minutes=minutes))
+    places = [[tasks.index(t) for t in group] for group in groups]
+    assert sorted(place for indices in places for place in indices) == list(range(len(tasks)))
+    assert [indices[0] for indices in places] == sorted(indices[0] for indices in places)
+    for group, indices in zip(groups, places, strict=True):
+        assert indices == sorted(indices)
         assert len({(t.candidate.nodes, t.key.repeat) for t in group}) == 1
-        assert most is None or len(group) <= most
+        assert max_tasks is None or len(group) <= max_tasks
         assert len(group) == 1 or sum(map(lasts, group)) <= 60 * minutes * (1 + 1e-9)
 
 
@@ -102,8 +102,8 @@ def of_model(run, name):
 )  # fmt: skip
 def test_an_allocation_is_filled_with_runs_of_one_model_where_it_has_a_control(launcher, groups):
     runs = [ONE[0], of_model(ONE[1], "other"), ONE[2], of_model(ONE[3], "other")]
-    made = price.pack([todo_of(r) for r in runs], with_launcher(**launcher))
-    assert [" ".join(t.candidate.shape.name for t in group) for group in made] == groups
+    packed = price.pack([todo_of(r) for r in runs], with_launcher(**launcher))
+    assert [" ".join(t.candidate.shape.name for t in group) for group in packed] == groups
 
 
 def test_a_control_run_takes_a_small_share_of_its_allocation():
@@ -143,12 +143,12 @@ def test_any_one_run_of_an_allocation_may_be_slow():
     assert price.allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
 
 
-@pytest.mark.parametrize("given", [{"time_minutes": 60}, {}])
-def test_all_runs_of_a_job_begin_within_its_time_limit(given):
-    plan = replace(BIG, config=with_launcher(BIG.config, allocation_minutes=600.0, **given))
+@pytest.mark.parametrize("limits", [{"time_minutes": 60}, {}])
+def test_all_runs_of_a_job_begin_within_its_time_limit(limits):
+    plan = replace(BIG, config=with_launcher(BIG.config, allocation_minutes=600.0, **limits))
     key, control = next(iter(price.controls(plan).items()))
     todo = [todo_of(run) for run in plan.cells[control.cell]]
-    groups = price.pack(todo, plan.config, {key: control}, math.inf if given else 3600.0)
+    groups = price.pack(todo, plan.config, {key: control}, math.inf if limits else 3600.0)
     free = replace(plan.config, launcher=replace(plan.config.launcher, time_minutes=None))
     assert len(groups) > len(price.pack(todo, free, {key: control})), "ten hours would be too long"
     allocation = allocations.first_allocations(allocations.open_sweep("unused"))[0]
@@ -160,19 +160,19 @@ def test_all_runs_of_a_job_begin_within_its_time_limit(given):
         assert ends_s == pytest.approx(price.ALLOCATION_START_S["cuda"] + runs_s)
 
 
-@pytest.mark.parametrize("given", [{"time_minutes": 20}, {}])
-def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
-    plan = replace(BIG, config=with_launcher(BIG.config, **given))
-    longest_s = math.inf if given else 1200.0
-    kept = price.within_limit(plan, longest_s)
-    assert price.within_limit(kept, longest_s) is kept
-    out = [c for c in kept.candidates if c.rule == "time_limit"]
-    assert len(out) + len(kept.runs) == len(BIG.runs)
-    assert {c.run_id for c in kept.candidates} == {c.run_id for c in BIG.candidates}
-    source = "launcher.time_minutes=20" if given else "partition, QOS and account limit a job to 20 minutes"
-    told = rf"a job needs \d\d minutes with its control run; {source}"
-    assert all(re.fullmatch(told, c.reason) for c in out)
-    jobs = price.price_of(kept, max_limit_s=longest_s).jobs
+@pytest.mark.parametrize("limits", [{"time_minutes": 20}, {}])
+def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(limits):
+    plan = replace(BIG, config=with_launcher(BIG.config, **limits))
+    longest_s = math.inf if limits else 1200.0
+    runnable = price.within_limit(plan, longest_s)
+    assert price.within_limit(runnable, longest_s) is runnable
+    out = [c for c in runnable.candidates if c.rule == "time_limit"]
+    assert len(out) + len(runnable.runs) == len(BIG.runs)
+    assert {c.run_id for c in runnable.candidates} == {c.run_id for c in BIG.candidates}
+    source = "launcher.time_minutes=20" if limits else "partition, QOS and account limit a job to 20 minutes"
+    pattern = rf"a job needs \d\d minutes with its control run; {source}"
+    assert all(re.fullmatch(pattern, c.reason) for c in out)
+    jobs = price.price_of(runnable, max_limit_s=longest_s).jobs
     assert jobs
     assert all(price.least_limit_s(job.predicted_s, plan.config) <= 1200 for job in jobs), "all runs begin"
     for run in out:
@@ -182,14 +182,14 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
 
 
 @pytest.mark.parametrize(
-    ("given", "longest_s", "told"),
+    ("limits", "longest_s", "source"),
     [({"time_minutes": 3}, math.inf, "launcher.time_minutes=3"),
      ({}, 120.0, "partition, QOS and account limit a job to 2 minutes")],
 )  # fmt: skip
-def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told):
+def test_a_time_limit_that_no_run_can_begin_in_is_refused(limits, longest_s, source):
     least = r"the shortest of \d+ runs needs \d+ minutes with its control run: allow more"
-    with refused(match=rf"^{told}; {least}"):
-        price.within_limit(replace(BIG, config=with_launcher(BIG.config, **given)), longest_s)
+    with refused(match=rf"^{source}; {least}"):
+        price.within_limit(replace(BIG, config=with_launcher(BIG.config, **limits)), longest_s)
 
 
 # control layouts

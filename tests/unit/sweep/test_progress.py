@@ -23,11 +23,11 @@ ENDS = (None, *(s for s in Status if s not in (Status.SKIPPED, Status.REJECTED))
 HOUR = 3600.0
 
 
-def held(nodes=1, starts_s=(HOUR,), held_s=None, **more):
+def held(nodes=1, starts_s=(HOUR,), held_s=None, **fields):
     """An allocation whose starts each ended after so many seconds."""
     end = AllocationEnded(allocation="a", reason="", source="agent", held_s=held_s)
     ends = {Start(restart=n): replace(end, elapsed_s=seconds) for n, seconds in enumerate(starts_s)}
-    return AllocationState(name="a", nodes=nodes, ends=ends, **more)
+    return AllocationState(name="a", nodes=nodes, ends=ends, **fields)
 
 
 LAUNCHED = Launched(generation=1, config=PLAN.config.resolved)
@@ -60,9 +60,9 @@ def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
     assert sum(now.by_nodes[ONE.nodes].values()) == sum(r.nodes == ONE.nodes for r in PLANNED)
     assert [r.run_id for r, _ in now.running] == ([ONE.spec.run_id] if status == "running" else [])
     assert [r.run_id for r, _ in now.failures] == ([ONE.spec.run_id] if status in ("lost", "oom") else [])
-    again = {status: 1} if status in ("lost", "cancelled", "preempted") else {}  # by the next launch
-    assert (now.left, now.retried_by_status) == (len(PLANNED) - (status in ("ok", "oom")), again)
-    assert [key.run_id for key in now.pause_by_key] == [ONE.run_id] * len(again)
+    retries = {status: 1} if status in ("lost", "cancelled", "preempted") else {}  # by the next launch
+    assert (now.left, now.retried_by_status) == (len(PLANNED) - (status in ("ok", "oom")), retries)
+    assert [key.run_id for key in now.pause_by_key] == [ONE.run_id] * len(retries)
     assert now.attempts == len(attempts)
 
 
@@ -77,9 +77,9 @@ def test_a_failed_run_is_settled_when_no_further_attempt_follows():
 
 def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
     state = SweepState()
-    for at, run in enumerate(PLANNED[:4]):
-        told(state, run, Status.OK if at < 3 else None)
-        state.attempts[run.run_id, 0, 0].time = 1000.0 + 60 * at
+    for n, run in enumerate(PLANNED[:4]):
+        told(state, run, Status.OK if n < 3 else None)
+        state.attempts[run.run_id, 0, 0].time = 1000.0 + 60 * n
     last = state.attempts[PLANNED[3].run_id, 0, 0]
     last.phase, last.steps, last.step_time_s = "warmup", 7, 0.25
     now = progress_of("s", PLANNED, state, "cuda")
@@ -172,11 +172,11 @@ def test_the_rest_is_scaled_by_what_was_measured():
     assert progress_of("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
 
 
-def preflighted(name, at, **warnings):
+def preflighted(name, time_s, **warnings):
     """An allocation whose preflight found these warnings: host -> checks."""
     health = {host: {"warn": {check: {"GPU 0": 2}}} if check else {} for host, check in warnings.items()}
     nodes = [{"host": host, "health": facts} for host, facts in health.items()]
-    return AllocationState(name=name, submitting_at=at, preflight={"nodes": nodes})
+    return AllocationState(name=name, submitting_at=time_s, preflight={"nodes": nodes})
 
 
 def test_the_health_of_nodes_is_warned_of_once_for_each_check():

@@ -15,7 +15,7 @@ PLACES = 3
 
 
 def config_of(*overrides):
-    batch = [] if any(word.startswith("sweep.gbs=") for word in overrides) else ["sweep.gbs=256"]
+    batch = [] if any(override.startswith("sweep.gbs=") for override in overrides) else ["sweep.gbs=256"]
     return load_config(["sweep=recommend", *batch, *overrides])
 
 
@@ -42,9 +42,9 @@ def best_of_all(config):
 def test_a_search_names_the_layouts_that_are_best_of_all(overrides):
     config = config_of(*overrides)
     (place,) = planned_cells(config)
-    named = recommendation(config, PLACES, *place).runs
-    assert [run.run_id for run in named] == [run.run_id for run in best_of_all(config)[:PLACES]]
-    assert named
+    recommended = recommendation(config, PLACES, *place).runs
+    assert [run.run_id for run in recommended] == [run.run_id for run in best_of_all(config)[:PLACES]]
+    assert recommended
 
 
 def test_a_cell_in_which_only_the_reserve_has_no_room_still_names_a_layout():

@@ -17,7 +17,7 @@ def configured(hardware):
 
 
 @pytest.mark.parametrize(
-    ("asked", "precision", "cp", "device", "architecture", "reason"),
+    ("attention", "precision", "cp", "device", "architecture", "reason"),
     [
         ("auto", "fp64", 2, "cpu", None, None), ("flash", "fp32", 2, "cpu", None, None), ("math", "fp32", 1, "cpu", None, None),
         ("auto", "bf16", 2, "cuda", None, None), ("cudnn", "bf16", 2, "cuda", None, None), ("auto", "fp32", 1, "cuda", None, None),
@@ -33,14 +33,14 @@ def configured(hardware):
     ],
 )  # fmt: skip
 def test_attention_that_a_device_or_a_ring_lacks_is_refused(
-    asked, precision, cp, device, architecture, reason
+    attention, precision, cp, device, architecture, reason
 ):
     """What an accelerator of unknown architecture has is not checked."""
-    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    kernel = KernelConfig(name="embedded", attention=attention, precision=precision)
     hardware = replace(configured("h100x8").hardware, architecture=architecture)
     shape = replace(load_model("tiny"), head_dim=264)
-    found = refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device, hardware)
-    assert found is None if reason is None else reason in found
+    message = refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device, hardware)
+    assert message is None if reason is None else reason in message
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_products_that_fp8_lacks_are_refused(layout, changes, architecture, reas
 
 
 @pytest.mark.parametrize(
-    ("hardware", "asked", "head_dim", "lacking"),
+    ("hardware", "attention", "head_dim", "lacking"),
     [
         ("h100x8", "flash3", 128, None), ("h200x8", "cudnn", 256, None), ("gb200x4", "cudnn", 128, None),
         ("a100-40x8", "cudnn", 128, None), ("a100-80x8", "flash", 256, None), ("mi300x-x8", "auto", 512, None),
@@ -89,10 +89,10 @@ def test_products_that_fp8_lacks_are_refused(layout, changes, architecture, reas
         ("l40s-x8", "flash", 224, "flash needs head_dim <= 192 or > 224; L40S is sm_89, head_dim=224: use math"),
     ],
 )  # fmt: skip
-def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, asked, head_dim, lacking):
+def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, attention, head_dim, lacking):
     config = configured(hardware)
-    shape, kernel = replace(config.models[0], head_dim=head_dim), replace(config.kernel, attention=asked)
+    shape, kernel = replace(config.models[0], head_dim=head_dim), replace(config.kernel, attention=attention)
     candidates = make_plan(replace(config, models=(shape,), kernel=kernel)).candidates
-    told = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
-    assert bool(told) == bool(lacking)
-    assert all(reason.startswith(f"attention={lacking}") for reason in told)
+    reasons = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
+    assert bool(reasons) == bool(lacking)
+    assert all(reason.startswith(f"attention={lacking}") for reason in reasons)

@@ -32,16 +32,16 @@ def key(override):
 
 def following(overrides, message):
     """The overrides after the remedies of a message; None where it names none that can be copied."""
-    words = [shlex.split(text.rstrip(",:)"))[0] for text in OVERRIDE.findall(message)]
-    words = [word for word in words if not PLACEHOLDER.search(word)]
-    words = words if message.endswith("?") else words[:1]
+    remedies = [shlex.split(text.rstrip(",:)"))[0] for text in OVERRIDE.findall(message)]
+    remedies = [remedy for remedy in remedies if not PLACEHOLDER.search(remedy)]
+    remedies = remedies if message.endswith("?") else remedies[:1]
     others = {override: [other for other in overrides if other != override] for override in overrides}
     several = len(overrides) > 1
-    if not words:
+    if not remedies:
         return None
-    refused = [each for each in overrides if not several or test_config.refusal(*others[each]) != message][:1]
-    stays = [each for each in overrides if each not in refused and key(each) not in map(key, words)]
-    return [*words, *stays]
+    refused = [old for old in overrides if not several or test_config.refusal(*others[old]) != message][:1]
+    stays = [old for old in overrides if old not in refused and key(old) not in map(key, remedies)]
+    return [*remedies, *stays]
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)

@@ -28,8 +28,8 @@ def failed(*results, run_id="r"):
     return [AttemptState(key=AttemptKey(run_id, 0, n), result=r, time=n) for n, r in enumerate(results)]
 
 
-def result(status="hang", hosts=("a",), **more):
-    return RunResult(status=Status(status), hostnames=hosts, **more)
+def result(status="hang", hosts=("a",), **fields):
+    return RunResult(status=Status(status), hostnames=hosts, **fields)
 
 
 SURE, KILLED = result("oom", confirmed=True), result("crash", cause="killed")
@@ -37,7 +37,7 @@ HERE, THERE = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
 
 
 @pytest.mark.parametrize(
-    ("results", "share", "again"),
+    ("results", "share", "retried"),
     [
         # A known cause counts instead of the status.
         ([KILLED], 1.0, True), ([KILLED, KILLED], 1.0, False), ([result("crash", cause="assertion")], 1.0, False),
@@ -49,8 +49,8 @@ HERE, THERE = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
         ([SURE], 0.9, False), ([SURE], 0.8, True), ([result("oom")], 0.9, True), ([SURE, SURE], 0.1, False),
     ],
 )  # fmt: skip
-def test_what_is_tried_again(results, share, again):
-    assert decide_retry(failed(*results), POLICY, memory_share=share).retry is again
+def test_what_is_tried_again(results, share, retried):
+    assert decide_retry(failed(*results), POLICY, memory_share=share).retry is retried
 
 
 def test_a_run_without_steps_is_read_again_by_another_pattern_only():
@@ -98,7 +98,7 @@ WRONG = result("invalid", suspect_hosts=("bad",))
 
 
 @pytest.mark.parametrize(
-    ("attempts", "more", "nodes"),
+    ("attempts", "changes", "nodes"),
     [
         (failed(HANG, HANG), {}, {}),
         ([*failed(HANG), *failed(HANG, run_id="s")], {}, {"bad": "suspected in 2 runs"}),
@@ -111,13 +111,13 @@ WRONG = result("invalid", suspect_hosts=("bad",))
         ([*failed(gone("a"), gone("b")), *failed(gone("a"), run_id="s"), *failed(FINE_ON_A, run_id="t")], {}, {}),
     ],
 )  # fmt: skip
-def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, more, nodes):
-    state, policy = state_of(*attempts), replace(POLICY, **more)
+def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, changes, nodes):
+    state, policy = state_of(*attempts), replace(POLICY, **changes)
     end = AllocationEnded(allocation="x", reason="", avoid=("full",))
     state.allocations["x"] = AllocationState(name="x", ends={Start(): end})
     assert excluded_nodes(state, policy) == nodes | {"full": "its agent reported it unusable"}
-    here = Launched(generation=1, config={"launcher": {"name": "local"}})
-    assert excluded_nodes(replace(state, launched=here), policy) == {}, "there is no other node"
+    local = Launched(generation=1, config={"launcher": {"name": "local"}})
+    assert excluded_nodes(replace(state, launched=local), policy) == {}, "there is no other node"
 
 
 ENDS_ON_A_HOST = {
@@ -163,8 +163,8 @@ TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result
 def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_ends(ends, stops):
     runs = [AttemptState(key=AttemptKey(f"r{n}", 0, 0), result=TOLD[end]) for n, end in enumerate(ends)]
     ago_s = {run.key: 100.0 - n for n, run in enumerate(runs)}
-    told = breaker_reason(state_of(*runs), POLICY, ago_s)
-    assert told == stops or stops in told
+    reason = breaker_reason(state_of(*runs), POLICY, ago_s)
+    assert reason == stops or stops in reason
     but_one = dict([*ago_s.items()][1:10])
     assert breaker_reason(state_of(*runs[:10]), POLICY, but_one) is None, "one ended before this launch"
     assert breaker_reason(state_of(*runs), replace(POLICY, breaker=None), ago_s) is None
@@ -184,25 +184,25 @@ ENDS = st.builds(
 @settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
-    state, done = SweepState(), set()
+    state, succeeded = SweepState(), set()
     for _ in range(200):
         decision = next_attempts(SMALL, state, frozenset())
         if decision.is_over:
             break
         assert decision.todo, "nothing is alive, so something has to be started"
         for todo in decision.todo:
-            assert todo.key[:2] not in done
+            assert todo.key[:2] not in succeeded
             assert todo.key not in state.attempts
             end = data.draw(ENDS)
             state.attempts[todo.key] = AttemptState(
                 key=todo.key, result=end, spec_json=raw_json({"nodes": 1})
             )
             if end.status == Status.OK:
-                done.add(todo.key[:2])
+                succeeded.add(todo.key[:2])
     assert decision.is_over, "it loops"
     tries = [k for k in state.attempts if k.repeat == 0]
-    most = sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
-    assert len(tries) <= len(SMALL.candidates) * most
+    max_tries = sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
+    assert len(tries) <= len(SMALL.candidates) * max_tries
     tried = {key.run_id for key in state.attempts}
     assert {run.run_id for run in SMALL.runs} == tried | dominator_by_run(SMALL.runs, state).keys()
 
@@ -225,17 +225,17 @@ def run_of(mbs, zero):
 
 def after(*ends):
     """The state after attempts of (micro-batch size, ZeRO stage, result), each of which follows the last of its run."""
-    made = SweepState()
+    state = SweepState()
     for mbs, zero, result in ends:
         run_id = run_of(mbs, zero).run_id
-        key = AttemptKey(run_id, 0, len(made.by_run().get(run_id, ())))
-        made.attempts[key] = AttemptState(key=key, result=result)
-    return made
+        key = AttemptKey(run_id, 0, len(state.by_run().get(run_id, ())))
+        state.attempts[key] = AttemptState(key=key, result=result)
+    return state
 
 
 def dominated(state, runs=SAME):
-    found = dominator_by_run(runs, state)
-    return {(r.layout.mbs, r.layout.zero_stage) for r in runs if r.run_id in found}
+    dominators = dominator_by_run(runs, state)
+    return {(r.layout.mbs, r.layout.zero_stage) for r in runs if r.run_id in dominators}
 
 
 def test_dominance_is_an_order_of_memory_in_which_schedules_are_alike_or_afab_is_in_place_of_1f1b():
@@ -244,8 +244,8 @@ def test_dominance_is_an_order_of_memory_in_which_schedules_are_alike_or_afab_is
     assert all(a not in larger[a] and larger[b] <= larger[a] for a in larger for b in larger[a])
     pairs = [(a, b) for a in larger for b in larger[a]]
     assert all(mem_bytes[b] >= NEARLY * mem_bytes[a] for a, b in pairs)
-    same = {(word, word) for word in ("none", "1f1b", "afab", "interleaved", "zbv")}
-    assert {(a.pp_schedule, b.pp_schedule) for a, b in pairs} == same | {("1f1b", "afab")}
+    alike = {(schedule, schedule) for schedule in ("none", "1f1b", "afab", "interleaved", "zbv")}
+    assert {(a.pp_schedule, b.pp_schedule) for a, b in pairs} == alike | {("1f1b", "afab")}
 
 
 @pytest.mark.parametrize(
@@ -273,10 +273,10 @@ def test_after_a_confirmed_oom_larger_micro_batches_and_lower_zero_stages_are_le
 
 
 def test_an_oom_that_was_not_predicted_has_to_happen_twice():
-    one, two = after((8, 1, SURE)), after((8, 1, SURE), (8, 1, SURE))
+    once, twice = after((8, 1, SURE)), after((8, 1, SURE), (8, 1, SURE))
     unlikely = [predicted(r, memory_share=0.8) for r in SAME]
-    assert [len(dominated(state, unlikely)) for state in (one, two)] == [0, 5]
-    assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in left(unlikely, one).todo}
+    assert [len(dominated(state, unlikely)) for state in (once, twice)] == [0, 5]
+    assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in left(unlikely, once).todo}
 
 
 def test_what_the_user_asks_for_is_not_left_out():

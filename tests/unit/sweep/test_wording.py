@@ -61,7 +61,7 @@ def test_a_decision_that_reads_a_sentence_of_the_agent_is_found():
 
 def test_ends_of_earlier_versions_get_their_codes_from_one_table():
     state = fold(read_journal(FIXTURE))
-    codes = {name: held.end.code for name, held in state.allocations.items() if name.startswith("n1-old")}
+    codes = {name: alloc.end.code for name, alloc in state.allocations.items() if name.startswith("n1-old")}
     assert [codes[name] for name in sorted(codes)] == [
         EndCode.PAUSED, EndCode.OUTSIDE_WINDOW, EndCode.OTHER, EndCode.OTHER,
     ]  # fmt: skip

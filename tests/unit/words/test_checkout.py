@@ -28,9 +28,9 @@ def package(folder, monkeypatch):
     monkeypatch.setattr(ultrabench, "__file__", str(folder / "__init__.py"))
 
 
-def git(folder, *words, **more):
-    done = subprocess.run([*GIT, "-C", str(folder), *words], capture_output=True, check=True, **more)
-    return done.stdout.decode().strip()
+def git(folder, *words, **options):
+    process = subprocess.run([*GIT, "-C", str(folder), *words], capture_output=True, check=True, **options)
+    return process.stdout.decode().strip()
 
 
 def test_the_commit_of_the_clone_whatever_variables_a_git_hook_has(clone, tmp_path, monkeypatch):

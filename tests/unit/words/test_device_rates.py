@@ -48,9 +48,9 @@ def test_the_slowest_device_is_known_if_all_are(rates):
 )  # fmt: skip
 def test_links_that_are_damaged_are_not_known_and_the_rest_is(bad):
     allreduce = {"all": bad, "intra_node": rows(1.0)}
-    found = summary({**WHOLE, "collectives": {**WHOLE["collectives"], "allreduce": allreduce}})
+    rates = summary({**WHOLE, "collectives": {**WHOLE["collectives"], "allreduce": allreduce}})
     expected = {"allreduce_busbw_bytes_per_s": None, "allreduce_intra_node_busbw_bytes_per_s": 1.0}
-    assert found == summary(WHOLE) | expected
+    assert rates == summary(WHOLE) | expected
 
 
 def test_shares_are_those_of_nccl_tests():
@@ -61,9 +61,9 @@ def test_shares_are_those_of_nccl_tests():
 def test_bandwidths_are_one_list_without_what_is_damaged():
     odd = LONG | {"seconds": float("inf")}
     whole = {"sendrecv": {"all": [LONG, odd], "intra_node": None}, "alltoall": {"all": [LONG, 1]}}
-    found = link_measurements({"collectives": whole})
-    assert found == [
+    measurements = link_measurements({"collectives": whole})
+    assert measurements == [
         {"operation": "sendrecv", "scope": "all", **row, "seconds": s}
         for row, s in ((LONG, 1.0), (odd, None))
     ]
-    assert type(found[0]["bytes"]) is int
+    assert type(measurements[0]["bytes"]) is int

@@ -38,8 +38,8 @@ def test_every_file_that_a_rank_imports_counts():
         "    importlib.import_module('.'.join(parts).removesuffix('.__init__'))\n"
         "print(*(m.__file__ for n, m in list(sys.modules.items()) if n.startswith('ultrabench.')))\n"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = {Path(name).resolve() for name in told.stdout.split() if not name.endswith("__init__.py")}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {Path(name).resolve() for name in process.stdout.split() if not name.endswith("__init__.py")}
     assert imported <= {path.resolve() for path in rank_sources(ROOT)}
     assert len(imported) > 25
 
@@ -48,11 +48,11 @@ def test_each_source_changes_the_digest(tmp_path, monkeypatch):
     root = Path(shutil.copytree(ROOT, tmp_path / "ultrabench"))
     monkeypatch.setattr(ultrabench, "__file__", str(root / "__init__.py"))
     kernel = KernelConfig(name="embedded")
-    seen = {kernel.digest()}
+    digests = {kernel.digest()}
     for path in rank_sources(root):
         path.write_text(path.read_text() + "# changed\n")
-        seen.add(kernel.digest())
-    assert len(seen) == len(rank_sources(ROOT)) + 1
+        digests.add(kernel.digest())
+    assert len(digests) == len(rank_sources(ROOT)) + 1
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_KEY", "apiKey", "DB_PASSWORD", "wandb_api_key"])
@@ -65,17 +65,17 @@ def test_values_are_kept_for_their_owner_and_found_again(tmp_path):
     file, env = tmp_path / "secrets.json", {"A_TOKEN": REDACTED, "B_KEY": REDACTED, "LEVEL": "3"}
     with refused(f"{file} has no value for kernel.env.B_KEY; give it again"):
         write_secrets(env, file, {"A_TOKEN": "1"})
-    for given in ({"A_TOKEN": "1", "B_KEY": "2"}, {"B_KEY": "3"}, {}):
-        write_secrets(env, file, given)
+    for secrets in ({"A_TOKEN": "1", "B_KEY": "2"}, {"B_KEY": "3"}, {}):
+        write_secrets(env, file, secrets)
     assert file.stat().st_mode & 0o777 == 0o600
     assert json.loads(file.read_text()) == {"A_TOKEN": "1", "B_KEY": "3"}
     assert reveal_env(env, file) == {"A_TOKEN": "1", "B_KEY": "3", "LEVEL": "3"}
     assert reveal_env({"LEVEL": "3"}, tmp_path / "nothing") == {"LEVEL": "3"}
 
 
-@pytest.mark.parametrize("word", ["kernel.env={T: a.b}", 'kernel.env={T: "a.b"}', "kernel.env={T: 'a.b'}"])
-def test_a_command_line_without_its_secret_can_be_used_again(word):
-    assert redact_arguments(["x", word], {"T": "a.b"}) == ["x", f"kernel.env={{T: '{REDACTED}'}}"]
+@pytest.mark.parametrize("text", ["kernel.env={T: a.b}", 'kernel.env={T: "a.b"}', "kernel.env={T: 'a.b'}"])
+def test_a_command_line_without_its_secret_can_be_used_again(text):
+    assert redact_arguments(["x", text], {"T": "a.b"}) == ["x", f"kernel.env={{T: '{REDACTED}'}}"]
 
 
 def test_a_renewed_secret_is_the_same_sweep(tmp_path, monkeypatch):
@@ -88,6 +88,6 @@ def test_a_renewed_secret_is_the_same_sweep(tmp_path, monkeypatch):
     assert "hunter" not in repr((first, second))
     assert (first.secrets, second.secrets) == ({"A_TOKEN": "hunter2"}, {"A_TOKEN": "hunter3"})
     assert first.kernel == second.kernel
-    known = sweep_json_of(first, {})
-    require_same(known, second, tmp_path)
-    assert config_from_tree(known.config).secrets == {}
+    recorded = sweep_json_of(first, {})
+    require_same(recorded, second, tmp_path)
+    assert config_from_tree(recorded.config).secrets == {}

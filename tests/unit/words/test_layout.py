@@ -15,7 +15,7 @@ def test_ranks_and_coordinates_are_a_bijection(layout):
         places.index((pp, 0, 0, 0)) for pp in range(layout.pp)
     ]
     degrees = (layout.pp, layout.dp, layout.cp, layout.tp)
-    assert all(0 <= n < degree for at in places for n, degree in zip(at, degrees, strict=True))
+    assert all(0 <= n < degree for place in places for n, degree in zip(place, degrees, strict=True))
 
 
 def test_the_order_of_axes_is_pp_dp_cp_tp_so_that_a_tp_group_stays_on_a_node():

@@ -113,8 +113,8 @@ def test_stages_hold_every_parameter_once_but_a_tied_copy(shape, pp):
 
 
 def test_a_small_split_by_hand():
-    one = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
-    shape = ModelShape(**{**SMALL, **one, "hidden_size": 2, "num_hidden_layers": 4, "vocab_size": 44})
+    ones = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
+    shape = ModelShape(**{**SMALL, **ones, "hidden_size": 2, "num_hidden_layers": 4, "vocab_size": 44})
     assert shape.layer_matmul_params() == 22
     first, second = split_stages(shape, 2)
     # total 176, half 88: the four layers make exactly 88, which is not more than half, so the

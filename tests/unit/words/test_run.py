@@ -86,11 +86,11 @@ def test_env_id_changes_with_each_fact(change):
 
 
 def test_env_id_holds_the_kernel_and_its_declared_variables():
-    here = env_id(FACTS, MINE, "d")
+    base = env_id(FACTS, MINE, "d")
     variables = dict(reversed(FACTS["variables"].items()))
-    assert here == env_id({**FACTS, "variables": variables, "hostname": "n1"}, MINE, "d")
-    assert here != env_id(FACTS, MINE, "e")
-    assert here != env_id(FACTS, replace(MINE, env={"X": "2"}), "d")
+    assert base == env_id({**FACTS, "variables": variables, "hostname": "n1"}, MINE, "d")
+    assert base != env_id(FACTS, MINE, "e")
+    assert base != env_id(FACTS, replace(MINE, env={"X": "2"}), "d")
 
 
 @pytest.mark.parametrize(
