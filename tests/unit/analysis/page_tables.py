@@ -10,11 +10,11 @@ EVIDENCE = '{"ranks": [{"rank": 3, "phase": "train", "code": 1, "killed_by_us": 
 def run(n, **values):
     """The row of a run of the layout with this number; the step time of an ok run grows with the number."""
     mbs, tp = 2 ** (n % 3), 2 ** (n // 3 % 3)
-    known = {
+    columns = {
         "dp": 8 // tp, "tp": tp, "zero_stage": 1, "mbs": mbs, "gas": 256 // mbs * tp // 8, "gpu_hours": 0.2,
         "hostnames": ["n0"], "allreduce_busbw_bytes_per_s": 4e11 / (1 + n % 5),
     }  # fmt: skip
-    return row(f"{n:016x}", 400 / (1 + n / 100), **known | values)
+    return row(f"{n:016x}", 400 / (1 + n / 100), **columns | values)
 
 
 def page(results, *, title="s", public=False):
@@ -27,7 +27,7 @@ def small():
     cells = [{"model": m, "nodes": n, "gpus": 8 * n} for m in ("1B", "8B") for n in (1, 2)]
     rejected = {"status": "rejected", "reason": "tp=3 does not divide 8", "rule": "heads", "attempt": None}
     return table_of(
-        *(run(10 * at + n, **cell) for at, cell in enumerate(cells) for n in range(9)),
+        *(run(10 * index + n, **cell) for index, cell in enumerate(cells) for n in range(9)),
         run(100, status="oom", reason="CUDA out of memory", gpu_hours=None, **cells[0]),
         run(101, status="crash", reason="<script>alert(1)</script> on n7", is_final=False, evidence=EVIDENCE, **cells[0]),
         run(101, attempt=1, **cells[0]),
@@ -42,10 +42,10 @@ def repeated():
         ("ok", "crash"), ("oom", "crash"), ("hang", "crash"), ("crash", "ok"), ("crash", None), (None, None),
         ("skipped",),
     ]  # fmt: skip
-    held = [
-        run(n, repeat=at, status=status) for n, ended in enumerate(ends) for at, status in enumerate(ended)
+    rows = [
+        run(n, repeat=nth, status=status) for n, ended in enumerate(ends) for nth, status in enumerate(ended)
     ]
-    return table_of(*held, run(8, suspect="hot"))
+    return table_of(*rows, run(8, suspect="hot"))
 
 
 def large(number):

@@ -14,24 +14,24 @@ USUAL = {
 }  # fmt: skip
 
 
-def row(run_id, rate=100.0, status="ok", nodes=1, **more):
+def row(run_id, rate=100.0, status="ok", nodes=1, **extra):
     """The row of a run on nodes of 8 GPUs; `rate` in tokens/s/GPU gives the numbers of an ok one."""
     gpus = 8 * nodes
     layout = {"dp": gpus, "gas": 256 // gpus, "nodes": nodes, "gpus": gpus}
-    measured = {
+    numbers = {
         "tokens_per_s_per_gpu": rate, "tokens_per_s": rate * gpus, "mfu": rate / 1000, "step_time_s": 1e3 / rate,
         "peak_mem_reserved_bytes": int(rate * 2**29), "predicted_step_time_s": 900 / rate,
     }  # fmt: skip
-    return USUAL | layout | {"run_id": run_id, "status": status} | (measured if status == "ok" else {}) | more
+    return USUAL | layout | {"run_id": run_id, "status": status} | (numbers if status == "ok" else {}) | extra
 
 
 def table_of(*rows):
     return pa.Table.from_pylist(list(rows), schema=SCHEMA)
 
 
-def piped(run_id, rate=80.0, pp=2, dp=4, **more):
+def piped(run_id, rate=80.0, pp=2, dp=4, **extra):
     """The row of a run with a pipeline on 8 GPUs; its like without has dp=8."""
-    return row(run_id, rate, pp=pp, dp=dp, gas=256 // dp, **{"pp_schedule": "1f1b"} | more)
+    return row(run_id, rate, pp=pp, dp=dp, gas=256 // dp, **{"pp_schedule": "1f1b"} | extra)
 
 
 SAVED = {

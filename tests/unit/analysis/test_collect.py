@@ -165,9 +165,9 @@ def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
     write(folder, *attempted(spec, replace(OK, hardware_flops_per_step=None)))
     (row,) = rows_of(folder)
     assert (row["tokens_per_s"] is not None, row["hfu"]) == (True, None)
-    told = row["peak_flops_per_s"], row["peak_source"], row["mfu"]
+    peak_and_mfu = row["peak_flops_per_s"], row["peak_source"], row["mfu"]
     mfu = pytest.approx(row["model_flops_per_s_per_gpu"] / 5e8)
-    assert told == ((1e9 * 2 / 4, "measured", mfu) if core_rate else (None, None, None))
+    assert peak_and_mfu == ((1e9 * 2 / 4, "measured", mfu) if core_rate else (None, None, None))
 
 
 def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
@@ -175,12 +175,12 @@ def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
     rows = rows_of(make_sweep(tmp_path / "s", SPECS[:3], why))
     assert [row["status"] for row in rows] == [None, "rejected", "skipped"]
     assert [(row["rule"], row["reason"]) for row in rows] == why
-    told = {"is_final": True, "predicted_step_time_s": 0.5, "num_params": SPECS[0].shape.num_params}
-    told |= dict.fromkeys(
+    expected = {"is_final": True, "predicted_step_time_s": 0.5, "num_params": SPECS[0].shape.num_params}
+    expected |= dict.fromkeys(
         ("repeat", "attempt", "mfu", "step_times_s", "gpu_hours", "hostnames", "env_id", "num_steps_measured",
          "peak_mem_reserved_bytes", "throttled")
     )  # fmt: skip
-    assert [values(row, told) for row in rows] == [told] * 3
+    assert [values(row, expected) for row in rows] == [expected] * 3
 
 
 def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
@@ -240,22 +240,22 @@ def test_a_lost_claim_loses_no_result(tmp_path):
     write(
         folder, *(Result(run_id=name, repeat=0, attempt=0, result=OK) for name in (SPECS[0].run_id, "f" * 16))
     )
-    told = []
-    known, unknown = rows_of(folder, warn=told.append)
-    assert known["mfu"] is not None
-    assert (unknown["status"], unknown["model"], unknown["mfu"]) == ("ok", None, None)
-    assert len(told) == 1
+    warnings = []
+    claimed, unclaimed = rows_of(folder, warn=warnings.append)
+    assert claimed["mfu"] is not None
+    assert (unclaimed["status"], unclaimed["model"], unclaimed["mfu"]) == ("ok", None, None)
+    assert len(warnings) == 1
 
 
 def test_a_lost_plan_is_told_and_several_sweeps_follow_each_other(tmp_path):
-    one, two = (make_sweep(tmp_path / name, [SPECS[n]]) for n, name in enumerate(("one", "two")))
-    assert [(row["sweep"], row["run_id"]) for row in rows_of(two, one)] == [
+    first, second = (make_sweep(tmp_path / name, [SPECS[n]]) for n, name in enumerate(("one", "two")))
+    assert [(row["sweep"], row["run_id"]) for row in rows_of(second, first)] == [
         ("two", SPECS[1].run_id), ("one", SPECS[0].run_id),
     ]  # fmt: skip
-    two.plan.unlink()
-    told = []
-    assert [row["sweep"] for row in rows_of(two, one, warn=told.append)] == ["one"]
-    assert told == ["two: no plan.parquet; candidates that were never attempted are missing"]
-    two.sweep_json.unlink()
-    with refused(f"no sweep.json in {two.path}; is it a sweep folder?", SweepFolderError):
-        rows_of(two)
+    second.plan.unlink()
+    warnings = []
+    assert [row["sweep"] for row in rows_of(second, first, warn=warnings.append)] == ["one"]
+    assert warnings == ["two: no plan.parquet; candidates that were never attempted are missing"]
+    second.sweep_json.unlink()
+    with refused(f"no sweep.json in {second.path}; is it a sweep folder?", SweepFolderError):
+        rows_of(second)

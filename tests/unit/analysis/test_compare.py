@@ -21,18 +21,18 @@ LAYOUTS = [(dp, mbs) for dp in (1, 2, 4, 8) for mbs in (1, 2, 4, 8, 16)]
 def steps(rng, time_s, number=20, correlation=0.5, between=0.0):
     """Step times whose neighbours are alike, of a run that differs from other runs of the same layout."""
     noise = rng.normal(size=number)
-    for at in range(1, number):
-        noise[at] = correlation * noise[at - 1] + (1 - correlation**2) ** 0.5 * noise[at]
+    for step in range(1, number):
+        noise[step] = correlation * noise[step - 1] + (1 - correlation**2) ** 0.5 * noise[step]
     return (time_s * np.exp(0.03 * noise + between * rng.normal())).tolist()
 
 
 def rows_of(seed, slow=(), factor=1.2, between=0.0, **columns):
     """A row for each layout, of which those with the numbers `slow` take `factor` times as long as others."""
     rng, rows = np.random.default_rng(seed), []
-    for at, (dp, mbs) in enumerate(LAYOUTS):
-        times = steps(rng, (1 + at / 9) * (factor if at in slow else 1), between=between)
-        told = {"step_times_s": times, "step_time_s": float(np.median(times))} | columns
-        rows.append(row(str(at), 1 / np.median(times), dp=dp, mbs=mbs, gas=1, **told))
+    for number, (dp, mbs) in enumerate(LAYOUTS):
+        times = steps(rng, (1 + number / 9) * (factor if number in slow else 1), between=between)
+        values = {"step_times_s": times, "step_time_s": float(np.median(times))} | columns
+        rows.append(row(str(number), 1 / np.median(times), dp=dp, mbs=mbs, gas=1, **values))
     return rows
 
 
@@ -49,10 +49,10 @@ def write(path, rows):
 
 
 def test_planted_regressions_are_found_and_nothing_else():
-    found = compared(rows_of(1, between=0.01), rows_of(2, slow=(3, 11), between=0.01))
-    assert findings_of(found) == {"3": "slower", "11": "slower"}
-    assert found.regressions == 2
-    assert found.median_ratio == pytest.approx(1, abs=0.03)
+    comparison = compared(rows_of(1, between=0.01), rows_of(2, slow=(3, 11), between=0.01))
+    assert findings_of(comparison) == {"3": "slower", "11": "slower"}
+    assert comparison.regressions == 2
+    assert comparison.median_ratio == pytest.approx(1, abs=0.03)
     allowed = compared(rows_of(1), rows_of(2, slow=(3, 11)), threshold=0.5)
     assert (allowed.regressions, allowed.warning) == (0, None)
 
@@ -76,12 +76,12 @@ def test_differences_between_repeats_count_as_chance():
     rng = np.random.default_rng(3)
     far = [[steps(rng, 1.0, between=0.15) for _ in range(2)] for _ in range(12)]
     pairs = list(zip(far[::2], far[1::2], strict=True))
-    told, said = corrected(pairs)
-    assert min(told["p_corrected"]) > 0.05
-    assert "Repeats of a run vary by" in said[1]
-    few, said = corrected([([p[0][0]], [p[1][0]]) for p in pairs])
-    assert min(few["p_corrected"]) < 0.05
-    assert "the test ignores noise between runs" in said[1]
+    p_values, notes = corrected(pairs)
+    assert min(p_values["p_corrected"]) > 0.05
+    assert "Repeats of a run vary by" in notes[1]
+    single_p_values, notes = corrected([([p[0][0]], [p[1][0]]) for p in pairs])
+    assert min(single_p_values["p_corrected"]) < 0.05
+    assert "the test ignores noise between runs" in notes[1]
 
 
 def test_checkpoints_are_compared_where_both_have_them(ultrabench, tmp_path, monkeypatch):  # noqa: F811
@@ -102,25 +102,25 @@ def test_checkpoints_are_compared_where_both_have_them(ultrabench, tmp_path, mon
 
 
 def test_a_single_step_is_not_tested():
-    found = compared(*(rows_of(seed, step_times_s=None) for seed in (1, 2)))
-    assert found.rows["p_value"].isna().all()
-    assert found.rows["ratio"].notna().all()
-    assert "20 of them were not tested because one side has a single step time." in found.notes
+    comparison = compared(*(rows_of(seed, step_times_s=None) for seed in (1, 2)))
+    assert comparison.rows["p_value"].isna().all()
+    assert comparison.rows["ratio"].notna().all()
+    assert "20 of them were not tested because one side has a single step time." in comparison.notes
 
 
 def test_stopped_runs_are_counted_and_a_lost_power_is_told(ultrabench, tmp_path, monkeypatch):  # noqa: F811
     """3 steps on both sides give a p of 0.1 or more, however large the difference."""
     monkeypatch.chdir(tmp_path)
     for name, rows in (("a.parquet", rows_of(1)), ("b.parquet", rows_of(2, slow=range(20), factor=3))):
-        for held in rows[:12]:
-            held.update(stopped="slower_than_best", step_times_s=held["step_times_s"][:3])
+        for run in rows[:12]:
+            run.update(stopped="slower_than_best", step_times_s=run["step_times_s"][:3])
         write(name, rows)
     code, out, err = ultrabench("compare", "a.parquet", "b.parquet")
     assert code == 1  # for the 8 others
-    told = " ".join(out.split())
-    assert "12 of them were stopped early in A or B" in told
-    assert "12 of them have too few steps to be significant on their own: the smallest possible p is" in told
-    assert "largest ratios that are not significant (5 of " in told
+    text = " ".join(out.split())
+    assert "12 of them were stopped early in A or B" in text
+    assert "12 of them have too few steps to be significant on their own: the smallest possible p is" in text
+    assert "largest ratios that are not significant (5 of " in text
     assert "12 of 20 layouts have too few measured steps" in " ".join(err.split())
 
 
@@ -134,14 +134,14 @@ def test_ends_suspects_and_winners():
     b[2].update(status="node_fail", step_time_s=None)
     b[4]["suspect"] = "throttled"
     a[5]["stopped"] = "slower_than_best"
-    found = compared(a, random.Random(1).sample(b, len(b)))
-    assert findings_of(found) == {"0": "slower", "1": "failing", "3": "running again"}
-    assert found.rows.set_index("run_id_a")["status_b"]["4"] == "suspect"
-    assert found.differing["torch_version"] == ("2.12", "2.13")
-    assert "1 of them was stopped early in A or B as slower than the best of the cell." in found.notes
-    (won,) = found.winners.to_dict("records")
-    assert (won["best_a"], won["best_b"]) == ("dp1 tp1 pp1 z0 mbs1 gas1", "dp1 tp1 pp1 z0 mbs8 gas1")
-    assert won["cost"] == pytest.approx(1.5 / (1 + 3 / 9), rel=0.05)
+    comparison = compared(a, random.Random(1).sample(b, len(b)))
+    assert findings_of(comparison) == {"0": "slower", "1": "failing", "3": "running again"}
+    assert comparison.rows.set_index("run_id_a")["status_b"]["4"] == "suspect"
+    assert comparison.differing["torch_version"] == ("2.12", "2.13")
+    assert "1 of them was stopped early in A or B as slower than the best of the cell." in comparison.notes
+    (winner,) = comparison.winners.to_dict("records")
+    assert (winner["best_a"], winner["best_b"]) == ("dp1 tp1 pp1 z0 mbs1 gas1", "dp1 tp1 pp1 z0 mbs8 gas1")
+    assert winner["cost"] == pytest.approx(1.5 / (1 + 3 / 9), rel=0.05)
 
 
 def beside_controls(**times_s):
@@ -160,15 +160,15 @@ def beside_controls(**times_s):
 def test_another_winner_costs_what_ranks_its_cell():
     """In B y takes longer than x, but its allocation was slower: it gains more on the control layout."""
     a, b = beside_controls(x=(0.8, 1.0), y=(0.9, 1.0)), beside_controls(x=(0.8, 1.0), y=(1.5, 2.0))
-    (won,) = compared(a, b).winners.to_dict("records")
-    assert ("mbs2" in won["best_a"], "mbs4" in won["best_b"]) == (True, True)
-    assert won["cost"] == pytest.approx((2.0 / 1.5) / (1.0 / 0.8))
+    (winner,) = compared(a, b).winners.to_dict("records")
+    assert ("mbs2" in winner["best_a"], "mbs4" in winner["best_b"]) == (True, True)
+    assert winner["cost"] == pytest.approx((2.0 / 1.5) / (1.0 / 0.8))
 
 
 def test_several_kernels_in_a_table_are_compared_with_the_same():
-    both = rows_of(1, kernel="x") + rows_of(2, kernel="y", slow=range(20))
-    found = compared(both, both)
-    assert (len(found.rows), found.regressions) == (40, 0)
+    rows = rows_of(1, kernel="x") + rows_of(2, kernel="y", slow=range(20))
+    comparison = compared(rows, rows)
+    assert (len(comparison.rows), comparison.regressions) == (40, 0)
 
 
 def test_versions_of_the_kernel_are_compared_by_layout():
@@ -194,8 +194,8 @@ def test_the_command_is_for_ci(ultrabench, tmp_path, monkeypatch):  # noqa: F811
     assert b"dp1 tp1 pp1 z0 mbs8 gas1" in drawn  # the slower one is named
     assert b"A: a. B: b. No known change of hardware, kernel or precision." in drawn
     code, out, _ = ultrabench("compare", "a.parquet", "b.parquet", "--json", "-o", "rows.parquet")
-    told = json.loads(out)
-    assert (code, told["regressions"], len(told["rows"]), told["only_a"]) == (1, 1, 20, 0)
+    document = json.loads(out)
+    assert (code, document["regressions"], len(document["rows"]), document["only_a"]) == (1, 1, 20, 0)
     assert len(pd.read_parquet("rows.parquet")) == 20
     ultrabench("compare", "a.parquet", "b.parquet", "-o", "f.svg")
     assert (tmp_path / "f.svg").read_bytes() == drawn
@@ -206,14 +206,14 @@ def test_the_command_is_for_ci(ultrabench, tmp_path, monkeypatch):  # noqa: F811
 def test_equal_names_and_another_machine_are_told_apart(ultrabench, tmp_path, monkeypatch):  # noqa: F811
     rates = {"peak_flops_per_s": 1e10, "gemm_flops_per_s": 8e9, "sm_clock_hz": None}
     monkeypatch.chdir(tmp_path)
-    for name, own in (("old", rates), ("new", rates | {"gemm_flops_per_s": 4e9})):
+    for name, columns in (("old", rates), ("new", rates | {"gemm_flops_per_s": 4e9})):
         Path(name, "x").mkdir(parents=True)
-        write(f"{name}/x/runs.parquet", rows_of(1, **own))
+        write(f"{name}/x/runs.parquet", rows_of(1, **columns))
     code, out, _ = ultrabench("compare", "old/x/runs.parquet", "new/x/runs.parquet")
     assert code == 0
     assert "A is old, B is new;" in out
-    told = "which may explain other step times: gemm_flops_per_s is 0.50 x."
-    assert f"The machine itself differs in B, {told}" in out
+    difference = "which may explain other step times: gemm_flops_per_s is 0.50 x."
+    assert f"The machine itself differs in B, {difference}" in out
     ultrabench("heatmap", "old/x/runs.parquet", "--compare", "new/x/runs.parquet", "-o", "f.svg")
     assert "relative to the best of new" in (tmp_path / "f.svg").read_text()
     assert "machine" not in " ".join(compared(rows_of(1, **rates), rows_of(2, **rates), 0.0).notes)
@@ -259,7 +259,7 @@ def test_percentages_may_have_their_sign(ultrabench, tmp_path, monkeypatch):  # 
     monkeypatch.chdir(tmp_path)
     for name, seed in (("a.parquet", 1), ("b.parquet", 2)):
         write(name, rows_of(seed))
-    for given, threshold in (((), 0.05), (("3",), 0.03), (("3%",), 0.03), (("0.5%",), 0.005), (("0",), 0)):
-        words = ("--threshold", *given) * bool(given)
+    for share, threshold in (((), 0.05), (("3",), 0.03), (("3%",), 0.03), (("0.5%",), 0.005), (("0",), 0)):
+        words = ("--threshold", *share) * bool(share)
         document = json.loads(ultrabench("compare", "a.parquet", "b.parquet", "--json", *words)[1])
         assert document["threshold"] == pytest.approx(threshold)

@@ -48,12 +48,12 @@ FACTORIAL = competing(table_of(*factorial()))
 PAIRS = pairs(FACTORIAL, "zero_stage")
 
 
-@pytest.mark.parametrize(("worth", "least", "most"), [(1.05, 95, 100), (1.0, 0, 5)])
+@pytest.mark.parametrize(("worth", "at_least", "at_most"), [(1.05, 95, 100), (1.0, 0, 5)])
 @pytest.mark.parametrize("seeds", [range(100), range(100, 200)])
-def test_an_effect_of_5_per_cent_is_found_and_none_is_invented(seeds, worth, least, most):
+def test_an_effect_of_5_per_cent_is_found_and_none_is_invented(seeds, worth, at_least, at_most):
     assert len(PAIRS) == 20
     num_proven = sum(simulated(seed, worth).proven_log_ratio > 0 for seed in seeds)
-    assert least <= num_proven <= most
+    assert at_least <= num_proven <= at_most
 
 
 def only(axis, *rows):
@@ -77,16 +77,16 @@ def test_dp_gas_and_details_follow_from_an_axis():
     assert [(e.value, e.pairs) for e in effects(measured, "pp")] == [(1, 2), (4, 0)]
     schedule, _ = effects(measured, "pp_schedule")
     assert (schedule.value, schedule.ratio) == ("interleaved", pytest.approx(9 / 8))
-    (few, many) = (row(name, mbs=mbs, pp_schedule=word, **piped | {"gas": gas})
-                   for name, mbs, gas, word in (("a", 1, 2, "1f1b"), ("b", 2, 1, "afab")))  # fmt: skip
-    assert only("mbs", few, many).pairs == 1
+    (small, large) = (row(name, mbs=mbs, pp_schedule=kind, **piped | {"gas": gas})
+                      for name, mbs, gas, kind in (("a", 1, 2, "1f1b"), ("b", 2, 1, "afab")))  # fmt: skip
+    assert only("mbs", small, large).pairs == 1
 
 
 def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
     others = [{"model": "1B"}, {"hardware": "a100x8"}, {"nodes": 2}, {"seq_len": 128}, {"attention": "math"}]
     for other in others:
-        given = other | ({"dp": 16, "gas": 16, "gpus": 16} if "nodes" in other else {})
-        rows = row("a", attention="flash"), row("b", **{"attention": "flash", "zero_stage": 1} | given)
+        columns = other | ({"dp": 16, "gas": 16, "gpus": 16} if "nodes" in other else {})
+        rows = row("a", attention="flash"), row("b", **{"attention": "flash", "zero_stage": 1} | columns)
         assert effects(competing(table_of(*rows)), "zero_stage") == [], other
     torch = (row("a", env_id="x", torch_version="1"), row("b", env_id="y", torch_version="2", zero_stage=1))
     assert effects(competing(table_of(*torch)), "zero_stage") == []
@@ -183,8 +183,8 @@ def test_values_have_an_order_and_a_knob_without_a_choice_has_none():
 
 
 def test_repeats_count_as_their_median_and_give_the_interval_of_a_single_pair():
-    def repeated(run_id, rates, **more):
-        return [row(run_id, rate, repeat=n, allocation=f"a{n}", **more) for n, rate in enumerate(rates)]
+    def repeated(run_id, rates, **columns):
+        return [row(run_id, rate, repeat=n, allocation=f"a{n}", **columns) for n, rate in enumerate(rates)]
 
     slow, fast = repeated("a", (100, 130, 110)), repeated("b", (120.0, 156.0, 132.5), zero_stage=1)
     interval = only("zero_stage", *slow, *fast)
@@ -207,19 +207,19 @@ def test_ratios_to_one_control_cancel_the_speed_of_an_allocation():
 
 def test_two_allocations_that_hold_one_value_each_prove_nothing():
     rows = factorial()
-    for each in rows:
-        each.update(allocation=f"a{each['zero_stage']}", tokens_per_s_per_gpu=100.0 + 30 * each["zero_stage"])
+    for run in rows:
+        run.update(allocation=f"a{run['zero_stage']}", tokens_per_s_per_gpu=100.0 + 30 * run["zero_stage"])
     assert (only("zero_stage", *rows).pairs, only("zero_stage", *rows).low) == (20, None)
-    for each in rows:
-        each["allocation"] = "a"
+    for run in rows:
+        run["allocation"] = "a"
     assert only("zero_stage", *rows).low == pytest.approx(1.3, rel=0.01)
 
 
 def test_steps_that_vary_widen_an_interval_that_is_narrow_by_luck():
     rows = [row(f"{n}{z}", 100.0, mbs=2**n, gas=32 // 2**n, zero_stage=z) for n in range(3) for z in (0, 1)]
     assert only("zero_stage", *rows).high < 1.001
-    for each in rows:
-        each["step_time_ci95_rel"] = 0.1
+    for run in rows:
+        run["step_time_ci95_rel"] = 0.1
     assert only("zero_stage", *rows).high > 1.1
 
 

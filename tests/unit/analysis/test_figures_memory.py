@@ -39,16 +39,16 @@ def drawn(kind, *rows, axis=None, **layout):
 
 def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
     shown = points(OVER_TP, axis="tp")[0].set_index("value")
-    told = predicted(**LAYOUT)
-    assert shown.loc["2", "bytes"] == pytest.approx(told["peak_mem_bytes"], rel=1e-9)
-    assert shown.loc["2", [*MEMORY_PARTS]].to_dict() == pytest.approx(told["memory"], abs=1)
-    assert shown.loc["2", "p_oom"] == pytest.approx(told["p_oom"], abs=1e-6)
+    prediction = predicted(**LAYOUT)
+    assert shown.loc["2", "bytes"] == pytest.approx(prediction["peak_mem_bytes"], rel=1e-9)
+    assert shown.loc["2", [*MEMORY_PARTS]].to_dict() == pytest.approx(prediction["memory"], abs=1)
+    assert shown.loc["2", "p_oom"] == pytest.approx(prediction["p_oom"], abs=1e-6)
     assert [*shown.index] == ["1", "2", "4"]
 
 
 def test_over_stages_every_rank_of_the_pipeline_has_a_bar_and_its_own_chance():
-    told = [stage["peak_bytes"] for stage in predicted(**LAYOUT)["stages"]]
-    assert [*bars("stage", **LAYOUT).values()] == pytest.approx(told, abs=1)
+    peaks = [stage["peak_bytes"] for stage in predicted(**LAYOUT)["stages"]]
+    assert [*bars("stage", **LAYOUT).values()] == pytest.approx(peaks, abs=1)
     large = {"model": "llama3-70b", "nodes": 4, "tp": 4, "pp": 4, "zero_stage": 1, "gas": 16}
     first, *others = points(large, axis="stage")[0].itertuples()
     assert first.p_oom == pytest.approx(predicted(**large)["p_oom"], abs=1e-6)
@@ -73,20 +73,20 @@ def test_a_value_of_the_axis_that_is_given_is_drawn_alone_or_refused_with_its_ru
     ],
 )  # fmt: skip
 def test_what_follows_from_the_axis_changes_with_it(axis, layout, names, same_as):
-    found = bars(axis, **layout)
-    assert [*found] == names
-    assert [*found.values()][-1] == pytest.approx(predicted(**same_as)["peak_mem_bytes"], abs=1)
+    peaks = bars(axis, **layout)
+    assert [*peaks] == names
+    assert [*peaks.values()][-1] == pytest.approx(predicted(**same_as)["peak_mem_bytes"], abs=1)
 
 
 def test_values_that_cannot_run_are_told_with_their_reasons():
-    told = drawn("memory", axis="zero_stage", pp=2, nodes=2)[2]
-    assert "Cannot run: 2: zero_stage=2 with pp=2 would run as zero_stage=1." in told
+    texts = drawn("memory", axis="zero_stage", pp=2, nodes=2)[2]
+    assert "Cannot run: 2: zero_stage=2 with pp=2 would run as zero_stage=1." in texts
     with refused("no layout to draw: mbs=1: tp*pp*cp=3 does not divide 8 GPUs"):
         points({"tp": 3}, axis="mbs")
 
 
-def of_layout(run_id, **more):
-    return row(run_id, **{"tp": 2, "pp": 2, "dp": 2, "gas": 8, "pp_schedule": "1f1b"} | more)
+def of_layout(run_id, **columns):
+    return row(run_id, **{"tp": 2, "pp": 2, "dp": 2, "gas": 8, "pp_schedule": "1f1b"} | columns)
 
 
 RUNS = [
@@ -98,16 +98,16 @@ RUNS = [
 
 
 def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
-    shown, _, told = drawn("memory", *RUNS, axis="tp", **OVER_TP)
-    found = shown[shown["shown"] != "predicted"]
-    assert {*zip(found["value"], found["shown"], found["bytes"].fillna(0) / GIB, strict=True)} == {
+    shown, _, texts = drawn("memory", *RUNS, axis="tp", **OVER_TP)
+    measured = shown[shown["shown"] != "predicted"]
+    assert {*zip(measured["value"], measured["shown"], measured["bytes"].fillna(0) / GIB, strict=True)} == {
         ("2", "measured", 50), ("2", "measured", 51), ("1", "oom", GPU_GIB), ("4", "measured_rank0", 20), ("2", "suspect", 0),
     }  # fmt: skip
-    assert "4 runs among 8 rows" in told
-    assert "1 more are suspect" in told
-    assert "; measured: s" in told
+    assert "4 runs among 8 rows" in texts
+    assert "1 more are suspect" in texts
+    assert "; measured: s" in texts
     shuffled = drawn("memory", *random.Random(1).sample(RUNS, len(RUNS)), axis="tp", **OVER_TP)
-    assert (shuffled[0].equals(shown), shuffled[2]) == (True, told)
+    assert (shuffled[0].equals(shown), shuffled[2]) == (True, texts)
     assert "; measured" not in drawn("memory", RUNS[2], axis="tp", **OVER_TP)[2]
 
 
@@ -120,31 +120,31 @@ def test_what_is_not_given_is_that_of_the_rows():
     large = row("a", model="8B", tp=2, dp=4, gas=16, kernel="nanotron", seq_len=2048)
     small = {"model": "1B", "num_params": 10**9, "hardware": "a100-80x8", "kernel": "nanotron"}
     rows = [large, *(row("b", nodes=2, tp=2, dp=8, mbs=4, gas=gas, **small) for gas in (4, 8))]
-    found, told = points({}, table_of(*rows), axis="tp")
+    shown, note = points({}, table_of(*rows), axis="tp")
     defaults = "model=1B hardware=a100-80x8 profile=nanotron nodes=2 seq_len=4096 mbs=4 gas=8 zero_stage=0 recompute=none"
-    assert told.startswith(f"Defaults: {defaults}.\nThe rows have 2 values of model,")
-    assert [*found["shown"]].count("measured") == 2
-    told = points({"model": "8B"}, table_of(*rows), axis="tp")[1]
-    assert told.startswith("Defaults: hardware=h100x8 profile")
+    assert note.startswith(f"Defaults: {defaults}.\nThe rows have 2 values of model,")
+    assert [*shown["shown"]].count("measured") == 2
+    note = points({"model": "8B"}, table_of(*rows), axis="tp")[1]
+    assert note.startswith("Defaults: hardware=h100x8 profile")
     unknown = table_of(row("d", model="mine", num_params=10**8, kernel="nanotron"))
     assert "Defaults: model=llama3-8b" in points({}, unknown, axis="tp")[1]
 
 
 def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
     layout = {"model": "tiny", "hardware": "cpu", "nodes": 2, "seq_len": 64, "gas": 8}
-    held = row("a", **layout, precision="fp32", dp=4, peak_mem_reserved_bytes=300 * 2**20)
-    _, figure, told = drawn("memory", held, axis="tp", **layout)
+    measured = row("a", **layout, precision="fp32", dp=4, peak_mem_reserved_bytes=300 * 2**20)
+    _, figure, texts = drawn("memory", measured, axis="tp", **layout)
     assert 300 < figure.axes[0].get_ylim()[1] < 400
-    assert "resident set" in told
+    assert "resident set" in texts
 
 
 def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
-    told = points({"model": "llama3-8b", "tp": 8}, axis="seq_len")[1]
-    assert told.startswith("Defaults: hardware=h100x8 nodes=1 zero_stage=0 mbs=1 gas=pp recompute=none.")
+    note = points({"model": "llama3-8b", "tp": 8}, axis="seq_len")[1]
+    assert note.startswith("Defaults: hardware=h100x8 nodes=1 zero_stage=0 mbs=1 gas=pp recompute=none.")
     phase = "in the optimizer step, after activations and gathered weights are freed"
-    assert f"peak of 1,024, 2,048: {phase}" in told
-    told = points(LAYOUT | {"gas": 64, "seq_len": 8192}, table_of(*RUNS), axis="tp")[1]
-    assert "No row has gas=64, seq_len=8192." in told
+    assert f"peak of 1,024, 2,048: {phase}" in note
+    note = points(LAYOUT | {"gas": 64, "seq_len": 8192}, table_of(*RUNS), axis="tp")[1]
+    assert "No row has gas=64, seq_len=8192." in note
     assert "No row has" not in points(LAYOUT, table_of(*RUNS), axis="tp")[1]
 
 
@@ -161,7 +161,7 @@ def test_the_legend_tells_parts_that_are_too_thin_to_be_seen():
 
 
 @pytest.mark.parametrize(
-    ("layout", "passes", "told"),
+    ("layout", "passes", "bubble"),
     [
         ({"pp": 4, "gas": 8}, 64, "schedule 1f1b, 8 micro-batches on 4 ranks: the bubble is 27.3 %"),
         ({"pp": 4, "pp_schedule": "interleaved"}, 128, "schedule interleaved, 8 micro-batches on 4 ranks: the bubble is 15.8 %"),
@@ -170,10 +170,10 @@ def test_the_legend_tells_parts_that_are_too_thin_to_be_seen():
         ({"pp": 1, "gas": 1}, 2, "schedule none, 1 micro-batch on 1 rank: the bubble is 0.0 %"),
     ],
 )  # fmt: skip
-def test_a_schedule_names_its_bubble_and_numbers_its_passes(layout, passes, told):
+def test_a_schedule_names_its_bubble_and_numbers_its_passes(layout, passes, bubble):
     shown, figure, texts = drawn("schedule", **layout)
     (axes,) = figure.axes
-    assert told in texts
+    assert bubble in texts
     assert sorted(text.get_text() for text in axes.texts) == sorted(map(str, shown["micro_batch"]))
     assert len(shown) == passes
     assert {"forward", "idle"} <= {*legend(figure)}

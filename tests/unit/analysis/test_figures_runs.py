@@ -53,7 +53,7 @@ def panels_of(*rows):
 
 
 def lacking(words, text):
-    return [word for word in words if word not in text]
+    return [phrase for phrase in words if phrase not in text]
 
 
 def as_svg(kind, *rows):
@@ -97,13 +97,13 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
     ],
 )  # fmt: skip
 def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind, rows, words):
-    told = as_svg(kind, *rows)
-    assert told == as_svg(kind, *random.Random(1).sample(rows, len(rows)))
-    assert lacking(words, told) == []
+    svg = as_svg(kind, *rows)
+    assert svg == as_svg(kind, *random.Random(1).sample(rows, len(rows)))
+    assert lacking(words, svg) == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "columns", "told"),
+    ("kind", "options", "columns", "message"),
     [
         ("scatter", {}, {"tokens_per_s_per_gpu": None}, "1 row, none of an ok run with a speed"),
         ("scatter", {"by": "mfu"}, {}, "the figure scatter takes no column; remove --by"),
@@ -117,8 +117,8 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
         ("bubble", {}, {}, "1 row, none of a run with pp > 1; plan some with"),
     ],
 )  # fmt: skip
-def test_a_figure_without_anything_to_draw_says_what_to_do(kind, options, columns, told):
-    with refused(told):
+def test_a_figure_without_anything_to_draw_says_what_to_do(kind, options, columns, message):
+    with refused(message):
         prepare_figure(kind, table_of(row("a", **columns)), title="sweep", **options)
 
 
@@ -136,9 +136,9 @@ def test_scaling_over_an_axis_that_regroups_ranks_changes_nothing_else():
 
 @pytest.mark.parametrize(("kind", "axis"), [("scaling", "tp"), ("failures", "tp"), ("pareto", None)])
 def test_runs_that_lack_what_a_figure_shows_are_counted(kind, axis):
-    points, told = drawn(kind, row("a"), row("b", tp=None, peak_mem_reserved_bytes=None), axis=axis)
+    points, texts = drawn(kind, row("a"), row("b", tp=None, peak_mem_reserved_bytes=None), axis=axis)
     assert len(points) == 1
-    assert "Excluded: 1 run without" in told
+    assert "Excluded: 1 run without" in texts
 
 
 def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
@@ -148,9 +148,9 @@ def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
 
 
 def test_failures_count_runs_by_how_they_ended():
-    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "shown_status"])["runs"]
+    counts = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "shown_status"])["runs"]
     ends = [(1, "ok"), (2, "ok"), (2, "suspect"), (4, "ok"), (4, "oom"), (4, "pending")]
-    assert found.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
+    assert counts.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
     assert drawn("failures", *SEVERAL, axis="dp")[0]["dp"].max() == 32
 
 
@@ -160,29 +160,29 @@ def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis()
         row("d", nodes=2, mbs=2, gas=8, rate=160.0), row("e", nodes=2, rate=900.0, suspect="mfu 1.2 is above 1"),
         row("f", pp=2, dp=4, gas=64, pp_schedule="1f1b", virtual_stages=None, rate=170.0),
     ]  # fmt: skip
-    found = by_run("scaling", *rows)
-    assert list(found.index[found["is_best"]]) == ["a", "d"]
-    assert found["equal_group"]["a"] == found["equal_group"]["c"] != found["equal_group"]["d"]
-    assert found["memory_gib"]["a"] == 100.0
-    found, told = drawn("scaling", *rows, axis="tp")
-    found = found.set_index("run_id")
-    assert list(found.index[found["is_best"]]) == ["b", "a", "d"]
-    assert found["equal_group"]["a"] == found["equal_group"]["b"] != found["equal_group"]["c"]
+    points = by_run("scaling", *rows)
+    assert list(points.index[points["is_best"]]) == ["a", "d"]
+    assert points["equal_group"]["a"] == points["equal_group"]["c"] != points["equal_group"]["d"]
+    assert points["memory_gib"]["a"] == 100.0
+    points, texts = drawn("scaling", *rows, axis="tp")
+    points = points.set_index("run_id")
+    assert list(points.index[points["is_best"]]) == ["b", "a", "d"]
+    assert points["equal_group"]["a"] == points["equal_group"]["b"] != points["equal_group"]["c"]
     words = ("over tp", "best on 1 node\n", "best on 2 nodes", "all else equal", "largest of all ranks")
-    assert lacking(words, told) == []
-    found = by_run("scaling", *rows, axis="pp")
-    assert found["equal_group"]["a"] == found["equal_group"]["f"]
+    assert lacking(words, texts) == []
+    points = by_run("scaling", *rows, axis="pp")
+    assert points["equal_group"]["a"] == points["equal_group"]["f"]
 
 
 def test_scaling_over_tp_draws_runs_with_and_without_sequence_parallelism_apart():
     rows = [
-        row(f"{degree}{word}", rate, tp=degree, dp=8 // degree, sequence_parallel=word)
-        for degree, word, rate in ((2, "on", 100.0), (4, "on", 90.0), (2, "off", 80.0), (4, "off", 60.0))
+        row(f"{degree}{sp}", rate, tp=degree, dp=8 // degree, sequence_parallel=sp)
+        for degree, sp, rate in ((2, "on", 100.0), (4, "on", 90.0), (2, "off", 80.0), (4, "off", 60.0))
     ]
-    found, told = drawn("scaling", *rows, axis="tp")
-    assert found.set_index("run_id")["line"].to_dict() == {"2on": 1, "4on": 1, "2off": 1.5, "4off": 1.5}
-    assert found["is_best"].all()
-    assert [told.count(line) for line in ("best on 1 node", "best on 1 node, TP without SP")] == [2, 1]
+    points, texts = drawn("scaling", *rows, axis="tp")
+    assert points.set_index("run_id")["line"].to_dict() == {"2on": 1, "4on": 1, "2off": 1.5, "4off": 1.5}
+    assert points["is_best"].all()
+    assert [texts.count(line) for line in ("best on 1 node", "best on 1 node, TP without SP")] == [2, 1]
     assert set(drawn("scaling", *rows)[0]["line"]) == {0}
 
 
@@ -198,10 +198,10 @@ def test_scaling_says_which_memory_it_shows_and_where_no_line_has_two_values():
 EFFICIENCY = ["efficiency", "efficiency_low", "efficiency_high"]
 
 
-def weak_row(run_id, nodes, rate, ci, **more):
+def weak_row(run_id, nodes, rate, ci, **columns):
     """A row of weak scaling, with half its relative 95 % interval."""
     batch = {"gbs": 256 * nodes, "gas": 32, "scaling": "weak"}
-    return row(run_id, rate, nodes=nodes, step_time_ci95_rel=ci, **batch, **more)
+    return row(run_id, rate, nodes=nodes, step_time_ci95_rel=ci, **batch, **columns)
 
 
 def test_panels_are_in_the_order_of_their_numbers():
@@ -219,28 +219,28 @@ def test_the_batches_of_weak_scaling_share_a_panel():
     strong = row("c", 100.0, nodes=2, gbs=256, scaling="strong")
     assert {*panels_of(*weak, strong)} == {"8B | gbs 256 per node", "8B | gbs 256"}
     assert "nodes (weak: gbs 256 per node)" in drawn("scaling", *weak)[1]
-    told = drawn("scaling", *weak, strong)[1]
-    assert lacking(("Strong and weak scaling", "nodes (strong: gbs 256)"), told) == []
+    texts = drawn("scaling", *weak, strong)[1]
+    assert lacking(("Strong and weak scaling", "nodes (strong: gbs 256)"), texts) == []
 
 
 def test_efficiency_is_against_the_smallest_number_of_nodes_with_the_intervals_of_both():
     rows = weak_row("a", 2, 200.0, 0.03), weak_row("b", 4, 150.0, 0.04), weak_row("slow", 4, 80.0, 0.0, tp=2)
-    points, told = drawn("scaling", *rows)
-    found = points.set_index("run_id")
-    assert found["efficiency"]["a"] == 100
-    assert math.isnan(found["efficiency_low"]["a"])
+    points, texts = drawn("scaling", *rows)
+    runs = points.set_index("run_id")
+    assert runs["efficiency"]["a"] == 100
+    assert math.isnan(runs["efficiency_low"]["a"])
     down, up = math.hypot(math.log(0.96), math.log(1.03)), math.hypot(math.log(1.04), math.log(0.97))
-    assert [*found.loc["b", EFFICIENCY]] == pytest.approx([75, 75 * math.exp(-down), 75 * math.exp(up)])
-    assert math.isnan(found["efficiency"]["slow"])
-    assert math.isnan(found["efficiency_equal"]["slow"])
-    assert found["efficiency_equal"]["b"] == 75
-    assert lacking(("efficiency (% of 2 nodes)", "Weak scaling"), told) == []
+    assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([75, 75 * math.exp(-down), 75 * math.exp(up)])
+    assert math.isnan(runs["efficiency"]["slow"])
+    assert math.isnan(runs["efficiency_equal"]["slow"])
+    assert runs["efficiency_equal"]["b"] == 75
+    assert lacking(("efficiency (% of 2 nodes)", "Weak scaling"), texts) == []
 
 
 def test_the_interval_of_an_efficiency_holds_all_repeats_of_its_runs():
     repeats = [weak_row("b", 2, rate, 0.0, repeat=n) for n, rate in enumerate((90.0, 100.0, 120.0))]
-    found = by_run("scaling", weak_row("a", 1, 200.0, 0.0), *repeats)
-    assert [*found.loc["b", EFFICIENCY]] == pytest.approx([50, 45, 60])
+    runs = by_run("scaling", weak_row("a", 1, 200.0, 0.0), *repeats)
+    assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([50, 45, 60])
 
 
 def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs():
@@ -260,13 +260,13 @@ def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs(
     assert square["predicted"] == max(mbs for mbs, chance in chances.items() if chance <= 0.5)
     assert square["contradicted"] == (not 2 <= square["predicted"] < 8)
     tiny = [row("a", status="oom", mbs=1), row("b", status="oom", mbs=1, tp=2, dp=4, gas=64, kernel="mine")]
-    found = drawn("largest-batch", *tiny)[0].set_index("tp")
-    assert (found["predicted"][1], found["measured"][1], bool(found["contradicted"][1])) == (32, 0, True)
-    assert math.isnan(found["predicted"][2])
-    assert not found["contradicted"][2]
-    found = drawn("largest-batch", row("a", status="oom", mbs=4, gas=8))[0]
-    assert math.isnan(found["measured"][0])
-    assert found["oom"][0] == 4
+    by_tp = drawn("largest-batch", *tiny)[0].set_index("tp")
+    assert (by_tp["predicted"][1], by_tp["measured"][1], bool(by_tp["contradicted"][1])) == (32, 0, True)
+    assert math.isnan(by_tp["predicted"][2])
+    assert not by_tp["contradicted"][2]
+    squares = drawn("largest-batch", row("a", status="oom", mbs=4, gas=8))[0]
+    assert math.isnan(squares["measured"][0])
+    assert squares["oom"][0] == 4
 
 
 def test_pareto_marks_the_runs_that_no_other_beats():
@@ -297,9 +297,9 @@ def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
 
 def test_pareto_says_how_many_runs_of_a_front_have_no_name():
     rows = [row(f"{n}", rate=100.0 * n, peak_mem_reserved_bytes=n * 2**30) for n in range(1, 21)]
-    told = drawn("pareto", *rows, row("close", rate=1999.0, peak_mem_reserved_bytes=20 * 2**30 - 1))[1]
-    assert "Unlabelled: 6 runs of the front" in told
-    assert told.count("1 node: ") == 15
+    texts = drawn("pareto", *rows, row("close", rate=1999.0, peak_mem_reserved_bytes=20 * 2**30 - 1))[1]
+    assert "Unlabelled: 6 runs of the front" in texts
+    assert texts.count("1 node: ") == 15
 
 
 def test_predicted_has_the_runs_that_may_win_and_have_a_prediction():
@@ -307,14 +307,14 @@ def test_predicted_has_the_runs_that_may_win_and_have_a_prediction():
         row("a", rate=200.0, predicted_peak_mem_bytes=2**36), row("b", rate=150.0), row("c", predicted_step_time_s=None),
         row("d", suspect="x"), row("e", status="oom", predicted_step_time_s=1.0),
     ]  # fmt: skip
-    found = by_run("predicted", *rows)["predicted_gib"]
-    assert (sorted(found.index), found.dropna().to_dict()) == (["a", "b"], {"a": 64.0})
+    predicted_gib = by_run("predicted", *rows)["predicted_gib"]
+    assert (sorted(predicted_gib.index), predicted_gib.dropna().to_dict()) == (["a", "b"], {"a": 64.0})
 
 
 def test_long_names_of_models_do_not_hide_what_tells_panels_apart():
     name = "meta-llama/Llama-3.1-8B-Instruct-" + 60 * "x"
-    told = drawn("failures", row("a", model=name), row("b", model=name, gbs=128))[1].splitlines()
-    assert {"gbs 128", "gbs 256"} <= {*told}
+    lines = drawn("failures", row("a", model=name), row("b", model=name, gbs=128))[1].splitlines()
+    assert {"gbs 128", "gbs 256"} <= {*lines}
 
 
 def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_that_differs_only_in_its_pipeline():
@@ -325,8 +325,8 @@ def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_tha
     assert {*zip(lines["pp"], lines["schedule"], lines["virtual_stages"], strict=True)} == {
         (pp, *series) for pp, v in ((2, 2), (4, 3), (8, 2)) for series in (("1f1b", 1), ("interleaved", v), ("zbv", 2))
     }  # fmt: skip
-    at = lines.set_index(["pp", "schedule", "gas"])["share"]
-    assert (at[2, "1f1b", 8], at[4, "interleaved", 8]) == pytest.approx((1 / 9, 3 / (3 * 8 + 3)))
+    shares = lines.set_index(["pp", "schedule", "gas"])["share"]
+    assert (shares[2, "1f1b", 8], shares[4, "interleaved", 8]) == pytest.approx((1 / 9, 3 / (3 * 8 + 3)))
 
 
 def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():
@@ -337,9 +337,9 @@ def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_sc
 
 
 def test_formulas_stand_alone_where_no_run_was_measured():
-    shown, told = drawn("bubble", PIPELINES[-1])
+    shown, texts = drawn("bubble", PIPELINES[-1])
     assert (shown["nodes"] == 0).all()
-    assert "Points (0)" in told
+    assert "Points (0)" in texts
 
 
 def overlaps(figure):
@@ -355,7 +355,7 @@ def overlaps(figure):
     boxes = [(text.get_text(), Text.get_window_extent(text, renderer).padded(-1)) for text in texts]
     edge, shown = figure.bbox.padded(1), [(text, box) for text, box in boxes if box.width > 0]
     cut = [text for text, box in shown if not (edge.contains(*box.min) and edge.contains(*box.max))]
-    pairs = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+    pairs = [(a, b) for (a, a_box), (b, b_box) in itertools.combinations(boxes, 2) if a_box.overlaps(b_box)]
     return cut, pairs
 
 

@@ -19,14 +19,14 @@ GIB = 2**30
 
 
 def cell(model="1B", nodes=1, **values):
-    known = {
+    fields = {
         "hardware": "h100x8", "kernel": "embedded", "precision": "bf16", "seq_len": 4096, "gbs": 256,
         "run_id": "a" * 16, "status": "ok", "reason": None, "mfu": 0.4321, "tokens_per_s_per_gpu": 41234.0,
         "layout": {"dp": 128, "tp": 32, "pp": 16, "zero_stage": 1, "mbs": 256, "gas": 256, "pp_schedule": "afab"},
         "peak_mem_reserved_bytes": int(41.8 * GIB), "num_runs": 3, "num_params": 1_340_000_000,
         "flops_formula": "palm",
     } | values  # fmt: skip
-    return Cell(model=model, nodes=nodes, **{"shown_value": known["mfu"]} | known)
+    return Cell(model=model, nodes=nodes, **{"shown_value": fields["mfu"]} | fields)
 
 
 def failed(model, nodes, reason, status="crash"):
@@ -48,13 +48,13 @@ def weights_of(*cells):
 
 
 def test_the_caption_names_winners_whose_interval_is_wider_than_the_target():
-    one, two = (cell(nodes=n, ci_reached=False, step_time_ci95_rel=0.1 * n) for n in (1, 2))
+    narrow, wide = (cell(nodes=n, ci_reached=False, step_time_ci95_rel=0.1 * n) for n in (1, 2))
     met = cell(nodes=4, ci_reached=True, step_time_ci95_rel=0.9)
-    told = "2 of 3 cells the interval of the best layout is wider than its target, up to +- 20.0 % (1B on 2 nodes)."
-    assert told in " ".join(" ".join(texts_of(figure([one, two, met], title="t"))).split())
-    weights = weights_of(two, met)
+    caption = "2 of 3 cells the interval of the best layout is wider than its target, up to +- 20.0 % (1B on 2 nodes)."
+    assert caption in " ".join(" ".join(texts_of(figure([narrow, wide, met], title="t"))).split())
+    weights = weights_of(wide, met)
     assert (weights["43.2 %"], weights["interval +- 20.0 %"]) == ("bold", "bold")
-    assert weights_of(one, two)["43.2 %"] == "normal"
+    assert weights_of(narrow, wide)["43.2 %"] == "normal"
     assert "wider" not in " ".join(weights_of(met))
 
 
@@ -93,7 +93,7 @@ def test_svg_holds_the_words():
     ]  # fmt: skip
     options = {"title": "quick & <dirty> $x", "notes": "Layouts: 2 ok.", "compared_name": "old"}
     svg = ET.fromstring(render(lambda: figure(cells, **options), Path("f.svg")))
-    told = "\n".join(" ".join("".join(e.itertext()).split()) for e in svg.iter() if e.tag.endswith("text"))
+    content = "\n".join(" ".join("".join(e.itertext()).split()) for e in svg.iter() if e.tag.endswith("text"))
     expected = (
         "Best layout per cell: quick & <dirty> $x", "$a$_{b}", "$HOME/x^2_y", "43.2 %",
         "dp128 tp32 pp16 z1", "mbs256 gas256 afab", "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s",
@@ -101,19 +101,19 @@ def test_svg_holds_the_words():
         "\nok\n", "0.12 %", "\n1 MiB", "3.00 GiB (rank 0)", "measured", "MFU uses the FLOPs formula palm.",
         "In 1 of 9 cells several layouts tie for best: their 95 % intervals overlap.",
     )  # fmt: skip
-    assert [word for word in expected if word not in told] == []
+    assert [text for text in expected if text not in content] == []
 
 
 def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
     degrees = {"dp": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 1, "dp_shard": 0}
     layout = degrees | {"mbs": 4, "gas": 8, "recompute": "none"}
-    known = {"layout": layout | {"pp_schedule": "none", "virtual_stages": 1}, "num_runs": 1234}
+    fields = {"layout": layout | {"pp_schedule": "none", "virtual_stages": 1}, "num_runs": 1234}
     counts = {"num_oom": 20, "num_failed": 2, "as_good_as_best": ("b",), "num_repeats": 2}
     counts |= {"num_in_doubt": 3, "num_repeats_failed": 1}
     cells = [
-        cell(**known, **counts, varied_axes=AXES, compare_layout=layout | {"tp": 2, "recompute": "every2"}),
+        cell(**fields, **counts, varied_axes=AXES, compare_layout=layout | {"tp": 2, "recompute": "every2"}),
         replace(failed("1B", 2, "all 3 oom"), compare_layout=layout, num_runs=3, num_oom=3),
-        cell(nodes=4, **known),
+        cell(nodes=4, **fields),
     ]
     picture = figure(cells, title="t", compared_name="old")
     texts = [(text.get_position()[0], text.get_text()) for text in picture.axes[0].texts]
@@ -159,13 +159,13 @@ def test_different_hardware_gets_its_own_panel_and_a_panel_without_mfu_no_colour
 )
 def test_same_input_same_bytes_and_no_trace_in_the_settings(suffix, holds):
     before, paths = dict(matplotlib.rcParams), [Path(f"f.{suffix}")] * 2
-    one, two = (
+    first, second = (
         render(lambda: figure([ODD, cell(nodes=2)], title="$x", notes="a_b$c$"), path) for path in paths
     )
-    assert one == two
+    assert first == second
     assert dict(matplotlib.rcParams) == before
-    assert re.match(holds, one, re.DOTALL)
-    assert b"CreationDate" not in one
+    assert re.match(holds, first, re.DOTALL)
+    assert b"CreationDate" not in first
 
 
 def test_long_reasons_are_shortened():
@@ -177,8 +177,8 @@ def test_long_reasons_are_shortened():
 def test_what_cannot_be_drawn():
     with refused("no cells"):
         figure([], title="t")
-    many = [cell(gbs=gbs) for gbs in range(25)]
+    cells = [cell(gbs=gbs) for gbs in range(25)]
     groups = "25 cells in 25 groups of hardware, kernel, precision, routing, seq_len and gbs"
     with refused(f"{groups}; a heatmap holds at most 24 groups"):
-        figure(many, title="t")
-    assert len(figure(many[1:], title="t").axes) == 48
+        figure(cells, title="t")
+    assert len(figure(cells[1:], title="t").axes) == 48

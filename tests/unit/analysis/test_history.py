@@ -30,24 +30,24 @@ def is_found(values):
 
 
 def test_a_loss_of_5_percent_in_night_12_is_found_in_95_of_100_seeds_and_none_where_nothing_was_planted():
-    found = false = 0
+    num_found = num_false = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
         noise = rng.normal(0, rng.uniform(0.01, 0.02), 20)
-        found += is_found(noise + np.log(1 - 0.05 * (np.arange(20) >= NIGHT_12)))
-        false += strongest(noise[~outliers(noise)])[0] <= 0.05
-    assert found >= 95
-    assert false <= 5
+        num_found += is_found(noise + np.log(1 - 0.05 * (np.arange(20) >= NIGHT_12)))
+        num_false += strongest(noise[~outliers(noise)])[0] <= 0.05
+    assert num_found >= 95
+    assert num_false <= 5
 
 
 @pytest.mark.parametrize("loss", [0.04, 0.2])
 def test_a_single_bad_night_is_no_change_wherever_it_is(loss):
-    false = 0
+    num_false = 0
     for seed in range(100):
         values = np.random.default_rng(seed).normal(0, 0.015, 20)
         values[seed % 20] -= loss
-        false += bool(change_points(values[~outliers(values)], 0.05, 0.02))
-    assert false <= 5
+        num_false += bool(change_points(values[~outliers(values)], 0.05, 0.02))
+    assert num_false <= 5
 
 
 def test_a_gain_that_is_lost_again_is_two_changes():
@@ -58,7 +58,7 @@ def test_a_gain_that_is_lost_again_is_two_changes():
     assert strongest(np.zeros(8))[0] == 1
 
 
-def made(number=20, slow=range(6), loss=0.05, first=NIGHT_12, controlled=False, more=None):
+def made(number=20, slow=range(6), loss=0.05, first=NIGHT_12, controlled=False, changes=None):
     """A night for each of `number` tables, in which the runs `slow` of six are slower from night `first` on."""
     rng, nights = np.random.default_rng(7), []
     for night in range(number):
@@ -69,7 +69,7 @@ def made(number=20, slow=range(6), loss=0.05, first=NIGHT_12, controlled=False, 
         rows = [
             row(str(n), rate, mbs=n + 1, **common)
             | ({"control": CONTROL, "control_ratio": rate / rates[0]} if controlled else {})
-            | (more or {}).get((night, n), {})
+            | (changes or {}).get((night, n), {})
             for n, rate in enumerate(rates)
         ]
         nights.append(Night(name=f"{start:%Y-%m-%d %H:%M}", sweep=common["sweep"], table=table_of(*rows)))
@@ -104,7 +104,7 @@ def test_suspects_and_failures_do_not_count_and_are_named():
         (18, 3): {"suspect": "throttled"},
         (6, 4): {"tokens_per_s_per_gpu": 1e3},
     }
-    over_nights = history(made(loss=0, more=bad))
+    over_nights = history(made(loss=0, changes=bad))
     assert over_nights.moves == []
     assert over_nights.series[2].rates[-1] is None
     assert over_nights.series[3].rates[-2] is None

@@ -26,10 +26,10 @@ KNOWN = {
 CLAIMED = {"run_id": OTHER.run_id, "repeat": 0, "attempt": 0, "allocation": "a0", "spec": Raw(b"{}")}
 
 
-def planned(n=0, control=CONTROL.run_id, found=None):
+def planned(n=0, control=CONTROL.run_id, facts=None):
     """What the journal says of an allocation and, if it was looked at, its preflight."""
     plan = AllocationPlanned(allocation=f"a{n}", nodes=1, limit_s=60.0, tasks=(), control=control)
-    return [plan] if found is None else [plan, Preflight(allocation=f"a{n}", found=found)]
+    return [plan] if facts is None else [plan, Preflight(allocation=f"a{n}", found=facts)]
 
 
 def ended(spec, *times, n=0, status=Status.OK):
@@ -56,14 +56,14 @@ PREFLIGHTS = (
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        *(([*planned(control=None, found=found), *ended(OTHER, 0.1)], UNKNOWN | {"status": "ok"}) for found in PREFLIGHTS),
+        *(([*planned(control=None, facts=facts), *ended(OTHER, 0.1)], UNKNOWN | {"status": "ok"}) for facts in PREFLIGHTS),
         ([submitted(job_id="57_0"), Claimed(**CLAIMED, job=Start(job_id="61_0", restart=1))], {"job_id": "61_0"}),
         ([submitted(job_id="57_0"), Claimed(**CLAIMED)], {"job_id": "57_0"}),
         ([submitted(job_id=57), Claimed(**CLAIMED)], {"job_id": "57"}),
         ([submitted(host="h", pid=7), Claimed(**CLAIMED)], {"job_id": None}),
         ([submitted(job_id=None), Claimed(**CLAIMED)], {"job_id": None}),
-        ([*planned(found=FOUND), *ended(CONTROL, 0.3, 0.2, 0.4), *ended(OTHER, 0.1, 0.2, 0.15)], KNOWN),
-        ([*planned(found=FOUND), *ended(CONTROL, 0.3, 0.2, 0.4)], UNKNOWN | {"status": None}),
+        ([*planned(facts=FOUND), *ended(CONTROL, 0.3, 0.2, 0.4), *ended(OTHER, 0.1, 0.2, 0.15)], KNOWN),
+        ([*planned(facts=FOUND), *ended(CONTROL, 0.3, 0.2, 0.4)], UNKNOWN | {"status": None}),
         ([*planned(), *ended(CONTROL, 0.2, status=Status.CRASH), *ended(OTHER, 0.4)], UNKNOWN),
         ([*planned(), *ended(CONTROL, 0.2, status=Status.OOM), *ended(OTHER, 0.4)], UNKNOWN),
         ([*planned(), *ended(CONTROL, 0.2), *ended(OTHER, 0.4, status=Status.HANG)], UNKNOWN),

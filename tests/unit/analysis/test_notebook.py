@@ -24,9 +24,9 @@ PAGE = Path(__file__).parents[3] / "docs/guide/results.md"
 def folder(tmp_path, monkeypatch):
     """A sweep in ./results with an ok run and runs that were never tried."""
     monkeypatch.chdir(tmp_path)
-    made = make_sweep(tmp_path / "results/quick-cpu", SPECS)
-    write(made, *attempted(SPECS[0], OK))
-    return made
+    sweep = make_sweep(tmp_path / "results/quick-cpu", SPECS)
+    write(sweep, *attempted(SPECS[0], OK))
+    return sweep
 
 
 def test_import_alone_imports_neither_pandas_nor_a_figure():
@@ -49,8 +49,8 @@ def test_a_frame_is_the_table_again_whatever_its_order(folder):
 
 def test_a_frame_may_be_filtered_lack_columns_and_hold_floats(folder):
     rows = ultrabench.read("quick-cpu")
-    kept = ["run_id", "model", "nodes", "status", "is_final", "dp", "tokens_per_s_per_gpu"]
-    best = ultrabench.best(rows[rows.mbs == 1][kept].astype({"dp": float, "nodes": float}).assign(mine="x"))
+    names = ["run_id", "model", "nodes", "status", "is_final", "dp", "tokens_per_s_per_gpu"]
+    best = ultrabench.best(rows[rows.mbs == 1][names].astype({"dp": float, "nodes": float}).assign(mine="x"))
     assert (best.run_id[0], best.dp[0], best.num_runs[0]) == (SPECS[0].run_id, 8, 1)
     assert ultrabench.best(rows.iloc[:0]).columns.tolist() == ultrabench.best(rows).columns.tolist()
 
@@ -62,7 +62,7 @@ def test_plot_draws_as_the_command_does(folder):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "message"),
     [
         (lambda rows: ultrabench.best(rows.drop(columns=["is_final", "status"])),
          "lacks status, is_final; ranking and figures need run_id, model"),
@@ -74,8 +74,8 @@ def test_plot_draws_as_the_command_does(folder):
         (lambda rows: ultrabench.plot("schedule", layout={"pp": 2}, axis="tp"), "takes no axis"),
     ],
 )  # fmt: skip
-def test_mistakes_say_what_to_do(folder, mistake, told):
-    with refused(told, UltrabenchError):
+def test_mistakes_say_what_to_do(folder, mistake, message):
+    with refused(message, UltrabenchError):
         mistake(ultrabench.read())
 
 

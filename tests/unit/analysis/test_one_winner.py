@@ -62,7 +62,7 @@ def best_by_answer(folder):
     table, sweep = collect([folder], pytest.fail), read_sweep_json(folder)
     state = fold(read_journal(folder.journal, pytest.fail))
     runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
-    columns = {name: decoded(held) for name, held in document(table, public=False)["columns"].items()}
+    columns = {name: decoded(column) for name, column in document(table, public=False)["columns"].items()}
     pages = zip(columns["cell"], columns["rank"], columns["nodes"], columns["run_id"], strict=True)
     boards = [board for board in leaderboard(table) if board and board[0]["best"]]
     near = contender_ids(runs, for_answers(state), "cuda")
@@ -78,8 +78,8 @@ def best_by_answer(folder):
     }
 
 
-def decoded(held):
-    return held.get("values") or [None if code < 0 else held["known"][code] for code in held["codes"]]
+def decoded(column):
+    return column.get("values") or [None if code < 0 else column["known"][code] for code in column["codes"]]
 
 
 @given(st.lists(REPEATS, min_size=1, max_size=14), st.tuples(st.booleans(), st.booleans(), st.booleans()))

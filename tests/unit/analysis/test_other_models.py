@@ -66,8 +66,8 @@ def test_compare_names_what_differs_in_a_model(tmp_path):
         compare(ours, half, 0.05)
     with refused("model tiny differs: rope_theta is 500000 in A and 10000 in B"):
         compare(sigmoid, ours, 0.05)
-    both = pa.concat_tables([ours, half])
-    comparison = compare(both, pa.concat_tables([half, sigmoid]), 0.05)
+    two_models = pa.concat_tables([ours, half])
+    comparison = compare(two_models, pa.concat_tables([half, sigmoid]), 0.05)
     assert [*comparison.rows["model"]] == [MARKS[HALF]]
     assert "Not compared: model tiny differs: rope_theta is 10000 in A and 500000 in B." in comparison.notes
     assert len(compare(without_ids(ours), sigmoid, 0.05).rows) == 1

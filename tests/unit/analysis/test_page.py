@@ -21,31 +21,31 @@ from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 
 
-def decoded(held):
-    return held.get("values") or [None if code < 0 else held["known"][code] for code in held["codes"]]
+def decoded(column):
+    return column.get("values") or [None if code < 0 else column["known"][code] for code in column["codes"]]
 
 
 def shown(results, public=False):
     """The document of a page, with its columns as lists."""
-    told = document(results, public=public)
-    return told | {"columns": {name: decoded(held) for name, held in told["columns"].items()}}
+    content = document(results, public=public)
+    return content | {"columns": {name: decoded(column) for name, column in content["columns"].items()}}
 
 
 def test_rows_are_in_the_order_of_the_leaderboard_and_every_attempt_is_there():
-    told = shown(small())
-    columns = told["columns"]
-    assert told["rows"] == len(small()) - 1 == len(columns["run_id"])
+    data = shown(small())
+    columns = data["columns"]
+    assert data["rows"] == len(small()) - 1 == len(columns["run_id"])
     # The last one is the attempt that crashed before another one was ok.
     assert columns["rank"] == [*range(1, 12), *range(1, 10), *range(1, 10), *range(1, 11), None]
     best = columns["run_id"][columns["rank"].index(1)]
     assert best == f"{0:016x}", "the suspect row is faster and must not be the best"
-    assert (told["rejected"][0]["number"], told["rejected"][0]["example"]) == (1, "tp=3 does not divide 8")
+    assert (data["rejected"][0]["number"], data["rejected"][0]["example"]) == (1, "tp=3 does not divide 8")
 
 
 @pytest.mark.parametrize("public", [False, True])
 def test_a_peak_that_is_too_low_is_told(public):
-    told = shown(table_of(run(1, mfu=1.41)), public=public)["made_with"]
-    assert told.startswith("MFU up to 1.41 is above 1: the peak is too low")
+    made_with = shown(table_of(run(1, mfu=1.41)), public=public)["made_with"]
+    assert made_with.startswith("MFU up to 1.41 is above 1: the peak is too low")
 
 
 def test_the_cells_of_fp8_name_the_peak_of_their_mfu():
@@ -98,8 +98,8 @@ def test_a_public_page_tells_no_text_that_is_not_allowed():
     texts = [
         column.name for column in SCHEMA if column.type == pa.string() and column.name not in PUBLIC_COLUMNS
     ]
-    told = names | dict.fromkeys(texts, f"error on {PLANTED}")
-    rows = [run(1, **told), run(2, **told, suspect=f"throttled on {PLANTED}")]
+    columns = names | dict.fromkeys(texts, f"error on {PLANTED}")
+    rows = [run(1, **columns), run(2, **columns, suspect=f"throttled on {PLANTED}")]
     ends = enumerate(("crash", "rejected", "oom"), 5)
     rows += [run(n, status=end, reason=f"{end} at {PLANTED}", **names) for n, end in ends]
     text = page(table_of(*rows), title=PLANTED, public=True)
@@ -135,13 +135,13 @@ def test_effects_are_those_of_the_command():
 def test_memory_by_part_is_that_of_predict():
     rows = run(1), run(2, status="oom"), run(3, hardware="none"), run(4, vocab_size=None)
     columns = shown(table_of(*rows))["columns"]
-    known = zip(columns["run_id"], columns["predicted_weights_bytes"], strict=True)
-    assert sorted(run_id for run_id, held in known if held) == [f"{n:016x}" for n in (1, 2)]
+    weights = zip(columns["run_id"], columns["predicted_weights_bytes"], strict=True)
+    assert sorted(run_id for run_id, size in weights if size) == [f"{n:016x}" for n in (1, 2)]
     profile = load_profile("ultrabench")
     spec = spec_of(rows[0] | {"source": None})
     (stage,) = predict_memory(spec, memory_constants(profile.framework, profile.memory))
-    at = columns["run_id"].index(rows[0]["run_id"])
-    parts = [held[at] for name, held in columns.items() if re.fullmatch("predicted_[a-z]+_bytes", name)]
+    index = columns["run_id"].index(rows[0]["run_id"])
+    parts = [sizes[index] for name, sizes in columns.items() if re.fullmatch("predicted_[a-z]+_bytes", name)]
     assert sum(parts) == pytest.approx(stage.peak_bytes, abs=len(parts))
     beyond = dict(zip(columns["run_id"], columns["extrapolated"], strict=True))
     assert beyond[rows[0]["run_id"]].startswith("zero_stage=1 (0)")
@@ -152,13 +152,13 @@ PROBE = run(1, model=None, **dict.fromkeys(("dp", "tp", "mfu", "tokens_per_s_per
 
 
 @pytest.mark.parametrize(
-    ("rows", "name", "told"),
+    ("rows", "name", "expected"),
     [([], "cells", []), ([PROBE], "cells", []), ([], "mfu_end", 0.1), ([run(1, mfu=0.0011)], "mfu_end", 0.2),
      ([run(0, mfu=0.4), run(1)], "mfu_end", 40)],
 )  # fmt: skip
-def test_probes_are_no_cells_and_the_colour_scale_is_that_of_the_heatmap(rows, name, told):
+def test_probes_are_no_cells_and_the_colour_scale_is_that_of_the_heatmap(rows, name, expected):
     """Round: in percent the smallest of 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and so on that no MFU exceeds."""
-    assert shown(table_of(*rows))[name] == told
+    assert shown(table_of(*rows))[name] == expected
 
 
 def test_a_cell_of_rejected_layouts_alone_has_its_reason():
@@ -170,8 +170,8 @@ def test_a_cell_of_rejected_layouts_alone_has_its_reason():
 
 
 def test_numbers_that_are_none_are_null():
-    told = shown(table_of(run(1, hfu=float("nan"), loss_final=float("inf"))))
-    assert {"hfu", "loss_final"}.isdisjoint(told["columns"])
+    content = shown(table_of(run(1, hfu=float("nan"), loss_final=float("inf"))))
+    assert {"hfu", "loss_final"}.isdisjoint(content["columns"])
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_a_column_is_encoded_without_loss(values):
 )
 def test_the_commands_of_a_row_describe_its_layout(layout):
     axes = {name: getattr(layout, name) for name in Layout.__slots__}
-    told = run(1, **axes) | {"source": None}
-    (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
+    run_row = run(1, **axes) | {"source": None}
+    (candidate,) = make_plan(load_config(shlex.split(launch_words(run_row)))).candidates
     assert candidate.spec.layout == layout
     assert (candidate.spec.workload.gbs, candidate.spec.workload.seq_len) == (256, 4096)
-    assert read_run(shlex.split(predict_words(told, ())), PREDICTION_DEFAULTS)[0].layout == layout
-    imported = shlex.split(predict_words(told | {"source": "a table", "kernel": "nanotron"}, ["nanotron"]))
+    assert read_run(shlex.split(predict_words(run_row, ())), PREDICTION_DEFAULTS)[0].layout == layout
+    imported = shlex.split(predict_words(run_row | {"source": "a table", "kernel": "nanotron"}, ["nanotron"]))
     assert read_run(imported, PREDICTION_DEFAULTS)[0].layout == layout
     assert "profile=nanotron" in imported
 
@@ -205,8 +205,8 @@ def test_the_commands_of_a_row_describe_its_layout(layout):
 @pytest.mark.parametrize("routing", ["balanced", "skew=0.5", "learned"])
 def test_the_commands_of_a_row_describe_how_its_experts_are_chosen(routing):
     axes = {name: getattr(Layout(dp=8, mbs=1, gas=32, ep=8), name) for name in Layout.__slots__}
-    told = run(1, **axes) | {"source": None, "model": "olmoe-1b-7b", "routing": routing}
-    (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
-    spec, _ = read_run(shlex.split(predict_words(told, ())), PREDICTION_DEFAULTS)
+    run_row = run(1, **axes) | {"source": None, "model": "olmoe-1b-7b", "routing": routing}
+    (candidate,) = make_plan(load_config(shlex.split(launch_words(run_row)))).candidates
+    spec, _ = read_run(shlex.split(predict_words(run_row, ())), PREDICTION_DEFAULTS)
     assert (candidate.spec.kernel.routing, candidate.rule) == (routing, None)
     assert spec.kernel == candidate.spec.kernel

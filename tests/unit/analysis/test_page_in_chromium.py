@@ -37,7 +37,7 @@ def only_tab():
         started = driver.chromium.launch(executable_path=CHROMIUM, timeout=120_000)
         tab = started.new_context(offline=True).new_page()
         tab.set_default_timeout(60_000)
-        tab.on("console", lambda said: said.type == "info" or WRONG.append(said.text))
+        tab.on("console", lambda message: message.type == "info" or WRONG.append(message.text))
         tab.on("pageerror", lambda error: WRONG.append(str(error)))
         tab.on("request", lambda sent: sent.url.startswith(("file:", "data:")) or WRONG.append(sent.url))
         yield tab
@@ -125,11 +125,11 @@ def test_a_filter_is_kept_in_the_fragment_and_closes_what_it_excludes(opened):
     count = text_of(tab, "#count")
     assert select(tab, "model", "8B") == "#tp=4&model=8B"
     assert not tab.locator("#runs").is_visible()
-    again = opened(small(), "#tp=4&cell=8B,2")
-    assert text_of(again, "#count") == count
-    assert text_of(again, "#runs-title") == "Layouts of 8B on 2 nodes"
-    again.get_by_role("button", name="Show all").first.click()
-    assert again.evaluate("location.hash") == "#cell=8B%2C2"
+    reopened = opened(small(), "#tp=4&cell=8B,2")
+    assert text_of(reopened, "#count") == count
+    assert text_of(reopened, "#runs-title") == "Layouts of 8B on 2 nodes"
+    reopened.get_by_role("button", name="Show all").first.click()
+    assert reopened.evaluate("location.hash") == "#cell=8B%2C2"
 
 
 OOM = [run(n, status="oom", reason="CUDA out of memory") for n in range(3)]
@@ -139,7 +139,7 @@ IN_REPEATS = "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 suspect, 1 pend
 
 
 @pytest.mark.parametrize(
-    ("results", "fragment", "told_by_place"),
+    ("results", "fragment", "patterns"),
     [
         (table_of(), "", {"#how": "so there is nothing to rank."}),
         (table_of(*OOM), "", {".heatmap button": "^all 3 oom$"}),
@@ -152,10 +152,10 @@ IN_REPEATS = "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 suspect, 1 pend
     ],
     ids=["empty", "all failed", "repeats", "in doubt", "unknown link", "excluded link"],
 )  # fmt: skip
-def test_the_page_tells_what_was_tried_and_what_it_does_not_show(opened, results, fragment, told_by_place):
+def test_the_page_tells_what_was_tried_and_what_it_does_not_show(opened, results, fragment, patterns):
     tab = opened(results, fragment)
-    for place, told in told_by_place.items():
-        assert re.search(told, text_of(tab, place))
+    for place, pattern in patterns.items():
+        assert re.search(pattern, text_of(tab, place))
 
 
 def test_a_link_to_a_run_opens_it_and_the_skip_link_keeps_the_filters(opened):
@@ -186,9 +186,9 @@ def drawn(tab, figure):
     """The figure when it is drawn and in view."""
     tab.locator(f"#{figure}").scroll_into_view_if_needed()
     tab.wait_for_selector(f"#picture-{figure}[data-drawn]")
-    found = tab.locator(f"#{figure}")
-    assert found.locator("canvas").count() > 0
-    return found
+    element = tab.locator(f"#{figure}")
+    assert element.locator("canvas").count() > 0
+    return element
 
 
 CLICKED = "summary => (summary.click(), [...summary.parentNode.querySelectorAll('tbody tr')].map((tr) => tr.innerText))"
@@ -225,8 +225,8 @@ def test_a_print_is_light_and_has_all_figures_and_no_controls(opened):
     assert not any(tab.locator(name).is_visible() for name in ("#filters", "#axes", "#links summary"))
     assert tab.locator("[data-drawn=dark]").count() == 4
     content = "getComputedStyle(document.getElementById('picture-links'), '::before').content"
-    told = tab.evaluate(f"() => (figuresChanged(), {content})")  # before it is drawn again
-    assert told == '"This figure was not drawn yet: print again."'
+    message = tab.evaluate(f"() => (figuresChanged(), {content})")  # before it is drawn again
+    assert message == '"This figure was not drawn yet: print again."'
 
 
 def test_texts_of_numbers_are_those_of_the_terminal(opened):
@@ -239,8 +239,8 @@ def test_texts_of_numbers_are_those_of_the_terminal(opened):
         "dp_shard": (0, 8),
     }  # fmt: skip
     pairs = [(name, number) for name, several in numbers.items() for number in several]
-    told = tab.evaluate("pairs => pairs.map(([name, number]) => text(name, number))", pairs)
-    assert told == [with_unit(name, number) for name, number in pairs]
+    texts = tab.evaluate("pairs => pairs.map(([name, number]) => text(name, number))", pairs)
+    assert texts == [with_unit(name, number) for name, number in pairs]
 
 
 def test_4104_rows_paint_and_filter_at_once(opened):
@@ -274,12 +274,12 @@ def drawn_cell(seed):
     controls = [control, control, control, draw.choice((None, "other"))]
     allocations = {name: draw.choice(controls) for name in "abc"}
     for n, repeat in itertools.product(range(draw.randint(2, 7)), range(3)):
-        at, ok = draw.choice("abc"), draw.random() < 0.75
+        job, ok = draw.choice("abc"), draw.random() < 0.75
         yield run(
-            9 * seed + n, repeat=repeat, allocation=at, control=allocations[at], model=f"m{seed:03}", num_params=seed + 1,
+            9 * seed + n, repeat=repeat, allocation=job, control=allocations[job], model=f"m{seed:03}", num_params=seed + 1,
             status="ok" if ok else draw.choice(("oom", "crash", "skipped", None)),
             tokens_per_s_per_gpu=draw.randint(90, 110) if ok else None,
-            control_ratio=draw.randint(90, 110) / 100 if ok and allocations[at] else None,
+            control_ratio=draw.randint(90, 110) / 100 if ok and allocations[job] else None,
             step_time_ci95_rel=draw.choice((None, 0.01, 0.04)) if ok else None,
             suspect=draw.choice((None, None, None, "hot")) if ok else None,
             stopped=draw.choice((None, None, "slower_than_best")) if ok else None,
@@ -327,10 +327,10 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
             tab.locator(f"#fit input[name={name}]").evaluate(
                 f"it => {{ it.value = {place}; it.dispatchEvent(new Event('input')) }}"
             )
-        told = tab.locator("#fit [aria-live] p").inner_text()
-        (run,) = (run for run in plan.runs if told.startswith(f"{run.layout.label()}: "))
+        text = tab.locator("#fit [aria-live] p").inner_text()
+        (run,) = (run for run in plan.runs if text.startswith(f"{run.layout.label()}: "))
         assert (run.layout.pp, run.layout.recompute) == (pp, recompute)
-        assert f"{run.prediction.peak_mem_bytes / 2**30:.1f} GiB of 79.1 GiB" in told
+        assert f"{run.prediction.peak_mem_bytes / 2**30:.1f} GiB of 79.1 GiB" in text
     tab.locator("#fit input[name=pp]").evaluate(
         "it => { it.value = 0; it.dispatchEvent(new Event('input')) }"
     )

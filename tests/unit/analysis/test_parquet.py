@@ -29,13 +29,13 @@ def test_parquet_and_back_and_through_pandas(tmp_path):
     assert read_parquet(path).schema.equals(SCHEMA, check_metadata=True)
     assert parquet(table) == path.read_bytes()
     table.to_pandas().drop(columns=["confirmed"]).assign(mine=1.5).to_parquet(path)
-    again = read_parquet(path)
-    assert again.select(SCHEMA.names).equals(table)
-    assert again["mine"].to_pylist() == [1.5] * len(table)
+    reread = read_parquet(path)
+    assert reread.select(SCHEMA.names).equals(table)
+    assert reread["mine"].to_pylist() == [1.5] * len(table)
 
 
 @pytest.mark.parametrize(
-    ("held", "word"),
+    ("content", "message"),
     [
         (table_of({"schema_version": 2}).replace_schema_metadata({VERSION_KEY: b"2"}), "schema version 2"),
         (pa.table({"x": [1]}), "is not a result table"),
@@ -48,11 +48,11 @@ def test_parquet_and_back_and_through_pandas(tmp_path):
         (None, "no such file"),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path, held, word):
+def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path, content, message):
     path = tmp_path / "x.parquet"
-    if held is not None:
-        path.write_bytes(held) if isinstance(held, bytes) else pq.write_table(held, path)
-    with refused(word, SweepFolderError):
+    if content is not None:
+        path.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, path)
+    with refused(message, SweepFolderError):
         read_parquet(path)
 
 
@@ -106,8 +106,8 @@ def test_an_attempt_becomes_the_run_that_it_measured(tmp_path):
 def test_rows_that_name_no_run_are_named_by_reason(change, reason):
     runs, left_out = measured_runs(table_of(row("a"), row("b", **change)))
     assert [run.run_id for run in runs] == ["a"]
-    ((told, names),) = left_out.items()
-    assert reason in told
+    ((text, names),) = left_out.items()
+    assert reason in text
     assert names == ["run b of 8B on 1 node"]
 
 

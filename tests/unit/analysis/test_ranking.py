@@ -17,8 +17,8 @@ def cells_of(*rows, **options):
 
 def test_json_is_flat_and_holds_the_layout():
     (cell,) = cells_of(row("a", pp_schedule="interleaved", virtual_stages=4))
-    told = {"run_id": "a", "dp": 8, "virtual_stages": 4, "hardware": "h100x8", "as_good_as_best": []}
-    assert told.items() <= json.loads(json.dumps(cell.to_json())).items()
+    expected = {"run_id": "a", "dp": 8, "virtual_stages": 4, "hardware": "h100x8", "as_good_as_best": []}
+    assert expected.items() <= json.loads(json.dumps(cell.to_json())).items()
     assert layout_words(cell.layout)[1].endswith(" x4")
 
 
@@ -60,8 +60,8 @@ def test_mfu_of_two_formulas_is_not_ranked_together():
 
 
 def test_as_good_as_best_follows_the_intervals():
-    given = (("best", 100.0, 0.02), ("close", 97.0, 0.02), ("off", 95.0, 0.02), ("unsure", 60.0, 0.8))
-    (cell,) = cells_of(*(row(name, speed, step_time_ci95_rel=rel) for name, speed, rel in given))
+    speeds = (("best", 100.0, 0.02), ("close", 97.0, 0.02), ("off", 95.0, 0.02), ("unsure", 60.0, 0.8))
+    (cell,) = cells_of(*(row(name, speed, step_time_ci95_rel=rel) for name, speed, rel in speeds))
     assert (cell.run_id, cell.as_good_as_best) == ("best", ("close", "unsure"))
 
 
@@ -120,8 +120,8 @@ def test_runs_are_compared_through_the_control_they_share():
         row("good", 90.0, **beside(1.3, "slow nodes")),
     ]
     others = row("failed", status="oom"), row("doubted", 500.0, suspect="throttled")
-    for held in (rows, [*rows, *others]):
-        (cell,) = cells_of(*held)
+    for cell_rows in (rows, [*rows, *others]):
+        (cell,) = cells_of(*cell_rows)
         assert (cell.run_id, cell.ranked_by, cell.tokens_per_s_per_gpu) == ("good", "control_ratio", 90.0)
     (cell,) = cells_of(*rows, rank_by="tokens_per_s")
     assert cell.run_id == "lucky"
@@ -207,12 +207,12 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
     assert suspect == "1 of 9 rows suspect (wins only a cell without other results), such as b: hot"
     assert invalid == "1 of 9 rows invalid, such as c: loss is NaN"
     assert peak.startswith("MFU up to 1.41 is above 1: the peak is too low")
-    told = notes(table_of(*rows))
+    note = notes(table_of(*rows))
     counts = "Layouts: 2 ok, 3 oom, 1 invalid, 2 pending. Suspect"
-    assert told.startswith(
+    assert note.startswith(
         f"{counts} (win only cells without other results): 1 of 9 rows. {peak}. Made with ultrabench"
     )
-    assert "torch 2.13.0" in told
+    assert "torch 2.13.0" in note
     assert notes(table_of(*rows), include_suspects=True).startswith(
         f"{counts} (may win any cell): 1 of 9 rows. "
     )

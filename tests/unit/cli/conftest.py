@@ -36,10 +36,10 @@ def ultrabench(monkeypatch, capsys):
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["ultrabench", *words])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        said = capsys.readouterr()
-        return left.value.code, said.out, said.err
+        captured = capsys.readouterr()
+        return exit_info.value.code, captured.out, captured.err
 
     return run
 
@@ -68,8 +68,8 @@ def content(sweep):
 
 def one_line(run, *words, code=2):
     """The one line on stderr of a command that the user got wrong."""
-    got, out, err = run(*words)
-    assert (got, out) == (code, ""), err
+    exit_code, out, err = run(*words)
+    assert (exit_code, out) == (code, ""), err
     assert re.fullmatch("ultrabench: .+\n", err)
     message = err.removeprefix("ultrabench: ").strip()
     expected(message, ("ultrabench", *words))

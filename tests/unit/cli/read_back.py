@@ -80,14 +80,14 @@ def of_wandb():
 
 def _pieces(log):
     """The records of a log: pieces of type 1 are whole, 2 begin one, 3 continue and 4 end it."""
-    record, at = b"", 7  # a header of W&B
-    while at + _HEADER.size <= len(log):
-        if _BLOCK - at % _BLOCK < _HEADER.size:
-            at += _BLOCK - at % _BLOCK
+    record, offset = b"", 7  # a header of W&B
+    while offset + _HEADER.size <= len(log):
+        if _BLOCK - offset % _BLOCK < _HEADER.size:
+            offset += _BLOCK - offset % _BLOCK
             continue
-        _, size, kind = _HEADER.unpack_from(log, at)
-        record += log[at + _HEADER.size : at + _HEADER.size + size]
-        at += _HEADER.size + size
+        _, size, kind = _HEADER.unpack_from(log, offset)
+        record += log[offset + _HEADER.size : offset + _HEADER.size + size]
+        offset += _HEADER.size + size
         if kind in (1, 4):
             yield record
             record = b""

@@ -46,7 +46,7 @@ def test_the_page_has_active_parameters_beside_all(swept):
 def test_predict_says_what_mfu_counts(ultrabench):
     words = ("predict", "nodes=1", "hardware=h100x8", "ep=8")
     sparse, dense = (
-        ultrabench(*words[:3], *more)[1] for more in (["model=mixtral-8x7b", "ep=8"], ["model=8B"])
+        ultrabench(*words[:3], *options)[1] for options in (["model=mixtral-8x7b", "ep=8"], ["model=8B"])
     )
     assert sparse.startswith("mixtral-8x7b (46.7 G parameters, 12.9 G active), ")
     assert COUNTED in sparse

@@ -40,10 +40,10 @@ def read_back(kind, folder):
             pytest.skip(f"{package} is not installed: pip install 'ultrabench[{kind}]'")
     command = [sys.executable, "-m", "tests.unit.cli.read_back", kind]
     env = os.environ | {"PYTHONPATH": str(__file__).partition("/tests/")[0]}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("exported 3 runs to ") == 2
-    return json.loads(done.stdout)
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("exported 3 runs to ") == 2
+    return json.loads(process.stdout)
 
 
 SETTINGS = ("model", "nodes", "tp", "pp", "mbs", "zero_stage", "gbs", "seq_len", "precision", "hardware")
@@ -181,14 +181,14 @@ def test_a_tracker_that_hangs_delays_neither_runs_nor_the_end(sweep, tracker, mo
     tracker("import os, time; open('called', 'w').write(str(os.getpid())); time.sleep(10_000)")
     monkeypatch.setattr(tracking, "EXIT_TIMEOUT_S", 1.0)
     monkeypatch.setattr(tracking, "USUAL_EXIT_S", 0.5)
-    called = sweep.path.parents[1] / "called"
+    pid_file = sweep.path.parents[1] / "called"
     with tracking.tracked("wandb", sweep):
-        patience.wait_until(lambda: called.exists() and called.read_text(), 60)
+        patience.wait_until(lambda: pid_file.exists() and pid_file.read_text(), 60)
         ended = time.monotonic()
     assert time.monotonic() - ended < patience.slowness() * 5.0
-    told = capsys.readouterr().err
-    assert "wandb may miss some runs; to add them: ultrabench export wandb quick-cpu\n" in told
-    assert not Path(f"/proc/{called.read_text()}").exists()
+    stderr = capsys.readouterr().err
+    assert "wandb may miss some runs; to add them: ultrabench export wandb quick-cpu\n" in stderr
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()
 
 
 def test_a_tracker_that_fails_becomes_one_line_of_its_log(sweep, tracker, capsys):

@@ -172,7 +172,7 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "told"),
+    ("part", "change", "message"),
     [
         ("columns", {"model": "title"}, "unknown column of table.csv 'title'"),
         ("columns", {"tpp": "tp"}, "map.yaml: unknown column of results 'tpp'; did you mean tp?"),
@@ -191,14 +191,14 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
         ("doubts", {"a": {"code": "b"}, "c": {"where": "pp > 1"}}, "map.yaml: "),
     ],
 )  # fmt: skip
-def test_what_a_map_cannot_say(ultrabench, part, change, told):
+def test_what_a_map_cannot_say(ultrabench, part, change, message):
     write_map(part, change)
     table = write("table.csv", ROW)
-    assert told in one_line(ultrabench, "import", "--map", "map.yaml", table)
+    assert message in one_line(ultrabench, "import", "--map", "map.yaml", table)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("runs.csv", "import runs.csv needs one format or one map"),
         ("nanotrom runs.csv", "unknown format to import 'nanotrom'; did you mean nanotron?"),
@@ -210,11 +210,11 @@ def test_what_a_map_cannot_say(ultrabench, part, change, told):
         ("nanotron two.csv", "has none of the 27 columns that this format or map reads, such as 'job_id'; its columns: a, b"),
     ],
 )  # fmt: skip
-def test_mistakes(ultrabench, words, told):
+def test_mistakes(ultrabench, words, message):
     files = {"runs": b"a: 1\n", "long": b"a\n1,2\n", "empty": b"", "image": b"\x89PNG", "two": b"a,b\n1,2\n"}
     for name, text in files.items():
         Path(f"{name}.csv").write_bytes(text)
-    assert told in one_line(ultrabench, "import", *words.split())
+    assert message in one_line(ultrabench, "import", *words.split())
 
 
 def example(name="published_runs"):
@@ -230,12 +230,12 @@ def test_an_example_map_reads_such_a_table(ultrabench):
         "hidden": "4096", "layers": "32", "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256",
     }  # fmt: skip
     Path("map.yaml").write_text(example())
-    (found,) = imported(ultrabench, "--map", "map.yaml", write("table.csv", row))[1].to_pylist()
+    (result_row,) = imported(ultrabench, "--map", "map.yaml", write("table.csv", row))[1].to_pylist()
     expected = {
         "source": "a paper", "num_params": 8_030_261_248, "zero_stage": 3, "gbs": 16, "tokens_per_s_per_gpu": 8192.0,
         "source_mfu": 0.4, "hardware": "h100x8", "peak_flops_per_s": 989e12, "suspect": None,
     }  # fmt: skip
-    assert {name: found[name] for name in expected} == expected
+    assert {name: result_row[name] for name in expected} == expected
 
 
 @needs(RUNS)
@@ -274,14 +274,14 @@ def test_an_example_map_reads_what_frameworks_publish_and_every_other_row_is_jud
 
 def published_cells():
     """(model, nodes) -> MFU in percent, memory of rank 0 in GiB and layout, from the table of PLAYBOOK.md."""
-    found = {}
+    layouts = {}
     for line in (FOLDER / "PLAYBOOK.md").read_text().splitlines():
         nodes, *cells = [part.strip() for part in line.split("|")[1:-1]] or [""]
         for model, cell in zip(("1B", "8B", "80B"), cells, strict=False):
-            told = re.match(r"([\d.]+), ([\d.]+); (\d+)/(\d+)/(\d+) g(\d+) m(\d+) z(\d)", cell)
-            if told and nodes.isdecimal():
-                found[model, int(nodes)] = (*map(float, told.groups()[:2]), *map(int, told.groups()[2:]))
-    return found
+            match = re.match(r"([\d.]+), ([\d.]+); (\d+)/(\d+)/(\d+) g(\d+) m(\d+) z(\d)", cell)
+            if match and nodes.isdecimal():
+                layouts[model, int(nodes)] = (*map(float, match.groups()[:2]), *map(int, match.groups()[2:]))
+    return layouts
 
 
 @needs(PLAYBOOK)

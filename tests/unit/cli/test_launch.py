@@ -46,12 +46,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def ask(given=None, *, plan=PLAN, used=0.0, yes=False):
+def ask(budget=None, *, plan=PLAN, used=0.0, yes=False):
     """The budget of a sweep whose only allocation has used so many GPU hours and tried nothing."""
     held_s = 3600 * used / PLAN.config.hardware.gpus_per_node
     end = AllocationEnded(allocation="a", reason="done", held_s=held_s)
     state = SweepState(allocations={"a": AllocationState(name="a", ends={end.job: end})})
-    return ask_for_budget(plan, price_of(plan, state), state, CLUSTER, given, yes)
+    return ask_for_budget(plan, price_of(plan, state), state, CLUSTER, budget, yes)
 
 
 @pytest.fixture
@@ -91,25 +91,25 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     parts = sum(float(cell[4]) for cell in cells) + float(starts.split()[-1])
     assert [float(middle), parts] == pytest.approx([PRICE, PRICE], rel=0.01)
     assert all(float(cell[5]) < float(cell[4]) < float(cell[7]) for cell in cells)
-    told = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
-    assert re.fullmatch(told, lines[-3])
-    most = "at most 8 jobs and 2 nodes at a time, 2 nodes per job"
-    assert re.search(f"^{most}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
+    jobs = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
+    assert re.fullmatch(jobs, lines[-3])
+    limits = "at most 8 jobs and 2 nodes at a time, 2 nodes per job"
+    assert re.search(f"^{limits}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "text"),
     [(["model=8B", "max_p_oom=1"], "GiB a rank, and a rank has 2. Launch?"),
      (["model=80B", "hardware.mem_bytes=9e12"], "hours on this machine. Launch?")],
 )  # fmt: skip
-def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, told):
+def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, text):
     plan = make_plan(load_config(overrides))
     price = price_of(plan)
     typed("n\n")
     with pytest.raises(typer.Abort):
         ask_for_this_machine(plan, price, yes=False)
     begin = rf"sweep quick-cpu: {plan.config.models[0].name} \(.* on cpu, sequences of 64 tokens"
-    assert re.match(f"{begin}(.*\n)+.*{re.escape(told)}", capsys.readouterr().err)
+    assert re.match(f"{begin}(.*\n)+.*{re.escape(text)}", capsys.readouterr().err)
     ask_for_this_machine(plan, price, yes=True)
     assert capsys.readouterr().err == ""
 
@@ -150,13 +150,13 @@ def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_unde
 
 
 @pytest.mark.parametrize(
-    ("given", "yes", "plan", "budget"),
+    ("limit", "yes", "plan", "budget"),
     [(0.5, False, PLAN, 0.5), (None, True, PLAN, BUDGET_FACTOR * PRICE), (None, False, NOTHING, 0.4), (7.0, False, NOTHING, 7.0)],
 )  # fmt: skip
-def test_who_gives_a_number_or_says_yes_or_has_nothing_left_is_not_asked(typed, given, yes, plan, budget):
+def test_who_gives_a_number_or_says_yes_or_has_nothing_left_is_not_asked(typed, limit, yes, plan, budget):
     typed("")
     used = 0.4 if plan is NOTHING else 0.0
-    assert ask(given, plan=plan, used=used, yes=yes) == pytest.approx(budget)
+    assert ask(limit, plan=plan, used=used, yes=yes) == pytest.approx(budget)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_who_gives_a_number_or_says_yes_or_has_nothing_left_is_not_asked(typed, 
 def test_without_consent_a_launch_writes_and_submits_nothing(ultrabench, site, typed, answer, code, line):
     if answer:
         typed(answer)
-    got, out, said = ultrabench("sweep", "launch", "launcher=slurm", "model=tiny")
-    assert (got, out.strip()) == (code, "")
-    assert f"\n{line}" in said
+    exit_code, out, err = ultrabench("sweep", "launch", "launcher=slurm", "model=tiny")
+    assert (exit_code, out.strip()) == (code, "")
+    assert f"\n{line}" in err
     assert [p.name for p in site.iterdir()] == ["asked"]
     assert "sbatch" not in (site / "asked").read_text()
 
@@ -180,15 +180,15 @@ LEFT_OUT = r"(\d+) runs of 115 excluded, such as one for which a job needs \d+ m
 
 
 def test_a_limit_that_is_too_short_is_told_before_anything_is_submitted(ultrabench, site):
-    some = ("sweep", "launch", *H100, "launcher.time_minutes=20")
-    code, _, said = ultrabench(*some)
+    command = ("sweep", "launch", *H100, "launcher.time_minutes=20")
+    code, _, err = ultrabench(*command)
     assert code == 2, "it asks for consent first"
-    (number,) = re.findall(LEFT_OUT, said)
+    (number,) = re.findall(LEFT_OUT, err)
     (site.parent / "bin/scontrol").write_text(CONTROLLER.replace("04:00:00", "00:02:00"))
-    told = one_line(ultrabench, "sweep", "launch", *H100)
-    assert told.startswith("partition, QOS and account limit a job to 2 minutes; the shortest of 115 runs")
+    refusal = one_line(ultrabench, "sweep", "launch", *H100)
+    assert refusal.startswith("partition, QOS and account limit a job to 2 minutes; the shortest of 115 runs")
     assert [p.name for p in site.iterdir()] == ["asked"]
-    plan = json.loads(ultrabench("sweep", "plan", *some[2:], "--json")[1])
+    plan = json.loads(ultrabench("sweep", "plan", *command[2:], "--json")[1])
     assert (plan["rejected"]["time_limit"], plan["runs"]) == (int(number), 115 - int(number))
     assert re.match(LEFT_OUT, plan["notes"][-2])
     too_short = "launcher.time_minutes=1"
@@ -236,14 +236,14 @@ def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_sk
         return capsys.readouterr().err
 
     assert lines(QUICK.runs[-1], None) == ""
-    again = rf"\[0/{total}\] .*; will be retried in 30 s at the earliest\n"
-    assert re.fullmatch(again, lines(run, Status.CRASH, cause="killed"))
+    retried = rf"\[0/{total}\] .*; will be retried in 30 s at the earliest\n"
+    assert re.fullmatch(retried, lines(run, Status.CRASH, cause="killed"))
     given_up = lines(run, Status.CRASH, attempt=1, cause="killed")
     assert re.fullmatch(rf"\[1/{total}\] ((?!retried).)*\n", given_up)
     assert re.fullmatch(rf"\[1/{total}\] .*; will be retried\n", lines(too_large, Status.OOM, confirmed=True))
     why = f"dominated by {too_large.run_id}, which ran out of memory"
-    both = rf"\[2/{total}\] .*\n\[3/{total}\] skipped {QUICK.runs[0].run_id} .*: {why}.*\n"
-    assert re.fullmatch(both, lines(too_large, Status.OOM, attempt=1, confirmed=True))
+    two_lines = rf"\[2/{total}\] .*\n\[3/{total}\] skipped {QUICK.runs[0].run_id} .*: {why}.*\n"
+    assert re.fullmatch(two_lines, lines(too_large, Status.OOM, attempt=1, confirmed=True))
 
 
 def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it():
@@ -252,8 +252,8 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
 
     def line(caveat=None, status=Status.OK, **result):
         (attempt,) = told(SweepState(), run, status, **result).attempts.values()
-        made = attempt_line(run, attempt, caveat)
-        return made.plain.partition(": ")[2], made.style
+        rendered = attempt_line(run, attempt, caveat)
+        return rendered.plain.partition(": ")[2], rendered.style
 
     text, style = line(peak_mem_reserved_bytes=3 << 29)
     assert (text.startswith("ok, 25.0 % MFU, 1.50 GiB, "), style) == (True, "green")
@@ -267,5 +267,5 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
     assert line(status=Status.OOM, reason="no memory") == ("oom, no memory", "red")
     (attempt,) = told(SweepState(), run, Status.OK).attempts.values()
     assert f" 1 node {run.spec.label()}: ok" in attempt_line(run, attempt).plain
-    named = attempt_line(run, attempt, columns=("model", "nodes", "seq_len", "gbs")).plain
-    assert f" 1 node seq_len=64 gbs={run.cell.gbs} {run.spec.label()}: ok" in named
+    plain_line = attempt_line(run, attempt, columns=("model", "nodes", "seq_len", "gbs")).plain
+    assert f" 1 node seq_len=64 gbs={run.cell.gbs} {run.spec.label()}: ok" in plain_line

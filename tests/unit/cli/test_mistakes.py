@@ -155,16 +155,16 @@ def test_a_mistake_is_one_line(ultrabench, tmp_path, command, line):
 
 
 def test_gpus_that_are_not_here_are_refused(ultrabench, tmp_path):
-    code, _, said = ultrabench("sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]")
+    code, _, err = ultrabench("sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]")
     advice = "add launcher=slurm to run on a cluster, or use hardware=cpu"
-    assert (code, f"torch sees none on this machine: {advice}" in said) == (2, True)
+    assert (code, f"torch sees none on this machine: {advice}" in err) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_that_are_not_here_are_refused_before_anything_is_planned(ultrabench, monkeypatch):
     monkeypatch.setattr("ultrabench.cli.sweep.launch.plan_with_bar", lambda config: pytest.fail("planned"))
-    told = "up to 64 of hardware=h100x8 with launcher=local, which uses this machine only; add launcher=slurm"
-    assert told in one_line(ultrabench, "sweep", "launch", "sweep=playbook")
+    line = "up to 64 of hardware=h100x8 with launcher=local, which uses this machine only; add launcher=slurm"
+    assert line in one_line(ultrabench, "sweep", "launch", "sweep=playbook")
 
 
 @pytest.mark.parametrize(("command", "line"), WITH_A_SWEEP)

@@ -40,7 +40,7 @@ def recorded(spec, result, repeat, allocation):
 def night(day, host, number, *, xids=(FAILING,)):
     """The events of an allocation of one node: a preflight, its control run, and a run that may fail."""
     name, speed = f"{host}.{day}", (0.96 if host == SLOW else 1.0) * (1 + 0.002 * math.sin(number + 3 * day))
-    at = {"hostnames": (host,), "started_at": 1.7e9 + day * NIGHT_S + 60 * number, "gpu_name": "H100"}
+    common = {"hostnames": (host,), "started_at": 1.7e9 + day * NIGHT_S + 60 * number, "gpu_name": "H100"}
     probe = {
         "gemm_flops_per_s": [7e14 * speed * (1 + 0.01 * rank) for rank in range(8)],
         "memory_copy_bytes_per_s": [2.9e12] * 8,
@@ -48,14 +48,14 @@ def night(day, host, number, *, xids=(FAILING,)):
     }
     yield AllocationPlanned(allocation=name, nodes=1, limit_s=60.0, tasks=(), control=SPECS[0].run_id)
     yield Preflight(allocation=name, found={"nodes": [{"host": host}], "probe": probe})
-    yield from recorded(SPECS[0], replace(OK, **at, step_times_s=(0.1 / speed,) * 6), number, name)
-    end = replace(OK, **at, throttled="power brake" if host == SLOW else None)
+    yield from recorded(SPECS[0], replace(OK, **common, step_times_s=(0.1 / speed,) * 6), number, name)
+    end = replace(OK, **common, throttled="power brake" if host == SLOW else None)
     if host in xids and day:
-        end = RunResult(status=Status.NODE_FAIL, cause="xid", suspect_hosts=(host,), **at)
+        end = RunResult(status=Status.NODE_FAIL, cause="xid", suspect_hosts=(host,), **common)
     if host == UNLUCKY:
-        many = (host,) if day == 1 else tuple(HOSTS)
+        hosts = (host,) if day == 1 else tuple(HOSTS)
         cause = "ecc_error" if day == 1 else AGENT_GONE
-        end = RunResult(status=Status.NODE_FAIL, cause=cause, suspect_hosts=many, **at)
+        end = RunResult(status=Status.NODE_FAIL, cause=cause, suspect_hosts=hosts, **common)
     yield from recorded(SPECS[1], end, number, name)
 
 
@@ -84,8 +84,8 @@ def test_the_slow_and_the_failing_node_are_marked_and_no_other(ultrabench, night
     assert 0.94 < products["low"] < products["relative"] < products["high"] < 1
     assert slow["rates"][LINK_RATES[0]]["relative"] == pytest.approx(1)
     assert (slow["runs"], slow["attempts"], slow["throttled"], slow["failures"]) == (8, 8, 4, {})
-    seen = [f"2023-11-{day}T22:15:20+00:00" for day in (14, 17)]
-    assert [slow["first_seen"], slow["last_seen"]] == seen
+    times = [f"2023-11-{day}T22:15:20+00:00" for day in (14, 17)]
+    assert [slow["first_seen"], slow["last_seen"]] == times
     assert [node["host"] for node in others if node["slow"] or node["failing"]] == []
     unlucky = next(node for node in others if node["host"] == UNLUCKY)
     assert unlucky["failures"] == {"ecc_error": 1}, "a failure that points at all nodes is no node's own"
@@ -115,8 +115,8 @@ def test_the_health_of_the_latest_preflight_of_a_node_is_shown(ultrabench, night
     new = sound | {"warn": {"power limit": {"GPU 0": 200.0}}}
     for day, findings in ((1, {"n01": old, "n02": old}), (3, {"n01": new, "n02": sound})):
         for host, health in findings.items():
-            found = {"nodes": [{"host": host, "health": health}]}
-            write(nights[day], Preflight(allocation=f"{host}.{day}", restart=1, found=found))
+            facts = {"nodes": [{"host": host, "health": health}]}
+            write(nights[day], Preflight(allocation=f"{host}.{day}", restart=1, found=facts))
     lines = {line.split()[0]: line for line in ultrabench("nodes")[1].splitlines() if "TFLOP/s" in line}
     assert "power limit (GPU 0: 200 W below)" in lines["n01"]
     assert "no findings" in lines["n02"]

@@ -17,8 +17,8 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(sweep, words):
     odd = os.fsdecode(b"r\xff\xe9s")
     sweep.path.parent.rename(odd)
     command = [sys.executable, "-m", "ultrabench.cli.main", *words.split(), f"{odd}/quick-cpu"]
-    done = patience.run(command, 120)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    process = patience.run(command, 120)
+    assert (process.returncode, "Traceback" in process.stderr) == (0, False), process.stderr
 
 
 def test_an_empty_sweep_json_has_a_remedy_that_works(ultrabench, sweep):

@@ -78,8 +78,8 @@ def test_a_framework_is_told_of_fp8_or_the_command_says_that_it_is_not(framework
     config, run = load_config([f"kernel={framework}"]), QUICK.runs[0].spec
     run = replace(run, kernel=replace(run.kernel, precision="fp8"))
     kernel = with_precision(config.kernel, "fp8")
-    there = replace(run, kernel=without_other_models(run, kernel))
-    assert set(fill_in(there, AttemptKey(OK, 0, 0), config.measure)) >= flags
+    framework_spec = replace(run, kernel=without_other_models(run, kernel))
+    assert set(fill_in(framework_spec, AttemptKey(OK, 0, 0), config.measure)) >= flags
     assert line in "; ".join(not_expressed(run, kernel))
 
 
@@ -96,13 +96,13 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     }
     lines = (f"{name}_line: '{pattern}'" for name, pattern in patterns.items())
     (tmp_path / "ultrabench/kernel/mine.yaml").write_text("\n".join(["kind: command", *lines]))
-    found = as_json(ultrabench, "kernel", "try-log", "mine", "train.log")
-    assert [[row["line"] for row in found[name]["lines"]] for name in found] == [[2, 3]] * 3
-    assert found["memory_line"]["lines"][0]["allocated_bytes"] == 1.5 * 2**30
-    assert found["mfu_line"]["lines"][0]["mfu"] == pytest.approx(0.4)
+    matches = as_json(ultrabench, "kernel", "try-log", "mine", "train.log")
+    assert [[row["line"] for row in matches[name]["lines"]] for name in matches] == [[2, 3]] * 3
+    assert matches["memory_line"]["lines"][0]["allocated_bytes"] == 1.5 * 2**30
+    assert matches["mfu_line"]["lines"][0]["mfu"] == pytest.approx(0.4)
     code, out, _ = ultrabench("kernel", "try-log", patterns["step"], "train.log")
     assert (code, "kernel.step_line: 2 steps in train.log" in out, "0.25" in out) == (0, True, True)
-    assert "the number is divided by 100" in found["mfu_line"]["form"]
+    assert "the number is divided by 100" in matches["mfu_line"]["form"]
     log.write_text("".join(f"took {n} s\n" for n in range(1, 9)))
     out = ultrabench("kernel", "try-log", patterns["step"], "train.log")[1]
     assert "kernel.step_line: 8 steps in train.log, the first 5:" in out

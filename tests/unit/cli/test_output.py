@@ -37,15 +37,15 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     promised = {*CellKey._fields, "predicted_gpu_hours", "predicted_gpu_hours_interval"} | numbers
     assert all(set(c) == promised for c in plan["cells"])
     assert 0 < plan["runs"] == sum(c["runs"] for c in plan["cells"]) < plan["runs_at_most"] / 5
-    every = as_json(ultrabench, *words, "sweep.strategy=exhaustive")
-    assert every["runs"] == every["runs_at_most"] == plan["runs_at_most"]
+    exhaustive = as_json(ultrabench, *words, "sweep.strategy=exhaustive")
+    assert exhaustive["runs"] == exhaustive["runs_at_most"] == plan["runs_at_most"]
     beside = plan["beside_runs"]
     assert 0 < beside["repeats of the best"]["count"] <= 16
     parts = [part["predicted_gpu_hours"] for part in (*plan["cells"], *beside.values())]
     assert sum(parts) == pytest.approx(plan["predicted_gpu_hours"], rel=1e-3)
-    for some in (*plan["cells"], plan):
-        low, high = some["predicted_gpu_hours_interval"]
-        assert 0.7 * some["predicted_gpu_hours"] < low <= some["predicted_gpu_hours"] <= high
+    for priced in (*plan["cells"], plan):
+        low, high = priced["predicted_gpu_hours_interval"]
+        assert 0.7 * priced["predicted_gpu_hours"] < low <= priced["predicted_gpu_hours"] <= high
     note = r"[\d.,]+ GPU hours, [\d.,]+ to [\d.,]+ with all step times at the ends"
     assert re.match(note, plan["notes"][-2])
     jobs = beside["starts of jobs"]["count"]
@@ -58,10 +58,10 @@ def test_plan_of_a_sweep_that_has_begun_prices_what_is_left(ultrabench, sweep):
     words, total = ("sweep", "plan", "model=tiny"), len(QUICK.runs)
     begun = as_json(ultrabench, *words)
     record(sweep, QUICK.runs[2])
-    left = as_json(ultrabench, *words)
-    assert (begun["settled"], left["settled"], begun["runs"], left["runs"]) == (2, 3, total, total)
-    assert 0 < left["cells"][0]["predicted_gpu_hours"] < begun["cells"][0]["predicted_gpu_hours"]
-    assert f"3 of {total} runs settled: the price covers the rest" in left["notes"]
+    later = as_json(ultrabench, *words)
+    assert (begun["settled"], later["settled"], begun["runs"], later["runs"]) == (2, 3, total, total)
+    assert 0 < later["cells"][0]["predicted_gpu_hours"] < begun["cells"][0]["predicted_gpu_hours"]
+    assert f"3 of {total} runs settled: the price covers the rest" in later["notes"]
     for run in QUICK.runs[3:]:
         record(sweep, run)
     over = as_json(ultrabench, *words)
@@ -96,8 +96,8 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
     odds = [row["p_oom"] for row in as_json(ultrabench, *words, "sweep.nodes=[4]")["top"]]
     assert (max(odds) <= 0.1, len(odds)) == (True, 3)
     eight = ["sweep", "plan", "model=llama3-8b", "hardware=h100x8", "sweep.nodes=[1]", batch[0], *first]
-    few, more = (as_json(ultrabench, *eight, "--advise-p-oom", most)["top"] for most in ("0.01", "0.1"))
-    assert max(row["p_oom"] for row in few) < 0.01 < max(row["p_oom"] for row in more) <= 0.1
+    strict, loose = (as_json(ultrabench, *eight, "--advise-p-oom", p)["top"] for p in ("0.01", "0.1"))
+    assert max(row["p_oom"] for row in strict) < 0.01 < max(row["p_oom"] for row in loose) <= 0.1
     (only,) = as_json(ultrabench, *words, "sweep.nodes=[2]", "max_p_oom=1")["top"]
     assert (only["advised"], only["p_oom"] > 0.1) == (False, True)
     _, out, _ = ultrabench(*words, "sweep.nodes=[2]", "max_p_oom=1")
@@ -301,8 +301,8 @@ def test_commands_import_nothing_heavy_that_they_do_not_need(tmp_path, sweep):
         "    print(json.dumps([bool(said.getvalue()), *sys.modules]))\n"
     )
     command = [sys.executable, "-c", code, json.dumps([*LIGHT])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    for words, (printed, *names) in zip(LIGHT, map(json.loads, done.stdout.splitlines()), strict=True):
+    process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    for words, (printed, *names) in zip(LIGHT, map(json.loads, process.stdout.splitlines()), strict=True):
         assert printed or words == "collect"
         assert not LIGHT[words] & set(names), words
     assert (sweep.path / "runs.parquet").is_file()

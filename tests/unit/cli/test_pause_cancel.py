@@ -33,15 +33,15 @@ def state_of(sweep):
 PLANNED = AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=())
 
 
-def said(sweep, kind):
+def sorted_events(sweep, kind):
     return sorted(events_of(sweep, kind), key=lambda event: event.generation)
 
 
-def settle(sweep, *left, config=QUICK.config.resolved, repeats=1):
-    """Every run but those of `left` ends ok once, in a sweep of so many repeats."""
+def settle(sweep, *unsettled, config=QUICK.config.resolved, repeats=1):
+    """Every run but those of `unsettled` ends ok once, in a sweep of so many repeats."""
     write(sweep, Launched(generation=2, config={**config, "repeats": repeats}))
     for run in QUICK.runs:
-        if run not in left:
+        if run not in unsettled:
             record(sweep, run, attempt=1)
 
 
@@ -52,7 +52,7 @@ def test_a_pause_is_told_to_agents_and_launchers_and_twice_is_once(ultrabench, s
     sweep.pause.unlink()  # an agent must not depend on who was first
     assert ultrabench("sweep", "pause", "quick-cpu")[0] == 0
     assert sweep.pause.exists()
-    assert [e.on for e in said(sweep, "pause")] == [True]
+    assert [e.on for e in sorted_events(sweep, "pause")] == [True]
 
 
 @pytest.mark.parametrize("verb", ["pause", "cancel"])
@@ -64,7 +64,7 @@ def test_a_settled_sweep_is_left_alone_unless_it_has_repeats_to_make(ultrabench,
     assert err.startswith(f"nothing to {verb}: ")
     settle(sweep, repeats=2)
     assert "nothing to" not in ultrabench("sweep", verb)[2]
-    assert len(said(sweep, verb)) == 1
+    assert len(sorted_events(sweep, verb)) == 1
 
 
 def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
@@ -114,7 +114,7 @@ def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follo
     refusal = one_line(ultrabench, "sweep", "cancel", code=3)
     assert refusal.startswith("scancel: No such file or directory; ")
     assert "recorded, but no launcher carries it out: run this command again where scancel works" in refusal
-    assert (state_of(unreachable).cancelled, len(said(unreachable, "cancel"))) == (True, 2)
+    assert (state_of(unreachable).cancelled, len(sorted_events(unreachable, "cancel"))) == (True, 2)
 
 
 def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable):
@@ -135,11 +135,11 @@ def test_a_pause_is_written_down_before_slurm_is_asked_and_a_resume_takes_it_awa
     unreachable.pause.write_text("")
     one_line(ultrabench, "sweep", "resume", code=3)
     assert not unreachable.pause.exists()
-    assert [e.on for e in said(unreachable, "pause")] == [True, False]
+    assert [e.on for e in sorted_events(unreachable, "pause")] == [True, False]
 
 
-@pytest.mark.parametrize(("more", "runs"), [((), 0), ((), 1), (("--json",), 1)])
-def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatch, more, runs):
+@pytest.mark.parametrize(("options", "runs"), [((), 0), ((), 1), (("--json",), 1)])
+def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatch, options, runs):
     """Also where a sweep on a cluster has repeats left, and nobody follows it: that is what resume does."""
     last = QUICK.runs[2]  # it ends only while it is watched
     settle(unreachable, *[last] * runs, config=SLURM, repeats=2)
@@ -154,9 +154,9 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
             record(unreachable, last)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    code, out, err = ultrabench("sweep", "status", "--watch", *more)
+    code, out, err = ultrabench("sweep", "status", "--watch", *options)
     assert (code, err, bool(out), len(naps)) == (0, "", True, 3 * runs)
-    if not more:  # where stdout is no terminal, a page for each number of settled runs
+    if not options:  # where stdout is no terminal, a page for each number of settled runs
         assert out.count("runs settled (") == 1 + runs
     after = content(unreachable)
     assert {path: after[path] for path in before} == before
@@ -180,13 +180,13 @@ def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench,
 
 
 def test_status_sees_a_launcher_that_still_looks_at_the_machine(sweep, monkeypatch):
-    seen = []
+    launchers = []
 
     def look(*_, **options):
-        seen.extend(living_launchers(sweep))
+        launchers.extend(living_launchers(sweep))
         raise ClusterError("enough")
 
     monkeypatch.setattr(opening, "_machine_facts", look)
     with pytest.raises(ClusterError, match="enough"):
         opening.open_sweep(QUICK, reuse=None, warn=pytest.fail, say=pytest.fail)
-    assert len(seen) == 1
+    assert len(launchers) == 1

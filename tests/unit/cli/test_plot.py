@@ -30,17 +30,17 @@ def test_every_kind_of_figure_is_in_the_gallery():
 
 @pytest.mark.parametrize("words", GALLERY, ids=lambda words: Path(words[-1]).name)
 def test_a_command_of_the_gallery_draws_its_picture(ultrabench, words, tmp_path, monkeypatch):
-    drawn, kept = tmp_path / Path(words[-1]).name, ROOT / words[-1]
+    drawn, picture = tmp_path / Path(words[-1]).name, ROOT / words[-1]
     monkeypatch.chdir(ROOT)
     code, _, err = ultrabench(*words[:-1], str(drawn))
     assert code == 0, err
     assert drawn.stat().st_size > 5000
-    assert kept.exists() or kept.suffix == ".html", "draw it: make gallery"
+    assert picture.exists() or picture.suffix == ".html", "draw it: make gallery"
 
 
 def test_a_layout_is_drawn_without_results(ultrabench, tmp_path):
-    code, _, said = ultrabench("plot", "schedule", "pp=2", "gas=3")
-    assert (code, said) == (0, f"drew {tmp_path}/schedule.png\n")
+    code, _, err = ultrabench("plot", "schedule", "pp=2", "gas=3")
+    assert (code, err) == (0, f"drew {tmp_path}/schedule.png\n")
     assert (tmp_path / "schedule.png").stat().st_size > 10_000
 
 
@@ -58,17 +58,17 @@ def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabenc
 
 @pytest.mark.parametrize("kind", OF_RESULTS)
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "message"),
     [(table_of(), "sweep launch"),
      (table_of(row("a", status="rejected", rule="heads")), "1 layout, all rejected by rules"),
      (table_of(row("p", model=None, kernel="probe")), "ultrabench plot comm")],
     ids=["empty", "rejected", "probes"],
 )  # fmt: skip
-def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind, table, told):
+def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind, table, message):
     pq.write_table(table, tmp_path / "t.parquet")
     words = ["tp=8"] if kind == "memory" else OVER_ANY_AXIS if KINDS[kind].takes_any_axis else []
-    said = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
-    assert (told if kind != "comm" else "the table has no bandwidths by size") in said
+    line = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
+    assert (message if kind != "comm" else "the table has no bandwidths by size") in line
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OF_RESULTS if kind not in ("comm", "nodes")])
@@ -82,14 +82,14 @@ def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench
 
 
 def test_report_writes_the_page_beside_the_sweep_and_tells_a_script_what_it_wrote(ultrabench, sweep):
-    told, path = as_json(ultrabench, "report"), sweep.path / "report.html"
-    assert (told.pop("rows") > 0, told.pop("cells") > 0) == (True, True)
-    assert told == {"path": str(path), "bytes": path.stat().st_size}
+    report, path = as_json(ultrabench, "report"), sweep.path / "report.html"
+    assert (report.pop("rows") > 0, report.pop("cells") > 0) == (True, True)
+    assert report == {"path": str(path), "bytes": path.stat().st_size}
     assert path.read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [("zero_stag t.parquet", "did you mean zero_stage? (known: pp, mbs, "),
      ("tp t.parquet", "tp did not vary in these runs; axes that varied: pp, mbs, pp_schedule"),
      ("gas t.parquet", "gas follows from the other axes and the batch; choose another axis; axes that varied: pp"),
@@ -97,18 +97,18 @@ def test_report_writes_the_page_beside_the_sweep_and_tells_a_script_what_it_wrot
      ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; to list the axes that have pairs: ultrabench sweep effects")],
 )  # fmt: skip
 def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
-    ultrabench, tmp_path, words, told
+    ultrabench, tmp_path, words, message
 ):
     pq.write_table(table_of(*PIPELINES), tmp_path / "t.parquet")
-    said = one_line(ultrabench, "plot", "effect", *words.split())
-    assert told.replace("mbs, pp_schedule", "") in said
+    line = one_line(ultrabench, "plot", "effect", *words.split())
+    assert message.replace("mbs, pp_schedule", "") in line
 
 
 def test_a_name_without_its_group_is_understood(ultrabench, tmp_path):
     rows = row("a", variant='{"words.etp": 1}'), row("b", variant='{"words.etp": 8}')
     pq.write_table(table_of(*rows), tmp_path / "t.parquet")
-    said = one_line(ultrabench, "plot", "effect", "etp", "t.parquet")
-    assert "unknown axis 'etp'; did you mean words.etp?" in said
+    line = one_line(ultrabench, "plot", "effect", "etp", "t.parquet")
+    assert "unknown axis 'etp'; did you mean words.etp?" in line
 
 
 def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):

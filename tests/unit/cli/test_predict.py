@@ -84,11 +84,11 @@ def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
 def test_predict_shows_measured_runs_that_are_like_the_layout(ultrabench, sweep):
     measured = QUICK.runs[0]
     words = [f"{n}={getattr(measured.layout, n)}" for n in ("tp", "pp", "mbs", "gas", "zero_stage")]
-    some = ("predict", "model=tiny", "hardware=cpu", f"nodes={measured.nodes}", "seq_len=64", *words)
-    (run,) = as_json(ultrabench, *some)["nearest"]
+    command = ("predict", "model=tiny", "hardware=cpu", f"nodes={measured.nodes}", "seq_len=64", *words)
+    (run,) = as_json(ultrabench, *command)["nearest"]
     assert (run["run_id"], run["step_time_s"]) == (measured.run_id, pytest.approx(0.1))
     assert (run["seq_len"], run["predicted_step_time_s"]) == (64, measured.prediction.step_time_s)
-    text = ultrabench(*some)[1]
+    text = ultrabench(*command)[1]
     assert "most similar measured runs" in text
     assert "assumes 50 GFLOP/s per core; a sweep measures its cores first" in text
     assert distance(measured.spec, measured.spec) == 0 < distance(measured.spec, QUICK.runs[1].spec)

@@ -61,7 +61,7 @@ def test_figures_of_a_plan_say_that_nothing_was_measured(ultrabench, tmp_path):
 
 
 def test_a_layout_of_a_plan_is_shown_as_a_command_of_a_framework(ultrabench, tmp_path):
-    plan = [word.replace("llama3-8b", "llama3.1-8b") for word in PLAN]
+    plan = [argument.replace("llama3-8b", "llama3.1-8b") for argument in PLAN]
     ultrabench(*plan)
     first = json.loads(ultrabench("sweep", "top", "plan.parquet", "--json")[1])[0]
     words = "plan.parquet", "--as", "megatron", "--json"
@@ -86,8 +86,8 @@ def test_commands_that_draw_take_a_plan(ultrabench, tmp_path):
 
 
 def test_a_plan_of_a_sweep_folder_that_names_no_hardware_is_refused(ultrabench, sweep):
-    told = one_line(ultrabench, "heatmap", str(sweep.plan))
-    assert "does not name its hardware or names an unknown model" in told
+    line = one_line(ultrabench, "heatmap", str(sweep.plan))
+    assert "does not name its hardware or names an unknown model" in line
 
 
 def test_all_commands_rank_a_plan_by_the_expected_rate(ultrabench, tmp_path):
@@ -95,7 +95,7 @@ def test_all_commands_rank_a_plan_by_the_expected_rate(ultrabench, tmp_path):
     words = (*PLAN[:-1], "100", "--json", "--advise-p-oom", "0.1")
     ids = [row["run_id"] for row in json.loads(ultrabench(*words)[1])["top"]]
 
-    def told():
+    def ok_rows():
         rows = json.loads(ultrabench("sweep", "top", "plan.parquet", "--json")[1])
         (cell,) = json.loads(ultrabench("heatmap", "plan.parquet", "--json")[1])
         columns = document(read_parquet(tmp_path / "plan.parquet"), public=False)["columns"]
@@ -103,7 +103,7 @@ def test_all_commands_rank_a_plan_by_the_expected_rate(ultrabench, tmp_path):
         assert cell["ranked_by"] == rows[0]["ranked_by"] == "expected_tokens_per_s_per_gpu"
         return [row for row in rows if row["status"] == "ok"]
 
-    ok = told()
+    ok = ok_rows()
     assert [row["run_id"] for row in ok] == ids
     assert sorted(ok, key=lambda row: -row["tokens_per_s_per_gpu"]) != ok
     assert ok[0]["ranked_value"] == ok[0]["tokens_per_s_per_gpu"] * (1 - ok[0]["p_oom"])
@@ -113,4 +113,4 @@ def test_all_commands_rank_a_plan_by_the_expected_rate(ultrabench, tmp_path):
         full = pc.if_else(pc.is_in(plan["run_id"], pa.array(without_room)), 1.01, 0.9)
         column = plan.column_names.index("predicted_memory_share")
         parquet.write_table(plan.set_column(column, "predicted_memory_share", full), "plan.parquet")
-        assert [row["run_id"] for row in told()] == order
+        assert [row["run_id"] for row in ok_rows()] == order

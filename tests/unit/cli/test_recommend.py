@@ -31,7 +31,7 @@ def test_a_row_holds_a_layout_and_the_command_that_plans_it_alone(ultrabench):
 
 def test_the_first_place_is_that_of_a_plan(ultrabench):
     (row,) = as_json(ultrabench, *WORDS, "precision=bf16")["rows"]
-    words = [f"sweep.{word}" if word[0] != "m" or word.startswith("mbs") else word for word in WORDS[1:]]
+    words = [f"sweep.{arg}" if arg[0] != "m" or arg.startswith("mbs") else arg for arg in WORDS[1:]]
     plan = make_plan(load_config(["sweep=recommend", *words]))
     assert layouts_to_try(plan, 1, {})[0]["run_id"] == row["run_id"]
 

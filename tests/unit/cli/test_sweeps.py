@@ -79,11 +79,11 @@ def test_a_terminal_is_asked(sweep, answer, code, is_left):
     command = [sys.executable, "-m", "ultrabench", "sweep", "rm", "quick-cpu"]
     terminal, side = os.openpty()
     os.write(terminal, answer.encode())
-    done = subprocess.run(command, stdin=side, capture_output=True, text=True, cwd=sweep.path.parents[1])
+    process = subprocess.run(command, stdin=side, capture_output=True, text=True, cwd=sweep.path.parents[1])
     os.close(terminal)
     os.close(side)
-    assert (done.returncode, sweep.path.exists()) == (code, is_left), done.stderr
-    assert f"Permanently delete {sweep.path} (2 attempts, logs and results)?" in done.stderr
+    assert (process.returncode, sweep.path.exists()) == (code, is_left), process.stderr
+    assert f"Permanently delete {sweep.path} (2 attempts, logs and results)?" in process.stderr
 
 
 def test_only_a_real_folder_of_a_sweep_is_deleted_or_renamed(ultrabench, sweep, tmp_path):

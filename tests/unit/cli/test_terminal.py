@@ -39,10 +39,10 @@ def sweep(sweep):
 def cli(*words, how="{}", **environment):
     """Runs the command line in a shell, `how` with {} for the command; exit code, stdout, stderr."""
     command = " ".join([sys.executable, "-m", "ultrabench", *words])
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", how.replace("{}", command)], capture_output=True, env={**os.environ, **environment}
     )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    return process.returncode, process.stdout.decode(), process.stderr.decode()
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def cli(*words, how="{}", **environment):
      ("{} >&- 2>&- <&-", "quick-cpu", 0), ("{} >&- 2>&- <&-", "nobody", 2)],
 )  # fmt: skip
 def test_streams_that_take_nothing_cost_one_line_at_most(sweep, how, name, code):
-    found, _, err = cli("sweep", "status", name, how=how)
-    assert (found, "Traceback" in err, len(err.splitlines()) <= 1) == (code, False, True)
+    exit_code, _, err = cli("sweep", "status", name, how=how)
+    assert (exit_code, "Traceback" in err, len(err.splitlines()) <= 1) == (code, False, True)
     assert code != 3 or err == FULL
 
 
@@ -139,7 +139,7 @@ def shown(renderable, width):
 @pytest.mark.parametrize("width", [20, 50, 80, 120, 200])
 def test_tables_break_no_word_and_cut_no_number(width):
     text = shown(table("the title", *COLUMNS, rows=[ROW]), width)
-    whole = {word.removeprefix(">") for cell in (*COLUMNS, *ROW) for word in cell.split()} | {"the", "title"}
+    whole = {part.removeprefix(">") for cell in (*COLUMNS, *ROW) for part in cell.split()} | {"the", "title"}
     assert set(text.split()) <= whole
     assert max(len(line) for line in text.splitlines()) <= width
     needed = {
@@ -159,10 +159,10 @@ def test_columns_that_are_empty_in_all_rows_go_first():
 @pytest.mark.parametrize("width", [50, 80])
 @pytest.mark.parametrize("needed", [3, 6])
 def test_the_column_that_is_ranked_by_is_never_left_out(width, needed):
-    made = table("", *COLUMNS, rows=[ROW])
-    made.always_shown = COLUMNS[needed].removeprefix(">")
-    text = shown(made, width)
-    assert {"rank", "layout", "status", made.always_shown, *ROW[needed].split()} <= set(text.split())
+    ranked = table("", *COLUMNS, rows=[ROW])
+    ranked.always_shown = COLUMNS[needed].removeprefix(">")
+    text = shown(ranked, width)
+    assert {"rank", "layout", "status", ranked.always_shown, *ROW[needed].split()} <= set(text.split())
 
 
 def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():

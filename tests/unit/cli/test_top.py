@@ -23,8 +23,8 @@ DOUBTED, SLOW = [run for run in CELL if run not in (BEST, CRASHED)][:2]
 @pytest.fixture
 def results(sweep):
     """The sweep with a suspect and a run that was slower, both faster than the best."""
-    for run, more in ((DOUBTED, {"throttled": "hot"}), (SLOW, {"stopped": "slower_than_best"})):
-        record(sweep, run, step_times_s=(0.09,) * 6, peak_mem_reserved_bytes=3 << 29, **more)
+    for run, values in ((DOUBTED, {"throttled": "hot"}), (SLOW, {"stopped": "slower_than_best"})):
+        record(sweep, run, step_times_s=(0.09,) * 6, peak_mem_reserved_bytes=3 << 29, **values)
     return sweep
 
 
@@ -63,8 +63,8 @@ def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results
     assert "best +- 50.0 %" in best
     rate = CELL[-1].spec.tokens_per_step / 0.09 / CELL[-1].layout.world_size
     assert f"{rate:,.0f} +- 50.0 %" in ultrabench("sweep", "status")[1]
-    (won,) = [cell for cell in as_json(ultrabench, "heatmap") if cell["nodes"] == NODES]
-    assert (won["ci_reached"], won["step_time_ci95_rel"]) == (False, pytest.approx(0.5))
+    (winner,) = [cell for cell in as_json(ultrabench, "heatmap") if cell["nodes"] == NODES]
+    assert (winner["ci_reached"], winner["step_time_ci95_rel"]) == (False, pytest.approx(0.5))
 
 
 def test_the_last_line_is_a_command_that_shows_the_run_of_the_table(ultrabench, results):
@@ -89,8 +89,8 @@ def test_the_column_that_is_ranked_by_is_in_the_table(ultrabench, results, monke
     assert SHOWN_AS["mfu"] in ultrabench("sweep", "top", "quick-cpu", "--by", "mfu")[1].split()
     runs = as_json(ultrabench, "sweep", "top", "--by", "dp", "-n", "2")
     assert runs == as_json(ultrabench, "sweep", "top", "--rank-by", "dp", "-n", "2")
-    both = (as_json(ultrabench, "heatmap", name, "dp") for name in ("--by", "--rank-by"))
-    assert len({str(cells) for cells in both}) == 1
+    heatmaps = (as_json(ultrabench, "heatmap", name, "dp") for name in ("--by", "--rank-by"))
+    assert len({str(cells) for cells in heatmaps}) == 1
     assert "--by" not in ultrabench("heatmap", "--help")[1]
     assert "--rank-by" not in ultrabench("sweep", "top", "--help")[1]
     assert {row["ranked_by"] for row in runs if row["nodes"] == NODES} == {"dp"}
