@@ -301,7 +301,7 @@ def test_the_page_ranks_what_is_shown_as_python_does_and_finds_the_points_of_the
         assert ranked == [[[r["run_id"], r["best"], r["as_good_as_best"]] for r in board] for board in boards]
     for axis in ("mbs", "tp", "nodes"):
         runs, _ = scaling.points(results, axis)
-        expected = sorted(zip(runs["run_id"][runs["best"]], runs[axis][runs["best"]], strict=True))
+        expected = sorted(zip(runs["run_id"][runs["is_best"]], runs[axis][runs["is_best"]], strict=True))
         script = f"state.x = '{axis}', state.y = 'tokens_per_s_per_gpu', bestPoints(shownRows()).found"
         points = tab.evaluate(f"({script}).map(({{ row, x }}) => [value('run_id', row), x])")
         assert sorted(map(tuple, points)) == expected

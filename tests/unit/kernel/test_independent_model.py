@@ -147,7 +147,9 @@ def test_the_decoder_is_the_model_of_its_config_json(name, wide):
     assert {key: diff for key, diff in differences(name).items() if diff >= 1e-10} == {}
 
 
-FAULTS_SEEN = [(f, *f.seen["transformers"]) for f in FAULTS.values() if "transformers" in f.seen]
+FAULTS_SEEN = [
+    (f, *f.cases_by_check["transformers"]) for f in FAULTS.values() if "transformers" in f.cases_by_check
+]
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS_SEEN, ids=lambda value: getattr(value, "text", None))
