@@ -17,18 +17,6 @@ _VAGUE_NAMES = """
 """
 VAGUE = frozenset(_VAGUE_NAMES.split())
 """Names that a reader has to look up at their assignment: participles, pronouns and fillers."""
-FOLDERS = (
-    "src/ultrabench",
-    "sweep",
-    "launchers",
-    "agent",
-    "kernel",
-    "analysis",
-    "tests",
-    "benchmarks",
-    "tools",
-    "examples",
-)
 MAX_PERCENT = 1.0
 
 
@@ -58,7 +46,7 @@ def tracked_files(*folders: str) -> list[Path]:
 
 def main() -> int:
     """Lists the vague names in the folders of the arguments, by default all of the repository; returns the exit code."""
-    assigned = [place for path in tracked_files(*(sys.argv[1:] or FOLDERS)) for place in assignments(path)]
+    assigned = [place for path in tracked_files(*(sys.argv[1:] or ["."])) for place in assignments(path)]
     vague = [place for place in assigned if place.name.strip("_") in VAGUE]
     for place in vague:
         print(f"{place.path}:{place.line} {place.name}")
