@@ -133,9 +133,9 @@ class Timing:
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
-        with observe_steps(self.trainer) as observations:
+        with observe_steps(self.trainer) as step_observations:
             self.step()
-        self.report.write("ran", options=require_requested_options(self.trainer, observations))
+        self.report.write("ran", options=require_requested_options(self.trainer, step_observations))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hides_flops = self.task.spec.compiles and self.task.spec.layout.recompute != "none"

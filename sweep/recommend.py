@@ -109,7 +109,7 @@ class Search:
     def _split_by_sharding(self, spec: RunSpec, index: int, variant_index: int) -> Iterator[Entry]:
         """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
         axes, layout = self.cell_plan.config.axes.layout, spec.layout
-        free_axes = [name for name in axes if name not in DERIVED_AXES]
+        free_axes = [axis for axis in axes if axis not in DERIVED_AXES]
         ranks_in_node = max(1, spec.gpus_per_node // layout.tp)
         num_copies = layout.dp * layout.cp
         for zero_stage in {*axes["zero_stage"]} if self._may_fit(spec, variant_index) else ():
@@ -119,7 +119,7 @@ class Search:
                 if rejection := next(rejections(self.cell_plan.config, run_spec), None):
                     self.count_by_reason[rejection[1]] += 1
                     continue
-                free_values = (getattr(run_spec.layout, name) for name in free_axes)
+                free_values = (getattr(run_spec.layout, axis) for axis in free_axes)
                 position = (*free_values, index, shard_index, variant_index)
                 step_time_s = self.cell_plan.predictor.step_time(run_spec, ()).total
                 rate_bound = tokens_per_s_per_gpu(run_spec, step_time_s)

@@ -138,10 +138,15 @@ def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict
         entry.update(_rounded_hours(gpu_hours, price.intervals.get(key, (0.0, 0.0))))
     run_counts = {"settled": len(progress.settled), "runs_at_most": summary["runs"]}
     run_counts |= {"runs": sum(entry["runs"] for entry in summary["cells"])}
-    extras = {
+    cost_by_purpose = {
         purpose: {"count": num, "predicted_gpu_hours": round(hours, 4)} for purpose, (num, hours) in price.extra.items()
     }  # fmt: skip
-    return summary | run_counts | _rounded_hours(price.gpu_hours, price.interval) | {"beside_runs": extras}
+    return (
+        summary
+        | run_counts
+        | _rounded_hours(price.gpu_hours, price.interval)
+        | {"beside_runs": cost_by_purpose}
+    )
 
 
 def _rounded_hours(gpu_hours: float, interval: tuple[float, float]) -> dict[str, Any]:
