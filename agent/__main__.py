@@ -96,11 +96,9 @@ def take_part() -> int:
             lock = take_machine(allocation, stop_request) if is_local else None
             return lead(node, secret, stop_request) if lock or not is_local else 1
         rendezvous_file = allocation_folder / identity.rendezvous_file
-        is_leader_busy = (
-            partial(is_machine_taken, allocation.name, stop_request) if is_local else lambda: False
-        )
+        leader_busy = partial(is_machine_taken, allocation.name, stop_request) if is_local else lambda: False
         leader = connect_to_leader(
-            rendezvous_file, node.own_facts(), secret, RENDEZVOUS_TIMEOUT_S, is_leader_busy
+            rendezvous_file, node.own_facts(), secret, RENDEZVOUS_TIMEOUT_S, leader_busy
         )
         follow(node, leader, stop_request)
     finally:

@@ -180,24 +180,20 @@ class Rendezvous:
 
 
 def connect_to_leader(
-    address_file: Path,
-    facts: dict[str, Any],
-    secret: str,
-    timeout_s: float,
-    is_leader_busy: Callable[[], bool],
+    address_file: Path, facts: dict[str, Any], secret: str, timeout_s: float, leader_busy: Callable[[], bool]
 ) -> Connection:
     """A connection to the leader whose address is in `address_file`.
 
     Args:
         facts: what the leader needs to know about this node; `node` is its index.
-        is_leader_busy: whether the leader cannot begin yet; the time-out begins when it can.
+        leader_busy: whether the leader cannot begin yet; the time-out begins when it can.
 
     Raises:
         ClusterError: the leader could not be reached in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        if is_leader_busy():
+        if leader_busy():
             deadline_s = time.monotonic() + timeout_s
         # Until the leader listens, the file is missing or old, or the connection is refused.
         with contextlib.suppress(LookupError, OSError, TypeError, ValueError):

@@ -171,16 +171,14 @@ def _print_stop_reason(reconciler: Reconciler, state: SweepState, display_name: 
 
 def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
-    config, planned_runs, cost_text = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
+    config, runs, cost_text = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
     yield headline(config)
-    runs_text = counted(len(planned_runs), "run")
-    left_text = (
-        f"{price.num_runs_left} of {runs_text} left" if price.num_runs_left < len(planned_runs) else runs_text
-    )
+    runs_text = counted(len(runs), "run")
+    left_text = f"{price.num_runs_left} of {runs_text} left" if price.num_runs_left < len(runs) else runs_text
     if price.num_runs_left and price.repeats_only:  # `sweep status` counts these runs as settled
         left_text = f"repeats of {counted(price.num_runs_left, 'run')} left"
     yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted, in {sweep.folder.path}"
-    if not any(run.fits for run in planned_runs):
+    if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
     is_set_by_setting = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
     if any(is_set_by_setting.values()) and is_settled(sweep.plan, sweep.state(), sweep.accepts):

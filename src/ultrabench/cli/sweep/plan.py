@@ -141,12 +141,8 @@ def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict
     cost_by_purpose = {
         purpose: {"count": num, "predicted_gpu_hours": round(hours, 4)} for purpose, (num, hours) in price.extra.items()
     }  # fmt: skip
-    return (
-        summary
-        | run_counts
-        | _rounded_hours(price.gpu_hours, price.interval)
-        | {"beside_runs": cost_by_purpose}
-    )
+    hours = _rounded_hours(price.gpu_hours, price.interval)
+    return summary | run_counts | hours | {"beside_runs": cost_by_purpose}
 
 
 def _rounded_hours(gpu_hours: float, interval: tuple[float, float]) -> dict[str, Any]:
