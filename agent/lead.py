@@ -184,7 +184,8 @@ class Leader:
         if result.status != Status.OK:
             return Ending(f"the preflight failed: {result.reason}")
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
-        return self._give_up_hosts(faults, "node_failure") if (faults := self._find_faults()) else None
+        fault_by_host = self._find_faults()
+        return self._give_up_hosts(fault_by_host, "node_failure") if fault_by_host else None
 
     def _write_preflight(self, **measurements: Any) -> None:
         """Writes what is known about the nodes into the journal, and warnings about them into the job's log."""

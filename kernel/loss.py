@@ -43,7 +43,8 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup
         dist.all_reduce(max_log_sum, dist.ReduceOp.MAX, group)
         target_logit = logits.gather(1, target_index)[:, 0].to(wide_dtype)
         exp_and_logit = (local_log_sum - max_log_sum).exp(), (target_logit - max_log_sum) * is_local
-        dist.all_reduce(sums_over_ranks := torch.stack(exp_and_logit), group=group)
+        sums_over_ranks = torch.stack(exp_and_logit)
+        dist.all_reduce(sums_over_ranks, group=group)
         log_sum = sums_over_ranks[0].log()
         log_p += (local_log_sum - max_log_sum - log_sum)[:, None]
         loss_sum = (log_sum - sums_over_ranks[1]).sum()

@@ -62,8 +62,10 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         if len({int(checksum) for checksum in tied_checksums}) > 1:
             differing_names.update(tied_names)
     if reduce_over_ranks(len(differing_names), trainer.device):
-        names_text = differing_names and f"here {min(differing_names)} and {len(differing_names) - 1} more"
-        raise ReplicasDifferError(f"copies of the same parameters differ: {names_text or 'on other ranks'}")
+        place_text = "on other ranks"
+        if differing_names:
+            place_text = f"here {min(differing_names)} and {len(differing_names) - 1} more"
+        raise ReplicasDifferError(f"copies of the same parameters differ: {place_text}")
 
 
 def _spread_along(trainer: TrainStep, value_by_name: dict[str, Tensor], axis: str) -> dict[str, Tensor]:

@@ -200,8 +200,8 @@ def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
 
 def _values_text(axes: Mapping[str, Sequence[int]]) -> str:
     """The values of axes as a text such as `tp=3, pp in [1, 2]`."""
-    texts = (f"={values[0]}" if len(values) == 1 else f" in {[*values]}" for values in axes.values())
-    return ", ".join(map("".join, zip(axes, texts, strict=True)))
+    items = axes.items()
+    return ", ".join(f"{axis}={v[0]}" if len(v) == 1 else f"{axis} in {[*v]}" for axis, v in items)
 
 
 def without_candidates(

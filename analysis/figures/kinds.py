@@ -88,11 +88,11 @@ def prepare_figure(
     if axis is not None and not traits.takes_any_axis:
         require_known(f"axis of the figure {kind}", traits.axes, axis)
     plot_module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
-    all_options = {"axis": axis or next(iter(traits.axes), None), "column": by or traits.default_column}
-    option_names = ["axis"] * bool(traits.axes or traits.takes_any_axis) + ["column"] * bool(
-        traits.default_column
-    )
-    options = {name: all_options[name] for name in option_names}
+    options: dict[str, Any] = {}
+    if traits.axes or traits.takes_any_axis:
+        options["axis"] = axis or next(iter(traits.axes), None)
+    if traits.default_column:
+        options["column"] = by or traits.default_column
     points, notes = plot_module.points(*((layout or {},) if traits.shows_layout else ()), table, **options)
     return points, lambda: plot_module.figure(points, title=title, notes=notes, **options)
 

@@ -78,7 +78,8 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
     """Fills the sizes that rows lack; returns doubts about rows whose sizes differ from those of the model they name."""
     for table_name in {*frame["model"].dropna()} & models.keys():
         is_of_model = frame["model"] == table_name
-        frame.loc[is_of_model, "model"] = model_name = models[table_name]
+        model_name = models[table_name]
+        frame.loc[is_of_model, "model"] = model_name
         for column, model_value in sizes_of(load_model(model_name)).items():
             if column not in _PARAM_COLUMNS:
                 other_rows = frame[is_of_model & frame[column].notna() & (frame[column] != model_value)]

@@ -52,7 +52,7 @@ def slowdowns_text(node_reports: Sequence[NodeReport]) -> str:
     slower_texts = [f"{percent(min_slowdown_by_rate[name])} slower in {RATES[name]}" for name in known_rates]
     other_rates_text = ", ".join(RATES[name] for name in RATES if name in rate_names - {*known_rates})
     hint = f" Too few days or nodes to mark one as slow by {other_rates_text}: {requirement_text}."
-    return f"A node measured {' or '.join(slower_texts)} would be marked.{hint * bool(other_rates_text)}"
+    return f"A node measured {' or '.join(slower_texts)} would be marked.{hint if other_rates_text else ''}"
 
 
 def days_text(node_reports: Sequence[NodeReport]) -> str:

@@ -67,6 +67,8 @@ def peak(device: torch.device) -> dict[str, int | None]:
     """
     if device.type != "cuda":
         return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM"), "allocator_retries": None}
-    peak_bytes = {"allocated_bytes": torch.cuda.max_memory_allocated()}
-    peak_bytes["reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return {**peak_bytes, "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"]}
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "allocator_retries": torch.cuda.memory_stats()["num_alloc_retries"],
+    }

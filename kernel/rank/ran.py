@@ -110,12 +110,13 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     An option that differs between layers or micro-batches has all its values, such as `full and none`. What a
     pipeline stage without layers cannot know is absent.
     """
-    records, num_models = observations.forward_records, len(trainer.models)
+    records = observations.forward_records
+    gas = len(records) // (observations.num_steps * len(trainer.models))
     options = {
         "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "mbs": _common_value(x_shape[0] for x_shape, _ in records),
-        "gas": (gas := len(records) // (observations.num_steps * num_models)),
+        "gas": gas,
     }
     if pipeline := getattr(trainer, "pipeline", None):
         rank_stages = pipeline.stages

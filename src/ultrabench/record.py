@@ -133,7 +133,7 @@ def _holds_record(hint: Any) -> bool:
 
 
 def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> Any:
-    """The same for a value that msgspec refuses as a whole but may accept part by part: 2.0 for an integer, {1: a} for texts.
+    """Converts part by part a value that msgspec refuses as a whole, such as 2.0 for an integer or {1: a} for texts.
 
     Raises:
         ConfigError: names the first part that cannot be used.

@@ -127,9 +127,12 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
         if allocation.end is None or allocation.end.code not in ENDS_ALLOWED_WITHOUT_RUN:
             num_without_run = 0 if ran_keys else num_without_run + 1
         num_without_requested_run = 0 if ran_keys & {*requested_keys} else num_without_requested_run + 1
-    num_useless, missing_run = num_without_run, "anything"
-    if num_without_run < MAX_ALLOCATIONS_WITHOUT_RUN:
+    if num_without_run >= MAX_ALLOCATIONS_WITHOUT_RUN:
+        num_useless, missing_run = num_without_run, "anything"
+    elif (
+        ended_allocations and num_without_requested_run >= MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs
+    ):
         num_useless, missing_run = num_without_requested_run, "any run except control layouts"
-        if not ended_allocations or num_useless < MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs:
-            return None
+    else:
+        return None
     return DeadEnd(num_allocations=num_useless, missing_run=missing_run, allocation=ended_allocations[-1])

@@ -45,7 +45,6 @@ TIME_LIMIT = "time_limit"
 SAFE_MEMORY_SHARE = 0.7
 """Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
 
-
 ControlKey = tuple[CellKey, tuple[Value, ...]]
 """The cell of a run and the place of its allocation."""
 

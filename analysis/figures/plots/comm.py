@@ -42,9 +42,9 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     ]
     if not bandwidth_rows:
         job_busbw_columns = [column for column in table.column_names if column.endswith("_busbw_bytes_per_s")]
-        report_hint = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
+        hint = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
         has_job_busbw = any(table[column].null_count < len(table) for column in job_busbw_columns)
-        remedy = f"measure them with: ultrabench sweep launch sweep=comm{report_hint * has_job_busbw}"
+        remedy = f"measure them with: ultrabench sweep launch sweep=comm{hint if has_job_busbw else ''}"
         raise ConfigError("the table has no bandwidths by size", remedy)
     cluster_texts = sorted({f"{row['hardware']} of {row['cluster']}" for row in bandwidth_rows})
     if len(cluster_texts) > 1:

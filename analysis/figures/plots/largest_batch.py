@@ -81,7 +81,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     ]
     rows_text = counted(sum(map(len, incomplete_runs_by_reason.values())), "row")
     unpredicted_text = f"Not predicted: {rows_text} with an incomplete model or layout.\n"
-    return pd.DataFrame(squares), unpredicted_text * bool(incomplete_runs_by_reason) + notes(table)
+    note = notes(table)
+    return pd.DataFrame(squares), unpredicted_text + note if incomplete_runs_by_reason else note
 
 
 def _square_values(runs: pd.DataFrame) -> dict[str, Any]:

@@ -287,9 +287,10 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure
     heading += f"; measured: {title}" if points["shown"].isin([*_LOOK_BY_MARK]).any() else ""
     max_sizes = bars[[*MEMORY_PARTS]].max()
     max_sizes = max_sizes[max_sizes > 0]
-    size_texts = (f" (at most {s:.2g} {unit})" * int(s <= _MIN_VISIBLE_SHARE * y_max) for s in max_sizes)
-    parts_and_texts = zip(max_sizes.index, size_texts, strict=True)
-    legend: list[Any] = [Patch(label=part + text, **_LOOK_BY_PART[part]) for part, text in parts_and_texts]
+    legend: list[Any] = []
+    for part, size in max_sizes.items():
+        size_text = "" if size > _MIN_VISIBLE_SHARE * y_max else f" (at most {size:.2g} {unit})"
+        legend.append(Patch(label=f"{part}{size_text}", **_LOOK_BY_PART[str(part)]))
     limit_look = {**_LIMIT_LOOK, "label": f"{gpu_memory:,.4g} {unit} of {first_row['gpu']}"}
     limit_looks = [limit_look] if gpu_memory < y_max else []
     mark_looks = {kind: look for kind, look in _LOOK_BY_MARK.items() if (points["shown"] == kind).any()}

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -13,6 +14,9 @@ from ultrabench.analysis.numbers import percent
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, SweepOrFile, require_parquet, words_argument
 from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
+
+if TYPE_CHECKING:
+    from ultrabench.sweep.predict.profile import Profile
 
 Metrics = dict[str, Any]
 """Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
@@ -93,8 +97,7 @@ def validate(
 
     if leave_out is None:
         case_groups = open_cases_by_profile(source, profile_name, results_dir)
-        # `predict_table` calls the lambda before the loop goes on.
-        tables = [predict_table(cases, lambda _: profile) for cases, profile in case_groups]  # noqa: B023
+        tables = [predict_table(cases, partial(_same_profile, profile)) for cases, profile in case_groups]
         predictions = pd.concat(tables, ignore_index=True)
         profiles = [profile for _, profile in case_groups]
         for cases, profile in case_groups:
@@ -148,6 +151,11 @@ def validate(
         show(f"{scope} rows inside their 80 % interval, by regime: {shares_text or 'none'}", "")
     title = f"memory and OOM of all rows, profile {profile_names}"
     _show_metrics(title, MEMORY_COLUMNS, metrics_by_scope["all"], _memory_texts)
+
+
+def _same_profile(profile: "Profile", case: object) -> "Profile":
+    """The profile, whatever the case is."""
+    return profile
 
 
 def _show_errors(run_errors: list[dict[str, Any]]) -> None:

@@ -107,7 +107,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     unit_bytes, unit_name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
     stages, capacity_text = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
     peak_stage = max(stages, key=lambda stage: stage["peak_bytes"])
-    peak_text = f"pipeline rank {peak_stage['pp_rank']}, " * (len(stages) > 1) + peak_stage["phase"]
+    rank_text = f"pipeline rank {peak_stage['pp_rank']}, " if len(stages) > 1 else ""
+    peak_text = rank_text + peak_stage["phase"]
     hardware_text = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
     size_text = params_text(prediction["num_params"], prediction["num_active_params"])
     yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {spec.workload.seq_len:,} tokens"

@@ -52,7 +52,8 @@ def headline(config: SweepConfig) -> str:
     batch_text = f"sequences of {option_texts['seq_len']} tokens, global batch {option_texts['gbs']}{scaling_text} ({tokens_text} tokens)"
     varied_names = [name for name, values in config.options.of_variants.items() if len(values) > 1]
     varied_text = ", ".join(f"{name} {option_texts[name]}" for name in varied_names)
-    return f"sweep {config.name}: {models_text} on {hardware_name}, {batch_text}, {setup_text}{varied_text and f'; varied: {varied_text}'}"
+    setup_text += f"; varied: {varied_text}" if varied_text else ""
+    return f"sweep {config.name}: {models_text} on {hardware_name}, {batch_text}, {setup_text}"
 
 
 def _size_text(shape: ModelShape) -> str:
@@ -104,7 +105,9 @@ def jobs_line(price: Price, config: SweepConfig) -> str:
         extra_text = " besides the control run" if launcher.control and launcher.pack > 1 else ""
         reason_text += f", launcher.pack={launcher.pack}{extra_text}"
     if max(job_minutes) > launcher.allocation_minutes:
-        share_text = f", or to keep its control run at {CONTROL_SHARE:.0%} or less" * launcher.control
+        share_text = (
+            f", or to keep its control run at {CONTROL_SHARE:.0%} or less" if launcher.control else ""
+        )
         reason_text += f"; longer if one run needs it{share_text}"
     limits_text = _minutes_text([job.limit_s / 60 for job in price.jobs])
     source_text = " (launcher.time_minutes)" if launcher.time_minutes else ""

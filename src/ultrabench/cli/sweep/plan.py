@@ -51,7 +51,7 @@ KEY_BY_COLUMN = {
 }  # fmt: skip
 """Column of the table -> key of an entry of `cells` in the JSON document."""
 SEARCH_KEY_BY_COLUMN = {"expected runs": "runs"}
-"""The same for the adaptive search, which makes only some of the runs."""
+"""Further column of the table of an adaptive search, which makes only some of the runs -> key in the JSON document."""
 
 
 def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
