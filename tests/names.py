@@ -4,6 +4,7 @@ Run as `python -m tests.names`; it fails when more than MAX_PERCENT of all assig
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ _VAGUE_NAMES = """
 VAGUE = frozenset(_VAGUE_NAMES.split())
 """Names that a reader has to look up at their assignment: participles, pronouns and fillers."""
 MAX_PERCENT = 1.0
+_IN_JAVASCRIPT = re.compile(r"""
+    \b(?:const|let)\s+([^=;]+?)\s*(?:=|;|\bof\b)  # variables, destructured ones included
+    | \bfunction\s*\w*\s*\(([^)]*)\)              # parameters
+    | \(([^()]*)\)\s*=>
+    | (\b\w+)\s*=>
+""", re.VERBOSE)  # fmt: skip
+"""What assigns names in a script of the page."""
 
 
 class Assignment(NamedTuple):
@@ -30,6 +38,12 @@ class Assignment(NamedTuple):
 
 def assignments(path: Path) -> Iterator[Assignment]:
     """Every name that a file assigns: variables, targets of loops, `as` names and parameters."""
+    if path.suffix == ".js":
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for match in _IN_JAVASCRIPT.finditer(line.partition("//")[0]):
+                names = re.findall(r"[A-Za-z_]\w*(?!\w*\s*:)", match[match.lastindex or 0])
+                yield from (Assignment(path, number, name) for name in names)
+        return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield Assignment(path, node.lineno, node.id)
@@ -38,8 +52,9 @@ def assignments(path: Path) -> Iterator[Assignment]:
 
 
 def tracked_files(*folders: str) -> list[Path]:
-    """The Python files that git tracks in these folders."""
-    words = ["git", "ls-files", "-z", "--", *(f"{folder}/*.py" for folder in folders)]
+    """The Python files and scripts of the page that git tracks in these folders."""
+    patterns = [f"{folder}/*.{suffix}" for folder in folders for suffix in ("py", "js")]
+    words = ["git", "ls-files", "-z", "--", *patterns]
     names = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
     return [Path(name) for name in names if name and Path(name).is_file()]
 

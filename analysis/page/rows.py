@@ -131,7 +131,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "notice": notice,
         "outcomes": OUTCOMES[bool(notice)],
         "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
-        "rows": len(page_rows),
+        "num_rows": len(page_rows),
         "columns": {name: encoded_column(values) for name, values in columns.items() if {*values} - {None}},
         "cells": _cells_json(cells),
         "formula": formula_of_cells(cells),
@@ -166,7 +166,7 @@ def encoded_column(values: Sequence[Any]) -> dict[str, Any]:
         return {"values": [*values]}
     sorted_values = sorted(distinct_values)
     code_by_value = {value: code for code, value in enumerate(sorted_values)} | {None: -1}
-    return {"known": sorted_values, "codes": [*map(code_by_value.__getitem__, values)]}
+    return {"distinct": sorted_values, "codes": [*map(code_by_value.__getitem__, values)]}
 
 
 def _shown_columns(table: pa.Table, public: bool) -> list[str]:

@@ -81,7 +81,7 @@ def places(folder):
         "note": "1 melted" in cells.notes(table),
         "top": [[run["status"] for run in board] for board in ranking.leaderboard(table)],
         "compare": [*compare(before, table, 0.05).rows["finding"].dropna()],
-        "page": [page["tiers"]["melted"], "melted" in page["columns"]["state"]["known"]],
+        "page": [page["tiers"]["melted"], "melted" in page["columns"]["state"]["distinct"]],
     }
 
 

@@ -89,7 +89,7 @@ def test_layouts_are_compared_in_equal_environments():
 @pytest.mark.parametrize("public", [False, True])
 def test_the_page_lists_both_environments_and_names_no_variable_where_it_is_public(public):
     columns = document(IN_BOTH, public=public)["columns"]
-    assert len(columns["contender"]["known"]) == 2
+    assert len(columns["contender"]["distinct"]) == 2
     assert ("Ring" in json.dumps(columns)) is not public
     labels = ["environment e1", "environment e2"] if public else ["ALGO=Ring", "ALGO=Tree"]
-    assert columns["environment"]["known"] == labels
+    assert columns["environment"]["distinct"] == labels

@@ -79,7 +79,7 @@ def best_by_answer(folder):
 
 
 def decoded(column):
-    return column.get("values") or [None if code < 0 else column["known"][code] for code in column["codes"]]
+    return column.get("values") or [None if code < 0 else column["distinct"][code] for code in column["codes"]]
 
 
 @given(st.lists(REPEATS, min_size=1, max_size=14), st.tuples(st.booleans(), st.booleans(), st.booleans()))

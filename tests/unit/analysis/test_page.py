@@ -22,7 +22,7 @@ from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 
 
 def decoded(column):
-    return column.get("values") or [None if code < 0 else column["known"][code] for code in column["codes"]]
+    return column.get("values") or [None if code < 0 else column["distinct"][code] for code in column["codes"]]
 
 
 def shown(results, public=False):
@@ -34,7 +34,7 @@ def shown(results, public=False):
 def test_rows_are_in_the_order_of_the_leaderboard_and_every_attempt_is_there():
     data = shown(small())
     columns = data["columns"]
-    assert data["rows"] == len(small()) - 1 == len(columns["run_id"])
+    assert data["num_rows"] == len(small()) - 1 == len(columns["run_id"])
     # The last one is the attempt that crashed before another one was ok.
     assert columns["rank"] == [*range(1, 12), *range(1, 10), *range(1, 10), *range(1, 11), None]
     best = columns["run_id"][columns["rank"].index(1)]

@@ -295,14 +295,14 @@ def test_the_page_ranks_what_is_shown_as_python_does_and_finds_the_points_of_the
         boards = leaderboard(results if mbs is None else results.filter(pc.field("mbs") == mbs))
         shown = "true" if mbs is None else f'value("mbs", row) === {mbs}'
         script = (
-            f"held.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
+            f"pageData.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
         )
         ranked = [cell for cell in tab.evaluate(script) if cell]
         assert ranked == [[[r["run_id"], r["best"], r["as_good_as_best"]] for r in board] for board in boards]
     for axis in ("mbs", "tp", "nodes"):
         runs, _ = scaling.points(results, axis)
         expected = sorted(zip(runs["run_id"][runs["is_best"]], runs[axis][runs["is_best"]], strict=True))
-        script = f"state.x = '{axis}', state.y = 'tokens_per_s_per_gpu', bestPoints(shownRows()).found"
+        script = f"state.x = '{axis}', state.y = 'tokens_per_s_per_gpu', bestPoints(shownRows()).points"
         points = tab.evaluate(f"({script}).map(({{ row, x }}) => [value('run_id', row), x])")
         assert sorted(map(tuple, points)) == expected
 
