@@ -22,6 +22,19 @@ def page(results, *, title="s", public=False):
     return page_of(document(results, public=public), title=title)
 
 
+def decoded(column):
+    """The values of an encoded column."""
+    return column.get("values") or [
+        None if code < 0 else column["distinct"][code] for code in column["codes"]
+    ]
+
+
+def shown(results, public=False):
+    """The document of a page, with its columns as lists."""
+    content = document(results, public=public)
+    return content | {"columns": {name: decoded(column) for name, column in content["columns"].items()}}
+
+
 def small():
     """Two models on one and two nodes: ok, oom, a crash that was tried again, a doubt, and a rule."""
     cells = [{"model": m, "nodes": n, "gpus": 8 * n} for m in ("1B", "8B") for n in (1, 2)]

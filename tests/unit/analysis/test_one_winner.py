@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sweep_folder import write
+from tests.unit.analysis.page_tables import shown
 from tests.unit.analysis.sweeps import OK, attempted, make_sweep, spec_of
 from ultrabench.analysis.collect import collect
-from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.layout import Layout
 from ultrabench.result import SLOWER, Status
@@ -62,7 +62,7 @@ def best_by_answer(folder):
     table, sweep = collect([folder], pytest.fail), read_sweep_json(folder)
     state = fold(read_journal(folder.journal, pytest.fail))
     runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
-    columns = {name: decoded(column) for name, column in document(table, public=False)["columns"].items()}
+    columns = shown(table)["columns"]
     pages = zip(columns["cell"], columns["rank"], columns["nodes"], columns["run_id"], strict=True)
     boards = [board for board in leaderboard(table) if board and board[0]["best"]]
     near = contender_ids(runs, for_answers(state), "cuda")
@@ -76,10 +76,6 @@ def best_by_answer(folder):
         "page": {nodes: run_id for nodes, run_id in firsts.items() if nodes in best},
         "repeated": {nodes: run_id for nodes, run_id in best.items() if run_id in near},
     }
-
-
-def decoded(column):
-    return column.get("values") or [None if code < 0 else column["distinct"][code] for code in column["codes"]]
 
 
 @given(st.lists(REPEATS, min_size=1, max_size=14), st.tuples(st.booleans(), st.booleans(), st.booleans()))

@@ -7,7 +7,7 @@ import shlex
 import pyarrow as pa
 import pytest
 
-from tests.unit.analysis.page_tables import page, repeated, run, small
+from tests.unit.analysis.page_tables import decoded, page, repeated, run, shown, small
 from tests.unit.analysis.tables import table_of
 from ultrabench.analysis.effects import cells, competing, effects_by_axis
 from ultrabench.analysis.measured import spec_of
@@ -19,16 +19,6 @@ from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.load import load_config, load_profile
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-
-
-def decoded(column):
-    return column.get("values") or [None if code < 0 else column["distinct"][code] for code in column["codes"]]
-
-
-def shown(results, public=False):
-    """The document of a page, with its columns as lists."""
-    content = document(results, public=public)
-    return content | {"columns": {name: decoded(column) for name, column in content["columns"].items()}}
 
 
 def test_rows_are_in_the_order_of_the_leaderboard_and_every_attempt_is_there():

@@ -294,9 +294,7 @@ def test_the_page_ranks_what_is_shown_as_python_does_and_finds_the_points_of_the
     for mbs in (None, 1, 2, 4):
         boards = leaderboard(results if mbs is None else results.filter(pc.field("mbs") == mbs))
         shown = "true" if mbs is None else f'value("mbs", row) === {mbs}'
-        script = (
-            f"pageData.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
-        )
+        script = f"pageData.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
         ranked = [cell for cell in tab.evaluate(script) if cell]
         assert ranked == [[[r["run_id"], r["best"], r["as_good_as_best"]] for r in board] for board in boards]
     for axis in ("mbs", "tp", "nodes"):
