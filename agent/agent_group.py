@@ -33,6 +33,13 @@ LOWEST_PORT = 10_240
 """Lowest port that is given to a program; lower ones often belong to services."""
 
 
+_SLURM_SENDS: dict[int, str] = {
+    signal.SIGTERM: "scancel, preemption, a time limit or the loss of a node",
+    signal.SIGUSR2: "the approaching time limit of the job",
+}
+"""Signal -> why Slurm sends it to agents."""
+
+
 class StopRequest:
     """Records SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks the allocation to end."""
 
@@ -46,6 +53,8 @@ class StopRequest:
 
     def _record(self, signal_number: int, frame: FrameType | None) -> None:
         sender_text = signal.Signals(signal_number).name
+        if not self._local_folder and signal_number in _SLURM_SENDS:
+            sender_text += f" ({_SLURM_SENDS[signal_number]})"
         if self._local_folder and signal_number == signal.SIGTERM:
             sender_text = "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"
             if (self._local_folder / END_REQUEST).exists():

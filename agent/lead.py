@@ -22,7 +22,7 @@ from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, raw_json, to_dict
-from ultrabench.result import DISK_SLOW, SLOWER, UNMEASURED, RunResult, Status
+from ultrabench.result import DISK_SLOW, SLOWER, STOPPED, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
 from ultrabench.store.allocation import is_in_window
@@ -235,7 +235,7 @@ class Leader:
                 self._write_phase(task, rank0)
             end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._end_s else None)
             if end_reason:
-                return RunResult(status=Status.CANCELLED, reason=end_reason, cause="stopped")
+                return RunResult(status=Status.CANCELLED, reason=end_reason, cause=STOPPED)
             if progress.has_failed:
                 failure_s = failure_s or now_s
                 if now_s - failure_s > PEER_GRACE_S:

@@ -10,13 +10,13 @@ from ultrabench.errors import ClusterError, UltrabenchError, may_pass
 from ultrabench.launchers.launcher import Allocations, Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, Failed, Start
 from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
-from ultrabench.store.state import AllocationState, SweepState
+from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
 from ultrabench.sweep.running.attempts import NO_LAUNCH, Launch
 
@@ -142,9 +142,9 @@ class EndRecorder:
         )
         self.watchdog.observe(unended.values(), jobs_seen.running)
         self._end_frozen(jobs_seen, state)
-        for name, held_s in sorted(jobs_seen.timed.items()):
+        for name, end in sorted(jobs_seen.timed.items()):
             if state.allocations[name].ended is not None:
-                self._write_end(state.allocations[name], f"held for {held_s:.0f} s", held_s, "slurm")
+                self._record_job_end(state.allocations[name], end, state)
         for name in sorted(jobs_seen.alive - self._memory.adopted_names):
             self._memory.adopted_names.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
@@ -249,8 +249,21 @@ class EndRecorder:
         end = observed_end or JobEnd(reason=f"the agents of {name} ended ({allocation.ended})")
         self._record_lost(owned_keys, state, name, end)
         if observed_end is not None:
-            self._write_end(allocation, observed_end.reason, observed_end.held_s, "launcher")
+            self._write_end(allocation, observed_end, "launcher")
         self._memory.recorded_ends.add((name, allocation.start))  # last, since a write above may fail
+
+    def _record_job_end(self, allocation: AllocationState, end: JobEnd, state: SweepState) -> None:
+        """Records how Slurm ended the job of an allocation whose agents recorded its end.
+
+        Agents that a signal ended do not know why. Where Slurm does, this becomes the end of the attempt that they ended.
+        """
+        if end.status in (Status.NODE_FAIL, Status.PREEMPTED):
+            self._say(f"{end.reason} ({allocation.name})")
+            attempts = [state.attempts[key] for key in allocation.tasks if key in state.attempts]
+            owned_attempts = [attempt for attempt in attempts if attempt.allocation == allocation.name]
+            stopped_attempts = [a for a in owned_attempts if a.result and a.result.cause == STOPPED]
+            self._record_failed(stopped_attempts, allocation.name, end)
+        self._write_end(allocation, end, "slurm")
 
     def record_planned(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
@@ -297,19 +310,27 @@ class EndRecorder:
         return self._sweep.owner_of(str(key)) == name
 
     def _record_lost(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
-        source = "slurm" if self._launcher.origin["cluster"] else "launcher"
-        result = RunResult(status=end.status, reason=end.reason, cause=end.cause)
-        for key in keys:
-            attempt, run = state.attempts.get(key), self._run_by_id.get(key.run_id)
-            if attempt is None or attempt.result is None:
-                spec = to_dict(run.spec) if run else {}
-                event = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
-                self._sweep.journal.write(event)
+        attempts = [state.attempts.get(key) or AttemptState(key=key) for key in keys]
+        self._record_failed([attempt for attempt in attempts if attempt.result is None], name, end)
 
-    def _write_end(self, allocation: AllocationState, reason: str, held_s: float | None, source: str) -> None:
+    def _record_failed(self, attempts: Iterable[AttemptState], name: str, end: JobEnd) -> None:
+        source = "slurm" if self._launcher.origin["cluster"] else "launcher"
+        hosts = end.failed_hosts
+        for attempt in attempts:
+            key, run = attempt.key, self._run_by_id.get(attempt.key.run_id)
+            spec = to_dict(run.spec) if run else {}
+            result = attempt.result or RunResult(status=end.status, hostnames=hosts)
+            result = replace(
+                result, status=end.status, reason=end.reason, cause=end.cause, suspect_hosts=hosts
+            )
+            event = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
+            self._sweep.journal.write(event)
+
+    def _write_end(self, allocation: AllocationState, end: JobEnd, source: str) -> None:
         end_event = AllocationEnded(
-            allocation=allocation.name, job=allocation.start, reason=reason, source=source, held_s=held_s
-        )
+            allocation=allocation.name, job=allocation.start, reason=end.reason, source=source,
+            held_s=end.held_s, avoid=end.failed_hosts,
+        )  # fmt: skip
         self._sweep.journal.write(end_event)
 
 

@@ -15,6 +15,7 @@ from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visi
 from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.node_health import node_warnings, warning_lines
+from ultrabench.store.allocation import JOB_LOG
 from ultrabench.store.events import Submitted, Submitting
 from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
@@ -227,7 +228,7 @@ def _last_log_line(folder: Path) -> tuple[Path, str]:
 
     On this machine submitit keeps one log for each node.
     """
-    log_paths = [path for pattern in ("job.log", "submitit/*.err") for path in sorted(folder.glob(pattern))]
+    log_paths = [path for pattern in (JOB_LOG, "submitit/*.err") for path in sorted(folder.glob(pattern))]
     for path in log_paths:
         lines = [line.strip() for line in path.read_text(errors="replace").split("\n") if line.strip()]
         if lines:

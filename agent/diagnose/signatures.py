@@ -7,7 +7,7 @@ docs.nvidia.com/deploy/xid-errors.
 
 import re
 from dataclasses import dataclass
-from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR2
 
 from ultrabench.result import Status
 
@@ -83,7 +83,7 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
            r"killed by signal: Bus error|out of shared memory|Fatal Python error: Bus error", signals=(SIGBUS,)),
     Cause("segfault", Status.CRASH, "segmentation fault", r"Python error: Segmentation fault", signals=(SIGSEGV,)),
     Cause("killed", Status.CRASH, "killed from outside", r"killed by signal: (?:Killed|Terminated)",
-           signals=(SIGKILL, SIGTERM, SIGINT, SIGHUP)),
+           signals=(SIGKILL, SIGTERM, SIGINT, SIGHUP, SIGUSR2)),
     Cause("signal", Status.CRASH, "killed by a signal"),
     Cause("abort", Status.CRASH, "aborted", signals=(SIGABRT,)),
     Cause("exception", Status.CRASH, "exception"),

@@ -102,7 +102,10 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     for line in read_journal(folder.journal, warn, _DECODERS):
         if isinstance(line.event, _EndEvent):
             attempt_key = line.event.run_id, line.event.repeat, line.event.attempt
-            priority = trust(line.event.result.status == Status.OK, line.event.source), line.checksum
+            priority = (
+                trust(line.event.result.status, line.event.result.cause, line.event.source),
+                line.checksum,
+            )
             if attempt_key not in end_by_attempt or end_by_attempt[attempt_key][0] < priority:
                 end_by_attempt[attempt_key] = priority, line.event
         else:

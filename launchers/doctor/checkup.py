@@ -35,7 +35,7 @@ from ultrabench.launchers.slurm.states import pending_remedy
 from ultrabench.node_health import CHECKS, MIN_FREE_GIB, Health, findings_of, places_text
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
-from ultrabench.store.allocation import Allocation
+from ultrabench.store.allocation import JOB_LOG, Allocation
 from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
@@ -285,7 +285,7 @@ class CheckupJob:
             gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
             heartbeat_s=launcher_config.heartbeat_s, limit_s=JOB_LIMIT_S, kernel_digest="", tasks=(),
         )  # fmt: skip
-        self._folder, self._log = folder, self.allocation.folder / "job.log"
+        self._folder, self._log = folder, self.allocation.folder / JOB_LOG
         self._say, self._say_once = say, functools.cache(say)
         self._state = AllocationState(name=self.allocation.name)
         self._job = SlurmJob(job_id="", name="", state="PENDING")

@@ -16,7 +16,7 @@ from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, a
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
-from ultrabench.store.allocation import Allocation
+from ultrabench.store.allocation import JOB_LOG, Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
@@ -46,6 +46,8 @@ _PASSING_ERRORS = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to conta
 """Errors that match the pattern above but pass with time or when our own jobs end."""
 _JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
 """A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+"""What srun prints when slurmctld reports that nodes of the job have failed (`_node_fail_handler` of Slurm)."""
 UNKNOWN_CLUSTER = "slurm"
 """Stands for the name of a cluster that does not give its name, or has not been asked for it."""
 NO_JOBS = JobLimits(max_jobs=0)
@@ -222,7 +224,7 @@ class SlurmLauncher:
             leaving=frozenset(leaving_names - queued_names),
             ended_jobs=certain_ends,
             held_s={n: self._held_s(job) for n, job in live_jobs.items() if n not in queued_names},
-            timed=self._held_s_of(ended_allocations, jobs_by_name),
+            timed=self._ends_of_jobs(ended_allocations, jobs_by_name),
             jobs={n: _job(job.job_id, job.name) for n, job in live_jobs.items()},
             notes=(*_user_notes(answer, live_jobs), *stuck_notes, *self.query.foreign_job_notes.values()),
         )
@@ -246,8 +248,10 @@ class SlurmLauncher:
                 self.query.cancel(waiting_ids)
         return [job for job in jobs if job not in duplicates]
 
-    def _held_s_of(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
-        """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
+    def _ends_of_jobs(
+        self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]
+    ) -> dict[str, JobEnd]:
+        """Allocation that is over -> how its job ended, by squeue or else by sacct, if the journal does not say."""
         untimed_allocations = {n: a for n, a in ended.items() if a.agents and not a.timed}
         jobs = {n: jobs_by_name[n][-1] for n in untimed_allocations if jobs_by_name.get(n)}
         now_s, missing_names = time.monotonic(), untimed_allocations.keys() - jobs.keys()
@@ -260,7 +264,25 @@ class SlurmLauncher:
         # Of a requeued job Slurm shows only the latest start.
         requeued = untimed_allocations.items() if self._config.launcher.requeue else ()
         min_held_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
-        return {n: max(self._held_s(job), min_held_s.get(n, 0.0)) for n, job in jobs.items() if job.is_over}
+        return {
+            n: self._job_end(n, job, max(self._held_s(job), min_held_s.get(n, 0.0)))
+            for n, job in jobs.items()
+            if job.is_over
+        }
+
+    def _job_end(self, allocation_name: str, job: SlurmJob, held_s: float) -> JobEnd:
+        """How a job ended; where Slurm lost a node of it, srun has written to the job's log which one."""
+        reason, failed_hosts = (
+            f"Slurm ended job {job.job_id}: {job.state}{job.reason_suffix}",
+            tuple[str, ...](),
+        )
+        if job.meaning.status == Status.NODE_FAIL:
+            failed_hosts = _failed_hosts(self._folder.allocations / allocation_name / JOB_LOG, job.nodes)
+            reason += f", {','.join(failed_hosts)} failed" if failed_hosts else ""
+        status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
+        return JobEnd(
+            status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=failed_hosts
+        )
 
     def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
@@ -325,9 +347,7 @@ class SlurmLauncher:
             if waited_s < STALE_ACCOUNTING_S:
                 return None
             return JobEnd(reason=f"squeue no longer lists job {job.job_id}, sacct says {job.state}")
-        reason = f"Slurm ended job {job.job_id}: {job.state}{job.reason_suffix}"
-        status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
-        return JobEnd(status=status, reason=reason, held_s=self._held_s(job), agent_gone=agent_gone)
+        return self._job_end(allocation.name, job, self._held_s(job))
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""
@@ -344,6 +364,24 @@ _USUAL_STATES = {
     "RUNNING", "CONFIGURING", "COMPLETING", "POWER_UP_NODE", "STAGE_OUT", "SIGNALING", "RESIZING",
 }  # fmt: skip
 """States of active jobs that need no message."""
+
+
+def _failed_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:
+    """The nodes that a job has lost; empty where that is unknown.
+
+    The last line of srun about a failed node names them. Where srun itself ran on that node, they are the nodes that are
+    down now.
+
+    Args:
+        log_path: the log of the job.
+        nodes: the nodes of the job, such as gpu[01-04].
+    """
+    with contextlib.suppress(OSError, CommandError):
+        if host_lists := _NODE_FAILURE.findall(log_path.read_text(errors="replace")):
+            return tuple(ask("scontrol", "show", "hostnames", host_lists[-1]).split())
+        options = ("--noheader", "--Node", "--states=down,fail", "--format=%N", f"--nodes={nodes}")
+        return tuple(sorted({*ask("sinfo", *options).split()})) if nodes else ()
+    return ()
 
 
 def _job(job_id: str, job_name: str) -> Job:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ultrabench.errors import ConfigError
 from ultrabench.processes import own_name
-from ultrabench.store.allocation import Allocation
+from ultrabench.store.allocation import JOB_LOG, Allocation
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.variant import fill_in_container
 
@@ -54,7 +54,7 @@ def array_script(
     allocation, launcher_config = array[0], config.launcher
     array_path = allocation.folder.parent / array_name(allocation)
     # In Slurm's patterns for file names %% stands for a percent sign.
-    log_path = f"{str(array_path).replace('%', '%%')}.%a/job.log"
+    log_path = f"{str(array_path).replace('%', '%%')}.%a/{JOB_LOG}"
     # Without --cpu-bind=none many clusters bind the single task of a node to a single core.
     srun_options = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
                     "--cpu-bind=none", *([f"--cpus-per-task={launcher_config.cpus}"] if launcher_config.cpus else [])]  # fmt: skip

@@ -105,6 +105,9 @@ CAUSES = (
 )  # fmt: skip
 """All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
 
+STOPPED = "stopped"
+"""Cause of a cancelled run whose agents were told to end."""
+
 DISK_SLOW = "disk_slow"
 """Cause of a checkpoint that was given up after its limit; the run is ok."""
 

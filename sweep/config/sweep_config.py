@@ -98,6 +98,11 @@ class LauncherConfig:
     grace_s: Annotated[float, at_least(0.0)] = 0.0
     """Seconds after which a job that Slurm does not know counts as lost."""
 
+    @property
+    def signal_lead_s(self) -> float:
+        """Seconds by which signals before the time limit may come too early: up to 60 on Slurm (sbatch(1), --signal)."""
+        return 60.0 if self.name == "slurm" else 0.0
+
     def __post_init__(self) -> None:
         require_allowed(self, "launcher.")
         for key in self.sbatch:

@@ -106,9 +106,9 @@ def allocation_limit_s(attempts: Sequence[PlannedAttempt], config: SweepConfig) 
 def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
     """The shortest time limit of an allocation, in seconds, in which runs of `predicted_s` seconds all begin.
 
-    It holds the start, the runs, and the time before the limit at which Slurm tells the allocation to end.
+    It holds the start, the runs, and the time before the limit at which the allocation is told to end, perhaps too early.
     """
-    needed_s = ALLOCATION_START_S[config.hardware.device] + predicted_s
+    needed_s = ALLOCATION_START_S[config.hardware.device] + predicted_s + config.launcher.signal_lead_s
     return needed_s + min(90.0, needed_s / 3)
 
 

@@ -127,7 +127,7 @@ def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
         return {}
     runs_by_host: dict[str, set[str]] = defaultdict(set)
     ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
-    failure_by_host = {node: "its agent reported it unusable" for end in ends for node in end.avoid}
+    failure_by_host = {node: "its agent or Slurm reported it unusable" for end in ends for node in end.avoid}
     suspect_run_ids = suspect_runs(state)
     working_hosts = {host for a in state.attempts.values() if (ok := a.ok) for host in ok.hostnames}
     for run_id, failures in host_failures_by_run(state).items():

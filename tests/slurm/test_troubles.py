@@ -64,6 +64,9 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     rows = sweeps.assert_each_ran_once(runs=40, allowed=frozenset({"cancelled", "lost", "node_fail"}))
     assert any(r["status"] == "cancelled" and r["job_id"] == cancelled for r in rows)
     assert any(r["status"] == "node_fail" and "NODE_FAIL" in r["reason"] for r in rows)
+    ends = events_of(SweepFolder(sweeps.folder / "results/t"), "allocation_ended")
+    # The node that died took srun along, which would have named it, and was up again before anybody looked.
+    assert down in {host for end in ends for host in end.avoid}, "Slurm says which node it lost"
 
 
 @pytest.mark.parametrize(
@@ -84,12 +87,23 @@ def test_a_run_that_kills_an_agent_excludes_no_node(sweeps, behaviour, end, susp
 
 
 def test_a_time_limit_in_the_middle_of_a_run(sweeps):
-    args = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5", "launcher.time_minutes=1")
-    sweeps.run(*sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *args))
+    """A limit of a minute would be refused, so it is lowered while the job runs."""
+    args = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5")
+    refused = sweeps.done(*sweeps.launch("fine", *FEW[1:], *args, "launcher.time_minutes=1"))
+    assert (
+        refused.returncode,
+        "launcher.time_minutes=1; the shortest of 3 runs needs" in refused.stderr,
+    ) == (2, True)
+    launcher = sweeps.start(
+        *sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *args, "launcher.time_minutes=3")
+    )
+    sweeps.wait_for(lambda: any(key.endswith(" 0 0") for key in sweeps.executions()) and sweeps.job_ids())
+    slurm_says("scontrol", "update", f"jobid={sweeps.job_ids()[0]}", "timelimit=1")
+    sweeps.end(launcher)
     rows = sweeps.assert_each_ran_once(runs=3, allowed=frozenset({"cancelled"}))
     cut = [r["reason"] for r in rows if r["status"] == "cancelled"]
     assert len(cut) == 1, "finished runs stay finished"
-    assert "ended" in cut[0]
+    assert "SIGUSR2 (the approaching time limit of the job)" in cut[0]
 
 
 def test_slurm_commands_that_hang_fail_or_lose_their_answer(sweeps):

@@ -13,6 +13,8 @@ from ultrabench.store.folder import write_whole
 
 END_REQUEST = "end-requested"
 """File in the folder of an allocation by which a launcher says that the SIGTERM it sends is from the user."""
+JOB_LOG = "job.log"
+"""File in the folder of an allocation to which its job on Slurm writes."""
 PROBE_LIMIT_S = 300.0
 """Time limit of a preflight in seconds; importing torch may take a minute on a busy machine."""
 

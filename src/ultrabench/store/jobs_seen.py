@@ -55,6 +55,8 @@ class JobEnd:
     """Whether its processes were found to be gone; False when only the batch system reports the end."""
     agent_gone: bool = False
     """Whether the leading agent failed without a report, so that the run may have ended it."""
+    failed_hosts: tuple[str, ...] = ()
+    """The hosts that failed, as the batch system reports."""
 
     @property
     def cause(self) -> str | None:
@@ -81,8 +83,8 @@ class JobsSeen:
     """Allocation -> how it ended."""
     held_s: dict[str, float] = field(default_factory=dict)
     """Running allocation -> seconds for which it has held its nodes, setup included."""
-    timed: dict[str, float] = field(default_factory=dict)
-    """Ended allocation -> seconds for which it held its nodes, if the journal does not hold them yet."""
+    timed: dict[str, JobEnd] = field(default_factory=dict)
+    """Allocation whose agents recorded its end -> how its job ended, if the journal does not hold its `held_s` yet."""
     jobs: dict[str, Job] = field(default_factory=dict)
     """Allocation -> the job in which it was found."""
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ultrabench.record import T, canonical_json, raw_json, to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey, AttemptRecord
 from ultrabench.store import events
 
@@ -168,12 +168,17 @@ class SweepState:
 
 _Level = tuple[Any, ...]
 """Precedence of a line of the journal for a field; the largest counts."""
-_TRUST = {"agent": 2, "slurm": 1}
+_TRUST = {"agent": 3, "slurm": 2}
 
 
-def trust(is_ok: bool, source: str) -> int:
-    """The precedence of a report of a result by its source; a higher one wins, and a failure that a launcher reports has 0."""
-    return 3 if is_ok else _TRUST.get(source, 0)
+def trust(status: str, cause: str | None, source: str) -> int:
+    """The precedence of a report of a result by its source; a higher one wins, and a failure that a launcher reports has 0.
+
+    An agent that a signal ends does not know who sent it, and Slurm does.
+    """
+    if status == Status.CANCELLED and cause == STOPPED:
+        return min(1, _TRUST.get(source, 0))
+    return 4 if status == Status.OK else _TRUST.get(source, 0)
 
 
 def fold(lines: Iterable[events.Line]) -> SweepState:
@@ -184,8 +189,8 @@ def fold(lines: Iterable[events.Line]) -> SweepState:
 class Fold:
     """Computes a state from the lines of a journal as they are added.
 
-    Reports of a result have a fixed precedence: an agent's result, an agent's failure, what Slurm reports,
-    what a launcher concludes. For everything else the line with the largest (writer, seq, checksum) counts.
+    Reports of a result have a fixed precedence: an agent's result, an agent's failure, what Slurm reports, an agent's
+    report that a signal ended it, what a launcher concludes. For everything else the line with the largest (writer, seq, checksum) counts.
     Time stamps decide nothing, because clocks differ.
     """
 
@@ -230,7 +235,7 @@ class Fold:
                 _set(attempt, levels, level, "time", line.time)
                 _set(attempt, levels, level, "spec_json", event.spec)
             case events.Result():
-                trust_level = trust(type(event) is events.Result, event.source)
+                trust_level = trust(event.result.status, event.result.cause, event.source)
                 _set(attempt, levels, (trust_level, line.checksum), "result", event.result)
                 if event.spec:
                     _set(attempt, levels, level, "spec_json", raw_json(event.spec))
@@ -287,15 +292,16 @@ def _set(state: object, levels: dict[str, _Level], level: _Level, name: str, val
 
 
 def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.AllocationEnded) -> None:
-    """Adds an end; of several ends of one start the most trusted counts, with the longest time of all."""
+    """Adds an end; of several ends of one start the most trusted counts, with the longest time and the hosts of all."""
     reports = (ends.get(end.job, end), end)
     held_s = max((e.held_s for e in reports if e.held_s is not None), default=None)
-    ends[end.job] = replace(min(reports, key=_most_trusted), held_s=held_s)
+    avoid = tuple(sorted({host for report in reports for host in report.avoid}))
+    ends[end.job] = replace(min(reports, key=_most_trusted), held_s=held_s, avoid=avoid)
 
 
 def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
     """Sort key, smallest first: an end that the agent reports, then a launcher's, then the batch system's."""
-    return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None))
+    return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None, avoid=()))
 
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:

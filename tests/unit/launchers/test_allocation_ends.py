@@ -6,21 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep_folder import events_of
+from tests.sweep_folder import ended, events_of, finished
 from tests.unit.allocations import jobs_of, key_of
 from tests.unit.allocations import made_of as allocations_of
 from tests.unit.launchers import played
-from tests.unit.launchers.played import CONTROL, JOB, NAME, OTHERS, Agents, Played, keys, plan, statuses
+from tests.unit.launchers.played import (
+    CONTROL,
+    JOB,
+    NAME,
+    OTHERS,
+    SPECS,
+    Agents,
+    Played,
+    keys,
+    plan,
+    statuses,
+)
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
-from ultrabench.result import Status
+from ultrabench.result import STOPPED, Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.decide import MAX_ALLOCATIONS_WITHOUT_RUN, decide
+from ultrabench.sweep.running.retry import excluded_nodes
 
 sweep = played.sweep
 
@@ -273,7 +285,7 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     reconciler = played.reconciler_of(sweep, launcher)
     reconciler.run_once()
     (allocation,) = launcher.taken
-    launcher.timed = {allocation.name: 130.0}
+    launcher.timed = {allocation.name: JobEnd(reason="Slurm ended job 57_0: COMPLETED", held_s=130.0)}
     reconciler.run_once()
     assert events_of(sweep.folder, "allocation_ended") == [], "it has not ended"
     Agents(sweep, allocation.name).start().end(ran=keys(allocation)[:1])
@@ -285,3 +297,34 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     (end,) = (e for e in events_of(sweep.folder, "allocation_ended") if e.source == "slurm")
     assert (end.job, end.held_s) == (JOB, 130.0)
     assert set(state.ends) == {JOB}
+
+
+@pytest.mark.parametrize(
+    ("status", "cause"), [("node_fail", "node_failure"), ("preempted", "preempted"), ("cancelled", "stopped")]
+)
+def test_slurm_says_why_agents_were_ended_by_a_signal(sweep, status, cause):
+    """Its job may have lost a node, been preempted, or been cancelled by the user, and only Slurm knows."""
+    launcher, notes = Played(), []
+    reconciler = played.reconciler_of(sweep, launcher, say=notes.append)
+    reconciler.run_once()
+    (allocation,) = launcher.taken
+    failed_hosts = ("gpu06",) if status == "node_fail" else ()
+    reason = f"Slurm ended job 57_0: {status}"
+    end = JobEnd(status=Status(status), reason=reason, held_s=130.0, failed_hosts=failed_hosts)
+    launcher.timed = {allocation.name: end}
+    ok, stopped, *_ = keys(allocation)
+    agents = Agents(sweep, allocation.name).start()
+    agents.ok(ok)
+    agents.claim(stopped)
+    result = ended(Status.CANCELLED, cause=STOPPED, reason="ended by SIGTERM", hostnames=("gpu05", "gpu06"))
+    agents.journal.write(finished(SPECS[stopped.run_id], stopped, result, allocation=allocation.name))
+    agents.end()
+    reconciler.run_once()
+    reconciler.run_once()
+    state = sweep.state()
+    stopped_result = state.attempts[stopped].result
+    assert (stopped_result.status, stopped_result.cause) == (status, cause)
+    assert (stopped_result.suspect_hosts, stopped_result.hostnames) == (failed_hosts, ("gpu05", "gpu06"))
+    assert state.attempts[ok].ok
+    assert [*excluded_nodes(state, sweep.config.retry)] == [*failed_hosts]
+    assert any(reason in note for note in notes) == (status != "cancelled")

@@ -14,6 +14,7 @@ from ultrabench.launchers.slurm.job import SlurmJob, find_job
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, STUCK_S, SlurmLauncher
 from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
+from ultrabench.store.allocation import JOB_LOG
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen
@@ -67,6 +68,11 @@ class Slurm:
     def submitted(self, name, job_id="57_0"):
         self.held[name] = AllocationState(name=name, job=job_id and {"job_id": job_id})
 
+    def log(self, name):
+        path = self.launcher._folder.allocations / name / JOB_LOG
+        path.parent.mkdir(parents=True)
+        return path
+
     def started(self, name=A, job_id="57_0"):
         """An agent of this job has claimed the allocation and said so."""
         self.held[name].agents += (LeadingAgent(host="gpu01", job=Start(job_id=job_id)),)
@@ -92,6 +98,11 @@ class Slurm:
         """A look at which the allocation is over: its status and why."""
         end = self.observe(after=after).ended_jobs[A]
         return end.status, end.reason
+
+
+def times(look):
+    """Allocation -> the seconds for which its job held nodes."""
+    return {name: end.held_s for name, end in look.timed.items()}
 
 
 @pytest.fixture
@@ -291,7 +302,7 @@ def test_the_time_of_a_requeued_job_is_at_least_that_of_its_agents(slurm, requeu
     slurm.launcher._config = with_launcher(requeue=requeue)
     slurm.started()
     slurm.ended()
-    assert slurm.observe(("57_0", "CANCELLED")).timed == {A: held_s}
+    assert times(slurm.observe(("57_0", "CANCELLED"))) == {A: held_s}
 
 
 def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slurm):
@@ -299,14 +310,34 @@ def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slur
     slurm.started(B, "58_0")
     slurm.ended()
     jobs = ("57_0", "COMPLETED"), ("58_0", "RUNNING")
-    assert slurm.observe(*jobs).timed == {}, "one never started, the other is not over"
+    assert times(slurm.observe(*jobs)) == {}, "one never started, the other is not over"
     slurm.started()
-    assert slurm.observe(("57_0", "COMPLETING"), jobs[1]).timed == {}, "its nodes are not free yet"
+    assert times(slurm.observe(("57_0", "COMPLETING"), jobs[1])) == {}, "its nodes are not free yet"
     slurm.listed = rows(*jobs, elapsed_s=135.0)
     for _ in range(2):
-        assert slurm.observe(after=10).timed == {A: 135.0}
+        assert times(slurm.observe(after=10)) == {A: 135.0}
     slurm.ended(held_s=135.0)
-    assert (slurm.observe(after=10).timed, slurm.asked) == ({}, [])
+    assert (times(slurm.observe(after=10)), slurm.asked) == ({}, [])
+
+
+@pytest.mark.parametrize(("log", "failed_hosts"), [
+    ("", ("gpu03",)), (None, ()), ("rank 0: srun: error: Node failure on gpu01\n", ("gpu03",)),
+    ("srun: error: Node failure on gpu0\nsrun: error: Node failure on gpu[06-07]\n", ("gpu06", "gpu07")),
+])  # fmt: skip
+def test_the_nodes_that_slurm_lost_are_those_that_srun_names_last_or_those_that_are_down(
+    slurm, programs, log, failed_hosts
+):
+    """Slurm ends the job of a lost node by SIGTERM, so that the agents may record its end first."""
+    programs.says |= {"hostnames": "gpu06\ngpu07\n", "nodes": "gpu03\ngpu03\n"}
+    programs.write()
+    slurm.started()
+    slurm.ended()
+    if log is not None:
+        slurm.log(A).write_text(log)
+    slurm.listed = rows(("57_0", "NODE_FAIL"), nodes="gpu[03,06-07]")
+    end = slurm.observe().timed[A]
+    assert (end.status, end.failed_hosts) == (Status.NODE_FAIL, failed_hosts)
+    assert (f"{','.join(failed_hosts)} failed" in end.reason) == bool(failed_hosts)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -316,9 +347,9 @@ def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm, recorded):
     slurm.ended()
     slurm.listed = rows(("61_0", "COMPLETED"), elapsed_s=3.0)
     slurm.known = {**slurm.listed, **(rows(("57_0", "COMPLETED"), elapsed_s=140.0) if recorded else {})}
-    assert slurm.observe().timed == ({A: 140.0} if recorded else {})
+    assert times(slurm.observe()) == ({A: 140.0} if recorded else {})
     for _ in range(3):
-        assert slurm.observe(after=1000).timed == {}
+        assert times(slurm.observe(after=1000)) == {}
     assert slurm.asked == ["57_0"]
 
 
@@ -351,7 +382,7 @@ def test_a_job_that_has_not_given_its_nodes_back_leaves_and_is_timed(slurm):
     assert "has not freed gpu07 for 5 minutes" in look.notes[0]
     slurm.listed = rows(("57_0", "COMPLETED"), elapsed_s=100.0)
     look = slurm.observe(after=30)
-    assert (look.leaving, look.timed, slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
+    assert (look.leaving, times(look), slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
 
 
 @pytest.mark.parametrize("squeue_answers", [False, True])

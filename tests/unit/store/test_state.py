@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.strategies import journals, written
 from ultrabench.errors import SweepFolderError
 from ultrabench.record import raw_json, to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store import events
 from ultrabench.store.events import NAMES, Cancel, Pause, Start, decode, encode
@@ -27,7 +27,9 @@ NAME = KEY._asdict()
 
 def ended(status, source="agent", name=NAME):
     kind, times = (events.Result, (0.1,)) if status == "ok" else (events.Failed, ())
-    return kind(**name, source=source, result=RunResult(status=Status(status), step_times_s=times))
+    cause = STOPPED if status == "cancelled" else None
+    result = RunResult(status=Status(status), step_times_s=times, cause=cause)
+    return kind(**name, source=source, result=result)
 
 
 def folded(*events):
@@ -174,7 +176,8 @@ def test_what_later_versions_write():
         (("ok", "agent"), ("crash", "agent")), (("ok", "agent"), ("node_fail", "slurm")),
         (("ok", "agent"), ("lost", "launcher")), (("crash", "agent"), ("node_fail", "slurm")),
         (("crash", "agent"), ("lost", "launcher")), (("node_fail", "slurm"), ("lost", "launcher")),
-        (("hang", "agent"), ("timeout", "somebody")),
+        (("hang", "agent"), ("timeout", "somebody")), (("node_fail", "slurm"), ("cancelled", "agent")),
+        (("cancelled", "agent"), ("lost", "launcher")),
     ],
 )  # fmt: skip
 def test_who_is_believed(stronger, weaker):

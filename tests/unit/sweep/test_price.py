@@ -157,7 +157,8 @@ def test_all_runs_of_a_job_begin_within_its_time_limit(limits):
         limit_s = price.least_limit_s(runs_s, plan.config)
         assert limit_s <= 3600
         ends_s = limit_s - replace(allocation, limit_s=limit_s).warning_s
-        assert ends_s == pytest.approx(price.ALLOCATION_START_S["cuda"] + runs_s)
+        signal_s = 60.0 + price.ALLOCATION_START_S["cuda"] + runs_s  # Slurm may send it a minute too early
+        assert ends_s == pytest.approx(signal_s)
 
 
 @pytest.mark.parametrize("limits", [{"time_minutes": 20}, {}])

@@ -115,7 +115,7 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, cha
     state, policy = state_of(*attempts), replace(POLICY, **changes)
     end = AllocationEnded(allocation="x", reason="", avoid=("full",))
     state.allocations["x"] = AllocationState(name="x", ends={Start(): end})
-    assert excluded_nodes(state, policy) == nodes | {"full": "its agent reported it unusable"}
+    assert excluded_nodes(state, policy) == nodes | {"full": "its agent or Slurm reported it unusable"}
     local = Launched(generation=1, config={"launcher": {"name": "local"}})
     assert excluded_nodes(replace(state, launched=local), policy) == {}, "there is no other node"
 
