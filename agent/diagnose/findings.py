@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause, cause_by_text, last_line, quoted
-from ultrabench.agent.ranks.rank_progress import RankProgress
+from ultrabench.agent.ranks.rank_progress import SURE_STATES, RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
 
@@ -64,8 +64,9 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
     rank_findings = [finding for rank in ranks if (finding := _finding(rank))]
     early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
-    # If most ranks have ended well, the other ranks will follow.
-    for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
+    # If most ranks have ended well, the other ranks will follow; one that is stopped or dead explains why they do not.
+    explains_hang = any(rank.evidence["state"] in SURE_STATES for rank in ranks)
+    for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 and not explains_hang else ():
         line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
         rank_findings.append(Finding(rank=rank, cause=CAUSE_BY_NAME["exited_early"], line=line))
     return sorted(rank_findings, key=lambda finding: finding.sort_key)

@@ -221,9 +221,9 @@ def _describe_first_rank(_: Ranks, live_ranks: Ranks) -> HangCause:
 
 
 HANG_CHECKS = (
-    _find_exited_ranks,
     partial(_find_in_state, "T", "is stopped (state T), for example by SIGSTOP"),
     partial(_find_in_state, "Z", "is dead but not reaped (state Z)"),
+    _find_exited_ranks,
     _find_missing_ranks,
     _find_differing_calls,
     partial(_find_in_state, "D", "waits for a device or a disk (state D)"),
@@ -232,7 +232,7 @@ HANG_CHECKS = (
     _find_ranks_behind,
     _describe_first_rank,
 )
-"""Certain causes come first: a rank that has ended or is stopped explains why the others wait."""
+"""Certain causes come first: a rank that is stopped or has ended explains why the others wait."""
 
 
 def _waiting_by_call(live_ranks: Ranks, culprits: Ranks) -> Counter[str]:

@@ -13,6 +13,8 @@ RankEvent = dict[str, Any]
 """An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
 {rank, code, tail, oom_killed, disk_full} its exit and the end of its log, {rank, evidence} the evidence of a hang."""
 
+SURE_STATES = ("T", "Z")
+"""States of a process in which it cannot go on, whatever other ranks do: it is stopped, or it is dead."""
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """The evidence of a rank that its node has not examined."""
 
@@ -177,8 +179,9 @@ class AttemptProgress:
         if event.get("line", {}).get("event") == OBSERVED_EVENT:
             rank.record_observed(event["line"])
             return
-        gaps_s = rank.gaps_s if rank.steps else rank.first_gaps_s
-        gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.last_progress_s)
+        if rank.steps or "code" not in event:  # the whole life of a rank that reports nothing is no gap
+            gaps_s = rank.gaps_s if rank.steps else rank.first_gaps_s
+            gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.last_progress_s)
         rank.last_progress_s = now_s
         if "code" in event:
             rank.code, rank.tail = event["code"], event.get("tail", "")

@@ -52,6 +52,15 @@ def test_deadlines(change, until, status, reason):
     assert reason in result.reason
 
 
+def test_the_life_of_a_rank_that_reports_nothing_is_no_gap():
+    """In the log of most programs only one rank reports steps."""
+    progress = AttemptProgress(2, ("n0",))
+    for now_s in (90.0, 91.0, 92.0):
+        progress.add([{"rank": 0, **STEP}], now_s)
+    progress.add([{"rank": 1, "code": 0}], now_s=100.0)
+    assert progress.longest_gap_s == 1.0
+
+
 def test_a_checkpoint_has_a_limit_of_its_own_and_is_no_hang():
     """It may be silent, and last beyond the limit of the run, which stays ok."""
     limited = replace(TASK, limit_s=100.0, measure=replace(TASK.measure, checkpoint_limit_s=50.0))

@@ -11,7 +11,7 @@ from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.findings import fingerprint
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.node import num_oom_kills
-from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress, RankProgress
 from ultrabench.rank_report import CHECKPOINT_NUMBERS, parse_line
 from ultrabench.result import SLOWER, RunResult, Status
 
@@ -169,6 +169,8 @@ def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
         ([PEER, DONE, PEER, PEER], {}, "comm_error", "connection_error", ["gpu01"]),
         ([logged("", code=3), logged("", code=0), PEER, PEER], {}, "crash", "exit_code", []),
         ([*[logged("", code=0)] * 3, killed()], {"end": HANG}, "hang", "hang", []),
+        ([killed(), logged("", code=0)], {"end": HANG}, "crash", "exited_early", []),
+        ([killed(evidence=NO_EVIDENCE | {"state": "T"}), logged("", code=0)], {"end": HANG}, "hang", "hang", []),
     ],
 )  # fmt: skip
 def test_causes_and_suspects(ranks, words, status, cause, suspects):
