@@ -42,6 +42,7 @@ class Launcher(Protocol):
             say: called with a message about each failed submission that is repeated.
 
         Raises:
+            ConfigError: the batch system refuses the jobs.
             ClusterError: the submission failed; `observe` finds the jobs that were submitted nevertheless.
         """
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ultrabench.errors import ClusterError, SweepFolderError, may_pass
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, may_pass
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible_to
 from ultrabench.launchers.launcher import Launcher, Say
@@ -175,7 +175,7 @@ class Reconciler:
             journal.write(Submitting(allocation=allocation.name, token=token))
         try:
             job_by_name = self.launcher.submit(new_allocations, bad_hosts, self.say)
-        except ClusterError as error:
+        except (ClusterError, ConfigError) as error:
             # A launcher that cannot see jobs of this cluster would wait for these for ever.
             self.recorder.withdraw((a.name for a in new_allocations), f"not submitted: {error}")
             raise

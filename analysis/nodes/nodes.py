@@ -32,6 +32,8 @@ class NodeReport:
     """What the results say about one node."""
 
     node: Node
+    label: str = ""
+    """Its host, with its cluster where the rows have nodes of several clusters."""
     run_keys: set[object] = field(default_factory=set)
     """Sweep and run_id of each run that was tried on it, alone or with other nodes."""
     num_attempts: int = 0
@@ -109,6 +111,9 @@ def reports(rows: Sequence[Row]) -> list[NodeReport]:
             report_by_node[measurement.nodes[0]].rates[measurement.rate].append(measurement.value)
     for (rate_name, node), speed in relative_speeds(node_measurements).items():
         report_by_node[node].speeds[rate_name] = speed
+    has_one_cluster = len({node.cluster for node in report_by_node}) == 1
+    for node, report in report_by_node.items():
+        report.label = node.host if has_one_cluster else f"{node.host} ({node.cluster})"
     _mark_failing([*report_by_node.values()])
     return sorted(report_by_node.values(), key=_severity_key)
 

@@ -30,7 +30,7 @@ def cells(report: NodeReport) -> list[object]:
     failures_text = ", ".join(f"{cause} {n}" for cause, n in report.num_by_failure.most_common())
     num_throttled, num_xids = report.num_throttled or None, report.num_by_failure[XID] or None
     return [
-        report.node.host, "; ".join(mark_texts), len(report.run_keys), report.num_attempts, *speed_texts, num_throttled, num_xids, failures_text,
+        report.label, "; ".join(mark_texts), len(report.run_keys), report.num_attempts, *speed_texts, num_throttled, num_xids, failures_text,
         _day_text(report, min), _day_text(report, max),
     ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
-from ultrabench.errors import ClusterError, counted
+from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.doctor.check import (
     FAIL,
@@ -301,7 +301,7 @@ class CheckupJob:
             self._job = replace(self._job, job_id=self._state.job["job_id"])
             self._say(f"submitted job {self._job.array_id} of one node; waiting for up to {wait_s:.0f} s")
             return self._watch(wait_s)
-        except ClusterError as error:
+        except (ClusterError, ConfigError) as error:
             if self._state.job is not None:
                 raise
             is_timeout = isinstance(error.__cause__, NoAnswerError)

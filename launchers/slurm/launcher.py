@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.errors import ClusterError, counted
+from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.launchers.launcher import Allocations, Say, own_origin
 from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
-from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask
+from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask, failed_hosts
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
@@ -46,8 +46,6 @@ _PASSING_ERRORS = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to conta
 """Errors that match the pattern above but pass with time or when our own jobs end."""
 _JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
 """A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
-_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
-"""What srun prints when slurmctld reports that nodes of the job have failed (`_node_fail_handler` of Slurm)."""
 UNKNOWN_CLUSTER = "slurm"
 """Stands for the name of a cluster that does not give its name, or has not been asked for it."""
 NO_JOBS = JobLimits(max_jobs=0)
@@ -137,7 +135,8 @@ class SlurmLauncher:
         """Submits one array; if the answer of sbatch was lost, squeue is asked for the name of the job.
 
         Raises:
-            ClusterError: sbatch refused the job, or failed MAX_SUBMIT_TRIES times.
+            ConfigError: sbatch refused the job.
+            ClusterError: sbatch failed MAX_SUBMIT_TRIES times.
         """
         script = array_script(allocations, self._config, bad_hosts, self.module)
         job_name = f"{self._prefix}{array_name(allocations[0])}"
@@ -148,7 +147,7 @@ class SlurmLauncher:
                 job_id = submit(path, script, self._config.launcher.environment)
             except CommandError as error:
                 failure_text, last_error = str(error), error
-                if _PERMANENT_ERRORS.search(failure_text) and not _PASSING_ERRORS.search(failure_text):
+                if _is_refusal(failure_text):
                     break
             else:
                 if job_id:
@@ -162,8 +161,11 @@ class SlurmLauncher:
                 return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
             time.sleep(FIRST_SUBMIT_PAUSE_S * 2**num_failures)
         fact = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure_text}"
-        remedy = "fix launcher.* or the cluster, then launch again; results are kept"
-        raise ClusterError(fact, remedy) from last_error
+        remedy = (
+            "fix launcher.* (ultrabench doctor says how) or the cluster, then launch again; results are kept"
+        )
+        error_type = ConfigError if _is_refusal(failure_text) else ClusterError
+        raise error_type(fact, remedy) from last_error
 
     def _find_jobs(self, job_name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
@@ -271,17 +273,17 @@ class SlurmLauncher:
         }
 
     def _job_end(self, allocation_name: str, job: SlurmJob, held_s: float) -> JobEnd:
-        """How a job ended; where Slurm lost a node of it, srun has written to the job's log which one."""
-        reason, failed_hosts = (
+        """How a job ended, with the nodes that it lost."""
+        reason, lost_hosts = (
             f"Slurm ended job {job.job_id}: {job.state}{job.reason_suffix}",
             tuple[str, ...](),
         )
         if job.meaning.status == Status.NODE_FAIL:
-            failed_hosts = _failed_hosts(self._folder.allocations / allocation_name / JOB_LOG, job.nodes)
-            reason += f", {','.join(failed_hosts)} failed" if failed_hosts else ""
+            lost_hosts = failed_hosts(self._folder.allocations / allocation_name / JOB_LOG, job.nodes)
+            reason += f", {','.join(lost_hosts)} failed" if lost_hosts else ""
         status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
         return JobEnd(
-            status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=failed_hosts
+            status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=lost_hosts
         )
 
     def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
@@ -366,22 +368,9 @@ _USUAL_STATES = {
 """States of active jobs that need no message."""
 
 
-def _failed_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:
-    """The nodes that a job has lost; empty where that is unknown.
-
-    The last line of srun about a failed node names them. Where srun itself ran on that node, they are the nodes that are
-    down now.
-
-    Args:
-        log_path: the log of the job.
-        nodes: the nodes of the job, such as gpu[01-04].
-    """
-    with contextlib.suppress(OSError, CommandError):
-        if host_lists := _NODE_FAILURE.findall(log_path.read_text(errors="replace")):
-            return tuple(ask("scontrol", "show", "hostnames", host_lists[-1]).split())
-        options = ("--noheader", "--Node", "--states=down,fail", "--format=%N", f"--nodes={nodes}")
-        return tuple(sorted({*ask("sinfo", *options).split()})) if nodes else ()
-    return ()
+def _is_refusal(failure_text: str) -> bool:
+    """Whether sbatch would fail in the same way at another try."""
+    return bool(_PERMANENT_ERRORS.search(failure_text) and not _PASSING_ERRORS.search(failure_text))
 
 
 def _job(job_id: str, job_name: str) -> Job:

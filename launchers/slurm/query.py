@@ -1,5 +1,6 @@
 """Asks Slurm's programs with a time-out; about our jobs it asks seldom, and not for ever if Slurm is silent."""
 
+import contextlib
 import math
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm.job import (
@@ -26,6 +28,8 @@ QUERY_TIMEOUT_S = 20.0
 """Seconds after which a Slurm program is killed, if its caller gives no other time."""
 _KEPT_NAMES = {"SLURM_CONF", "SLURM_JWT"}
 _OPTION_NAME = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+"""What srun prints when slurmctld reports that nodes of the job have failed (`_node_fail_handler` of Slurm)."""
 MIN_SQUEUE_PAUSE_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
 MAX_BACK_OFF_S = 300.0
@@ -220,6 +224,24 @@ class SlurmQuery:
                     failure = error
         if failure:
             raise ClusterError(f"{failure}; the jobs may still run: `squeue --me` shows them") from failure
+
+
+def failed_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:
+    """The nodes that a job has lost; empty where that is unknown.
+
+    The last line of srun about a failed node names them. Where srun itself ran on that node, they are the nodes that are
+    down now.
+
+    Args:
+        log_path: the log of the job.
+        nodes: the nodes of the job, such as gpu[01-04].
+    """
+    with contextlib.suppress(OSError, CommandError):
+        if host_lists := _NODE_FAILURE.findall(log_path.read_text(errors="replace")):
+            return tuple(ask("scontrol", "show", "hostnames", host_lists[-1]).split())
+        options = ("--noheader", "--Node", "--states=down,fail", "--format=%N", f"--nodes={nodes}")
+        return tuple(sorted({*ask("sinfo", *options).split()})) if nodes else ()
+    return ()
 
 
 _ALREADY_OVER = re.compile("invalid job id|already complet|already finish|no longer pending", re.IGNORECASE)

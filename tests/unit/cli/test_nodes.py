@@ -175,7 +175,7 @@ def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
 
 def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
     """Sweeps with launcher=slurm and without cluster= have the name that Slurm gives, those on this machine none."""
-    clusters = ("alps", "jura", "")
+    clusters, rows = ("alps", "jura", ""), []
     for sweep in clusters:
         folder = make_sweep(tmp_path / f"sweep-{sweep}", SPECS[:1])
         first, *rest = night(0, "n01", 1)
@@ -183,3 +183,6 @@ def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
         expected = {sweep or "local"}
         assert {row["cluster"] for row in journal_rows(folder, pytest.fail)} == expected
         assert {row["cluster"] for row in table_rows(collect([folder], lambda message: None))} == expected
+        rows += journal_rows(folder, pytest.fail)
+    labels = {report.label.partition(" (")[2] for report in reports(rows)}
+    assert labels == {"alps)", "jura)", "local)"}

@@ -78,8 +78,8 @@ def test_limit_and_price_hold_for_the_control_too(sweep):
     (draft,) = drafts_of(sweep, others(1, 2))
     hours = [run.gpu_hours for run in (ONE, *others(1, 2))]
     assert draft.gpu_hours == pytest.approx(START_S * 2 / HOUR + sum(hours))
-    (short,) = drafts_of(sweep, others(1, 2), max_limit_s=60.0)
-    assert short.limit_s == 60.0 < draft.limit_s
+    (short,) = drafts_of(sweep, others(1, 2), max_limit_s=180.0)
+    assert short.limit_s == 180.0 < draft.limit_s
 
 
 # submissions
