@@ -385,5 +385,5 @@ def _user_notes(answer: Answer, active_jobs: Mapping[str, SlurmJob]) -> tuple[st
             remedy = pending_remedy(job.reason)
             notes += [f"jobs are pending ({job.reason}): {remedy}"] if remedy else []
         elif job.state not in _USUAL_STATES:
-            notes.append(f"job {job.job_id} is {job.state}: {job.meaning.note}")
+            notes.append(f"job {job.job_id} {job.meaning.note}")
     return tuple(dict.fromkeys(notes))

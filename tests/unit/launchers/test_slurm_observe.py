@@ -7,111 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.allocations import with_launcher
-from ultrabench.errors import ClusterError
-from ultrabench.launchers.launcher import own_origin
+from tests.unit.launchers import played_slurm
+from tests.unit.launchers.played_slurm import GRACE_S, JOB_NAME, A, B, rows
 from ultrabench.launchers.slurm import launcher as slurm_module
-from ultrabench.launchers.slurm.job import SlurmJob, find_job
-from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, STUCK_S, SlurmLauncher
-from ultrabench.launchers.slurm.query import Answer, CommandError
+from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S
+from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.result import Status
-from ultrabench.store.allocation import JOB_LOG
-from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
-from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen
-from ultrabench.store.state import AllocationState
 
-A, B = "n1-0000aaaa.0", "n1-0000aaaa.1"
-JOB_NAME = "ub-quick-n1-0000aaaa"
-GRACE_S = 60.0
-
-
-def rows(*jobs, name=JOB_NAME, **fields):
-    """What squeue or sacct lists, from (id, state)."""
-    return {job_id: SlurmJob(job_id=job_id, name=name, state=state, **fields) for job_id, state in jobs}
-
-
-class Slurm:
-    """A launcher, its played Slurm and its allocations; time passes only where the test says so."""
-
-    def __init__(self, folder):
-        self.now = self.asked_at = 0.0
-        self.listed, self.known, self.held = {}, {}, {}
-        self.error, self.polled, self.refuses = None, True, False
-        self.asked, self.cancelled, self.foreign_job_notes = [], [], {}
-        self.launcher = SlurmLauncher(with_launcher(grace_s=GRACE_S), SweepFolder(folder / "quick"))
-        self.launcher.query = self
-
-    def monotonic(self):
-        return self.now
-
-    def jobs(self, prefix, *, fresh=False):
-        if self.error is None and self.polled:
-            self.asked_at = self.now
-        jobs = {i: job for i, job in self.listed.items() if job.name.startswith(prefix)}
-        return Answer(jobs=jobs, age_s=self.now - self.asked_at, error=self.error)
-
-    def accounting(self, jobs):
-        self.asked += jobs
-
-        def job_of(job_id, ours):
-            return find_job(
-                {i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}, job_id
-            )
-
-        return {job_id: job for job_id, ours in jobs.items() if (job := job_of(job_id, ours))}
-
-    def cancel(self, job_ids):
-        self.cancelled.append(sorted(job_ids))
-        if self.refuses:
-            raise ClusterError("scancel: no answer")
-
-    def submitted(self, name, job_id="57_0"):
-        self.held[name] = AllocationState(name=name, job=job_id and {"job_id": job_id})
-
-    def log(self, name):
-        path = self.launcher._folder.allocations / name / JOB_LOG
-        path.parent.mkdir(parents=True)
-        return path
-
-    def started(self, name=A, job_id="57_0"):
-        """An agent of this job has claimed the allocation and said so."""
-        self.held[name].agents += (LeadingAgent(host="gpu01", job=Start(job_id=job_id)),)
-
-    def ended(self, name=A, held_s=None):
-        start = Start(job_id="57_0")
-        end = AllocationEnded(allocation=name, job=start, reason="all done", elapsed_s=1.0, held_s=held_s)
-        self.held[name].ends[start] = end
-
-    def observe(self, *jobs, after=0.0):
-        """A look, at which squeue lists these jobs if any are given."""
-        self.now += after
-        self.listed = rows(*jobs) if jobs else self.listed
-        return self.launcher.observe(self.held)
-
-    def lives(self, *jobs, after=0.0):
-        """A look at which nothing is over."""
-        look = self.observe(*jobs, after=after)
-        assert (look.alive, look.ended_jobs) == ({A}, {})
-        return look
-
-    def ends(self, after):
-        """A look at which the allocation is over: its status and why."""
-        end = self.observe(after=after).ended_jobs[A]
-        return end.status, end.reason
-
-
-def times(look):
-    """Allocation -> the seconds for which its job held nodes."""
-    return {name: end.held_s for name, end in look.timed.items()}
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = Slurm(tmp_path)
-    monkeypatch.setattr(slurm_module, "time", fake)
-    fake.submitted(A)
-    assert fake.launcher.origin == own_origin("slurm")
-    return fake
+slurm = played_slurm.slurm
 
 
 def test_before_the_first_answer_everything_may_live(slurm):
@@ -136,7 +40,7 @@ def test_what_squeue_lists_lives_and_is_timed_while_it_holds_nodes(slurm, state,
         assert (look.queued, look.held_s) == (({A}, {}) if queued else (set(), {A: 8.0}))
         assert look.running == ({A} if state == "RUNNING" else set())
         assert look.jobs == {A: {"job_id": "57_0", "name": JOB_NAME}}
-        assert look.notes == ((f"job 57_0 is {state}: {note}",) if note else ())
+        assert look.notes == ((f"job 57_0 {note}",) if note else ())
     assert slurm.asked == []
 
 
@@ -294,95 +198,6 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     slurm.observe()
     assert slurm.ends(after=GRACE_S) == (Status.CANCELLED, "Slurm ended job 57_0: TIMEOUT")
     assert slurm.asked == ["57_0"]
-
-
-@pytest.mark.parametrize(("requeue", "held_s"), [(False, 0.0), (True, 1.0)])
-def test_the_time_of_a_requeued_job_is_at_least_that_of_its_agents(slurm, requeue, held_s):
-    """Slurm shows only the time of its latest start, and there may be none."""
-    slurm.launcher._config = with_launcher(requeue=requeue)
-    slurm.started()
-    slurm.ended()
-    assert times(slurm.observe(("57_0", "CANCELLED"))) == {A: held_s}
-
-
-def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slurm):
-    slurm.submitted(B, "58_0")
-    slurm.started(B, "58_0")
-    slurm.ended()
-    jobs = ("57_0", "COMPLETED"), ("58_0", "RUNNING")
-    assert times(slurm.observe(*jobs)) == {}, "one never started, the other is not over"
-    slurm.started()
-    assert times(slurm.observe(("57_0", "COMPLETING"), jobs[1])) == {}, "its nodes are not free yet"
-    slurm.listed = rows(*jobs, elapsed_s=135.0)
-    for _ in range(2):
-        assert times(slurm.observe(after=10)) == {A: 135.0}
-    slurm.ended(held_s=135.0)
-    assert (times(slurm.observe(after=10)), slurm.asked) == ({}, [])
-
-
-@pytest.mark.parametrize(("log", "failed_hosts"), [
-    ("", ("gpu03",)), (None, ()), ("rank 0: srun: error: Node failure on gpu01\n", ("gpu03",)),
-    ("srun: error: Node failure on gpu0\nsrun: error: Node failure on gpu[06-07]\n", ("gpu06", "gpu07")),
-])  # fmt: skip
-def test_the_nodes_that_slurm_lost_are_those_that_srun_names_last_or_those_that_are_down(
-    slurm, programs, log, failed_hosts
-):
-    """Slurm ends the job of a lost node by SIGTERM, so that the agents may record its end first."""
-    programs.says |= {"hostnames": "gpu06\ngpu07\n", "nodes": "gpu03\ngpu03\n"}
-    programs.write()
-    slurm.started()
-    slurm.ended()
-    if log is not None:
-        slurm.log(A).write_text(log)
-    slurm.listed = rows(("57_0", "NODE_FAIL"), nodes="gpu[03,06-07]")
-    end = slurm.observe().timed[A]
-    assert (end.status, end.failed_hosts) == (Status.NODE_FAIL, failed_hosts)
-    assert (f"{','.join(failed_hosts)} failed" in end.reason) == bool(failed_hosts)
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm, recorded):
-    """A second job of the allocation, which squeue still lists, says nothing of its time."""
-    slurm.started()
-    slurm.ended()
-    slurm.listed = rows(("61_0", "COMPLETED"), elapsed_s=3.0)
-    slurm.known = {**slurm.listed, **(rows(("57_0", "COMPLETED"), elapsed_s=140.0) if recorded else {})}
-    assert times(slurm.observe()) == ({A: 140.0} if recorded else {})
-    for _ in range(3):
-        assert times(slurm.observe(after=1000)) == {}
-    assert slurm.asked == ["57_0"]
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-@pytest.mark.parametrize("requeue", [False, True])
-def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
-    """Unless Slurm may have started it again."""
-    slurm.refuses = refuses
-    slurm.launcher._config = with_launcher(grace_s=GRACE_S, requeue=requeue)
-    slurm.started()
-    slurm.ended()
-    for after in (0.0, GRACE_S):
-        assert slurm.observe(("57_0", "RUNNING"), after=after).leaving == {A}
-        assert slurm.cancelled == []
-    slurm.observe(after=1)
-    assert slurm.cancelled == ([] if requeue else [["57_0"]])
-
-
-def test_a_job_that_has_not_given_its_nodes_back_leaves_and_is_timed(slurm):
-    """Slurm counts no epilog: its time goes from the first to the last answer of squeue that shows it."""
-    slurm.started()
-    slurm.observe()
-    slurm.ended()
-    slurm.polled = False
-    assert slurm.observe(after=5).leaving == {A}, "squeue was asked before its end"
-    slurm.polled, slurm.listed = True, rows(("57_0", "COMPLETING"), elapsed_s=100.0, nodes="gpu07")
-    for held_s, notes in ((100.0, 0), (100.0 + STUCK_S, 1)):
-        look = slurm.observe(after=STUCK_S if notes else 5)
-        assert (look.leaving, look.running, look.held_s, len(look.notes)) == ({A}, set(), {A: held_s}, notes)
-    assert "has not freed gpu07 for 5 minutes" in look.notes[0]
-    slurm.listed = rows(("57_0", "COMPLETED"), elapsed_s=100.0)
-    look = slurm.observe(after=30)
-    assert (look.leaving, times(look), slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
 
 
 @pytest.mark.parametrize("squeue_answers", [False, True])
