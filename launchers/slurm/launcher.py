@@ -164,6 +164,8 @@ class SlurmLauncher:
         remedy = (
             "fix launcher.* (ultrabench doctor says how) or the cluster, then launch again; results are kept"
         )
+        if bad_hosts:
+            remedy = f"to use excluded nodes again, set retry.forgive=[{','.join(bad_hosts)}], or {remedy}"
         error_type = ConfigError if _is_refusal(failure_text) else ClusterError
         raise error_type(fact, remedy) from last_error
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.configs import refused
 from tests.unit.allocations import with_launcher
 from tests.unit.launchers import played_slurm
 from tests.unit.launchers.played_slurm import GRACE_S, JOB_NAME, A, B, rows
@@ -224,6 +225,23 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
     assert len(tries) == 1 + squeue_answers
     waited = "squeue does not answer; no jobs are submitted until it does" in messages
     assert waited != squeue_answers
+
+
+@pytest.mark.parametrize(
+    ("bad_hosts", "remedy"),
+    [([], "fix launcher.*"), (["gpu01", "gpu02"], "set retry.forgive=[gpu01,gpu02], or fix")],
+)
+def test_what_sbatch_refuses_is_a_wrong_setting_or_too_many_excluded_nodes(
+    slurm, monkeypatch, bad_hosts, remedy
+):
+    def submit(path, script, environment):
+        raise CommandError("Requested node configuration is not available")
+
+    monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: None)
+    monkeypatch.setattr(slurm_module, "submit", submit)
+    with refused(match=remedy.replace("[", r"\[")) as caught:
+        slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], bad_hosts, pytest.fail)
+    assert "a job of 1 node: Requested node configuration is not available" in str(caught.value)
 
 
 BANNER = "Welcome! Your last job 1 was not found: invalid account\n"
