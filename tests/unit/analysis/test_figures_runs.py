@@ -329,6 +329,13 @@ def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_tha
     assert (shares[2, "1f1b", 8], shares[4, "interleaved", 8]) == pytest.approx((1 / 9, 3 / (3 * 8 + 3)))
 
 
+@pytest.mark.parametrize("facts", [{"kernel_version": "2"}, {"env_id": "y", "torch_version": "2"}])
+def test_runs_of_two_versions_are_no_pair(facts):
+    rows = row("like", env_id=facts.get("env_id") and "x"), piped("a", **facts)
+    assert (bubble_points(table_of(*rows))[0]["nodes"] == 0).all()
+    assert drawn("scaling", *rows, axis="pp")[0]["equal_group"].nunique() == 2
+
+
 def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():
     figure = prepare_figure("bubble", table_of(*PIPELINES, piped("fast", 120.0)), title="t")[1]()
     texts = {axes.get_title("left"): [text.get_text() for text in axes.texts] for axes in figure.axes}
