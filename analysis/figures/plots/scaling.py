@@ -64,7 +64,7 @@ def _with_efficiency(runs: pd.DataFrame) -> pd.DataFrame:
     The interval of a ratio follows from those of its two rates, which were measured independently.
     """
     speed, low, high = rate_columns = ["tokens_per_s_per_gpu", "rate_low", "rate_high"]
-    runs[low] = runs[low].clip(lower=1e-6 * runs[speed])
+    runs[high] = runs[high].clip(upper=10 * runs[speed])  # it may be infinite, which cannot be drawn
     is_on_fewest_nodes = runs["nodes"] == runs.groupby("panel")["nodes"].transform("min")
     base_by_panel = runs[is_on_fewest_nodes & runs["is_best"]].set_index("panel")[rate_columns]
     base_rates = base_by_panel.reindex(runs["panel"]).set_axis(runs.index)

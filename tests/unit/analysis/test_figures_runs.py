@@ -229,7 +229,7 @@ def test_efficiency_is_against_the_smallest_number_of_nodes_with_the_intervals_o
     runs = points.set_index("run_id")
     assert runs["efficiency"]["a"] == 100
     assert math.isnan(runs["efficiency_low"]["a"])
-    down, up = math.hypot(math.log(0.96), math.log(1.03)), math.hypot(math.log(1.04), math.log(0.97))
+    down, up = math.hypot(math.log(1.04), math.log(0.97)), math.hypot(math.log(0.96), math.log(1.03))
     assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([75, 75 * math.exp(-down), 75 * math.exp(up)])
     assert math.isnan(runs["efficiency"]["slow"])
     assert math.isnan(runs["efficiency_equal"]["slow"])
@@ -241,6 +241,8 @@ def test_the_interval_of_an_efficiency_holds_all_repeats_of_its_runs():
     repeats = [weak_row("b", 2, rate, 0.0, repeat=n) for n, rate in enumerate((90.0, 100.0, 120.0))]
     runs = by_run("scaling", weak_row("a", 1, 200.0, 0.0), *repeats)
     assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([50, 45, 60])
+    runs = by_run("scaling", weak_row("a", 1, 200.0, 0.0), weak_row("b", 2, 100.0, 1.5))
+    assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([50, 20, 500])
 
 
 def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs():
