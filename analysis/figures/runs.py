@@ -115,21 +115,29 @@ def runs_note(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) ->
     return f"{excluded_text if num_not_winning else ''}{cells.notes(table)}"
 
 
-def runs_with_value(runs: pd.DataFrame, column: str, value_name: str, todo: str) -> tuple[pd.DataFrame, str]:
+def noun_of(rows: pd.DataFrame) -> str:
+    """What a row of `final_rows` is called: a run, or a repeat where a run has several."""
+    return "repeat" if rows.duplicated(["sweep", "run_id"]).any() else "run"
+
+
+def runs_with_value(
+    runs: pd.DataFrame, column: str, value_name: str, todo: str, noun: str = "run"
+) -> tuple[pd.DataFrame, str]:
     """The runs with a value in a column, and a line that counts the others, empty if there are none.
 
     Args:
         value_name: what the column holds, in words.
         todo: what to do if no run has it.
+        noun: what a row is, such as `repeat`.
 
     Raises:
         ConfigError: no run has it.
     """
     complete_runs = runs.dropna(subset=column)
     if not len(complete_runs):
-        raise ConfigError(f"{counted(len(runs), 'run')}, none with {value_name}; {todo}")
+        raise ConfigError(f"{counted(len(runs), noun)}, none with {value_name}; {todo}")
     num_missing = len(runs) - len(complete_runs)
-    missing_text = f"Excluded: {counted(num_missing, 'run')} without {value_name}.\n"
+    missing_text = f"Excluded: {counted(num_missing, noun)} without {value_name}.\n"
     return complete_runs, missing_text if num_missing else ""
 
 

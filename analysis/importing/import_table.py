@@ -80,7 +80,9 @@ def _texts_by_column(path: Path) -> dict[str, pd.Series]:
     if len(names) == 1 and re.search("[;\t]", names[0]):
         raise ConfigError(f"cannot read {path}: {names[0]!r} is its only column; {_FILE_RULE}")
     if (is_repeated := names.duplicated() & (names != "")).any():
-        raise ConfigError(f"{path} has several columns {names[is_repeated].iloc[0]!r}; keep one or rename them")
+        raise ConfigError(
+            f"{path} has several columns {names[is_repeated].iloc[0]!r}; keep one or rename them"
+        )
     raw_table.index += 1
     return {str(name): raw_table[position][1:] for position, name in names.items()}
 
@@ -119,7 +121,9 @@ def _column_values(our_column: str, source: Source, texts: pd.Series) -> pd.Seri
     if column_type == TEXT:
         return texts.where(~is_empty, None).astype(object)
     unit_factor = UNIT_FACTORS.get(source.unit or "", 1.0)
-    ungrouped_texts = texts.str.replace(_THOUSANDS_GROUPS, lambda match: match[0].replace(",", ""), regex=True)
+    ungrouped_texts = texts.str.replace(
+        _THOUSANDS_GROUPS, lambda match: match[0].replace(",", ""), regex=True
+    )
     numbers = pd.to_numeric(ungrouped_texts, errors="coerce") * unit_factor
     is_too_large = (numbers.abs() >= 2**63) & (column_type == INT)
     is_allowed = (column_type != INT) | (source.unit is not None) | (numbers % 1 == 0)

@@ -51,7 +51,9 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     # pp=1 counts as 1f1b with one stage on each rank, whether the row names them or not.
     usual_columns = {"pp_schedule": runs["pp_schedule"].replace("none", "1f1b")}
     usual_columns["virtual_stages"] = runs["virtual_stages"].fillna(1)
-    equal_groups = runs.assign(**usual_columns).groupby(["panel", "environment", *equal_columns], dropna=False)
+    equal_groups = runs.assign(**usual_columns).groupby(
+        ["panel", "environment", *equal_columns], dropna=False
+    )
     runs["equal_group"] = equal_groups.ngroup()
     if axis == "nodes":
         runs = _with_efficiency(runs)

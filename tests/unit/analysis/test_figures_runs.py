@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from tests.configs import refused
 from tests.unit.analysis.tables import PIPELINES, SAVED, piped, row, table_of
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
-from ultrabench.analysis.figures.kinds import KINDS, prepare_figure
+from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, runs_drawn
 from ultrabench.analysis.figures.picture import figure_style, render
 from ultrabench.analysis.figures.plots.bubble import points as bubble_points
 from ultrabench.analysis.figures.runs import final_rows, ok_runs
@@ -152,6 +152,11 @@ def test_failures_count_runs_by_how_they_ended():
     ends = [(1, "ok"), (2, "ok"), (2, "suspect"), (4, "ok"), (4, "oom"), (4, "pending")]
     assert counts.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
     assert drawn("failures", *SEVERAL, axis="dp")[0]["dp"].max() == 32
+    points, texts = drawn("failures", *SEVERAL, row("a", repeat=1))
+    assert (points["repeats"].sum(), runs_drawn(points)) == (8, "8 repeats")
+    assert "How 8 repeats ended" in texts
+    with refused("2 repeats, none with tp, pp and mbs that ended ok"):
+        drawn("largest-batch", row("a", mbs=None), row("a", mbs=None, repeat=1))
 
 
 def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis():

@@ -171,6 +171,9 @@ def many(number, status, reason=None, **values):
         ([*many(2, "rejected", "tp=3 odd", rule="tp_heads"), row("z", status="rejected", rule="zero")],
          "rejected", "no valid layout: tp=3 odd (tp_heads, 2 of 3)"),
         ([row("a", suspect="throttled", stopped="slower_than_best")], "ok", "1 ok but suspect: throttled"),
+        ([row("a", suspect="hot", tokens_per_s_per_gpu=None), row("b", stopped="slower_than_best"),
+          row("c", stopped="slower_than_best")], "ok",
+         "all 3 ok: 2 stopped early as slower than the best, 1 suspect: hot"),
     ],
 )  # fmt: skip
 def test_a_cell_without_a_winner_says_why(rows, status, reason):
