@@ -13,7 +13,7 @@ import ultrabench
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.numbers import count, formula_text
 from ultrabench.analysis.planned import NOTE, is_predicted
-from ultrabench.errors import counted
+from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, Status, outcome_order, tier
 from ultrabench.routing import routing_text
@@ -228,6 +228,32 @@ def compared_with(cells: list[Cell], other_cells: list[Cell]) -> list[Cell]:
         fields: dict[str, Any] = {"compare_layout": other_layout, "compare_differing": other_values}
         compared_cells.append(replace(cell, compare_ratio=ratio, **fields))
     return compared_cells
+
+
+def require_comparable(cells: Sequence[Cell], other_cells: Sequence[Cell]) -> None:
+    """Raises ConfigError unless one of the cells of A that `compared_with` returned has a ratio to a cell of B."""
+    if any(cell.compare_ratio for cell in cells):
+        return
+    sides = [[cell for cell in side if cell.tokens_per_s_per_gpu] for side in (cells, other_cells)]
+    names = ("model", "nodes", "routing", "seq_len", "gbs")
+    values_by_column = {name: [{str(getattr(c, name)) for c in side} for side in sides] for name in names}
+    fact = f"no cell has a speed in both A ({counted(len(sides[0]), 'cell')} with a speed) and B ({len(sides[1]):,})"
+    reasons = "".join(f"; {text}" for text in without_common_value(values_by_column))
+    raise ConfigError(f"{fact}{reasons}: compare tables with the same models and batch")
+
+
+def without_common_value(values_by_column: Mapping[str, Sequence[Collection[str]]]) -> list[str]:
+    """Texts such as `gbs is 32 in A and 64 in B` for the first three columns that have no common value.
+
+    Args:
+        values_by_column: for each column its values in A and in B.
+    """
+    sorted_values = {name: [*map(sorted, sides)] for name, sides in values_by_column.items()}
+    return [
+        f"{name} is {' / '.join(values_a[:3])} in A and {' / '.join(values_b[:3])} in B"
+        for name, (values_a, values_b) in sorted_values.items()
+        if values_a and values_b and not {*values_a} & {*values_b}
+    ][:3]
 
 
 def _layouts_differ(layout: Mapping[str, Any], other_layout: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis.cells import MAY_DIFFER, model_text
+from ultrabench.analysis.cells import MAY_DIFFER, model_text, without_common_value
 from ultrabench.analysis.environments import CHOSEN, OBSERVED, differing
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.other_models import other_models
@@ -85,11 +85,10 @@ class Comparison:
         num_untestable = int((~(timed["p_least"] <= _needed_p(timed))).sum())
         if 2 * num_untestable <= len(timed):
             return None
-        untestable_text = f"{num_untestable:,} of {counted(len(timed), 'layout')} have too few measured steps"
-        advice = (
-            "to be significant on their own, whatever the difference; some may be slower: measure more steps"
+        fact = (
+            f"{num_untestable:,} of {counted(len(timed), 'layout')}: too few measured steps to be significant"
         )
-        return f"{untestable_text} {advice}"
+        return f"{fact}, whatever the difference; some may be slower: measure more steps"
 
     @property
     def median_ratio(self) -> float | None:
@@ -218,13 +217,9 @@ def _no_common_layout(sides: Sequence[Sequence[Row]], names: Sequence[str], othe
     if models := [*other_models(*sides)]:
         todo = "compare tables of the same model, or give each model its own name"
         return f"{fact}; {'; '.join(models[:3])}: {todo}"
-    values_by_column = {name: [sorted({str(row[name]) for row in rows}) for rows in sides] for name in names}
-    differing_values = [
-        f"{name} is {' / '.join(values_a[:3])} in A and {' / '.join(values_b[:3])} in B"
-        for name, (values_a, values_b) in values_by_column.items()
-        if values_a and values_b and not {*values_a} & {*values_b}
-    ]
-    return f"{fact}{''.join(f'; {text}' for text in differing_values[:3])}: compare tables with the same models and batch"
+    values_by_column = {name: [{str(row[name]) for row in rows} for rows in sides] for name in names}
+    reasons = "".join(f"; {text}" for text in without_common_value(values_by_column))
+    return f"{fact}{reasons}: compare tables with the same models and batch"
 
 
 def _run_times_s(rows: Sequence[Row]) -> list[list[float]]:

@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 from scipy.special import stdtr, stdtrit
 
+from ultrabench.analysis.environments import DRIVERLESS, environment_numbers
 from ultrabench.analysis.knobs import COLUMNS as KNOB_COLUMNS
 from ultrabench.analysis.knobs import in_order, is_of_variant, knobs, set_value, value_text
 from ultrabench.analysis.left_out import none_left
@@ -132,7 +133,7 @@ def competing(table: pa.Table) -> CompetingRuns:
     return competing_in(Ranking(table, more_columns=COLUMNS))
 
 
-COLUMNS = ("gpus", "first_values", "suspect_codes")
+COLUMNS = ("gpus", "first_values", "suspect_codes", *DRIVERLESS)
 """Columns that effects read beside those of a ranking."""
 
 
@@ -153,7 +154,7 @@ def competing_in(ranking: Ranking) -> CompetingRuns:
         runs=runs.assign(
             **frame.loc[rows, ["model", "num_params", "sweep"]].reset_index(drop=True),
             first_values=frame.loc[rows, "first_values"].fillna("").map(variant_in).to_numpy(),
-            environment=np.array([tried[index].environment for index in winners], object),
+            environment=environment_numbers(frame)[rows].to_numpy(),
             alike=frame.groupby(_EQUAL_COLUMNS, dropna=False).ngroup()[rows].to_numpy(),
             control=repeats_by_run["control"].first(),
             variance=repeats_by_run["variance"].mean() / repeats_by_run.size(),

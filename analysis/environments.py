@@ -9,6 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+import pandas as pd
 import pyarrow as pa
 
 from ultrabench.standing import merge_environments
@@ -17,7 +18,8 @@ CHOSEN = ("env", "kernel_digest", "kernel_version")
 """Columns with what the user chose: the variables of kernel.env, and the program."""
 OBSERVED = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "variables", "driver_version")
 """Columns with what a rank saw."""
-_DRIVERLESS = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
+DRIVERLESS = tuple(name for name in (*CHOSEN, *OBSERVED) if name != "driver_version")
+"""Columns in which environments differ that do not count as one."""
 COLUMNS = ("sweep", "run_id", "status", "env_id", *CHOSEN, *OBSERVED)
 """Columns that this module reads."""
 _CONTEXT_COLUMNS = (
@@ -94,7 +96,7 @@ class Environments:
     def parts(self) -> list[dict[str, str | None]]:
         """For each row: column of CHOSEN or OBSERVED (without the driver) -> its value; empty if the table has one environment."""
         return [
-            {name: self._row_by_id[env_id][name] for name in _DRIVERLESS} if env_id else {}
+            {name: self._row_by_id[env_id][name] for name in DRIVERLESS} if env_id else {}
             for env_id in self.ids
         ]
 
@@ -107,9 +109,18 @@ class Environments:
         ]
 
 
+def environment_numbers(frame: pd.DataFrame) -> pd.Series:
+    """For each row of a ranking, which has the columns DRIVERLESS, the number of its environment.
+
+    Rows without an env_id, such as imported ones, have equal numbers if they are equal in DRIVERLESS.
+    """
+    facts = frame[[*DRIVERLESS]].where(frame["env_id"].isna()).assign(environment=frame["competes_in"])
+    return facts.groupby([*facts], dropna=False).ngroup()
+
+
 def _merged_environments(ok_rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """env_id -> the env_id of the environment that it counts as, and sweep -> its drivers that count as one."""
-    keyed_rows = ((tuple(str(row[name]) for name in ("sweep", *_DRIVERLESS)), row) for row in ok_rows)
+    keyed_rows = ((tuple(str(row[name]) for name in ("sweep", *DRIVERLESS)), row) for row in ok_rows)
     environments = ((key, row["env_id"], row["driver_version"] or "") for key, row in keyed_rows)
     representative_by_id, drivers_by_key = merge_environments(sorted(environments))
     drivers_by_sweep = {key[0]: drivers for key, drivers in drivers_by_key.items() if isinstance(key, tuple)}

@@ -17,12 +17,13 @@ _REMEDY_BY_CODE = {
 """Code of a doubt -> what to do if most suspect runs have it."""
 
 
-def none_left(runs: pd.DataFrame, conclusion: str) -> ConfigError:
+def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigError:
     """The refusal of runs that are all left out.
 
     Args:
         runs: one row for each run, with the columns status, suspect, suspect_codes and stopped.
         conclusion: what no run can do, such as `none can win`.
+        noun: what a row is, such as `repeat`.
     """
     is_ok = runs["status"] == Status.OK
     suspect_runs = runs[is_ok & runs["suspect"].notna()]
@@ -32,7 +33,7 @@ def none_left(runs: pd.DataFrame, conclusion: str) -> ConfigError:
     texts = [f"{n:,} {reason}" for n, reason in reasons if n]
     if len(suspect_runs):
         texts[0] += f" ({suspect_runs['suspect'].iloc[0]})"
-    fact = f"{counted(len(runs), 'run')}, {conclusion}{': ' if texts else ''}{', '.join(texts)}"
+    fact = f"{counted(len(runs), noun)}, {conclusion}{': ' if texts else ''}{', '.join(texts)}"
     if len(suspect_runs):
         return ConfigError(fact, _remedy(suspect_runs["suspect_codes"]))
     if is_stopped.any():

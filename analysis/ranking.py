@@ -49,7 +49,7 @@ def _status_text(status: str | None, rows: Sequence[Row], is_only_status: bool) 
         return f"{num_runs} pending"
     number_text = f"all {num_runs}" if is_only_status and num_runs > 1 else str(num_runs)
     if status == "ok":
-        return f"{number_text} ok {_why_unranked(rows)}"
+        return f"{number_text} ok{_why_unranked(rows)}"
     reason = next((row["reason"] for row in rows if row["reason"]), None)
     if reason is None or status == "oom":  # the name of the status says enough
         return f"{number_text} {status}"
@@ -57,13 +57,13 @@ def _status_text(status: str | None, rows: Sequence[Row], is_only_status: bool) 
 
 
 def _why_unranked(rows: Sequence[Row]) -> str:
-    """The text that tells why none of the ok runs could win."""
-    why_suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
-    if why_suspect is not None:
-        return f"but suspect: {why_suspect}"
-    if any(row["stopped"] == SLOWER for row in rows):
-        return "but stopped early as slower than the best"
-    return "without a value to rank by"
+    """The text that tells why none of the ok runs could win, such as ` but suspect: hot`, or a count of each reason."""
+    reasons = ("without a value to rank by", "but stopped early as slower than the best", "but suspect")
+    codes = {row["run_id"]: 2 if row["suspect"] else int(row["stopped"] == SLOWER) for row in rows}
+    counts = sorted(Counter(codes.values()).items())
+    texts = [f"{num_runs:,} {reasons[code].removeprefix('but ')}" for code, num_runs in counts]
+    why_suspect = next((f": {row['suspect']}" for row in rows if row["suspect"]), "")
+    return (f" {reasons[counts[0][0]]}" if len(counts) == 1 else f": {', '.join(texts)}") + why_suspect
 
 
 def _no_valid_layout_text(rejected_rows: Sequence[Row]) -> str:

@@ -311,8 +311,9 @@ def _note_sentences(cells: Sequence[Cell], compared_name: str) -> Iterator[str]:
     cells_text = counted(len(cells), "cell")
     if formula := formula_of_cells(cells):
         yield f"{formula}."
-    if any(cell.compare_ratio is not None for cell in cells):
-        yield f"Factors such as 1.00x: tokens/s/GPU relative to the best of {compared_name}."
+    if num_compared := sum(cell.compare_ratio is not None for cell in cells):
+        scope_text = f"Factors such as 1.00x (in {num_compared} of {cells_text})"
+        yield f"{scope_text}: tokens/s/GPU relative to the best of {compared_name}."
     difference_texts = {
         f"{fact_name} {other_value or 'unknown'} instead of {getattr(cell, fact_name) or 'unknown'}"
         for cell in cells
@@ -328,7 +329,7 @@ def _note_sentences(cells: Sequence[Cell], compared_name: str) -> Iterator[str]:
     if num_environments := sum(cell.environment is not None for cell in cells):
         yield f"In {num_environments} of {cells_text} layouts were measured in several environments; the square names the environment of the best."
     if suspect_cells := [cell for cell in cells if cell.suspect]:
-        scope_text = f"In {len(suspect_cells)} of {cells_text} every measurement is suspect, so the best suspect one is shown"
+        scope_text = f"In {len(suspect_cells)} of {cells_text} the layout shown is suspect"
         yield f"{scope_text}, such as {suspect_cells[0].title} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
     wide_cells = [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]
     if wide_cells:

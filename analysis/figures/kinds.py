@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ultrabench.errors import MAX_NAMES, ConfigError, nearest_name, require_known
+from ultrabench.errors import MAX_NAMES, ConfigError, counted, nearest_name, require_known
 from ultrabench.layout import DEGREES, DIVIDES, TEXT_AXES, USUAL
 
 if TYPE_CHECKING:  # every --help imports this module, so that it loads no pandas
@@ -97,11 +97,12 @@ def prepare_figure(
     return points, lambda: plot_module.figure(points, title=title, notes=notes, **options)
 
 
-def num_runs_drawn(points: "pd.DataFrame") -> int | None:
-    """The number of runs that a figure of these points shows; None for a figure of formulas, layouts or links."""
-    if "runs" in points:
-        return int(points["runs"].sum())
-    return len(points) if "run_id" in points else None
+def runs_drawn(points: "pd.DataFrame") -> str | None:
+    """How many runs or repeats a figure of these points shows; None for a figure of formulas, layouts or links."""
+    for noun in ("run", "repeat"):
+        if f"{noun}s" in points:
+            return counted(int(points[f"{noun}s"].sum()), noun)
+    return counted(len(points), "run") if "run_id" in points else None
 
 
 def rows_where(table: "pa.Table", value_by_column: Mapping[str, Any]) -> "pa.Table":

@@ -3,7 +3,7 @@
 import io
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,11 @@ _METADATA: dict[str, dict[str, Any]] = {".png": {}, ".svg": {"Date": None}, ".pd
 """Suffix of a file -> the metadata of matplotlib that are left out, since the time would change the bytes."""
 
 
-def render(make_figure: Callable[[], Figure], path: Path) -> bytes:
+def render(make_figure: Callable[[], Figure], path: Path, other_suffixes: Sequence[str] = ()) -> bytes:
     """The bytes of the file `path` with the figure that `make_figure` draws; the suffix of `path` gives the format.
+
+    Args:
+        other_suffixes: further suffixes that the message about an unknown one names.
 
     Raises:
         ConfigError: `path` ends in an unknown suffix; then `make_figure` is not called.
@@ -43,7 +46,9 @@ def render(make_figure: Callable[[], Figure], path: Path) -> bytes:
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
         todo = "give a file with one of these endings"
-        raise ConfigError(f"-o {path} does not end in .png, .svg or .pdf", todo)
+        raise ConfigError(
+            f"-o {path} does not end in {', '.join((*other_suffixes, '.png'))}, .svg or .pdf", todo
+        )
     buffer = io.BytesIO()
     with figure_style(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis import cells
+from ultrabench.analysis.environments import DRIVERLESS, environment_numbers
 from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.schema import CHECKPOINT
@@ -32,7 +33,8 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
     panels apart: hardware, kernel, precision, routing or batch. A suspect row of an imported table is in the panel of
     the other rows of its model, as in rankings. The column `place` is the place of a run that ended ok in the ranking
     of its cell, null for rows that do not stand for such a run; `may_win` says whether this run may be the best of its
-    cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
+    cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU; `environment` is a number that rows
+    of one environment share.
 
     Args:
         more_columns: further columns of the rows.
@@ -40,7 +42,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more_columns=(*_NUMBER_COLUMNS, "suspect_codes", *more_columns))
+    ranking = Ranking(table, more_columns=(*_NUMBER_COLUMNS, "suspect_codes", *DRIVERLESS, *more_columns))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
@@ -59,6 +61,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
     frame = frame.assign(
         **number_columns,
         nodes=frame["nodes"].astype(int),
+        environment=environment_numbers(frame),
         place_in_cell=pd.Series({s.repeat: s.place for s in standings}, dtype=float),
         **interval_ends.reindex(frame.index),
         may_win=frame.index.isin([s.repeat for s in standings if s.may_win]),
@@ -112,21 +115,29 @@ def runs_note(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) ->
     return f"{excluded_text if num_not_winning else ''}{cells.notes(table)}"
 
 
-def runs_with_value(runs: pd.DataFrame, column: str, value_name: str, todo: str) -> tuple[pd.DataFrame, str]:
+def noun_of(rows: pd.DataFrame) -> str:
+    """What a row of `final_rows` is called: a run, or a repeat where a run has several."""
+    return "repeat" if rows.duplicated(["sweep", "run_id"]).any() else "run"
+
+
+def runs_with_value(
+    runs: pd.DataFrame, column: str, value_name: str, todo: str, noun: str = "run"
+) -> tuple[pd.DataFrame, str]:
     """The runs with a value in a column, and a line that counts the others, empty if there are none.
 
     Args:
         value_name: what the column holds, in words.
         todo: what to do if no run has it.
+        noun: what a row is, such as `repeat`.
 
     Raises:
         ConfigError: no run has it.
     """
     complete_runs = runs.dropna(subset=column)
     if not len(complete_runs):
-        raise ConfigError(f"{counted(len(runs), 'run')}, none with {value_name}; {todo}")
+        raise ConfigError(f"{counted(len(runs), noun)}, none with {value_name}; {todo}")
     num_missing = len(runs) - len(complete_runs)
-    missing_text = f"Excluded: {counted(num_missing, 'run')} without {value_name}.\n"
+    missing_text = f"Excluded: {counted(num_missing, noun)} without {value_name}.\n"
     return complete_runs, missing_text if num_missing else ""
 
 

@@ -1,5 +1,6 @@
 """Makes result rows of the rows of a CSV file: as many as it has, in its order."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from ultrabench.result import Status
 
 _EMPTY_TEXTS = frozenset({"", "nan", "null", "na", "n/a", "-"})
 """Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` means so, too."""
+_FILE_RULE = "give a CSV file in UTF-8 with commas between its columns"
 _TRUTH_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_THOUSANDS_GROUPS = r"^[+-]?\d{1,3}(,\d{3})+(?=\.\d+$|$)"
+"""Pattern of the digits of a number with commas between thousands; a number with other commas is refused."""
 _IDENTITY_COLUMNS = [
     "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
 ]  # fmt: skip
@@ -55,7 +59,7 @@ def import_csv(path: Path, table_map: TableMap) -> Imported:
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error
     except pa.ArrowException as error:
-        fact = f"{path} holds a number that is too large: {error}"
+        fact = f"{path} holds a number that is too large: {', '.join(map(str, error.args))}"
         raise ConfigError(f"{fact}; correct it or its unit") from error
     unused_columns = tuple(name for name in texts_by_column if name not in source_columns)
     return Imported(table=table, doubt_counts=doubt_counts, unused_columns=unused_columns)
@@ -69,11 +73,18 @@ def _texts_by_column(path: Path) -> dict[str, pd.Series]:
         raw_table = pd.DataFrame()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip()
-        raise UltrabenchError(f"cannot read {path}: {reason}; give a CSV file") from error
+        raise UltrabenchError(f"cannot read {path}: {reason}; {_FILE_RULE}") from error
     if len(raw_table) < 2:
         raise ConfigError(f"{path} has no rows below the header; there is nothing to import")
+    names = raw_table.iloc[0]
+    if len(names) == 1 and re.search("[;\t]", names[0]):
+        raise ConfigError(f"cannot read {path}: {names[0]!r} is its only column; {_FILE_RULE}")
+    if (is_repeated := names.duplicated() & (names != "")).any():
+        raise ConfigError(
+            f"{path} has several columns {names[is_repeated].iloc[0]!r}; keep one or rename them"
+        )
     raw_table.index += 1
-    return {str(name): raw_table[position][1:] for position, name in raw_table.iloc[0].items()}
+    return {str(name): raw_table[position][1:] for position, name in names.items()}
 
 
 def _our_columns(texts_by_column: Mapping[str, pd.Series], table_map: TableMap) -> pd.DataFrame:
@@ -110,10 +121,15 @@ def _column_values(our_column: str, source: Source, texts: pd.Series) -> pd.Seri
     if column_type == TEXT:
         return texts.where(~is_empty, None).astype(object)
     unit_factor = UNIT_FACTORS.get(source.unit or "", 1.0)
-    numbers = pd.to_numeric(texts.str.replace(",", ""), errors="coerce") * unit_factor
+    ungrouped_texts = texts.str.replace(
+        _THOUSANDS_GROUPS, lambda match: match[0].replace(",", ""), regex=True
+    )
+    numbers = pd.to_numeric(ungrouped_texts, errors="coerce") * unit_factor
+    is_too_large = (numbers.abs() >= 2**63) & (column_type == INT)
     is_allowed = (column_type != INT) | (source.unit is not None) | (numbers % 1 == 0)
-    for line_no, text in texts[~is_empty & ~(np.isfinite(numbers) & is_allowed)].items():
+    for line_no, text in texts[~is_empty & ~(np.isfinite(numbers) & is_allowed & ~is_too_large)].items():
         rule = f"is not {'an integer' if column_type == INT else 'a number'}; correct it or leave it empty"
+        rule = "is too large; correct it or its unit" if is_too_large[line_no] else rule
         raise ConfigError(f"line {line_no}: {csv_column}={text!r} {rule}")
     return numbers.round() if column_type == INT else numbers
 

@@ -44,7 +44,7 @@ class Repeat(NamedTuple):
     control_ratio: float | None = None
     """Step time of the control layout of its allocation over its own."""
     ci95_rel: float | None = None
-    """Half the 95 % interval of the rate, relative to it; None counts as 0."""
+    """Half the 95 % interval of the step time, relative to it; None counts as 0."""
 
     @property
     def measured(self) -> bool:
@@ -190,7 +190,7 @@ def _standing(
     """The standing of a run from its repeats and those of them that compete, without its place.
 
     Args:
-        control_cis: allocation -> half the 95 % interval of the rate of its control, relative to that rate.
+        control_cis: allocation -> half the 95 % interval of the step time of its control, relative to it.
     """
     interval = rate_interval = None
     if competing:
@@ -230,10 +230,15 @@ def _interval(values_and_cis: Sequence[tuple[float, float]]) -> tuple[float, flo
     """The smallest interval that holds the intervals of all repeats.
 
     Args:
-        values_and_cis: the value of each repeat, and half its 95 % interval relative to that value.
+        values_and_cis: the value of each repeat, which is a rate, or a time or cost with a minus, and half the 95 %
+            interval of its step time, relative to it.
     """
-    intervals = [(value - abs(value) * ci, value + abs(value) * ci) for value, ci in values_and_cis]
-    return min([low for low, _ in intervals]), max([high for _, high in intervals])
+    lows = [value * (1 + ci) if value < 0 else value / (1 + ci) for value, ci in values_and_cis]
+    highs = [
+        value * (1 - ci) if value < 0 else value / (1 - ci) if ci < 1 else math.inf
+        for value, ci in values_and_cis
+    ]
+    return min(lows), max(highs)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

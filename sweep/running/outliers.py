@@ -116,7 +116,7 @@ def busy_peak(core_share: float | None) -> list[str]:
     """A line if other programs ran while a peak was measured, which had this share of the CPU cores; else none."""
     if core_share is None:
         return []
-    problem = f"the peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
+    problem = f"The peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
     remedy = "To measure it again, launch with another name= on an idle machine"
     return [f"{problem}: it may be too low, and MFU too high; speeds are right. {remedy}"]
 

@@ -18,7 +18,14 @@ from ultrabench.sweep.predict.pipeline import bubble_share
 from ultrabench.sweep.refusals import schedule_refusals
 
 _PIPELINE_AXES = (*FOLLOWING, "pp", *details_of("pp"))
-_PAIR_COLUMNS = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE_AXES)]
+_PAIR_COLUMNS = [
+    "panel",
+    "environment",
+    "gbs",
+    "seq_len",
+    "nodes",
+    *(name for name in AXES if name not in _PIPELINE_AXES),
+]
 """Columns that are equal in the two runs of a pair; the run without a pipeline has a dp that is pp times as large."""
 _POINT_COLUMNS = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
 _INTERLEAVED_DASHES = ("--", "-.", (0, (6, 1)), (0, (1, 1, 4, 1)))

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ultrabench.analysis.cells import notes
-from ultrabench.analysis.figures.runs import final_rows, runs_with_value
+from ultrabench.analysis.figures.runs import final_rows, noun_of, runs_with_value
 from ultrabench.analysis.figures.style import panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import TITLES
@@ -31,27 +31,30 @@ _MIN_LABEL_SHARE = 0.09
 def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     """The number of runs by panel, value of the axis and status, and the note.
 
-    Each repeat of a run counts; suspect stands for an ok run with a suspect number.
+    It is in the last column: `runs`, or `repeats` where a run has several, which all count; suspect stands for an ok
+    run with a suspect number.
     """
     rows = final_rows(table)
     is_suspect = (rows["status"] == "ok") & rows["suspect"].notna()
     rows["shown_status"] = rows["status"].fillna(PENDING).mask(is_suspect, "suspect")
-    runs, excluded_text = runs_with_value(rows, axis, axis, "choose another --axis")
+    noun = noun_of(rows)
+    runs, excluded_text = runs_with_value(rows, axis, axis, "choose another --axis", noun)
     status_groups = runs.astype({axis: int}).groupby(["panel", axis, "shown_status"], sort=False)
-    return status_groups.agg(runs=("run_id", "size")).reset_index(), excluded_text + notes(table)
+    return status_groups.agg(**{f"{noun}s": ("run_id", "size")}).reset_index(), excluded_text + notes(table)
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The bars of the numbers of runs in `points`, with the number in each part that is high enough."""
     panel_groups, axis_values = points.groupby("panel", sort=False), sorted(map(int, points[axis].unique()))
-    heading = f"How {counted(int(points['runs'].sum()), 'run')} ended, over {axis}: {title}"
+    nouns = str(points.columns[-1])
+    heading = f"How {counted(int(points[nouns].sum()), nouns.removesuffix('s'))} ended, over {axis}: {title}"
     legend = [Patch(**_bar_look(status)) for status in _in_stacking_order(points["shown_status"])]
     figure, panels = panel_grid(points["panel"].unique(), title=heading, notes=notes, legend=legend)
     for panel_name, panel_runs in panel_groups:
         axes = panels[panel_name]
-        run_counts = panel_runs.pivot(index="shown_status", columns=axis, values="runs")
+        run_counts = panel_runs.pivot(index="shown_status", columns=axis, values=nouns)
         _draw_bars(axes, run_counts.reindex(columns=axis_values).fillna(0).astype(int))
-        axes.describe(str(panel_name), TITLES.get(axis, axis), "runs")
+        axes.describe(str(panel_name), TITLES.get(axis, axis), nouns)
         axes.set_categories(axis_values)
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.picture import DARK
-from ultrabench.analysis.figures.runs import final_rows
+from ultrabench.analysis.figures.runs import final_rows, noun_of
 from ultrabench.analysis.figures.style import COLOURS, PALE, Panel, panel_grid
 from ultrabench.analysis.knobs import in_order
 from ultrabench.analysis.left_out import none_left
@@ -69,7 +69,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     runs = runs.fillna({_PANEL_AXIS: NEUTRAL[_PANEL_AXIS]}).dropna(subset=[*key_columns, "mbs"])
     if not len(runs):
         reason = f"none with {_X_AXIS}, {_Y_AXIS} and mbs that ended ok or out of memory and is not suspect"
-        raise none_left(rows, reason)
+        raise none_left(rows, reason, noun_of(rows))
     is_final_ok_or_oom = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     complete_runs, incomplete_runs_by_reason = measured_runs(table.filter(is_final_ok_or_oom))
     mbs_by_run = _predicted_mbs_by_run({(run.sweep, run.run_id): run for run in complete_runs})

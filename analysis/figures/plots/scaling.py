@@ -51,7 +51,9 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     # pp=1 counts as 1f1b with one stage on each rank, whether the row names them or not.
     usual_columns = {"pp_schedule": runs["pp_schedule"].replace("none", "1f1b")}
     usual_columns["virtual_stages"] = runs["virtual_stages"].fillna(1)
-    equal_groups = runs.assign(**usual_columns).groupby(["panel", *equal_columns], dropna=False)
+    equal_groups = runs.assign(**usual_columns).groupby(
+        ["panel", "environment", *equal_columns], dropna=False
+    )
     runs["equal_group"] = equal_groups.ngroup()
     if axis == "nodes":
         runs = _with_efficiency(runs)
@@ -64,7 +66,7 @@ def _with_efficiency(runs: pd.DataFrame) -> pd.DataFrame:
     The interval of a ratio follows from those of its two rates, which were measured independently.
     """
     speed, low, high = rate_columns = ["tokens_per_s_per_gpu", "rate_low", "rate_high"]
-    runs[low] = runs[low].clip(lower=1e-6 * runs[speed])
+    runs[high] = runs[high].clip(upper=10 * runs[speed])  # it may be infinite, which cannot be drawn
     is_on_fewest_nodes = runs["nodes"] == runs.groupby("panel")["nodes"].transform("min")
     base_by_panel = runs[is_on_fewest_nodes & runs["is_best"]].set_index("panel")[rate_columns]
     base_rates = base_by_panel.reindex(runs["panel"]).set_axis(runs.index)

@@ -113,7 +113,7 @@ def _write_comparison(comparison: "Comparison", path: Path) -> None:
         return
     from ultrabench.analysis.figures.compared import figure
 
-    draw(path, lambda: figure(comparison))
+    draw(path, lambda: figure(comparison), (".parquet",))
 
 
 def _print_comparison(comparison: "Comparison") -> None:

@@ -1,11 +1,12 @@
 """The commands `ultrabench collect`, `heatmap`, `plot` and `report`: tables, figures and pages of results."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.analysis.figures.kinds import KINDS, num_runs_drawn, prepare_figure, rows_where
+from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, rows_where, runs_drawn
 from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, SweepOrFile, table_option
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
@@ -55,7 +56,7 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout per model and node count."""
-    from ultrabench.analysis.cells import compared_with, notes
+    from ultrabench.analysis.cells import compared_with, notes, require_comparable
     from ultrabench.analysis.collect import distinct_names, open_results
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
@@ -66,7 +67,9 @@ def heatmap(
     if other_source is not None:
         other_name, other_prefix, other_table = open_results(other_source, results_dir, warn)
         name, other_name = distinct_names((name, path_prefix), (other_name, other_prefix))
-        cells = compared_with(cells, rank(other_table, rank_by=rank_by, include_suspects=include_suspects))
+        other_cells = rank(other_table, rank_by=rank_by, include_suspects=include_suspects)
+        cells = compared_with(cells, other_cells)
+        require_comparable(cells, other_cells)
     if json_:
         print_json([cell.to_json() for cell in cells])
     if json_ and output is None:
@@ -123,8 +126,8 @@ def plot(
         kind, result_table, title=name, axis=axis, by=by_column, **options
     )
     draw(output_path, make_figure)
-    num_runs = num_runs_drawn(drawn_data)
-    say(f"drew {output_path}" if num_runs is None else f"drew {counted(num_runs, 'run')} to {output_path}")
+    runs_text = runs_drawn(drawn_data)
+    say(f"drew {runs_text} to {output_path}" if runs_text else f"drew {output_path}")
 
 
 def _print_kinds() -> None:
@@ -176,11 +179,15 @@ def report(
     say(f"wrote a page of {counted(len(result_table), 'row')} ({len(html) / 1e6:.1f} MB) to {output_path}")
 
 
-def draw(path: Path, make_figure: "Callable[[], Figure]") -> None:
-    """Writes the figure that `make_figure` draws; the suffix of `path` gives the format."""
+def draw(path: Path, make_figure: "Callable[[], Figure]", other_suffixes: Sequence[str] = ()) -> None:
+    """Writes the figure that `make_figure` draws; the suffix of `path` gives the format.
+
+    Args:
+        other_suffixes: suffixes for which the command writes another file, which the message names, too.
+    """
     from ultrabench.analysis.figures.picture import render
 
-    write_result(path, render(make_figure, path))
+    write_result(path, render(make_figure, path, other_suffixes))
 
 
 def write_result(path: Path, content: bytes) -> None:

@@ -83,13 +83,16 @@ def test_dp_gas_and_details_follow_from_an_axis():
 
 
 def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
-    others = [{"model": "1B"}, {"hardware": "a100x8"}, {"nodes": 2}, {"seq_len": 128}, {"attention": "math"}]
+    others = [{"model": "1B"}, {"hardware": "a100x8"}, {"nodes": 2}, {"seq_len": 128}, {"attention": "math"},
+              {"kernel_version": "2"}, {"torch_version": "2"}, {"kernel_digest": "x"}]  # fmt: skip
     for other in others:
         columns = other | ({"dp": 16, "gas": 16, "gpus": 16} if "nodes" in other else {})
         rows = row("a", attention="flash"), row("b", **{"attention": "flash", "zero_stage": 1} | columns)
         assert effects(competing(table_of(*rows)), "zero_stage") == [], other
     torch = (row("a", env_id="x", torch_version="1"), row("b", env_id="y", torch_version="2", zero_stage=1))
     assert effects(competing(table_of(*torch)), "zero_stage") == []
+    same = (row("a", env_id="x", kernel_version="1"), row("b", env_id="x", kernel_version="2", zero_stage=1))
+    assert len(effects(competing(table_of(*same)), "zero_stage")) == 1
 
 
 def test_two_pairs_give_no_interval_and_a_table_says_how_many_do():

@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from tests.configs import refused
 from tests.unit.analysis.tables import PIPELINES, SAVED, piped, row, table_of
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
-from ultrabench.analysis.figures.kinds import KINDS, prepare_figure
+from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, runs_drawn
 from ultrabench.analysis.figures.picture import figure_style, render
 from ultrabench.analysis.figures.plots.bubble import points as bubble_points
 from ultrabench.analysis.figures.runs import final_rows, ok_runs
@@ -152,6 +152,11 @@ def test_failures_count_runs_by_how_they_ended():
     ends = [(1, "ok"), (2, "ok"), (2, "suspect"), (4, "ok"), (4, "oom"), (4, "pending")]
     assert counts.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
     assert drawn("failures", *SEVERAL, axis="dp")[0]["dp"].max() == 32
+    points, texts = drawn("failures", *SEVERAL, row("a", repeat=1))
+    assert (points["repeats"].sum(), runs_drawn(points)) == (8, "8 repeats")
+    assert "How 8 repeats ended" in texts
+    with refused("2 repeats, none with tp, pp and mbs that ended ok"):
+        drawn("largest-batch", row("a", mbs=None), row("a", mbs=None, repeat=1))
 
 
 def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis():
@@ -229,7 +234,7 @@ def test_efficiency_is_against_the_smallest_number_of_nodes_with_the_intervals_o
     runs = points.set_index("run_id")
     assert runs["efficiency"]["a"] == 100
     assert math.isnan(runs["efficiency_low"]["a"])
-    down, up = math.hypot(math.log(0.96), math.log(1.03)), math.hypot(math.log(1.04), math.log(0.97))
+    down, up = math.hypot(math.log(1.04), math.log(0.97)), math.hypot(math.log(0.96), math.log(1.03))
     assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([75, 75 * math.exp(-down), 75 * math.exp(up)])
     assert math.isnan(runs["efficiency"]["slow"])
     assert math.isnan(runs["efficiency_equal"]["slow"])
@@ -241,6 +246,8 @@ def test_the_interval_of_an_efficiency_holds_all_repeats_of_its_runs():
     repeats = [weak_row("b", 2, rate, 0.0, repeat=n) for n, rate in enumerate((90.0, 100.0, 120.0))]
     runs = by_run("scaling", weak_row("a", 1, 200.0, 0.0), *repeats)
     assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([50, 45, 60])
+    runs = by_run("scaling", weak_row("a", 1, 200.0, 0.0), weak_row("b", 2, 100.0, 1.5))
+    assert [*runs.loc["b", EFFICIENCY]] == pytest.approx([50, 20, 500])
 
 
 def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs():
@@ -327,6 +334,13 @@ def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_tha
     }  # fmt: skip
     shares = lines.set_index(["pp", "schedule", "gas"])["share"]
     assert (shares[2, "1f1b", 8], shares[4, "interleaved", 8]) == pytest.approx((1 / 9, 3 / (3 * 8 + 3)))
+
+
+@pytest.mark.parametrize("facts", [{"kernel_version": "2"}, {"env_id": "y", "torch_version": "2"}])
+def test_runs_of_two_versions_are_no_pair(facts):
+    rows = row("like", env_id=facts.get("env_id") and "x"), piped("a", **facts)
+    assert (bubble_points(table_of(*rows))[0]["nodes"] == 0).all()
+    assert drawn("scaling", *rows, axis="pp")[0]["equal_group"].nunique() == 2
 
 
 def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():

@@ -87,7 +87,7 @@ def test_svg_holds_the_words():
         cell(), failed("1B", 2, "all 12 oom", "oom"), cell(nodes=2, mfu=None, tokens_per_s_per_gpu=1234.0, **tiny),
         cell(nodes=8, mfu=None, tokens_per_s_per_gpu=None, **tiny),
         cell(nodes=16, mfu=0.0012, peak_mem_reserved_bytes=2**20, hardware="cpu", peak_source="measured", **tiny),
-        cell(nodes=4, compare_ratio=1.08, as_good_as_best=("b",), **tiny),
+        cell(nodes=4, compare_ratio=1.08, as_good_as_best=("b",), suspect="hot", **tiny),
         cell(nodes=4, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=3 * GIB), ODD,
         cell(precision="fp8", mfu=0.301),
     ]  # fmt: skip
@@ -100,6 +100,8 @@ def test_svg_holds_the_words():
         "1.08x of old", "MFU (% of peak)", "MFU of fp8 (% of",
         "\nok\n", "0.12 %", "\n1 MiB", "3.00 GiB (rank 0)", "measured", "MFU uses the FLOPs formula palm.",
         "In 1 of 9 cells several layouts tie for best: their 95 % intervals overlap.",
+        "Factors such as 1.00x (in 1 of 9 cells): tokens/s/GPU relative to the best of old.",
+        "In 1 of 9 cells the layout shown is suspect, such as tiny on 4 nodes: hot.",
     )  # fmt: skip
     assert [text for text in expected if text not in content] == []
 

@@ -79,7 +79,9 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     assert cells.count() == 4
     assert "11 tried, 1 oom" in cells.first.inner_text()
     assert "1 suspect" in cells.last.inner_text()
-    assert re.search(r"tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#effects"))
+    assert re.search(
+        r"in all rows whatever the filters\s[\s\S]*tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#effects")
+    )
     cells.first.focus()
     tab.keyboard.press("Enter")
     assert text_of(tab, "#runs-title") == "Layouts of 1B on 1 node"
@@ -280,7 +282,7 @@ def drawn_cell(seed):
             status="ok" if ok else draw.choice(("oom", "crash", "skipped", None)),
             tokens_per_s_per_gpu=draw.randint(90, 110) if ok else None,
             control_ratio=draw.randint(90, 110) / 100 if ok and allocations[job] else None,
-            step_time_ci95_rel=draw.choice((None, 0.01, 0.04)) if ok else None,
+            step_time_ci95_rel=draw.choice((None, 0.01, 0.04, 0.2, 1.2)) if ok else None,
             suspect=draw.choice((None, None, None, "hot")) if ok else None,
             stopped=draw.choice((None, None, "slower_than_best")) if ok else None,
             env_id=draw.choice("aab" if seed % 4 == 0 else "a") * 16 if ok else None, kernel_digest="x",

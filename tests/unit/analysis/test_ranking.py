@@ -65,6 +65,17 @@ def test_as_good_as_best_follows_the_intervals():
     assert (cell.run_id, cell.as_good_as_best) == ("best", ("close", "unsure"))
 
 
+@pytest.mark.parametrize(
+    ("other_speed", "best_ci", "other_ci", "ties"),
+    [(55.0, 0.0, 0.5, True), (49.0, 0.0, 0.5, False), (60.0, 0.5, 0.0, False), (1.0, 0.0, 1.0, True)],
+)
+def test_the_interval_is_that_of_the_step_time_whatever_ranks(other_speed, best_ci, other_ci, ties):
+    rows = row("a", step_time_ci95_rel=best_ci), row("b", other_speed, step_time_ci95_rel=other_ci)
+    for column in ("tokens_per_s_per_gpu", "mfu", "step_time_s"):
+        (cell,) = cells_of(*rows, rank_by=column)
+        assert (cell.run_id, cell.as_good_as_best) == ("a", ("b",) * ties), column
+
+
 def test_a_repeated_run_counts_with_its_median():
     lucky = [row("lucky", speed, repeat=i) for i, speed in enumerate((120.0, 80.0, 81.0))]
     (cell,) = cells_of(*lucky, row("steady", 90.0))
@@ -131,10 +142,10 @@ def test_runs_are_compared_through_the_control_they_share():
 
 
 @pytest.mark.parametrize(
-    ("ratios", "close"), [((1.2,), True), ((1.19,), False), ((1.1, 1.1, 1.25), True), ((1.1, 1.1), False)]
+    ("ratios", "close"), [((1.21,), True), ((1.2,), False), ((1.1, 1.1, 1.25), True), ((1.1, 1.1), False)]
 )
 def test_a_ratio_is_as_unsure_as_both_its_times_and_its_spread_between_allocations(ratios, close):
-    """The best is at least 1.3 * (1 - hypot(0.03, 0.04)) = 1.235, the other one at most 1.03 times its ratio."""
+    """The best is at least 1.3 / (1 + hypot(0.03, 0.04)) = 1.238, the other one at most its ratio / (1 - 0.03)."""
     control = row("control", step_time_ci95_rel=0.03, **beside(1.0))
     best = row("best", 130.0, step_time_ci95_rel=0.04, **beside(1.3))
     near = [row("near", 1.0, repeat=n, **beside(ratio, f"a{n or ''}")) for n, ratio in enumerate(ratios)]
@@ -160,6 +171,9 @@ def many(number, status, reason=None, **values):
         ([*many(2, "rejected", "tp=3 odd", rule="tp_heads"), row("z", status="rejected", rule="zero")],
          "rejected", "no valid layout: tp=3 odd (tp_heads, 2 of 3)"),
         ([row("a", suspect="throttled", stopped="slower_than_best")], "ok", "1 ok but suspect: throttled"),
+        ([row("a", suspect="hot", tokens_per_s_per_gpu=None), row("b", stopped="slower_than_best"),
+          row("c", stopped="slower_than_best")], "ok",
+         "all 3 ok: 2 stopped early as slower than the best, 1 suspect: hot"),
     ],
 )  # fmt: skip
 def test_a_cell_without_a_winner_says_why(rows, status, reason):

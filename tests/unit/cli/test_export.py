@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from tests import patience
 from tests.configs import refused
 from tests.sweep_folder import write
+from tests.unit.analysis.tables import table_of
 from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
 from ultrabench.analysis.export.library import PACKAGES, require_library
 from ultrabench.cli.sweep import tracking
@@ -162,6 +164,9 @@ def test_mistakes_of_an_export_are_one_line(ultrabench, sweep):
     for path in sweep.journal.iterdir():
         path.unlink()
     assert one_line(ultrabench, "export", "csv").startswith("no run of quick-cpu has ended")
+    parquet.write_table(table_of(), "empty.parquet")
+    assert one_line(ultrabench, "export", "csv", "empty.parquet").startswith("no run of empty has ended")
+    assert ultrabench("sweep", "top", "empty.parquet") == (0, "", "empty has no rows\n")
 
 
 @pytest.fixture

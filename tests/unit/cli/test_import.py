@@ -132,7 +132,8 @@ constants: {tp: 1, pp: 1, cp: 1, precision: bf16, kernel: other, hardware: h100x
 """
 ROW = {
     "name": "m", "nodes": "1", "ranks": "", "gpus": "8", "mbs": "2", "batch": "64", "seq": "1,024", "step": "500", "per": "8",
-    "sharding": "none", "redo": "none", "acc": "2", "many": "9e30",
+    "sharding": "none", "redo": "none", "acc": "2", "many": "9e30", "big": "9e18",
+    "comma": "700,5", "commas": "7,0,0",
 }  # fmt: skip
 
 
@@ -180,7 +181,10 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
         ("columns", {"job_id": {"column": "name", "pattern": "m"}}, "pattern='m' has 0 groups; use exactly one"),
         ("columns", {"job_id": {"column": "name", "pattern": "("}}, "pattern='(' is not a regular expression"),
         ("columns", {"mbs": "name"}, "table.csv, line 2: name='m' is not an integer; correct it or leave it empty"),
-        ("columns", {"mbs": "many"}, "table.csv holds a number that is too large: "),
+        ("columns", {"mbs": "many"}, "table.csv, line 2: many='9e30' is too large; correct it or its unit"),
+        ("columns", {"mbs": "big", "gas": "big", "gbs": []}, "too large: Float value "),
+        ("columns", {"mfu": "comma"}, "table.csv, line 2: comma='700,5' is not a number; correct it or leave it empty"),
+        ("columns", {"mfu": "commas"}, "table.csv, line 2: commas='7,0,0' is not a number"),
         ("columns", {"compile": "name"}, "table.csv, line 2: unknown truth value of name 'm'"),
         ("columns", {"status": "name"}, "table.csv, line 2: unknown status 'm'"),
         ("columns", {"status": {"column": "name", "values": {"x": "ok"}}}, "line 2: unknown value of name 'm'"),
@@ -202,16 +206,19 @@ def test_what_a_map_cannot_say(ultrabench, part, change, message):
     [
         ("runs.csv", "import runs.csv needs one format or one map"),
         ("nanotrom runs.csv", "unknown format to import 'nanotrom'; did you mean nanotron?"),
-        ("nanotron none.csv", "cannot read none.csv: No such file or directory; give a CSV file"),
+        ("nanotron none.csv", "cannot read none.csv: No such file or directory; give a CSV file in UTF-8"),
         ("--map runs.csv runs.csv", "runs.csv: `columns` is missing"),
         ("nanotron empty.csv", "empty.csv has no rows below the header"),
         ("nanotron image.csv", "cannot read image.csv: 'utf-8' codec can't decode byte 0x89"),
         ("nanotron long.csv", "cannot read long.csv: Error tokenizing data. C error: Expected 1 fields in line 2, saw 2; give"),
+        ("nanotron german.csv", "cannot read german.csv: 'a;b' is its only column; give a CSV file in UTF-8 with commas between"),
+        ("nanotron twice.csv", "twice.csv has several columns 'a'; keep one or rename them"),
         ("nanotron two.csv", "has none of the 27 columns that this format or map reads, such as 'job_id'; its columns: a, b"),
     ],
 )  # fmt: skip
 def test_mistakes(ultrabench, words, message):
-    files = {"runs": b"a: 1\n", "long": b"a\n1,2\n", "empty": b"", "image": b"\x89PNG", "two": b"a,b\n1,2\n"}
+    files = {"runs": b"a: 1\n", "long": b"a\n1,2\n", "empty": b"", "image": b"\x89PNG", "two": b"a,b\n1,2\n",
+             "german": b"a;b\n1;2\n", "twice": b"a,a\n1,2\n"}  # fmt: skip
     for name, text in files.items():
         Path(f"{name}.csv").write_bytes(text)
     assert message in one_line(ultrabench, "import", *words.split())

@@ -334,7 +334,7 @@ def test_a_peak_that_was_measured_beside_other_programs_is_told(ultrabench, swee
         described = json.loads(text)
         described["environment"]["peak_core_share"] = share
         sweep.sweep_json.write_text(json.dumps(described))
-        line = "the peak was measured with 50% of the cores, as other programs used the rest: it may be"
+        line = "The peak was measured with 50% of the cores, as other programs used the rest: it may be"
         for command in (("sweep", "top"), ("collect",)):
             assert (line in " ".join(ultrabench(*command)[2].split())) == is_told
 

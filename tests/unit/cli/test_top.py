@@ -46,13 +46,14 @@ def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results)
 
 def test_the_title_of_a_table_names_what_sets_its_cell_apart(ultrabench, tmp_path):
     weak = [{"nodes": n, "gbs": 8 * n, "scaling": "weak"} for n in (1, 2)]
+    weak += [{"nodes": 1, "gbs": 8, "scaling": "weak", "status": "oom", "repeat": 1, "run_id": f"{0:016x}"}]
     sizes = [{"model": "mini", "seq_len": s, "gbs": g} for s in (64, 128) for g in (8, 16)]
-    rows = [row(f"{n:016x}", **of) for n, of in enumerate((*weak, *sizes))]
+    rows = [row(**{"run_id": f"{n:016x}"} | of) for n, of in enumerate((*weak, *sizes))]
     parquet.write_table(table_of(*rows), tmp_path / "runs.parquet")
     code, out, err = ultrabench("sweep", "top", str(tmp_path / "runs.parquet"))
     assert code == 0, err
     for cell in ("on 1 node, gbs 8", "on 2 nodes, gbs 16", "seq_len 64, gbs 16", "seq_len 128, gbs 16"):
-        assert f"{cell}, by" in " ".join(out.split())
+        assert f"{cell}, by tokens" in " ".join(out.split())
 
 
 def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results):

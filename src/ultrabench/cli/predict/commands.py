@@ -143,7 +143,9 @@ def validate(
             show("step time of all rows: as above, because no row is excluded", "")
             continue
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in scope_metrics["excluded_by_reason"].items())
-        runs_text = f"{scope_metrics['step_time']['rows']:,} runs ({scope_metrics['excluded']:,} excluded)"
+        runs_text = (
+            f"{counted(scope_metrics['step_time']['rows'], 'run')} ({scope_metrics['excluded']:,} excluded)"
+        )
         title = f"step time of {scope} rows, profile {profile_names}: {runs_text}"
         _show_metrics(f"{title}: {reasons}" if reasons else title, TIME_COLUMNS, scope_metrics, _time_texts)
         share_by_regime = scope_metrics["interval"]["regimes"]

@@ -47,6 +47,8 @@ def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool,
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
     if not (source or "").endswith(".parquet"):
         notes.append(_details_hint(find_sweep(source, results_dir).display_name, rank_by, len(cell_runs)))
+    if not len(result_table):
+        notes.append(f"{source_name} has no rows")
     say(*caveats(result_table), *notes)
 
 
@@ -70,7 +72,7 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
     column = rank_by if rank_by in top_row else "ranked_value"  # the expected rate of a plan is no column
     added_columns = {rank_by: column} if rank_by not in SHOWN_AS else {}
     ranking_text = rank_by
-    if any(row["num_repeats"] > 1 for row in runs):  # the other columns show one repeat of each run
+    if any(row["num_repeats"] - row["num_repeats_failed"] > 1 for row in runs):  # others show one repeat
         ranking_text = f"the median {rank_by} of repeats"
         added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
     has_environments = any(row["environment"] for row in runs)
