@@ -187,7 +187,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         for run, standing in progress.best:
             ci_width, rate = progress.width_by_run.get(run.run_id), standing.rate or 0.0
             mark = "suspect" if standing.suspect else ""
-            repeats_text = f"(median of {standing.num_competing})" if standing.num_competing > 1 else ""
+            repeats_text = f"(of {standing.num_competing} repeats)" if standing.num_competing > 1 else ""
             speed_texts = (f"{rate:,.0f}", repeats_text, too_wide(ci_width is None, ci_width), mark)
             predicted_rate = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             mfu = run.mfu(rate)
