@@ -190,10 +190,9 @@ def _standing(
         control_cis: allocation -> half the 95 % interval of the rate of its control, relative to that rate.
     """
     interval = rate_interval = None
-    median_value: float | None
     if competing:
         values = [(repeat.control_ratio if by_control else repeat.rate) or 0.0 for _, repeat in competing]
-        median_value = median(values)
+        compared_value: float | None = (median_value := median(values))
         nearest_index = min(range(len(values)), key=lambda n: (abs(values[n] - median_value), values[n]))
         index, representative = competing[nearest_index]
         interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
@@ -202,7 +201,7 @@ def _standing(
             interval = _interval([*zip(values, cis, strict=True)])
     else:
         index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
-        median_value = representative.control_ratio if by_control else representative.rate
+        compared_value = representative.control_ratio if by_control else representative.rate
     ended_statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
     return Standing(
         run_id=representative.run_id,
@@ -213,7 +212,7 @@ def _standing(
         repeat=index,
         rate=representative.rate,
         control_ratio=representative.control_ratio,
-        value=median_value,
+        value=compared_value,
         control=representative.control,
         interval=interval,
         rate_interval=rate_interval,

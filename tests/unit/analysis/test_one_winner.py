@@ -73,11 +73,15 @@ def best_by_answer(folder):
     boards = [board for board in leaderboard(table) if board and board[0]["best"]]
     near = contender_ids(runs, for_answers(state), "cuda")
     best = {cell.nodes: run_and_rate(cell.to_json()) for cell in rank(table) if cell.run_id}
-    ranked = sorted((row for row in pages if row["rank"] is not None), key=lambda row: row["rank"], reverse=True)
+    ranked = sorted(
+        (row for row in pages if row["rank"] is not None), key=lambda row: row["rank"], reverse=True
+    )
     return {
         "heatmap": best,
         "top": {board[0]["nodes"]: run_and_rate(board[0]) for board in boards},
-        "status": {s["nodes"]: run_and_rate(s) for s in progress_of("s", runs, state, "cuda").as_json()["best"]},
+        "status": {
+            s["nodes"]: run_and_rate(s) for s in progress_of("s", runs, state, "cuda").as_json()["best"]
+        },
         "page": {row["nodes"]: run_and_rate(row) for row in ranked if row["nodes"] in best},
         "repeated": {nodes: run for nodes, run in best.items() if run[0] in near},
     }

@@ -43,7 +43,9 @@ def test_all_commands_name_the_run_that_gains_most_on_its_control(ultrabench, tw
 def test_a_run_with_repeats_counts_with_their_median_and_every_answer_says_so(ultrabench, sweep, times_s):
     for repeat, time_s in enumerate(times_s):
         record(sweep, A, repeat=repeat, step_times_s=(time_s,) * 6)
-    shown_rate, *rates = (A.spec.tokens_per_step / time_s / A.layout.world_size for time_s in (0.05, *times_s))
+    shown_rate, *rates = (
+        A.spec.tokens_per_step / time_s / A.layout.world_size for time_s in (0.05, *times_s)
+    )
     top = next(row for row in as_json(ultrabench, "sweep", "top") if row["nodes"] == NODES)
     heatmap = next(cell for cell in as_json(ultrabench, "heatmap") if cell["nodes"] == NODES)
     assert top["ranked_value"] == heatmap["ranked_value"] == pytest.approx(median(rates))

@@ -155,7 +155,7 @@ def counts_line(progress: SweepProgress, is_active: bool) -> Text:
     eta_s = progress.eta_s if progress.left and is_active else None
     eta_text = "" if eta_s is None else f", ETA {duration_text(eta_s)}"
     if eta_text and progress.runs_per_hour is not None:
-        eta_text += f" at {three_digits(progress.runs_per_hour)} runs an hour"
+        eta_text += f", lately {three_digits(progress.runs_per_hour)} runs an hour"
     text = f"{progress.sweep}: {progress.runs - progress.left} of {counted(progress.runs, 'run')} settled"
     text += f" ({ended_text})" if ended_text else ""
     text += f", {retried_text} to be retried" if retried_text else ""
