@@ -100,10 +100,10 @@ def read_parquet(path: Path) -> pa.Table:
             # A thread of pyarrow that lets go of the file while Python exits ends the process with SIGABRT.
             table = pq.read_table(file, use_threads=False, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         reason = (
-            getattr(error, "strerror", None) or str(error).partition("\n")[0].rpartition("'<Buffer>': ")[2]
+            "no such file" if isinstance(error, FileNotFoundError) else reason.rpartition("'<Buffer>': ")[2]
         )
-        reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise SweepFolderError(f"cannot read {path}: {reason}") from error
     if "decision" in table.column_names:
         table = predicted_results(table, path.stem)

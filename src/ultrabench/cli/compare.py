@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
 
 FirstResults = Annotated[str, typer.Argument(metavar="A", help="Sweep or FILE.parquet.", show_default=False)]
-SecondResults = Annotated[
-    str, typer.Argument(metavar="B", help="Sweep, FILE.parquet or published.", show_default=False)
-]
+SecondResults = Annotated[str, typer.Argument(metavar="B", help="Sweep or FILE.parquet.", show_default=False)]
 Threshold = Annotated[float, percent_option("--threshold", "Ignore smaller differences of step times.")]
 ResultRow = dict[Any, Any]
 """Column -> value of one row of a comparison."""

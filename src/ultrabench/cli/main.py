@@ -65,7 +65,7 @@ def main() -> None:
         exit_code = _print_failure("" if _received_signals else "interrupted", 130)
     except OSError as error:
         unusable_path, remedy = error.filename or "standard output", "free or unlock it, or use another"
-        if any((parent / "sweep.json").exists() for parent in Path(str(unusable_path)).parents):
+        if any(os.path.exists(parent / "sweep.json") for parent in Path(str(unusable_path)).parents):
             remedy = "free or unlock the folder of the sweep, or copy it and give --results-dir FOLDER"
         message = f"cannot use {unusable_path}: {error.strerror or error}; {remedy}"
         exit_code = _print_failure(message, DiskError.exit_code if may_pass(error) else 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import QUICK, content, one_line
+from tests.unit.cli.conftest import QUICK, as_json, content, one_line
 from ultrabench import __version__
 from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.load import load_config
@@ -200,6 +200,7 @@ def test_status_waits_for_the_plan_of_a_launch_and_names_a_missing_file(ultraben
     sweep.plan.unlink()
     code, out, _ = ultrabench("sweep", "status")
     assert (code, "The launch has not written its plan yet." in out) == (0, True)
+    assert as_json(ultrabench, "sweep", "status")["runs"] == 0
     for journal in sweep.journal.iterdir():
         os.utime(journal, (1e9, 1e9))
     assert "plan.parquet is missing; wait if a launch is starting" in one_line(ultrabench, "sweep", "status")

@@ -10,13 +10,7 @@ from rich.text import Text
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import output_console, print_json, show, warn
 from ultrabench.errors import counted
-from ultrabench.store.folder import (
-    MISSED_TOUCHES,
-    SIGN_OF_LIFE_S,
-    SweepFolder,
-    last_written_s,
-    living_launchers,
-)
+from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -34,6 +28,8 @@ REASON_BY_ACTIVITY = {
     "stopped": "Nothing is running. To continue: ultrabench sweep resume {sweep}",
 }
 """What a sweep does -> why nothing new starts in it; None where it is over, or a launcher follows it."""
+MAX_START_S = 90.0
+"""Seconds without a new line in the journal after which a launch has failed that has not written its plan."""
 WATCH_INTERVAL_S = 1.0
 """Seconds between two looks of `sweep status --watch`."""
 
@@ -69,9 +65,7 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
     while True:
         state = fold.add(journal_reader.poll())
         plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
-        is_starting = (
-            not plan_ns and time.time() - last_written_s(folder.path) < MISSED_TOUCHES * SIGN_OF_LIFE_S
-        )
+        is_starting = not plan_ns and time.time() - last_written_s(folder.path) < MAX_START_S
         if plan_ns != read_plan_ns and not is_starting:
             runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True), state)]
             read_plan_ns = plan_ns
