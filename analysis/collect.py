@@ -101,7 +101,9 @@ def read_parquet(path: Path) -> pa.Table:
             table = pq.read_table(file, use_threads=False, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        reason = "no such file" if isinstance(error, FileNotFoundError) else reason
+        reason = (
+            "no such file" if isinstance(error, FileNotFoundError) else reason.rpartition("'<Buffer>': ")[2]
+        )
         raise SweepFolderError(f"cannot read {path}: {reason}") from error
     if "decision" in table.column_names:
         table = predicted_results(table, path.stem)

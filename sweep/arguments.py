@@ -17,8 +17,9 @@ from ultrabench.layout import (
     default_virtual_stages,
     model_parallel_degree,
 )
+from ultrabench.record import value_from
 from ultrabench.routing import override_value
-from ultrabench.run import RunSpec, Workload
+from ultrabench.run import RunSpec, Size, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import broken_rules
@@ -125,7 +126,7 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
         problem = f"dp={dp} with {OTHER_DEGREES}={others} needs {dp * others} GPUs, not {gpus_text}"
         raise ConfigError(f"{problem}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
-    workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)
+    workload = Workload(seq_len=values["seq_len"], gbs=value_from(Size, layout.gbs, "gbs=dp*mbs*gas"))
     spec = RunSpec(
         shape=shape,
         workload=workload,

@@ -120,9 +120,10 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         table = parquet_file.read(columns=columns, use_threads=False)
         return _with_added_columns(table, (*AXES, *_OLDER_VALUES) if columns is None else columns)
     except FileNotFoundError:
-        raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
+        remedy = "wait if a launch is starting, else launch the sweep again"
+        raise SweepFolderError(f"{path} is missing; {remedy}") from None
     except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].rpartition("'<Buffer>': ")[2].rstrip(".")
         raise SweepFolderError(
             f"cannot read {path}: {reason}; to write it again, launch the sweep again"
         ) from error

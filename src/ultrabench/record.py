@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +193,8 @@ _EXPECTED = {
 
 def _refusal_text(cls: Any, rule: str, value: Any, where: str) -> str:
     """One line that says why a value cannot be used."""
-    given_text, type_origin = f"{where}={value!r}", typing.get_origin(cls)
+    value_text = reprlib.repr(value) if isinstance(value, int) else repr(value)  # it shortens long integers
+    given_text, type_origin = f"{where}={value_text}", typing.get_origin(cls)
     if rule and (cls not in _EXPECTED or type(value) is cls or (cls, type(value)) == (float, int)):
         return f"{given_text}; must be {rule}"
     if type_origin is dict:

@@ -65,9 +65,11 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     repeat: int
     """Index of the repeat that stands for the run: the nearest to the median of those that compete."""
     rate: float | None = None
-    """Median rate of the repeats that compete, or the rate of the one that stands for the run."""
+    """The rate of this repeat."""
     control_ratio: float | None = None
-    """Ratio to the control: the median of the repeats that compete, or that of the repeat that stands for the run."""
+    """The ratio of this repeat to its control."""
+    value: float | None = None
+    """What is compared, the ratio to the control or the rate: the median of the repeats that compete."""
     control: str | None = None
     """run_id of this control layout."""
     interval: tuple[float, float] | None = None
@@ -87,11 +89,6 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Number of its repeats that have ended."""
     num_repeats_failed: int = 0
     """Number of these that were not ok."""
-
-    @property
-    def value(self) -> float | None:
-        """What is compared: the ratio to the control, or the rate."""
-        return self.control_ratio if self.by_control else self.rate
 
     @property
     def num_competing(self) -> int:
@@ -195,7 +192,7 @@ def _standing(
     interval = rate_interval = None
     if competing:
         values = [(repeat.control_ratio if by_control else repeat.rate) or 0.0 for _, repeat in competing]
-        median_value = median(values)
+        compared_value: float | None = (median_value := median(values))
         nearest_index = min(range(len(values)), key=lambda n: (abs(values[n] - median_value), values[n]))
         index, representative = competing[nearest_index]
         interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
@@ -204,7 +201,7 @@ def _standing(
             interval = _interval([*zip(values, cis, strict=True)])
     else:
         index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
-    counting_repeats = [repeat for _, repeat in competing or [(index, representative)]]
+        compared_value = representative.control_ratio if by_control else representative.rate
     ended_statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
     return Standing(
         run_id=representative.run_id,
@@ -213,8 +210,9 @@ def _standing(
         place=0,
         outcome=representative.status,
         repeat=index,
-        rate=_median([repeat.rate for repeat in counting_repeats]),
-        control_ratio=_median([repeat.control_ratio for repeat in counting_repeats]),
+        rate=representative.rate,
+        control_ratio=representative.control_ratio,
+        value=compared_value,
         control=representative.control,
         interval=interval,
         rate_interval=rate_interval,
@@ -239,12 +237,6 @@ def _interval(values_and_cis: Sequence[tuple[float, float]]) -> tuple[float, flo
         for value, ci in values_and_cis
     ]
     return min(lows), max(highs)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """The median of those that are known."""
-    known_values = [value for value in values if value is not None]
-    return median(known_values) if known_values else None
 
 
 def _outcome_key(repeat: Repeat) -> tuple[tuple[int, bool], bool]:

@@ -231,11 +231,11 @@ _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
-    (r"launcher\.sbatch\b.*", "{key}: a new option of sbatch needs a leading +; write +launcher.sbatch.NAME=VALUE"),
+    *((rf"{parent}\b.*", f"{{key}}: a new {noun} needs a leading +; write +{parent}.NAME=VALUE") for parent, noun in
+      (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"), ("hardware.peak_flops_per_s", "precision"))),
     *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
       for group, example in EXAMPLES.items()),
     (r"sweep\.(?:env|flags|words)\..*", "{key} is not a setting of the chosen sweep; add it: +{key}=[VALUE,VALUE]"),
-    (r"kernel\.env\..*", "{key}: a new variable needs a leading +; write +kernel.env.NAME=VALUE"),
     (rf"model\b.*|(?!(?:{_GROUP_NAMES})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
      "unknown override '{key}'; the sizes of a model are in its file: write ultrabench/model/NAME.yaml and give "
      "model=NAME, or give model=PATH of a config.json"),

@@ -15,7 +15,8 @@ from ultrabench.errors import ConfigError, counted
 if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
 
-ResultSource = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
+FirstResults = Annotated[str, typer.Argument(metavar="A", help="Sweep or FILE.parquet.", show_default=False)]
+SecondResults = Annotated[str, typer.Argument(metavar="B", help="Sweep or FILE.parquet.", show_default=False)]
 Threshold = Annotated[float, percent_option("--threshold", "Ignore smaller differences of step times.")]
 ResultRow = dict[Any, Any]
 """Column -> value of one row of a comparison."""
@@ -28,8 +29,8 @@ MAX_UNPROVEN = 5
 
 
 def compare(
-    a: ResultSource,
-    b: ResultSource,
+    a: FirstResults,
+    b: SecondResults,
     threshold_percent: Threshold = 5.0,
     output: Path | None = typer.Option(
         None, "-o", "--output", help="Write all layouts (.parquet) or a figure (.png, .svg or .pdf)."

@@ -1,8 +1,14 @@
 """The options of `ultrabench doctor`."""
 
+from typing import Annotated
+
 import typer
 
-from ultrabench.cli.options import Json, Overrides
+from ultrabench.allowed import NonNegative
+from ultrabench.cli.options import Json, Overrides, number_option
+
+_WAIT_HELP = "Seconds to wait for the one-node job; 0 submits none."
+Wait = Annotated[float, number_option("--wait", NonNegative, _WAIT_HELP)]
 
 
 def doctor(
@@ -15,7 +21,7 @@ def doctor(
         None, help="Partition for --write; default: launcher.partition, else the site's."
     ),
     force: bool = typer.Option(False, "--force", help="Let --write overwrite the file."),
-    wait: float = typer.Option(300.0, min=0.0, help="Seconds to wait for the one-node job; 0 submits none."),
+    wait: Wait = 300.0,
     deep: bool = typer.Option(False, "--deep", help="Then run small sweeps: 1-2 nodes, <= 3 GPU hours."),
     json_: Json = False,
 ) -> int:

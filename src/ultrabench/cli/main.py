@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -63,8 +64,10 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         exit_code = _print_failure("" if _received_signals else "interrupted", 130)
     except OSError as error:
-        unusable_path = error.filename or "standard output"
-        message = f"cannot use {unusable_path}: {error.strerror or error}; free or unlock it, or use another"
+        unusable_path, remedy = error.filename or "standard output", "free or unlock it, or use another"
+        if any(os.path.exists(parent / "sweep.json") for parent in Path(str(unusable_path)).parents):
+            remedy = "free or unlock the folder of the sweep, or copy it and give --results-dir FOLDER"
+        message = f"cannot use {unusable_path}: {error.strerror or error}; {remedy}"
         exit_code = _print_failure(message, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.

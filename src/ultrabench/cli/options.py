@@ -1,5 +1,6 @@
 """The arguments and options that several commands share."""
 
+import contextlib
 import math
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ultrabench.errors import ConfigError
+from ultrabench.record import value_from
 
 RESULTS = Path("results")
 """Folder of the sweeps without --results-dir."""
@@ -47,6 +49,18 @@ def percent_option(option_name: str, help_text: str) -> Any:
         return percentage
 
     return typer.Option(option_name, metavar="PERCENT", parser=parse_percent, help=help_text)
+
+
+def number_option(option_name: str, number_type: Any, help_text: str) -> Any:
+    """An option for a number of a type with limits, such as Count; others are refused as in a configuration."""
+
+    def parse_number(text: str | float) -> Any:
+        number: str | float = text
+        with contextlib.suppress(ValueError):
+            number = float(text)
+        return value_from(number_type, number, option_name)
+
+    return typer.Option(option_name, metavar="NUMBER", parser=parse_number, help=help_text)
 
 
 def parse_since(text: str) -> datetime:

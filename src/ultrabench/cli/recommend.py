@@ -1,22 +1,23 @@
 """The options of `ultrabench recommend`."""
 
-import typer
+from typing import Annotated
 
-from ultrabench.cli.options import Json, Overrides
+from ultrabench.allowed import Count, NonNegative, at_least
+from ultrabench.cli.options import Json, Overrides, number_option
 from ultrabench.errors import ConfigError
+
+_TOKENS_HELP = "Training tokens, such as 15e12; adds the training days."
+_PRICE_HELP = "Price per GPU hour (default: from the cluster's file); adds the cost of --tokens."
+Tokens = Annotated[float | None, number_option("--tokens", Annotated[float, at_least(1.0)], _TOKENS_HELP)]
+PricePerGpuHour = Annotated[float | None, number_option("--price-per-gpu-hour", NonNegative, _PRICE_HELP)]
+Top = Annotated[int, number_option("--top", Count, "Show the K best layouts per cell.")]
 
 
 def recommend(
     overrides: Overrides,
-    tokens: float | None = typer.Option(
-        None, min=1.0, help="Training tokens, such as 15e12; adds the training days."
-    ),
-    price_per_gpu_hour: float | None = typer.Option(
-        None,
-        min=0.0,
-        help="Price per GPU hour (default: from the cluster's file); adds the cost of --tokens.",
-    ),
-    top: int = typer.Option(1, min=1, help="Show the K best layouts per cell."),
+    tokens: Tokens = None,
+    price_per_gpu_hour: PricePerGpuHour = None,
+    top: Top = 1,
     json_: Json = False,
 ) -> None:
     """Recommend the best predicted layout per model and node count.

@@ -173,9 +173,14 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
         remedy = f"name a sweep, or read the file: ultrabench sweep top {sweep}, or ultrabench report {sweep}"
         raise SweepFolderError(f"{sweep} is a file of results, not the folder of a sweep; {remedy}")
     if sweep is not None:
-        for path in (Path(sweep), results_dir / sweep):
+        paths = Path(sweep), results_dir / sweep
+        for path in paths:
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
+        for path in paths:
+            if (path / "journal").is_dir():
+                remedy = "wait if a launch is starting, else run the launch command again (results are kept)"
+                raise SweepFolderError(f"{path / 'sweep.json'} is missing; {remedy}")
     folders = sweep_dirs(results_dir)
     if sweep is not None and folders:
         raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))

@@ -1,4 +1,4 @@
-"""Every answer names the same best run of a cell: status, top, heatmap, the page, and what is repeated."""
+"""Every answer names the same best run of a cell, with the same speed: status, top, heatmap, the page, and what is repeated."""
 
 import tempfile
 from dataclasses import replace
@@ -57,24 +57,33 @@ def sweep_of(repeats, with_controls):
     return folder
 
 
+def run_and_rate(row):
+    """The run_id of a row and its tokens/s/GPU."""
+    return row["run_id"], f"{row['tokens_per_s_per_gpu'] or 0.0:.5g}"  # the page has six digits
+
+
 def best_by_answer(folder):
-    """Answer -> number of nodes -> run_id of the best run, where there is one."""
+    """Answer -> number of nodes -> run_id and tokens/s/GPU of the best run, where there is one."""
     table, sweep = collect([folder], pytest.fail), read_sweep_json(folder)
     state = fold(read_journal(folder.journal, pytest.fail))
     runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
     columns = shown(table)["columns"]
-    pages = zip(columns["cell"], columns["rank"], columns["nodes"], columns["run_id"], strict=True)
+    keys = ("cell", "rank", "nodes", "run_id", "tokens_per_s_per_gpu")
+    pages = [dict(zip(keys, values, strict=True)) for values in zip(*map(columns.get, keys), strict=True)]
     boards = [board for board in leaderboard(table) if board and board[0]["best"]]
     near = contender_ids(runs, for_answers(state), "cuda")
-    best = {cell.nodes: cell.run_id for cell in rank(table) if cell.run_id}
-    ranked = sorted((c, place, n, i) for c, place, n, i in pages if place is not None)
-    firsts = {nodes: run_id for _, _, nodes, run_id in reversed(ranked)}
+    best = {cell.nodes: run_and_rate(cell.to_json()) for cell in rank(table) if cell.run_id}
+    ranked = sorted(
+        (row for row in pages if row["rank"] is not None), key=lambda row: row["rank"], reverse=True
+    )
     return {
         "heatmap": best,
-        "top": {board[0]["nodes"]: board[0]["run_id"] for board in boards},
-        "status": {s["nodes"]: s["run_id"] for s in progress_of("s", runs, state, "cuda").as_json()["best"]},
-        "page": {nodes: run_id for nodes, run_id in firsts.items() if nodes in best},
-        "repeated": {nodes: run_id for nodes, run_id in best.items() if run_id in near},
+        "top": {board[0]["nodes"]: run_and_rate(board[0]) for board in boards},
+        "status": {
+            s["nodes"]: run_and_rate(s) for s in progress_of("s", runs, state, "cuda").as_json()["best"]
+        },
+        "page": {row["nodes"]: run_and_rate(row) for row in ranked if row["nodes"] in best},
+        "repeated": {nodes: run for nodes, run in best.items() if run[0] in near},
     }
 
 
@@ -89,4 +98,4 @@ def test_allocations_that_differ_are_compared_by_their_controls():
     times = [(1, 0, 0, "x", 0.40), (1, 0, 1, "y", 0.30), (1, 1, 0, "x", 0.36), (1, 2, 0, "y", 0.33)]
     repeats = [(*key, replace(OK, step_times_s=(time_s,) * 3)) for *key, time_s in times]
     answers = best_by_answer(sweep_of(repeats, (True, True, True)))
-    assert [*answers.values()] == [{1: CELLS[1][1].run_id}] * len(answers)
+    assert [best[1][0] for best in answers.values()] == [CELLS[1][1].run_id] * len(answers)

@@ -1,12 +1,13 @@
 """What a user can get wrong: one line that says what was given, the rule, and what to do; nothing is written."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import QUICK, content, one_line
+from tests.unit.cli.conftest import QUICK, as_json, content, one_line
 from ultrabench import __version__
 from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.load import load_config
@@ -57,7 +58,15 @@ MISTAKES = [
     ("sweep plan hardware=here/big.yaml", "put the file into ./ultrabench/hardware/ and write hardware=big"),
     ("sweep plan model.hidden_size=4", "write ultrabench/model/NAME.yaml and give model=NAME"),
     ("sweep plan -o nowhere/plan.parquet", "cannot write nowhere/plan.parquet"),
-    ("sweep plan --top 0", "--top"),
+    ("sweep plan --top 0", "--top=0; must be >= 1"),
+    ("sweep top -n x", "-n='x' is not an integer"),
+    ("recommend --tokens inf", "--tokens=inf; must be >= 1 and finite"),
+    ("compare FILE.parquet", "Missing argument 'B'"),
+    ("sweep top FILE.parquet", "cannot read FILE.parquet: Parquet magic bytes not found"),
+    ("predict model=tiny nodes=1000000000", "gbs=dp*mbs*gas=8000000000; must be 1 to 1,073,741,824"),
+    ("sweep plan sweep.gbs=1e99", "sweep.gbs=999999999999999967...2608739868455469056; must be 1 to"),
+    ("sweep plan 'hardware.peak_flops_per_s={fp32:1e11}'", "write +hardware.peak_flops_per_s.NAME=VALUE"),
+    ("sweep plan hardware.peak_flops_per_s.fp32=1e11", "write +hardware.peak_flops_per_s.NAME=VALUE"),
     ("sweep plan hardware=a100-80x8 kernel.precision=[bf16,fp8]", "A100-SXM-80GB is sm_80: use precision=bf16"),
     ("sweep plan kernel=command kernel.command=python", "is not a list; write [A,B]"),
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
@@ -185,6 +194,27 @@ def test_a_file_of_a_sweep_that_cannot_be_read(ultrabench, sweep, name, text, li
     before = content(sweep)
     assert line in one_line(ultrabench, "sweep", "status")
     assert content(sweep) == before
+
+
+def test_status_waits_for_the_plan_of_a_launch_and_names_a_missing_file(ultrabench, sweep):
+    sweep.plan.unlink()
+    code, out, _ = ultrabench("sweep", "status")
+    assert (code, "The launch has not written its plan yet." in out) == (0, True)
+    assert as_json(ultrabench, "sweep", "status")["runs"] == 0
+    for journal in sweep.journal.iterdir():
+        os.utime(journal, (1e9, 1e9))
+    assert "plan.parquet is missing; wait if a launch is starting" in one_line(ultrabench, "sweep", "status")
+    sweep.sweep_json.unlink()
+    line = one_line(ultrabench, "sweep", "status", str(sweep.path))
+    assert line.startswith(
+        f"{sweep.sweep_json} is missing; wait if a launch is starting, else run the launch"
+    )
+
+
+def test_a_file_of_a_sweep_that_cannot_be_removed(ultrabench, sweep):
+    sweep.pause.mkdir()
+    line = f"cannot use {sweep.pause}: Is a directory; free or unlock the folder of the sweep, or copy it"
+    assert line in one_line(ultrabench, "sweep", "resume")
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,14 @@ def test_plan_tells_what_its_price_holds_for_and_which_values_fit_nothing(ultrab
     assert text in ultrabench("sweep", "plan", *overrides.split())[1]
 
 
+def test_plan_warns_of_a_results_folder_that_cannot_be_written(ultrabench):
+    code, _, err = ultrabench("sweep", "plan", "model=tiny", "results_dir=/proc/r")
+    assert code == 0
+    assert err.startswith(
+        "warning: sweep launch would refuse this plan: cannot write the results folder /proc/r"
+    )
+
+
 def test_plan_warns_of_a_program_that_is_not_here(ultrabench):
     words = ("model=tiny", "kernel=command", "kernel.command=[python,no.py]", "--json")
     code, out, err = ultrabench("sweep", "plan", *words)

@@ -1,7 +1,10 @@
 """Every command that the manual prints exists, with its options, and its overrides make a configuration."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,22 @@ def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, wor
     takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
     if takes_overrides and not any(start in text for text in overrides for start in NOT_HERE):
         load_config(with_full_keys(overrides) if path == ["recommend"] else overrides)
+
+
+@pytest.mark.parametrize("name", ["guide/choose.md", "start/your-model.md"])
+def test_the_first_table_of_recommend_is_what_the_command_prints(name):
+    page = ROOT / "docs" / name
+    words = next(words for other, words in COMMANDS if other == page and words[0] == "recommend")
+    words = ["model=llama3-8b" if word.startswith("model=") else word for word in words]
+    command = [sys.executable, "-m", "ultrabench", *words]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "300"}
+    ).stdout
+    rows = re.findall(r"^    8 .*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 2
+    for row in rows:
+        row_words = {*row.split()} - {"..."}
+        assert any(row_words <= {*line.replace(";", " ").split()} for line in printed.splitlines()), row
 
 
 def test_the_names_in_contributing_stand_in_the_files_of_their_row():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.unit.allocations import PLAN, key_of, predicted, told
-from ultrabench.cli.sweep.live import panel
+from ultrabench.cli.sweep.live import counts_line, panel
 from ultrabench.cli.sweep.status import status_view
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
@@ -88,6 +88,8 @@ def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
     assert (running["phase"], running["steps"], running["step_time_s"]) == ("warmup", 7, 0.25)
     text = "\n".join(str(part) for part in panel(now, is_active=True).renderables)
     assert "ETA" not in text  # no run has told its duration
+    timed = replace(now, eta_s=556.0)
+    assert ", ETA 9m16s, lately 60 runs an hour," in str(counts_line(timed, is_active=True))
     assert f"warmup, 7 steps of 0.25 s, predicted {PLANNED[3].prediction.step_time_s:.3g} s" in text
     state.attempts[PLANNED[0].run_id, 0, 0].time = state.attempts[PLANNED[1].run_id, 0, 0].time = -9000.0
     assert progress_of("s", PLANNED, state, "cuda").runs_per_hour is None, "the others began long ago"

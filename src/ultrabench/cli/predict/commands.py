@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ultrabench.allowed import Count
 from ultrabench.analysis.numbers import percent
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, SweepOrFile, require_parquet, words_argument
+from ultrabench.cli.options import (
+    RESULTS,
+    Json,
+    ResultsDir,
+    SweepOrFile,
+    number_option,
+    require_parquet,
+    words_argument,
+)
 from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
@@ -54,6 +63,7 @@ predict_app = typer.Typer(
     help="Predict a layout; validate and calibrate predictions.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
 _LAYOUT_HELP = "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, kernel and profile."
+MaxParallelRuns = Annotated[int, number_option("--batch", Count, "Number of concurrent runs.")]
 _LEAVE_OUT_HELP = "Leave out each model or node count, fit to the others, and score on it."
 Arguments = Annotated[list[str], words_argument("[NAME=VALUE]...", _LAYOUT_HELP)]
 
@@ -269,7 +279,7 @@ def replay(
     strategy: str = typer.Option(
         "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
     ),
-    max_parallel_runs: int = typer.Option(1, "--batch", min=1, help="Number of concurrent runs."),
+    max_parallel_runs: MaxParallelRuns = 1,
     profile_name: ProfileName = None,
     output: Output = None,
     json_: Json = False,

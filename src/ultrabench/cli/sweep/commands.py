@@ -1,12 +1,12 @@
 """The commands `ultrabench sweep ...`, which plan, launch and manage a sweep."""
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ultrabench.allowed import Count, NonNegative, between
 from ultrabench.cli.options import (
     RESULTS,
     Json,
@@ -15,19 +15,13 @@ from ultrabench.cli.options import (
     RankByAlias,
     ResultsDir,
     SweepOrFile,
+    number_option,
     table_option,
 )
 from ultrabench.errors import ConfigError
 from ultrabench.store.folder import find_sweep
 
 sweep_app = typer.Typer(help="Plan, launch and manage sweeps.", no_args_is_help=True, rich_markup_mode=None)
-
-
-def _finite(max_gpu_hours: float | None) -> float | None:
-    """The budget that was given; raises ConfigError if it is infinite or not a number."""
-    if max_gpu_hours is not None and not math.isfinite(max_gpu_hours):
-        raise ConfigError(f"--max-gpu-hours {max_gpu_hours}; must be a number, such as 100")
-    return max_gpu_hours
 
 
 Sweep = Annotated[
@@ -37,8 +31,14 @@ OneSweep = Annotated[str, typer.Argument(metavar="SWEEP", help="Name or folder."
 NewName = Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 MaxGpuHours = Annotated[
-    float | None, typer.Option(min=0.0, callback=_finite, help="Limit of the total GPU hours of the sweep.")
+    float | None, number_option("--max-gpu-hours", NonNegative, "Limit of the total GPU hours of the sweep.")
 ]
+Top = Annotated[int | None, number_option("--top", Count, "Show the K layouts to try first per cell.")]
+_ADVISE_HELP = "Largest P(OOM) of the layouts of --top; default: 0.1."
+AdvisePOom = Annotated[
+    float | None, number_option("--advise-p-oom", Annotated[float, between(0, 1)], _ADVISE_HELP)
+]
+Limit = Annotated[int | None, number_option("-n", Count, "Runs per cell; default: 10, with --json all.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and exit at once.")]
 ResultsOption = Annotated[
     Path | None, typer.Option("--results-dir", help="Folder of the sweeps, like results_dir=FOLDER.")
@@ -68,10 +68,8 @@ def plan(
     overrides: Overrides,
     json_: Json = False,
     output: PlanFile = None,
-    top: int | None = typer.Option(None, min=1, help="Show the K layouts to try first per cell."),
-    advise_p_oom: float | None = typer.Option(
-        None, min=0.0, max=1.0, help="Largest P(OOM) of the layouts of --top; default: 0.1."
-    ),
+    top: Top = None,
+    advise_p_oom: AdvisePOom = None,
     show_script: bool = typer.Option(
         False, "--show-script", help="Print only the script of the first Slurm job."
     ),
@@ -126,7 +124,7 @@ def status(
 @sweep_app.command()
 def top(
     source: SweepOrFile = None,
-    limit: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default: 10, with --json all."),
+    limit: Limit = None,
     by: RankBy = "tokens_per_s_per_gpu",
     rank_by: RankByAlias = None,
     json_: Json = False,

@@ -155,7 +155,7 @@ def counts_line(progress: SweepProgress, is_active: bool) -> Text:
     eta_s = progress.eta_s if progress.left and is_active else None
     eta_text = "" if eta_s is None else f", ETA {duration_text(eta_s)}"
     if eta_text and progress.runs_per_hour is not None:
-        eta_text += f" at {three_digits(progress.runs_per_hour)} runs an hour"
+        eta_text += f", lately {three_digits(progress.runs_per_hour)} runs an hour"
     text = f"{progress.sweep}: {progress.runs - progress.left} of {counted(progress.runs, 'run')} settled"
     text += f" ({ended_text})" if ended_text else ""
     text += f", {retried_text} to be retried" if retried_text else ""
@@ -187,7 +187,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         for run, standing in progress.best:
             ci_width, rate = progress.width_by_run.get(run.run_id), standing.rate or 0.0
             mark = "suspect" if standing.suspect else ""
-            repeats_text = f"(median of {standing.num_competing})" if standing.num_competing > 1 else ""
+            repeats_text = f"(of {standing.num_competing} repeats)" if standing.num_competing > 1 else ""
             speed_texts = (f"{rate:,.0f}", repeats_text, too_wide(ci_width is None, ci_width), mark)
             predicted_rate = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             mfu = run.mfu(rate)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.choose import require_max_nodes
@@ -91,7 +91,8 @@ def show_plan(
         require_local(config)
         require_max_nodes(config)
         require_program(config)
-    except ConfigError as error:
+        folder.require_writable()
+    except (ConfigError, SweepFolderError) as error:
         warn(f"sweep launch would refuse this plan: {error}")
     plan = within_limit(plan_with_bar(config, **peak_rate))
     if output is not None:

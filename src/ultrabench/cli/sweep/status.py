@@ -10,22 +10,26 @@ from rich.text import Text
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import output_console, print_json, show, warn
 from ultrabench.errors import counted
-from ultrabench.store.folder import SweepFolder, living_launchers
+from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 
 REASON_BY_ACTIVITY = {
     "done": None,
     "followed": None,
+    "starting": "The launch has not written its plan yet.",
     "paused": "Paused. To continue: ultrabench sweep resume {sweep}",
     "cancelled": "Cancelled. Results are kept; run the launch command again to continue.",
     "unfollowed": "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: ultrabench sweep resume {sweep}",
     "stopped": "Nothing is running. To continue: ultrabench sweep resume {sweep}",
 }
 """What a sweep does -> why nothing new starts in it; None where it is over, or a launcher follows it."""
+MAX_START_S = 90.0
+"""Seconds without a new line in the journal after which a launch has failed that has not written its plan."""
 WATCH_INTERVAL_S = 1.0
 """Seconds between two looks of `sweep status --watch`."""
 
@@ -57,17 +61,18 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
     Each look reads only new lines of the journal, and the plan if it changed.
     """
     sweep_json, journal_reader, fold = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
-    read_plan_ns = -1
+    read_plan_ns, runs = -1, list[Candidate]()
     while True:
         state = fold.add(journal_reader.poll())
         plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
-        if plan_ns != read_plan_ns:
+        is_starting = not plan_ns and time.time() - last_written_s(folder.path) < MAX_START_S
+        if plan_ns != read_plan_ns and not is_starting:
             runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True), state)]
             read_plan_ns = plan_ns
         progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
-        reason = REASON_BY_ACTIVITY[activity(folder, progress, state)]
+        reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state)]
         yield progress, reason and reason.format(sweep=folder.display_name)
-        if not (watch and progress.left):
+        if not (watch and (progress.left or is_starting)):
             return
         time.sleep(WATCH_INTERVAL_S)
 

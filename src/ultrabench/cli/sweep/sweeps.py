@@ -45,11 +45,13 @@ class SweepSummary:
 
     @property
     def best(self) -> tuple[Candidate, Standing] | None:
-        """The best run of the cell whose best run has the largest mfu, since rates of two models say little."""
+        """The fastest of the best runs of the cells; the one with the largest mfu where tokens need different FLOPs."""
+        has_equal_tokens = len({(run.shape, run.cell.seq_len) for run, _ in self.progress.best}) == 1
 
         def sort_key(best_of_cell: tuple[Candidate, Standing]) -> tuple[bool, float, float]:
             run, standing = best_of_cell
-            return standing.suspect is None, _mfu(run, standing) or 0.0, standing.rate or 0.0
+            mfu = 0.0 if has_equal_tokens else _mfu(run, standing) or 0.0
+            return standing.suspect is None, mfu, standing.rate or 0.0
 
         return max(self.progress.best, key=sort_key, default=None)
 
