@@ -56,13 +56,23 @@ def refusal(
         hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
-        return next(chain(value_refusals(kernel, layout, shape), _no_word_refusals(kernel, layout)), None)
+        command_refusals = value_refusals(kernel, layout, shape), _no_word_refusals(kernel, layout)
+        return next(chain(_sequence_refusals(kernel, layout.cp, seq_len), *command_refusals), None)
     attention_refusals = _attention_refusals(kernel, layout, device)
     gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
-    layout_refusals = _layout_refusals(layout, shape, seq_len)
+    layout_refusals = chain(
+        _sequence_refusals(kernel, layout.cp, seq_len), _layout_refusals(layout, shape, seq_len)
+    )
     fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
     other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
     return next(chain(layout_refusals, *other_refusals), None)
+
+
+def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
+    """The reason why cp ranks cannot share a sequence: they hold equally many tokens, with our own kernel as two chunks each."""
+    num_chunks, chunks_text = (2 * cp, "2*cp") if kernel.kind == "embedded" else (cp, "cp")
+    if cp > 1 and kernel.kind != "probe" and seq_len % num_chunks:
+        yield f"{chunks_text}={num_chunks} does not divide seq_len={seq_len}"
 
 
 def _routing_refusals(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
@@ -101,9 +111,6 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
         yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
-    # Context parallelism gives each rank two chunks of the sequence, all of the same length.
-    if layout.cp > 1 and seq_len % (2 * layout.cp):
-        yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages):
         depth_text = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
