@@ -48,6 +48,8 @@ def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
         in ultrabench(*words)[1]
     )
     assert "extrapolated" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
+    unmeasured = as_json(ultrabench, "predict", "model=mixtral-8x7b", "ep=8")["unmeasured"]
+    assert unmeasured == ["experts=some (none)", "ep=8 (1)"]
 
 
 def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_published(ultrabench):
