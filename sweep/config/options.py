@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ultrabench.allowed import Line
+from ultrabench.allowed import Line, Size
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
-from ultrabench.run import AttemptKey, Size, command_text
+from ultrabench.run import AttemptKey, command_text
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
