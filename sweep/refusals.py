@@ -106,15 +106,21 @@ def _fp8_refusals(
 
 def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
     """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
-    pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
+    pp, schedule, zero_stage, num_layers = (
+        layout.pp,
+        layout.pp_schedule,
+        layout.zero_stage,
+        shape.num_hidden_layers,
+    )
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
         yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages):
-        depth_text = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
-        yield f"{depth_text}: stage {stage_index} has no parameters"
+        head_layers = shape.embedding_params * num_layers / shape.matmul_params_of_layers(0, num_layers)
+        depth_text = f"num_hidden_layers={num_layers} and a head of the size of {head_layers:.1f} layers"
+        yield f"{layout.num_stages_text} is too large for {depth_text}: stage {stage_index} has no parameters"
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
@@ -122,8 +128,8 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if layout.dp_overlap == "off" and pp > 1:
         yield f"dp_overlap=off with pp={pp}; ultrabench's kernel supports it only with pp=1"
     yield from schedule_refusals(layout)
-    if layout.full_every > shape.num_hidden_layers:
-        yield f"recompute={layout.recompute} recomputes no layer; num_hidden_layers={shape.num_hidden_layers}"
+    if layout.full_every > num_layers:
+        yield f"recompute={layout.recompute} recomputes no layer; num_hidden_layers={num_layers}"
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"

@@ -39,6 +39,8 @@ MISTAKES = [
     ("predict tp=2 --profile mine", "write settings without dashes: profile=NAME"),
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
+    ("predict pp=4 pp_schedule=interleaved virtual_stages=4 gas=4",
+        "pp*virtual_stages=16 is too large for num_hidden_layers=32 and a head of the size of 2.4 layers: stage 15 has no parameters"),
     ("predict kernel=megatron cp=8 seq_len=4", "cannot run: cp=8 does not divide seq_len=4; choose another layout"),
     ("sweep plan sweep.nodes=[8] sweep.tp=[1] sweep.pp=[1] sweep.cp=[16] sweep.mbs=[1] sweep.zero_stage=[0] sweep.gas=null sweep.seq_len=8",
         "1 by kernel (2*cp=32 does not divide seq_len=8)"),
