@@ -10,7 +10,6 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import (
     AXES,
     FOLLOWING,
-    NEUTRAL,
     OTHER_DEGREES,
     TEXT_AXES,
     Layout,
@@ -77,13 +76,11 @@ def read_arguments(arguments: Sequence[str], other_names: Collection[str], examp
 def layout_of(values: Mapping[str, Any], gpus_per_node: int = 2**30) -> Layout:
     """The layout that the axes among `values` give, by default on one node; schedule and stages have the usual defaults."""
     axes = {axis: values[axis] for axis in AXES if axis in values}
-    dp, tp, cp, zero_stage = (
-        axes.get(axis, NEUTRAL.get(axis, 1)) for axis in ("dp", "tp", "cp", "zero_stage")
-    )
-    ranks_in_node = max(1, gpus_per_node // max(1, tp))
-    axes["dp_shard"] = shards_of(axes.get("dp_shard", "all"), dp * cp, ranks_in_node, zero_stage)
     schedule = axes.setdefault("pp_schedule", default_schedule(axes.get("pp", 1), axes.get("gas", 1)))
-    return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
+    shard_value = axes.pop("dp_shard", "all")
+    layout = Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
+    num_copies, ranks_in_node = layout.dp * layout.cp, max(1, gpus_per_node // layout.tp)
+    return replace(layout, dp_shard=shards_of(shard_value, num_copies, ranks_in_node, layout.zero_stage))
 
 
 def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[RunSpec, SweepConfig]:
