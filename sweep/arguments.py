@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ultrabench.allowed import Size
 from ultrabench.errors import ConfigError, LayoutError, counted, require_known, require_once
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
@@ -19,16 +20,18 @@ from ultrabench.layout import (
 )
 from ultrabench.record import value_from
 from ultrabench.routing import override_value
-from ultrabench.run import RunSpec, Size, Workload
+from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import broken_rules
+from ultrabench.sweep.grid import broken_rules, shards_of
 from ultrabench.sweep.refusals import refusal
 
 KERNEL_SETTINGS = ("precision", "compile", "routing")
 """Arguments that are settings of the kernel; None is what hardware and kernel usually have."""
 TEXT_ARGUMENTS = TEXT_AXES | {"attention", "model", "hardware", *KERNEL_SETTINGS, "kernel", "profile"}
 """Arguments whose value is a text; the value of any other is a whole number."""
+_SHARD_WORDS = ("dp_shard=all", "dp_shard=node")
+"""Arguments with a text in place of a number; `layout_of` makes the number."""
 
 PREDICTION_DEFAULTS: dict[str, Any] = {
     "model": "llama3-8b", "hardware": "h100x8", "kernel": "embedded", "profile": None, "nodes": 1, "seq_len": 4096,
@@ -65,18 +68,21 @@ def read_arguments(arguments: Sequence[str], other_names: Collection[str], examp
             raise ConfigError(f"{argument}: {_ADVICE_BY_NAME[name]}")
         require_known("argument", known_names, name)
         try:
-            values[name] = value if name in TEXT_ARGUMENTS else int(value)
+            values[name] = value if name in TEXT_ARGUMENTS or argument in _SHARD_WORDS else int(value)
         except ValueError:
             problem = f"{name}={value!r} is not an integer"
             raise ConfigError(f"{problem}; give one layout, such as {name}=2") from None
     return values
 
 
-def layout_of(values: Mapping[str, Any]) -> Layout:
-    """The layout that the axes among `values` give; schedule and stages have the usual defaults."""
+def layout_of(values: Mapping[str, Any], gpus_per_node: int = 2**30) -> Layout:
+    """The layout that the axes among `values` give, by default on one node; schedule and stages have the usual defaults."""
     axes = {axis: values[axis] for axis in AXES if axis in values}
     schedule = axes.setdefault("pp_schedule", default_schedule(axes.get("pp", 1), axes.get("gas", 1)))
-    return Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
+    shard_value = axes.pop("dp_shard", "all")
+    layout = Layout(**{"virtual_stages": default_virtual_stages(schedule)} | axes)
+    num_copies, ranks_in_node = layout.dp * layout.cp, max(1, gpus_per_node // layout.tp)
+    return replace(layout, dp_shard=shards_of(shard_value, num_copies, ranks_in_node, layout.zero_stage))
 
 
 def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[RunSpec, SweepConfig]:
@@ -125,7 +131,7 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     if (dp := values.get("dp", usual_dp)) != usual_dp:
         problem = f"dp={dp} with {OTHER_DEGREES}={others} needs {dp * others} GPUs, not {gpus_text}"
         raise ConfigError(f"{problem}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
-    layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
+    layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values), gpus_per_node)
     workload = Workload(seq_len=values["seq_len"], gbs=value_from(Size, layout.gbs, "gbs=dp*mbs*gas"))
     spec = RunSpec(
         shape=shape,

@@ -155,10 +155,9 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
     # Every pipeline stage holds at least one block.
-    stages_text = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_blocks == 0:
-            problem = f"{stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+            problem = f"{layout.num_stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
             yield "no_empty_stage", problem
 
 
@@ -193,8 +192,11 @@ def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
         factor_text = _values_text({axis: degrees[axis]}) if axis else all_text
         return f"{' or '.join(map(str, gpu_counts))} GPUs are not divisible by {factor_text}"
     dp_and_mbs = {"dp": sorted(dp_values)} | {"mbs": values_by_axis["mbs"]}
-    if all(workload.gbs % (dp * mbs) for dp, mbs in product(*dp_and_mbs.values())):
-        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values_text(dp_and_mbs)}"
+    parallel_sequences = [*map(prod, product(*dp_and_mbs.values()))]
+    if all(workload.gbs % sequences for sequences in parallel_sequences):
+        multiples = (max(1, round(workload.gbs / sequences)) * sequences for sequences in parallel_sequences)
+        nearest_gbs = min(multiples, key=lambda gbs: abs(gbs - workload.gbs))
+        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values_text(dp_and_mbs)} (gbs={nearest_gbs} is)"
     return f"gbs={workload.gbs} is not dp*mbs*gas with {_values_text(dp_and_mbs | {'gas': values_by_axis['gas']})}"
 
 

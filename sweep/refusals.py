@@ -56,13 +56,23 @@ def refusal(
         hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
-        return next(chain(value_refusals(kernel, layout, shape), _no_word_refusals(kernel, layout)), None)
+        command_refusals = value_refusals(kernel, layout, shape), _no_word_refusals(kernel, layout)
+        return next(chain(_sequence_refusals(kernel, layout.cp, seq_len), *command_refusals), None)
     attention_refusals = _attention_refusals(kernel, layout, device)
     gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
-    layout_refusals = _layout_refusals(layout, shape, seq_len)
+    layout_refusals = chain(
+        _sequence_refusals(kernel, layout.cp, seq_len), _layout_refusals(layout, shape, seq_len)
+    )
     fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
     other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
     return next(chain(layout_refusals, *other_refusals), None)
+
+
+def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
+    """The reason why cp ranks cannot share a sequence: they hold equally many tokens, with our own kernel as two chunks each."""
+    num_chunks, chunks_text = (2 * cp, "2*cp") if kernel.kind == "embedded" else (cp, "cp")
+    if cp > 1 and kernel.kind != "probe" and seq_len % num_chunks:
+        yield f"{chunks_text}={num_chunks} does not divide seq_len={seq_len}"
 
 
 def _routing_refusals(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
@@ -96,18 +106,21 @@ def _fp8_refusals(
 
 def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
     """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
-    pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
+    pp, schedule, zero_stage, num_layers = (
+        layout.pp,
+        layout.pp_schedule,
+        layout.zero_stage,
+        shape.num_hidden_layers,
+    )
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
         yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
-    # Context parallelism gives each rank two chunks of the sequence, all of the same length.
-    if layout.cp > 1 and seq_len % (2 * layout.cp):
-        yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages):
-        depth_text = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
-        yield f"{depth_text}: stage {stage_index} has no parameters"
+        head_layers = shape.embedding_params * num_layers / shape.matmul_params_of_layers(0, num_layers)
+        depth_text = f"num_hidden_layers={num_layers} and a head of the size of {head_layers:.1f} layers"
+        yield f"{layout.num_stages_text} is too large for {depth_text}: stage {stage_index} has no parameters"
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
@@ -115,8 +128,8 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if layout.dp_overlap == "off" and pp > 1:
         yield f"dp_overlap=off with pp={pp}; ultrabench's kernel supports it only with pp=1"
     yield from schedule_refusals(layout)
-    if layout.full_every > shape.num_hidden_layers:
-        yield f"recompute={layout.recompute} recomputes no layer; num_hidden_layers={shape.num_hidden_layers}"
+    if layout.full_every > num_layers:
+        yield f"recompute={layout.recompute} recomputes no layer; num_hidden_layers={num_layers}"
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"

@@ -57,6 +57,8 @@ def one_of(*texts: str) -> Meta:
 
 NonNegative = Annotated[float, at_least(0.0)]
 Count = Annotated[int, at_least(1)]
+Size = Annotated[int, between(1, 2**30)]
+"""A number of tokens, sequences, heads or channels; larger ones are typing errors and would overflow byte counts."""
 Positive = Annotated[float, above(0)]
 Line = Annotated[str, matching(r"[^\n\r\0]*", "one line")]
 """A text without a line break, since that would add a line to a script."""

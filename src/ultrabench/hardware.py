@@ -99,6 +99,9 @@ class Hardware:
         if self.power_limit_w and not self.rated_power_w:
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
             raise ConfigError(fact, "add rated_power_w from the data sheet", setting="hardware.power_limit_w")
+        if (self.power_limit_w or 0) > (self.rated_power_w or math.inf):
+            fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} above rated_power_w={self.rated_power_w:g}"
+            raise ConfigError(fact, "give a lower limit, or leave it out", setting="hardware.power_limit_w")
 
     @property
     def clock_share(self) -> float:
@@ -107,7 +110,7 @@ class Hardware:
         The rate of its memory and its links stays.
         """
         rated_power_w = self.rated_power_w or math.inf
-        limit_w = min(self.power_limit_w or rated_power_w, rated_power_w)
+        limit_w = self.power_limit_w or rated_power_w
         return 1.0 if limit_w == rated_power_w else math.pow(limit_w / rated_power_w, CLOCK_POWER_EXPONENT)
 
     @property

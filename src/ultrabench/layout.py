@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ultrabench.allowed import Count, at_least, between, matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.record import field_types
+from ultrabench.record import CHOICES_KEY, field_types
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
 """The schedules of a pipeline. none means that there is no pipeline; the others order its micro-batches:
@@ -25,6 +25,7 @@ zbv          weight gradients fill the bubble; two stages on each rank, the firs
 RECOMPUTE = matching(
     "none|attention|selective|full|every([2-9]|[1-9][0-9])",
     "none, attention, selective, full or every2 to every99",
+    {CHOICES_KEY: ("none", "attention", "selective", "full")},
 )
 """What backward computes again; docs/reference/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
@@ -186,6 +187,11 @@ class Layout:
     def num_stages(self) -> int:
         """Number of pipeline stages of all ranks together."""
         return self.pp * self.virtual_stages
+
+    @property
+    def num_stages_text(self) -> str:
+        """This number as messages give it: `pp=4` or `pp*virtual_stages=8`."""
+        return f"{'pp*virtual_stages' if self.virtual_stages > 1 else 'pp'}={self.num_stages}"
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank of the pp axis holds, in the order of the model."""

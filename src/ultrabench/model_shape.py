@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from typing import Annotated, Any
 
-from ultrabench.allowed import Count, Positive, at_least, between, one_of, require_allowed
+from ultrabench.allowed import Count, Positive, Size, at_least, between, one_of, require_allowed
 from ultrabench.errors import ConfigError, ShapeError
 from ultrabench.record import content_id, values_of
 
@@ -19,6 +19,8 @@ leaves (num_floating_point_operations of Megatron-LM).
 
 RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
 """Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
+_ExpertSize = Annotated[int, between(0, 2**20)]
+"""A number or a width of experts; predictions with skewed routing list them one by one."""
 _EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
 """Fields that must be 0 in a model without experts."""
 
@@ -51,19 +53,19 @@ class ModelShape:
 
     name: str
     """Usual name of the model; it is no part of a run's identity."""
-    hidden_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
+    hidden_size: Size
+    num_hidden_layers: Annotated[int, between(1, 10_000)]
+    num_attention_heads: Size
+    num_key_value_heads: Size
     """Number of key/value heads; fewer than num_attention_heads means grouped-query attention."""
-    intermediate_size: Count
+    intermediate_size: Size
     """Width of the SwiGLU feed-forward block."""
-    vocab_size: Count
+    vocab_size: Size
     tie_word_embeddings: bool
     """Whether embedding and lm_head are one matrix, which is then counted once."""
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    head_dim: Count | None = None
+    rope_theta: Positive = 10000.0
+    rms_norm_eps: Positive = 1e-5
+    head_dim: Size | None = None
     """Width of one attention head where it is given; None means hidden_size / num_attention_heads."""
     qk_norm: bool = False
     """Whether queries and keys are normalised before their rotation: in each head, as in Qwen3, or across heads."""
@@ -76,13 +78,13 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
     sliding_window: Count | None = None
     """Number of positions that a token attends to, its own included; None means all earlier ones."""
-    num_experts: Annotated[int, at_least(0)] = 0
+    num_experts: _ExpertSize = 0
     """Number of experts of a sparse layer, among which its router chooses; 0 means that all layers are dense."""
-    num_experts_per_tok: Annotated[int, at_least(0)] = 0
+    num_experts_per_tok: _ExpertSize = 0
     """Number of experts that the router chooses for a token."""
-    moe_intermediate_size: Annotated[int, at_least(0)] = 0
+    moe_intermediate_size: _ExpertSize = 0
     """Width of one expert, which is a SwiGLU feed-forward block."""
-    n_shared_experts: Annotated[int, at_least(0)] = 0
+    n_shared_experts: _ExpertSize = 0
     """Number of experts that every token passes in addition, as one block of so many times the width."""
     first_k_dense_replace: Annotated[int, at_least(0)] = 0
     """Number of the first layers that are dense."""

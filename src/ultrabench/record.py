@@ -158,7 +158,7 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
     if isinstance(value, float) and ((cls is int and value.is_integer()) or cls is float is not type(value)):
         return value_from(hint, cls(value), where)  # 2.0 for an integer, or a float of numpy
     choices = _choices(hint) if isinstance(value, str) else ()
-    similar_choice = most_similar(value, choices) if choices else None
+    similar_choice = most_similar(value.lower(), choices) if choices else None
     suggestion_text = f"; did you mean {similar_choice}?" if similar_choice else ""
     raise ConfigError(_refusal_text(cls, rule, value, where) + suggestion_text, setting=where)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import at_least, between, require_allowed
+from ultrabench.allowed import Size, at_least, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import ANY, KernelConfig
 from ultrabench.layout import ADDED_LATER as ADDED_AXES
@@ -17,9 +17,6 @@ from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict, values_of
 from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group
-
-Size = Annotated[int, between(1, 2**30)]
-"""A seq_len or gbs; larger ones are typing errors and would overflow byte counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,7 +138,8 @@ def read_checkpoint_config(location: str) -> ModelShape:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read model={location}: {path}: {reason}; {_MODEL_ADVICE}") from error
+        path_text = f"{path}: " if str(path) != location else ""
+        raise ConfigError(f"cannot read model={location}: {path_text}{reason}; {_MODEL_ADVICE}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"model={location} holds no sizes; give the config.json of a model")
     default_name = path.parent.name if path.name == "config.json" else path.stem
@@ -181,8 +182,8 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     }
     sizes = settings | fixed_values | derived_values
     field_values = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
-    for field, key in key_by_field.items():  # so that a refusal of this value has the name of the file
-        value_from(field_types(ModelShape)[field], values[key], f"model={where}.{key}")
+    for field, value in field_values.items():  # so that a refusal of this value has the name of the file
+        value_from(field_types(ModelShape)[field], value, f"model={where}: {key_by_field.get(field, field)}")
     try:
         return shape_from({"name": name, **field_values}, f"model={where}")
     except ShapeError as error:

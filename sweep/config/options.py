@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ultrabench.allowed import Line
+from ultrabench.allowed import Line, Size
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
-from ultrabench.run import AttemptKey, Size, command_text
+from ultrabench.run import AttemptKey, command_text
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -153,6 +153,13 @@ def read_options(
     values |= {name: _option_values(sweep[name], name, Line) for name in place_options}
     number_words = [name for name, listed in words.items() if all(isinstance(v, int | float) for v in listed)]
     for rule in rules:
+        if text_word := next((name for name in rule.names if name in {*words} - {*number_words}), None):
+            problem = (
+                f"sweep.rules {rule.text!r} compares numbers; sweep.words.{text_word}={[*words[text_word]]}"
+            )
+            raise ConfigError(
+                problem, "list only numbers there, or leave the rule out", setting="sweep.rules"
+            )
         what = f"numeric word in sweep.rules {rule.text!r}:"
         require_known(what, (*number_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
     if kernel.kind == "embedded":

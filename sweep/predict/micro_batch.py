@@ -66,8 +66,8 @@ def micro_batch(spec: RunSpec) -> MicroBatch:
 
 
 def rank_tokens(spec: RunSpec) -> int:
-    """T: the tokens of a micro-batch that a group of tp ranks holds together."""
-    return spec.layout.mbs * spec.workload.seq_len // spec.layout.cp
+    """T: the tokens of a micro-batch that a group of tp ranks holds together, at least 1: plans predict refused layouts, too."""
+    return max(1, spec.layout.mbs * spec.workload.seq_len // spec.layout.cp)
 
 
 def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, *, is_sparse: bool) -> LayerBytes:

@@ -126,7 +126,7 @@ def steps_beyond(feature: str, value: int | str, fitted_values: tuple[Any, ...])
 def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:
     """The values by which a run is like or unlike those that a profile was fitted to; `gpu` names the accelerator."""
     values: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
-    values["precision"] = spec.kernel.precision
+    values |= {"precision": spec.kernel.precision, "experts": "some" if spec.shape.num_experts else "none"}
     return values | {axis: getattr(spec.layout, axis) for axis in INDEPENDENT}
 
 

@@ -12,6 +12,7 @@ from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
+from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_profile
 
@@ -48,6 +49,14 @@ def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
         in ultrabench(*words)[1]
     )
     assert "extrapolated" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
+    unmeasured = as_json(ultrabench, "predict", "model=mixtral-8x7b", "ep=8")["unmeasured"]
+    assert unmeasured == ["experts=some (none)", "ep=8 (1)"]
+
+
+@pytest.mark.parametrize(("value", "dp_shard"), [("all", 0), ("node", 4), ("2", 2)])
+def test_predict_takes_the_words_for_dp_shard_that_a_sweep_takes(value, dp_shard):
+    arguments = ["nodes=2", "tp=2", "zero_stage=1", f"dp_shard={value}"]
+    assert read_run(arguments, PREDICTION_DEFAULTS)[0].layout.dp_shard == dp_shard
 
 
 def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_published(ultrabench):
@@ -74,6 +83,7 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
 
 
 def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
+    assert ", sequences of 1 token\n" in ultrabench("predict", "seq_len=1")[1]
     out = ultrabench("predict", *WORDS)[1]
     assert out.startswith("llama3-70b (70.6 G parameters), dp2 tp8 pp4")
     assert "peak memory (pipeline rank 0, " in out

@@ -42,15 +42,18 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
 
 
 @pytest.mark.parametrize(
-    ("hardware", "nodes", "words", "steps"),
+    ("hardware", "nodes", "model", "words", "steps"),
     [
-        ("h100x8", 1, {}, 0), ("h100x8", 1, {"recompute": "full"}, 0), ("h100x8", 4, {"tp": 8, "zero_stage": 3}, 2 + 3 + 3),
-        ("h100x8", 1, {"recompute": "every2"}, 1), ("h100x8", 1, {"mbs": 32}, 1), ("b200x8", 1, {}, 6),
+        ("h100x8", 1, "1B", {}, 0), ("h100x8", 1, "1B", {"recompute": "full"}, 0),
+        ("h100x8", 4, "1B", {"tp": 8, "zero_stage": 3}, 2 + 3 + 3), ("h100x8", 1, "1B", {"recompute": "every2"}, 1),
+        ("h100x8", 1, "1B", {"mbs": 32}, 1), ("b200x8", 1, "1B", {}, 6), ("h100x8", 4, "mixtral-8x7b", {"ep": 8}, 2 + 1 + 3),
     ],
 )  # fmt: skip
-def test_an_interval_is_wider_the_more_steps_a_run_is_beyond_those_of_the_fit(hardware, nodes, words, steps):
+def test_an_interval_is_wider_the_more_steps_a_run_is_beyond_those_of_the_fit(
+    hardware, nodes, model, words, steps
+):
     config = load_config([f"hardware={hardware}"])
-    spec = spec_of(Layout(**{"dp": 2 * nodes, "gas": 4} | words), "1B", nodes=nodes)
+    spec = spec_of(Layout(**{"dp": 2 * nodes, "gas": 4} | words), model, nodes=nodes)
     pred = predictor(config, nodes, config.hardware.peak("bf16", nodes, None, 1)).predict(spec)
     ends = (math.log(end / pred.step_time_s) for end in (pred.step_time_low_s, pred.step_time_high_s))
     low, high = config.profile.interval["all"]

@@ -1,6 +1,7 @@
 """A Hugging Face config.json is a model as it is; what would be another model is refused by its key."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,7 +238,9 @@ REFUSED = [
         ({"quantization_config": {"quant_method": "awq"}}, """quantization_config is {"quant_method": "awq"}; ultrabench"""),
         *(({"model_type": kind}, f"model_type {kind!r}") for kind in (None, ["llama"])),
         ({"hidden_size": "4096"}, "hidden_size='4096' is not an integer"), ({"num_attention_heads": None}, "num_attention_heads"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0; must be >= 1"),
+        ({"num_attention_heads": 0}, "model=m.json: num_attention_heads=0; must be 1 to 1,073,741,824"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; must be 1 to 10,000"), ({"tie_word_embeddings": 1}, "m.json: tie_word_embeddings=1"),
+        ({"rope_theta": -5}, "rope_theta=-5; must be > 0 and finite"), ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan; must be > 0 and finite"),
     ]),
     *((base, "", change, line) for base, change, line in [
         (QWEN_MOE, {"attention_bias": True}, "attention_bias is true; ultrabench trains qwen3_moe models only with attention_bias false"),
@@ -248,6 +251,7 @@ REFUSED = [
         (MIXTRAL, {"num_local_experts": 1}, "model=m.json: num_experts_per_tok=2; must be in 1..num_local_experts=1"),
     ]),
     (MIXTRAL, "num_local_experts", {}, "lacks num_experts or num_local_experts or n_routed_experts (a size of its experts); add it"),
+    (MIXTRAL, "", {"num_local_experts": 2**30}, "model=m.json: num_local_experts=1073741824; must be 0 to 1,048,576"),
     (MIXTRAL, "num_local_experts", {"num_local_expert": 8}, "(a size of its experts); is num_local_expert a misspelling?"),
     (MIXTRAL, "num_experts_per_tok", {}, "model=m.json lacks num_experts_per_tok ("), (GLM, "n_shared_experts", {}, "lacks n_shared_experts ("),
     (QWEN_MOE, "moe_intermediate_size", {"moe_intermediate_sizes": 768}, "lacks moe_intermediate_size (a size of its experts); is moe_intermediate_sizes a misspelling"),
@@ -293,6 +297,8 @@ def test_a_folder_is_a_model_and_the_file_that_it_lacks_is_named(folder):
     path = Path(folder).absolute() / "config.json"
     with refused(f"cannot read model={folder}: {path}: No such file"):
         load_config([f"model={folder}"])
+    with refused(f"cannot read model={path}: No such file"):
+        load_config([f"model={path}"])
     write(str(path), {"hidden_size": 512})
     assert [m.hidden_size for m in load_config([f"model={folder}"]).models] == [512]
 

@@ -294,11 +294,11 @@ def test_a_sweep_without_runs_says_why():
     ("overrides", "lost"),
     [
         ([], []),
-        (["nodes=[1,2,3]"], [("nodes", 3, "gbs=8 is not divisible by dp*mbs with dp in [3, 6], mbs in [1, 2]")]),
+        (["nodes=[1,2,3]"], [("nodes", 3, "gbs=8 is not divisible by dp*mbs with dp in [3, 6], mbs in [1, 2] (gbs=9 is)")]),
         (["tp=[1,2,3]"], [("tp", 3, "2 or 4 GPUs are not divisible by tp=3")]),
         (["tp=[2]", "pp=[1,2]", "cp=[1,4]", "nodes=[2]"],
          [("cp", 4, "4 GPUs are not divisible by tp*pp*cp with tp=2, pp in [1, 2], cp=4")]),
-        (["mbs=[1,3]"], [("mbs", 3, "gbs=8 is not divisible by dp*mbs with dp in [1, 2, 4], mbs=3")]),
+        (["mbs=[1,3]"], [("mbs", 3, "gbs=8 is not divisible by dp*mbs with dp in [1, 2, 4], mbs=3 (gbs=9 is)")]),
         (["gas=[4,5]"], [("gas", 5, "gbs=8 is not dp*mbs*gas with dp in [1, 2, 4], mbs in [1, 2], gas=5")]),
         (["pp=[1]", "pp_schedule=[auto,zbv]"], [("pp_schedule", "zbv", "no candidate has pp > 1")]),
         (["virtual_stages=[2,4]"], [("virtual_stages", n, "no candidate has pp_schedule=interleaved") for n in (2, 4)]),

@@ -182,7 +182,7 @@ def test_a_value_without_candidates_lacks_them_in_all_batches_of_weak_scaling():
     reasons = {(lost["axis"], lost["value"]): lost["reason"] for lost in weak.summary()["without_candidates"]}
     assert reasons == {
         ("tp", 3): "8 GPUs are not divisible by tp=3",
-        ("mbs", 16): "gbs=32 is not divisible by dp*mbs with dp=8, mbs=16",
+        ("mbs", 16): "gbs=32 is not divisible by dp*mbs with dp=8, mbs=16 (gbs=128 is)",
     }
     odd = plan("sweep.nodes=[2,3]", "sweep.scaling=weak", "sweep.tp=[4]", program=())
     assert odd.summary()["without_candidates"] == [
@@ -282,6 +282,9 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.words={tp: [1]}"], "tp is already a word of every run; choose another name"),
         ([WORDS[0], "+sweep.rules=['etp divide dp']"], "write NAME divides NAME, or use <=, >= or =="),
         ([WORDS[0], "+sweep.rules=['etp divides dpp']"], "did you mean pp?"),
+        ([WORDS[0].replace("1, 2", "a, b"), WORDS[1]],
+         "sweep.rules 'etp divides dp' compares numbers; sweep.words.etp=['a', 'b']; list only numbers there"),
+        (["sweep.recompute=[ful]"], "did you mean full?"), (["kernel.precision=BF16"], "did you mean bf16?"),
         (["+sweep.rules=['precision == 2']"], "unknown numeric word in sweep.rules 'precision == 2': 'precision'"),
         (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp: tp is already a word of every run; choose another name"),
         (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),

@@ -127,6 +127,7 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("24000000000", "96"), "mem_bytes=96; must be 268,435,456 to 17,592,186,044,416 bytes, such as 8"),
         (("gpu: ", "architecture: hopper\ngpu: "), "architecture='hopper'; must be a GPU architecture, such as sm_90"),
         (("gpu: ", "power_limit_w: 500.0\ngpu: "), "power_limit_w=500 without rated_power_w; add rated_power_w"),
+        (("gpu: ", "rated_power_w: 700.0\npower_limit_w: 9000.0\ngpu: "), "power_limit_w=9000 above rated_power_w=700; give"),
         (("gpu: ", "device: tpu\ngpu: "), "hardware.device='tpu'; must be cuda or cpu"),
     ],
 )  # fmt: skip

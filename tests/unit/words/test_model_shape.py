@@ -86,7 +86,8 @@ def test_parameters_and_flops_of_published_experts():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        *(({name: 0}, f"{name}=0; must be >= 1") for name in ("vocab_size", "num_hidden_layers", "head_dim", "sliding_window")),
+        *(({name: 0}, f"{name}=0; must be 1 to 1,073,741,824") for name in ("vocab_size", "head_dim")),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; must be 1 to 10,000"), ({"sliding_window": 0}, "sliding_window=0; must be >= 1"),
         ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=64; change one"),
         ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1; rotary embeddings need an even head_dim"),
         ({"head_dim": 15}, "head_dim=15; rotary embeddings need an even head_dim: choose another"),

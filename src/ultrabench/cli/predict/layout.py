@@ -111,7 +111,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     peak_text = rank_text + peak_stage["phase"]
     hardware_text = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
     size_text = params_text(prediction["num_params"], prediction["num_active_params"])
-    yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {spec.workload.seq_len:,} tokens"
+    yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {counted(spec.workload.seq_len, 'token')}"
     yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
         rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
