@@ -106,12 +106,8 @@ def _fp8_refusals(
 
 def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
     """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
-    pp, schedule, zero_stage, num_layers = (
-        layout.pp,
-        layout.pp_schedule,
-        layout.zero_stage,
-        shape.num_hidden_layers,
-    )
+    pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
+    num_layers = shape.num_hidden_layers
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"

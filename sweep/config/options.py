@@ -157,9 +157,8 @@ def read_options(
             problem = (
                 f"sweep.rules {rule.text!r} compares numbers; sweep.words.{text_word}={[*words[text_word]]}"
             )
-            raise ConfigError(
-                problem, "list only numbers there, or leave the rule out", setting="sweep.rules"
-            )
+            remedy = "list only numbers there, or leave the rule out"
+            raise ConfigError(problem, remedy, setting="sweep.rules")
         what = f"numeric word in sweep.rules {rule.text!r}:"
         require_known(what, (*number_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
     if kernel.kind == "embedded":
