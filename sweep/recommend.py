@@ -1,11 +1,12 @@
 """Finds the best runs of a cell by branch and bound: the first places of a plan without predicting all its candidates.
 
 A group holds the layouts that differ in recomputation and ZeRO alone. No layout of it is faster than its bound, the
-step time without what these add, and none needs less memory than the one that recomputes and shards all.
+step time without what these add, and none needs less memory than the one that recomputes and shards all. Layouts of
+other micro-batches are not compared: one that accumulates no gradients may need less than one of smaller micro-batches.
 """
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,14 +47,14 @@ class Search:
     """P(OOM) above which no run is taken."""
     max_memory_share: float = 1.0
     """Share of a GPU's memory, the reserve of its allocator included, above which no run is taken."""
-    count_by_reason: Counter[str] = field(default_factory=Counter)
-    """Why layouts cannot run that a rule or the kernel rejected -> how often the search met it."""
+    rejection: str | None = None
+    """Why the first layout cannot run that a rule or the kernel rejected: the one of the smallest degrees."""
     min_bytes: float = inf
     """The least memory that a layout needs among those that the search rejected for their memory."""
     fits_without_reserve: bool = False
     """Whether a layout that was rejected for its memory fits without the reserve of its allocator."""
     _fits_by_layout: dict[tuple[Layout, int], bool] = field(default_factory=dict)
-    """Layout and index of the variant -> whether it fits with ZeRO-3."""
+    """Layout and index of the variant -> whether it fits."""
 
     def best(self, count: int = 1) -> list[Candidate]:
         """The `count` best runs that are advised, in the order of the plan; fewer where fewer are advised."""
@@ -80,7 +81,7 @@ class Search:
                 continue
             for variant_index, spec in enumerate(self.cell_plan.specs(layout)):
                 if reason := self._group_rejection(spec):
-                    self.count_by_reason[reason] += 1
+                    self.rejection = self.rejection or reason
                     continue
                 split_group = partial(self._split_by_recomputation, spec, index, variant_index)
                 yield -self._rate_bound(spec), (0, index, variant_index), split_group
@@ -117,7 +118,7 @@ class Search:
             for shard_index, dp_shard in enumerate(dict.fromkeys(shards)):
                 run_spec = replace(spec, layout=replace(layout, zero_stage=zero_stage, dp_shard=dp_shard))
                 if rejection := next(rejections(self.cell_plan.config, run_spec), None):
-                    self.count_by_reason[rejection[1]] += 1
+                    self.rejection = self.rejection or rejection[1]
                     continue
                 free_values = (getattr(run_spec.layout, axis) for axis in free_axes)
                 position = (*free_values, index, shard_index, variant_index)
@@ -135,23 +136,17 @@ class Search:
             yield -expected_rate(rate, prediction.p_oom), position, candidate
 
     def _may_fit(self, spec: RunSpec, variant_index: int) -> bool:
-        """Whether the layout fits with ZeRO-3, whose need of memory grows with mbs and falls with recomputation."""
-        layout, min_mbs = spec.layout, min(self.cell_plan.config.axes.layout["mbs"])
-        gas, sequences_left = divmod(layout.mbs * layout.gas, min_mbs)
-        with_min_mbs = layout if sequences_left else replace(layout, mbs=min_mbs, gas=gas)
-        smallest = replace(with_min_mbs, recompute="full")
-        if not self._fits_by_layout.get((smallest, variant_index), True):
-            return False
-        if self._fits(spec, with_min_mbs, variant_index):
-            return self._fits(spec, layout, variant_index)
-        self._fits(spec, smallest, variant_index)  # so that the rest of its group need not be looked at
-        return False
+        """Whether the layout may fit with some ZeRO stage; where gradients are reduced during backward, stage 3 needs least."""
+        smallest = replace(spec.layout, zero_stage=3)
+        return spec.layout.dp_overlap == "off" or all(
+            self._fits(spec, replace(smallest, recompute=recompute), variant_index)
+            for recompute in ("full", spec.layout.recompute)
+        )
 
     def _fits(self, spec: RunSpec, layout: Layout, variant_index: int) -> bool:
-        """Whether a layout fits with ZeRO-3."""
+        """Whether the first and the last rank of a layout's pipeline fit."""
         if (layout, variant_index) not in self._fits_by_layout:
-            sharded_spec = replace(spec, layout=replace(layout, zero_stage=3))
-            occupancy = self.cell_plan.predictor.smallest_occupancy(sharded_spec)
+            occupancy = self.cell_plan.predictor.smallest_occupancy(replace(spec, layout=layout))
             self._fits_by_layout[layout, variant_index] = self._is_acceptable(occupancy)
         return self._fits_by_layout[layout, variant_index]
 
@@ -188,6 +183,8 @@ class Recommendation:
     """The best first. Where no run has room for the reserve of its allocator, those that are likely to fit without it."""
     reason: str | None
     """Why there is no run, and what would help."""
+    is_refused: bool
+    """Whether there is no run for another reason than memory."""
 
 
 @dataclass(slots=True)
@@ -240,7 +237,8 @@ def recommendation(
     remedy = remedy or Remedy()
     remedy.best[cell, ()] = next(iter(runs), None)
     reason = None if runs else _why_none(config, search, remedy)
-    return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason)
+    is_refused = not runs and search.min_bytes == inf
+    return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason, is_refused=is_refused)
 
 
 def _advised(
@@ -258,10 +256,15 @@ def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
     cell_plan = search.cell_plan
     shape, cell, limit_gib = cell_plan.shape, cell_plan.cell, config.hardware.mem_bytes / GIB
     if search.min_bytes < inf:
+        is_strict = config.max_p_oom < ADVISED_P_OOM
+        if likely_runs := is_strict and _advised(replace(config, max_p_oom=1.0), shape, cell)[0]:
+            p_oom_text = f"the best layout has {likely_runs[0].prediction.p_oom:.2g}"
+            return f"no layout has a P(OOM) of at most max_p_oom={config.max_p_oom:g}; {p_oom_text}: use max_p_oom={ADVISED_P_OOM}"
         changes = " or ".join(remedies(cell_sweep(config, cell), shape, cell.nodes, search.max_p_oom, remedy))
-        problem = f"no layout is likely to fit into {limit_gib:.4g} GiB; a GPU needs at least {search.min_bytes / GIB:,.1f} GiB with the allocator's reserve"
+        problem = f"no layout is likely to fit into {limit_gib:.4g} GiB; a rank needs at least {search.min_bytes / GIB:,.1f} GiB with the allocator's reserve"
         return f"{problem}; try {changes or 'a smaller model'}"
+    if search.rejection:
+        return f"no layout can run: {search.rejection}; change the axes or the model"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
-    most_common = next((reason for reason, _ in search.count_by_reason.most_common(1)), None)
-    return most_common or why_none(axes, config.hardware.gpus_per_node, workload)
+    return f"no candidate: {why_none(axes, config.hardware.gpus_per_node, workload)}; choose divisors"

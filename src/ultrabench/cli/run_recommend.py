@@ -49,8 +49,10 @@ def run_recommend(
     gpu_hour_price = config.price_per_gpu_hour if gpu_hour_price is None else gpu_hour_price
     extra_overrides = [override for override in full_overrides if not _is_in_row(override)]
     model = parts_of(full_overrides).get("model")  # maybe a path, which the name of the model does not say
-    rows = list[LayoutRow]()
-    for recommendation in recommendations(config, max_layouts):
+    rows, advice = list[LayoutRow](), recommendations(config, max_layouts)
+    if all(cell.is_refused for cell in advice) and len({cell.reason for cell in advice}) == 1:
+        raise ConfigError(str(advice[0].reason))
+    for recommendation in advice:
         rows += _rows(config, recommendation, extra_overrides, model)
     for row in rows:
         row.update(_training_needs(row, tokens, gpu_hour_price) if tokens and row["layout"] else {})

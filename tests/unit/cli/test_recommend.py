@@ -53,6 +53,8 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
         ("--price-per-gpu-hour 2", "--price-per-gpu-hour needs --tokens"), ("node=[1]", "did you mean"),
         ("kernel=probe", "kernel=probe does not train; use kernel=embedded"),
         ("nodes=[1] sweep.nodes=[2]", "sweep.nodes is given twice"),
+        ("model=llama3-8b tp=3", "no candidate: 8 GPUs are not divisible by tp=3; choose divisors"),
+        ("model=llama3-8b ep=2", "no layout can run: ep=2 needs a model with experts"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(ultrabench, words, line):

@@ -122,7 +122,7 @@ def test_chances_of_memory_follow_the_runs_that_did_and_did_not_fit():
 
 
 def test_what_a_failed_run_dominates_is_never_proposed():
-    cell = [run(f"m{mbs}", 2.0 - 0.1 * mbs, p_oom=0.1, mbs=mbs) for mbs in (1, 2, 4)]
+    cell = [run(f"m{mbs}", 2.0 - 0.1 * mbs, p_oom=0.1, mbs=mbs, gas=8 // mbs) for mbs in (1, 2, 4)]
     assert propose(cell, TriedRuns(oom_ids={"m2"})) == cell[:1]
     assert "m4" not in reasons(cell, TriedRuns(oom_ids={"m2"}))
 

@@ -211,8 +211,12 @@ def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
 
 SCHEDULES = "sweep.pp_schedule=[1f1b,afab,interleaved,zbv]"
 GRID = make_plan(load_config(["sweep=playbook", "model=1B", "sweep.nodes=[1]", SCHEDULES, "max_p_oom=1"]))
-NEARLY = 0.996
-"""With afab, whose micro-batches are all kept, half as many of twice the size need fewer small buffers."""
+FEW_MICRO_BATCHES = make_plan(load_config(
+    ["sweep=recommend", "model=qwen3-30b-a3b", "sweep.gbs=16", "sweep.seq_len=2048", "sweep.tp=[1]", "sweep.cp=[1,2]",
+     "sweep.pp=[1,2]", "sweep.ep=[1,8]", 'sweep.dp_overlap=["on","off"]', SCHEDULES, "max_p_oom=1"]
+))  # fmt: skip
+NEARLY = 0.97
+"""With ZeRO-3, afab gathers the parameters of fewer layers at once than 1f1b."""
 
 
 SAME = [predicted(r, memory_share=1.0) for r in GRID.runs if (r.nodes, r.layout.tp, r.layout.pp) == (1, 1, 1)]
@@ -238,8 +242,9 @@ def dominated(state, runs=SAME):
     return {(r.layout.mbs, r.layout.zero_stage) for r in runs if r.run_id in dominators}
 
 
-def test_dominance_is_an_order_of_memory_in_which_schedules_are_alike_or_afab_is_in_place_of_1f1b():
-    mem_bytes = {r.layout: r.prediction.peak_mem_bytes for r in GRID.runs}
+@pytest.mark.parametrize("grid", [GRID, FEW_MICRO_BATCHES])
+def test_dominance_is_an_order_of_memory_in_which_schedules_are_alike_or_afab_is_in_place_of_1f1b(grid):
+    mem_bytes = {r.layout: r.prediction.peak_mem_bytes for r in grid.runs}
     larger = {a: {b for b in mem_bytes if dominates(a, b)} for a in mem_bytes}
     assert all(a not in larger[a] and larger[b] <= larger[a] for a in larger for b in larger[a])
     pairs = [(a, b) for a in larger for b in larger[a]]
@@ -261,7 +266,7 @@ def test_what_recomputes_less_needs_more(oom, other, needs_more):
 @pytest.mark.parametrize(
     ("ends", "out"),
     [
-        ([(8, 1, SURE)], {(8, 0), (16, 0), (16, 1), (32, 0), (32, 1)}), ([(8, 0, SURE)], {(16, 0), (32, 0)}),
+        ([(8, 1, SURE)], {(8, 0), (16, 0), (16, 1)}), ([(8, 0, SURE)], {(16, 0)}),  # 32 accumulates nothing
         ([(8, 1, result("oom"))], set()), ([(8, 1, replace(SURE, confirmed=False))], set()),
         ([(8, 1, KILLED)], set()), ([(8, 1, OK)], set()),
         ([(8, 1, SURE), (8, 1, OK)], set()),  # it fits after all
@@ -275,7 +280,7 @@ def test_after_a_confirmed_oom_larger_micro_batches_and_lower_zero_stages_are_le
 def test_an_oom_that_was_not_predicted_has_to_happen_twice():
     once, twice = after((8, 1, SURE)), after((8, 1, SURE), (8, 1, SURE))
     unlikely = [predicted(r, memory_share=0.8) for r in SAME]
-    assert [len(dominated(state, unlikely)) for state in (once, twice)] == [0, 5]
+    assert [len(dominated(state, unlikely)) for state in (once, twice)] == [0, 3]
     assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in left(unlikely, once).todo}
 
 
