@@ -70,8 +70,8 @@ def test_a_sweep_over_options_names_the_variant_of_the_winner_and_can_be_extende
     page = (bench.folder / "page.html").read_text()
     data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
     assert {"env.ALGO", "flags.overlap"} < {*data["axes"]}
-    assert data["columns"]["flags.overlap"]["known"] == ["off", "on"]
-    assert any("ALGO=Ring" in layout for layout in data["columns"]["layout"].get("known", ()))
+    assert data["columns"]["flags.overlap"]["distinct"] == ["off", "on"]
+    assert any("ALGO=Ring" in layout for layout in data["columns"]["layout"].get("distinct", ()))
 
 
 def test_our_own_kernel_sees_variables_before_it_imports_torch(bench):
