@@ -238,22 +238,22 @@ def require_comparable(cells: Sequence[Cell], other_cells: Sequence[Cell]) -> No
     names = ("model", "nodes", "routing", "seq_len", "gbs")
     values_by_column = {name: [{str(getattr(c, name)) for c in side} for side in sides] for name in names}
     fact = f"no cell has a speed in both A ({counted(len(sides[0]), 'cell')} with a speed) and B ({len(sides[1]):,})"
-    reasons = "".join(f"; {text}" for text in without_common_value(values_by_column))
-    raise ConfigError(f"{fact}{reasons}: compare tables with the same models and batch")
+    raise ConfigError(fact + without_common_value(values_by_column))
 
 
-def without_common_value(values_by_column: Mapping[str, Sequence[Collection[str]]]) -> list[str]:
-    """Texts such as `gbs is 32 in A and 64 in B` for the first three columns that have no common value.
+def without_common_value(values_by_column: Mapping[str, Sequence[Collection[str]]]) -> str:
+    """The end of a refusal: `; gbs is 32 in A and 64 in B` for the first three columns without a common value, and what to do.
 
     Args:
         values_by_column: for each column its values in A and in B.
     """
     sorted_values = {name: [*map(sorted, sides)] for name, sides in values_by_column.items()}
-    return [
-        f"{name} is {' / '.join(values_a[:3])} in A and {' / '.join(values_b[:3])} in B"
+    texts = [
+        f"; {name} is {' / '.join(values_a[:3])} in A and {' / '.join(values_b[:3])} in B"
         for name, (values_a, values_b) in sorted_values.items()
         if values_a and values_b and not {*values_a} & {*values_b}
-    ][:3]
+    ]
+    return f"{''.join(texts[:3])}: compare tables with the same models and batch"
 
 
 def _layouts_differ(layout: Mapping[str, Any], other_layout: Mapping[str, Any]) -> bool:

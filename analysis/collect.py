@@ -12,6 +12,7 @@ from ultrabench.analysis.rows import Warn, sweep_table
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, TEXTS, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.folder import SweepFolder, find_sweep
+from ultrabench.sweep.plan_table import read_failure
 
 _OTHER_SUFFIXES = (".csv", ".json", ".jsonl", ".yaml", ".yml")
 """A source with one of these suffixes is refused as a file that is no result table, even if it does not exist."""
@@ -100,10 +101,8 @@ def read_parquet(path: Path) -> pa.Table:
             # A thread of pyarrow that lets go of the file while Python exits ends the process with SIGABRT.
             table = pq.read_table(file, use_threads=False, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        reason = (
-            "no such file" if isinstance(error, FileNotFoundError) else reason.rpartition("'<Buffer>': ")[2]
-        )
+        reason = getattr(error, "strerror", None) or read_failure(error)
+        reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise SweepFolderError(f"cannot read {path}: {reason}") from error
     if "decision" in table.column_names:
         table = predicted_results(table, path.stem)

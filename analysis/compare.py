@@ -218,8 +218,7 @@ def _no_common_layout(sides: Sequence[Sequence[Row]], names: Sequence[str], othe
         todo = "compare tables of the same model, or give each model its own name"
         return f"{fact}; {'; '.join(models[:3])}: {todo}"
     values_by_column = {name: [{str(row[name]) for row in rows} for rows in sides] for name in names}
-    reasons = "".join(f"; {text}" for text in without_common_value(values_by_column))
-    return f"{fact}{reasons}: compare tables with the same models and batch"
+    return fact + without_common_value(values_by_column)
 
 
 def _run_times_s(rows: Sequence[Row]) -> list[list[float]]:

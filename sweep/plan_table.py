@@ -107,6 +107,11 @@ def write_plan(candidates: Sequence[Candidate], path: Path, hardware_name: str =
         raise SweepFolderError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
+def read_failure(error: Exception) -> str:
+    """Why a Parquet file cannot be read, in one line without the name that pyarrow gives to its buffer."""
+    return str(error).partition("\n")[0].rpartition("'<Buffer>': ")[2]
+
+
 def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a plan.parquet in the plan's order, with all columns or only some.
 
@@ -123,7 +128,7 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         remedy = "wait if a launch is starting, else launch the sweep again"
         raise SweepFolderError(f"{path} is missing; {remedy}") from None
     except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0].rpartition("'<Buffer>': ")[2].rstrip(".")
+        reason = read_failure(error).rstrip(".")
         raise SweepFolderError(
             f"cannot read {path}: {reason}; to write it again, launch the sweep again"
         ) from error

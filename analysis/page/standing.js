@@ -54,9 +54,10 @@ function standings(cell, isShown) {
   const controlInterval = new Map(comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row)).map((row) => [placeOf(row), relativeInterval(row)]));
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
   const runs = [...rowByContender].map(([contender, row]) => {
-    const repeats = measuredByContender.get(contender) ?? [], stepTimeWidth = (repeat) => Math.hypot(relativeInterval(repeat), controlInterval.get(placeOf(repeat)) ?? 0);
-    const medianValue = repeats.length ? median(repeats.map((repeat) => comparedValue(repeat))) : comparedValue(row);
-    const interval = repeats.length ? [Math.min(...repeats.map((repeat) => comparedValue(repeat) / (1 + stepTimeWidth(repeat)))), Math.max(...repeats.map((repeat) => comparedValue(repeat) / Math.max(0, 1 - stepTimeWidth(repeat))))] : null;
+    const repeats = measuredByContender.get(contender) ?? [], comparedValues = repeats.map(comparedValue);
+    const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlInterval.get(placeOf(repeat)) ?? 0));
+    const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
+    const interval = comparedValues.length ? [Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))), Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n])))] : null;
     return { row, run: value("run_id", row), value: medianValue ?? -Infinity, interval, tier: isSuspect(row) ? 0.5 : tierOf(row) };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);

@@ -126,6 +126,8 @@ class SlurmLauncher:
         """Job id -> when squeue first and last showed the job as COMPLETING, which Slurm does not count."""
         self._sought_since: dict[str, float] = {}
         """Allocation -> when it was first looked for; an earlier answer of squeue says nothing about it."""
+        self._lost_hosts: dict[str, tuple[str, ...]] = {}
+        """Job id -> the nodes that the job has lost; an end is looked at again until it is certain."""
         self._duplicate_ids: set[str] = set()
         """Jobs that were submitted twice by accident, and were cancelled for that."""
         self._accounting_since: dict[str, float] = {}
@@ -276,13 +278,12 @@ class SlurmLauncher:
 
     def _job_end(self, allocation_name: str, job: SlurmJob, held_s: float) -> JobEnd:
         """How a job ended, with the nodes that it lost."""
-        reason, lost_hosts = (
-            f"Slurm ended job {job.job_id}: {job.state}{job.reason_suffix}",
-            tuple[str, ...](),
-        )
-        if job.meaning.status == Status.NODE_FAIL:
-            lost_hosts = failed_hosts(self._folder.allocations / allocation_name / JOB_LOG, job.nodes)
-            reason += f", {','.join(lost_hosts)} failed" if lost_hosts else ""
+        reason = f"Slurm ended job {job.job_id}: {job.state}{job.reason_suffix}"
+        if job.meaning.status == Status.NODE_FAIL and job.job_id not in self._lost_hosts:
+            log_path = self._folder.allocations / allocation_name / JOB_LOG
+            self._lost_hosts[job.job_id] = failed_hosts(log_path, job.nodes)
+        lost_hosts = self._lost_hosts.get(job.job_id, ())
+        reason += f", {','.join(lost_hosts)} failed" if lost_hosts else ""
         status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
         return JobEnd(
             status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=lost_hosts
