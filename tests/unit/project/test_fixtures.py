@@ -9,6 +9,8 @@ import pytest
 from tests.unit.sweep.test_config import refusal
 from ultrabench.analysis.collect import collect
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -44,3 +46,21 @@ def test_a_folder_of_schema_2_is_read_as_it_was_written():
     rows = collect([SweepFolder(FIXTURES / "schema2")], warnings.append).to_pylist()
     assert [{name: row[name] for name in case} for row, case in zip(rows, expected, strict=True)] == expected
     assert not warnings
+
+
+@pytest.mark.parametrize("sweep", ["slurm", "local"])
+def test_a_folder_of_version_0_2_0_is_read_as_it_was_written(sweep):
+    expected, warnings = fixture("v0.2.0/rows.json")[sweep], []
+    rows = collect([SweepFolder(FIXTURES / "v0.2.0/results" / sweep)], warnings.append).to_pylist()
+    assert [{name: row[name] for name in case} for row, case in zip(rows, expected, strict=True)] == expected
+    assert not warnings
+
+
+@pytest.mark.parametrize(("sweep", "allocations"), [("slurm", 12), ("local", 3)])
+def test_the_journal_of_version_0_2_0_has_all_its_events(sweep, allocations):
+    folder, warnings = SweepFolder(FIXTURES / "v0.2.0/results" / sweep), []
+    state = fold(read_journal(folder.journal, warnings.append))
+    assert not warnings
+    assert len(state.allocations) == allocations
+    assert all(a.ended and a.submitting_at and a.agents for a in state.allocations.values())
+    assert all(attempt.result and attempt.spec_as(dict) for attempt in state.attempts.values())
