@@ -10,6 +10,8 @@ from types import FrameType
 from typing import Any
 
 from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers, listening_socket
+from ultrabench.agent.diagnose.addresses import AddressBook
+from ultrabench.agent.diagnose.outcome import Outage
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, FileCleanup, Node, NodeAfterRun
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress
@@ -74,15 +76,19 @@ class AgentGroup:
         self._node = node
         self._peers = peers
         self._stop_request = stop_request
-        self.node_facts = [own_facts, *(peers[n].facts for n in sorted(peers))]
+        all_facts = [own_facts, *(peers[n].facts for n in sorted(peers))]
+        self.node_facts = [{k: v for k, v in facts.items() if k != "addresses"} for facts in all_facts]
+        """The facts about each node that the journal keeps."""
         self.hosts = [str(facts["host"]) for facts in self.node_facts]
+        addresses = ((str(facts["host"]), facts.get("addresses") or ()) for facts in all_facts)
+        self._address_book = AddressBook(self.hosts, dict(addresses))
         self._inbox = Inbox(peers.values())
-        self.progress = AttemptProgress(len(self.hosts), self.hosts, self._inbox.agent_time_s)
+        self.progress = AttemptProgress(
+            len(self.hosts), self.hosts, self._inbox.agent_time_s, self._address_book
+        )
         """The progress of the attempt that was started last."""
-        self.outage: str | None = None
+        self.outage: Outage | None = None
         """Which node can no longer be used, and why; None while all can."""
-        self.outage_cause = AGENT_GONE
-        """The cause of the outage: node_failure if the node itself has said why, else that its agent is silent."""
         self.hosts_to_avoid: list[str] = []
         """Hosts that later jobs should not use."""
         self._leavers: set[int] = set()
@@ -96,12 +102,14 @@ class AgentGroup:
     @property
     def end_reason(self) -> str | None:
         """Why this allocation has to end now; None while it may continue."""
-        return self._stop_request.reason or self.outage
+        return self._stop_request.reason or (self.outage and self.outage.reason)
 
     def start(self, task: Task, index: int) -> None:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
         address = self._node.address
-        self.progress = AttemptProgress(task.spec.layout.world_size, self.hosts, self.listen(0.0))
+        self.progress = AttemptProgress(
+            task.spec.layout.world_size, self.hosts, self.listen(0.0), self._address_book
+        )
         self.order("start", task_index=index, address=address, port=0 if task.forked else free_port(address))
 
     def order(self, method_name: str, **arguments: Any) -> Any:
@@ -128,7 +136,8 @@ class AgentGroup:
             elif complaint and index not in self._leavers:
                 self.give_up(host, complaint)
             elif index not in self._node_states and index not in self._leavers:
-                self.outage = self.outage or f"{host} is unusable: it did not report the end of its clean-up"
+                reason = f"{host} is unusable: it did not report the end of its clean-up"
+                self.outage = self.outage or Outage(host, reason, AGENT_GONE)
 
     def finish(self, keep_all: bool) -> None:
         """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.
@@ -153,8 +162,7 @@ class AgentGroup:
 
     def give_up(self, host: str, complaint: str) -> None:
         """Notes that a node itself has reported why it cannot be used any more; later jobs avoid it."""
-        if not self.outage:
-            self.outage, self.outage_cause = f"{host} is unusable: {complaint}", "node_failure"
+        self.outage = self.outage or Outage(host, f"{host} is unusable: {complaint}")
         self.hosts_to_avoid.append(host)
 
     def dismiss(self) -> None:
@@ -214,7 +222,8 @@ class AgentGroup:
         limit_s = MAX_MISSED_BEATS * self._node.allocation.heartbeat_s
         for n, peer in self._peers.items():
             if n not in self._leavers and (peer.is_closed or self._inbox.silence_s(peer) > limit_s):
-                self.outage = self.outage or f"the agent of node {n} ({self.hosts[n]}) is gone"
+                reason = f"the agent of node {n} ({self.hosts[n]}) is gone"
+                self.outage = self.outage or Outage(self.hosts[n], reason, AGENT_GONE)
         return self._inbox.agent_time_s
 
     def _handle(self, node_index: int, message: Message) -> None:

@@ -14,6 +14,7 @@ from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
+from ultrabench.agent.diagnose.suspects import evidence_of_ranks
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -22,7 +23,7 @@ from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, raw_json, to_dict
-from ultrabench.result import DISK_SLOW, SLOWER, STOPPED, UNMEASURED, RunResult, Status
+from ultrabench.result import DISK_SLOW, LOCATED_STATUSES, SLOWER, STOPPED, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
 from ultrabench.store.allocation import is_in_window
@@ -90,7 +91,7 @@ class Leader:
                 return ending
             if may_fit(task, self._task_results) and self._claim(task):
                 self._run(task)
-        return Ending(self._group.outage or "all tasks done")
+        return Ending(self._group.outage.reason if self._group.outage else "all tasks done")
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -182,10 +183,23 @@ class Leader:
         result = self._measure(self._allocation.probe, -1)
         self._group.finish(keep_all=result.status != Status.OK)
         if result.status != Status.OK:
-            return Ending(f"the preflight failed: {result.reason}")
+            return self._end_after_failed_preflight(result)
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
         fault_by_host = self._find_faults()
         return self._give_up_hosts(fault_by_host, "node_failure") if fault_by_host else None
+
+    def _end_after_failed_preflight(self, result: RunResult) -> Ending:
+        """Why the allocation ends; a node on which alone the preflight failed is given up, since others pass it.
+
+        A hang may come from a slow file system, so that it alone gives up no node.
+        """
+        reason = f"the preflight failed: {result.reason}"
+        if result.status not in LOCATED_STATUSES:
+            return Ending(reason)
+        if result.status != Status.HANG:
+            for host in result.suspect_hosts:
+                self._group.give_up(host, reason)
+        return Ending(reason, failed_on=result.began_on or tuple(self._group.hosts))
 
     def _write_preflight(self, **measurements: Any) -> None:
         """Writes what is known about the nodes into the journal, and warnings about them into the job's log."""
@@ -289,7 +303,7 @@ class Leader:
         forced_end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task, forced_end, group.outage, group.outage_cause)
+            result = classify(progress, task, forced_end, group.outage)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
@@ -350,10 +364,12 @@ def _result_if_hung(group: AgentGroup, overdue_result: RunResult) -> RunResult |
     group.examine()
     if group.progress.positions != positions_before and not group.progress.has_failed:
         return None
-    cause = find_hang_cause(group.progress.ranks)
-    evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
-    reason, hosts = f"{cause.headline}; {overdue_result.reason}", {rank.host for rank in cause.culprits}
-    return replace(overdue_result, reason=reason, suspect_hosts=tuple(sorted(hosts)), evidence=evidence)
+    ranks = group.progress.ranks
+    cause = find_hang_cause(ranks)
+    evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in ranks]}
+    about_hosts = evidence_of_ranks(cause.culprits, ranks)
+    reason = f"{cause.headline}; {overdue_result.reason}"
+    return replace(overdue_result, reason=reason, evidence=evidence, **about_hosts._asdict())
 
 
 def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> RunResult | None:

@@ -14,10 +14,11 @@ from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 
 def array_groups(jobs: Sequence[PlannedJob], max_size: int) -> list[list[PlannedJob]]:
-    """The jobs in groups of at most `max_size`; all jobs of a group have the same nodes, time limit and place."""
+    """The jobs in groups of at most `max_size`, each of equal nodes, time limit, place and nodes to avoid."""
     groups: dict[tuple[object, ...], list[PlannedJob]] = {}
     for job in jobs:
-        groups.setdefault((job.nodes, job.limit_s, job.attempts[0].candidate.place), []).append(job)
+        group_key = (job.nodes, job.limit_s, job.attempts[0].candidate.place, job.avoid)
+        groups.setdefault(group_key, []).append(job)
     return [group[i : i + max_size] for group in groups.values() for i in range(0, len(group), max_size)]
 
 

@@ -329,7 +329,7 @@ class EndRecorder:
     def _write_end(self, allocation: AllocationState, end: JobEnd, source: str) -> None:
         end_event = AllocationEnded(
             allocation=allocation.name, job=allocation.start, reason=end.reason, source=source,
-            held_s=end.held_s, avoid=end.failed_hosts,
+            held_s=end.held_s, avoid=end.failed_hosts, failed_on=() if allocation.agents else end.unstarted_hosts,
         )  # fmt: skip
         self._sweep.journal.write(end_event)
 

@@ -38,7 +38,7 @@ class Launcher(Protocol):
         """Submits allocations with the same node count and time limit; returns the job of each allocation.
 
         Args:
-            bad_hosts: nodes that must not be used.
+            bad_hosts: nodes that should not be used, the surest first.
             say: called with a message about each failed submission that is repeated.
 
         Raises:

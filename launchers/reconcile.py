@@ -154,13 +154,19 @@ class Reconciler:
             return
         if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first record the ends of the claimed attempts
-        for host, reason in actions.avoid_nodes.items():
-            self._say_once(f"node {host} is excluded: {reason}")
-        for host in sorted(self.memory.avoided_hosts - actions.avoid_nodes.keys()):
-            self.say(f"node {host} is used again: the runs that failed there fail in the same way elsewhere")
-        self.memory.avoided_hosts = {*actions.avoid_nodes}
+        avoided = {**actions.excluded, **actions.start_failures}
+        for host, reason in actions.excluded.items():
+            if host not in self.memory.avoided_hosts:
+                self._say_once(f"node {host} is excluded: {reason}")
+        for host, reason in actions.start_failures.items():
+            if host not in self.memory.avoided_hosts:
+                self._say_once(f"jobs use other nodes than {host} first: {reason}")
+        for host in sorted(self.memory.avoided_hosts - avoided.keys()):
+            self.say(f"node {host} is used again: later results do not point at it")
+        self.memory.avoided_hosts = {*avoided}
         for array in array_groups(actions.submit, self.limits.max_array):
-            self._submit_array(array, sorted(actions.avoid_nodes))
+            bad_hosts = dict.fromkeys((*actions.excluded, *actions.start_failures, *sorted(array[0].avoid)))
+            self._submit_array(array, [*bad_hosts])
 
     def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> None:
         sweep, journal = self.sweep, self.sweep.journal

@@ -4,11 +4,10 @@ It finds how every rank failed, what that says about memory, and which failure i
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.agent.diagnose.findings import (
     Finding,
@@ -18,13 +17,14 @@ from ultrabench.agent.diagnose.findings import (
     has_filled_gpu,
     has_reached_limit,
 )
-from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, ending_lines, last_line, quoted
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, last_line, quoted
+from ultrabench.agent.diagnose.suspects import NO_EVIDENCE_ABOUT_HOSTS, host_evidence
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
 from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
-from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
+from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
@@ -39,12 +39,17 @@ Columns = dict[str, Any]
 _STOPPED_EARLY_TEXT = "the run was stopped early because it was slower; measure.race=null never does this"
 
 
+class Outage(NamedTuple):
+    """The loss of a node during an attempt."""
+
+    host: str
+    reason: str
+    cause: str = NODE_FAILURE
+    """NODE_FAILURE if the node itself has said why, AGENT_GONE if only its agent is silent."""
+
+
 def classify(
-    progress: AttemptProgress,
-    task: Task,
-    agent_end: RunResult | None,
-    outage: str | None = None,
-    outage_cause: str = "node_failure",
+    progress: AttemptProgress, task: Task, agent_end: RunResult | None, outage: Outage | None = None
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -55,11 +60,8 @@ def classify(
     Args:
         agent_end: why ultrabench ended the ranks; None if they ended by themselves.
         outage: which node was lost and why; None if none was.
-        outage_cause: the cause of the outage.
     """
     measure, result = task.measure, _diagnosis(progress, task, agent_end, outage)
-    if result.cause == "node_failure":
-        result = replace(result, cause=outage_cause)
     if result.cause in (UNMEASURED, "time_limit") and (hint := _step_line_hint(progress.ranks, task)):
         result = replace(result, reason=f"{result.reason}; {hint}")
     environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done_line
@@ -104,7 +106,7 @@ def classify(
 
 
 def _diagnosis(
-    progress: AttemptProgress, task: Task, agent_end: RunResult | None, outage: str | None
+    progress: AttemptProgress, task: Task, agent_end: RunResult | None, outage: Outage | None
 ) -> RunResult:
     """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
@@ -124,8 +126,14 @@ def _diagnosis(
     if bad_loss_text:
         return _invalid_result("non_finite_loss", bad_loss_text)
     if outage is not None:
-        hosts = _hosts_in(progress.hosts, outage)
-        return RunResult(status=Status.NODE_FAIL, reason=outage, cause="node_failure", suspect_hosts=hosts)
+        hosts = (outage.host,)
+        return RunResult(
+            status=Status.NODE_FAIL,
+            reason=outage.reason,
+            cause=outage.cause,
+            suspect_hosts=hosts,
+            began_on=hosts,
+        )
     if agent_end and (agent_end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
         return agent_end
     if root is not None:
@@ -140,37 +148,24 @@ def _invalid_result(cause: str, reason: str) -> RunResult:
 def _failed_result(rank_findings: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
     rank, cause, line = rank_findings[0].rank, rank_findings[0].cause, rank_findings[0].line
-    pointed_hosts = _pointed_hosts(rank_findings, progress) if cause.status == Status.COMM_ERROR else ()
+    evidence = host_evidence(rank_findings, progress.ranks, progress.address_book)
     check_own_memory = {"cuda_oom": has_filled_gpu, "cpu_oom": has_reached_limit}.get(cause.name)
     failure_id = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
+    confirmed = bool(check_own_memory and check_own_memory(rank)) if cause.status == Status.OOM else None
+    if confirmed or cause.name == "host_oom":
+        evidence = NO_EVIDENCE_ABOUT_HOSTS  # the run needs more memory than it may use, on any node
+    num_ranks_alike = sum(finding.cause is cause for finding in rank_findings)
+    status, is_same_everywhere = cause.status, num_ranks_alike == len(progress.ranks)
+    if status == Status.NODE_FAIL and not cause.proves_fault and is_same_everywhere:
+        status = Status.CRASH  # a program that hides its GPUs finds none on any node
     return RunResult(
-        status=cause.status,
+        status=status,
         reason=f"{cause.description}, {rank.name}: {line}",
         cause=cause.name,
         fingerprint=failure_id if cause.is_specific else None,
-        confirmed=bool(check_own_memory and check_own_memory(rank)) if cause.status == Status.OOM else None,
-        suspect_hosts=pointed_hosts or ((rank.host,) if cause.blames_host else ()),
+        confirmed=confirmed,
+        **evidence._asdict(),
     )
-
-
-def _pointed_hosts(rank_findings: Sequence[Finding], progress: AttemptProgress) -> tuple[str, ...]:
-    """The hosts that communication errors point at.
-
-    They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
-    else the hosts of the few ranks that reported no failure while most ranks did.
-    """
-    failed_ranks = [finding.rank for finding in rank_findings]
-    rank_texts = [(r, "\n".join(ending_lines(r.last_text))) for r in failed_ranks]
-    pointed_hosts = {h for r, text in rank_texts for h in _hosts_in(progress.hosts, text) if h != r.host}
-    silent_ranks = [r for r in progress.ranks if r not in failed_ranks and not r.done_line]
-    if not pointed_hosts and len(silent_ranks) < len(rank_findings):
-        pointed_hosts = {r.host for r in silent_ranks}
-    return tuple(h for h in progress.hosts if h in pointed_hosts)
-
-
-def _hosts_in(hosts: Sequence[str], text: str) -> tuple[str, ...]:
-    """The hosts whose names occur in a text."""
-    return tuple(host for host in hosts if re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text))
 
 
 def _unmeasured_text(rank: RankProgress, measure: Measure) -> str | None:
@@ -226,7 +221,9 @@ def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:
     return max((rank.memory_report[key] for rank in ranks if key in rank.memory_report), default=None)
 
 
-def _checkpoint_columns(progress: AttemptProgress, task: Task, end: RunResult, outage: str | None) -> Columns:
+def _checkpoint_columns(
+    progress: AttemptProgress, task: Task, end: RunResult, outage: Outage | None
+) -> Columns:
     """The columns of a checkpoint: its numbers, or why a run that was asked for one has none.
 
     Args:
@@ -246,7 +243,7 @@ def _checkpoint_columns(progress: AttemptProgress, task: Task, end: RunResult, o
     if messages:
         cause, reason = (cause_by_text(messages[0]) or (CAUSE_BY_NAME["exception"], ""))[0].name, messages[0]
     elif outage:
-        cause, reason = "node_failure", outage
+        cause, reason = outage.cause, outage.reason
     elif exit_causes:
         cause, reason = exit_causes[0][0].name, exit_causes[0][1]
     return {"checkpoint_cause": cause, "checkpoint_reason": reason}

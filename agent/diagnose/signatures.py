@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR2
 
-from ultrabench.result import Status
+from ultrabench.result import CIRCUMSTANTIAL_CAUSES, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,9 @@ class Cause:
         return tier_by_name.get(self.name, tier_by_status.get(self.status, 3))
 
     @property
-    def blames_host(self) -> bool:
-        """Whether the node may be at fault."""
-        is_host_cause = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
-        return is_host_cause or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
+    def proves_fault(self) -> bool:
+        """Whether its text proves a fault of the node, whatever other ranks and other nodes do."""
+        return self.status == Status.NODE_FAIL and self.name not in CIRCUMSTANTIAL_CAUSES
 
     @property
     def is_specific(self) -> bool:
@@ -52,7 +51,13 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
            r"\bXid\b.*: (?:61|62|79|119|120)\b|fallen off the bus|GPU is lost|Unable to determine the device handle"),
     Cause("gpu_unavailable", Status.NODE_FAIL, "a GPU cannot be used",
            r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable|"
-           r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error"),
+           r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error|"
+           r"Unexpected error from cudaGetDeviceCount|\bError 80[0-9]: |No CUDA GPUs are available|"
+           r"unsupported display driver / cuda driver|forward compatibility was attempted|"
+           r"CUDA (?:driver )?initialization (?:failed|error)|CUDA unknown error|Failed to initialize NVML|"
+           r"Driver/library version mismatch|NVML(?:Error)?_?\w*(?:LibRmVersionMismatch|DriverNotLoaded|GpuIsLost)|"
+           r"nvidia-smi has failed|couldn't communicate with the NVIDIA driver|No supported gpu backend found|"
+           r"CUDA_ERROR_(?:NO_DEVICE|NOT_INITIALIZED|SYSTEM_\w+|COMPAT_\w+|UNKNOWN|DEVICE_UNAVAILABLE)"),
     Cause("foreign_memory", Status.CRASH, "other processes used the GPU's memory"),
     Cause("cuda_oom", Status.OOM, "out of GPU memory",
            r"CUDA out of memory|CUDA error: out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE|FFT)_(?:STATUS_)?ALLOC_FAILED|"
@@ -67,6 +72,14 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
     Cause("option_ignored", Status.INVALID, "an option was ignored"),
     Cause("disk_full", Status.CRASH, "a disk is full",
            r"No space left on device|Disk quota exceeded|database or disk is full"),
+    Cause("disk_error", Status.CRASH, "a disk cannot be used",
+           r"Read-only file system|OSError: \[Errno 5\]|Input/output error|Structure needs cleaning|"
+           r"Transport endpoint is (?:not connected|already connected)|Remote I/O error|No such device or address: '/"),
+    Cause("download_failed", Status.CRASH, "a download failed",
+           r"HTTPS?ConnectionPool\(|Max retries exceeded with url|NewConnectionError|NameResolutionError|"
+           r"(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub)\.[\w.]*(?:Error|Exception|Timeout)\b|"
+           r"urllib\.error\.URLError|HTTPError\b|We couldn't connect to 'https?://|LocalEntryNotFoundError|"
+           r"Temporary failure in name resolution|Name or service not known: 'https?://|OfflineModeIsEnabled"),
     Cause("missing_library", Status.CRASH, "a library is missing or incompatible",
            r"cannot open shared object file|undefined symbol|version `\S+' not found|"
            r"CUDA driver version is insufficient|no kernel image is available"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ultrabench.agent.diagnose.addresses import AddressBook
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.measure import Measure
 
@@ -136,9 +137,16 @@ class AttemptProgress:
     stopped.
     """
 
-    def __init__(self, num_ranks: int, hosts: Sequence[str], now_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        hosts: Sequence[str],
+        now_s: float = 0.0,
+        address_book: AddressBook | None = None,
+    ) -> None:
         """Each of the `hosts`, in their order, has an equal share of the ranks; `now_s` is the leader's time."""
         self.hosts = hosts
+        self.address_book = address_book or AddressBook(hosts)
         rank_hosts = (hosts[n * len(hosts) // num_ranks] for n in range(num_ranks))
         self.ranks = [
             RankProgress(number=n, host=host, last_progress_s=now_s) for n, host in enumerate(rank_hosts)

@@ -12,8 +12,16 @@ from pathlib import Path
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.launchers.launcher import Allocations, Say, own_origin
 from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
-from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask, failed_hosts
+from ultrabench.launchers.slurm.query import (
+    Answer,
+    CommandError,
+    SlurmQuery,
+    ask,
+    failed_hosts,
+    unstarted_hosts,
+)
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
+from ultrabench.launchers.slurm.site import usable_nodes
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
 from ultrabench.store.allocation import JOB_LOG, Allocation
@@ -136,10 +144,13 @@ class SlurmLauncher:
     def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Submits one array; if the answer of sbatch was lost, squeue is asked for the name of the job.
 
+        Of `bad_hosts`, the last are used nevertheless if too few others exist.
+
         Raises:
             ConfigError: sbatch refused the job.
             ClusterError: sbatch failed MAX_SUBMIT_TRIES times.
         """
+        bad_hosts = self._spare_enough(bad_hosts, allocations[0].nodes, say)
         script = array_script(allocations, self._config, bad_hosts, self.module)
         job_name = f"{self._prefix}{array_name(allocations[0])}"
         path, failure_text = self._folder.scripts / f"{job_name}.sh", ""
@@ -170,6 +181,24 @@ class SlurmLauncher:
             remedy = f"to use excluded nodes again, set retry.forgive=[{','.join(bad_hosts)}], or {remedy}"
         error_type = ConfigError if _is_refusal(failure_text) else ClusterError
         raise error_type(fact, remedy) from last_error
+
+    def _spare_enough(self, bad_hosts: Sequence[str], num_nodes: int, say: Say) -> Sequence[str]:
+        """The first of `bad_hosts`, as far as the partition has enough other nodes for a job of `num_nodes`.
+
+        sbatch would refuse a job that excludes too many, or the job would wait for ever.
+        """
+        if not bad_hosts:
+            return ()
+        usable_hosts = usable_nodes(self._config.launcher)
+        num_excluded = len(bad_hosts)
+        while usable_hosts and num_excluded and len(usable_hosts - {*bad_hosts[:num_excluded]}) < num_nodes:
+            num_excluded -= 1
+        if used_again := bad_hosts[num_excluded:]:
+            fact = (
+                f"{counted(len(usable_hosts), 'node')} of the partition can be used, a job needs {num_nodes}"
+            )
+            say(f"{','.join(used_again)} cannot be avoided: {fact}")
+        return bad_hosts[:num_excluded]
 
     def _find_jobs(self, job_name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
@@ -285,9 +314,11 @@ class SlurmLauncher:
         lost_hosts = self._lost_hosts.get(job.job_id, ())
         reason += f", {','.join(lost_hosts)} failed" if lost_hosts else ""
         status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
+        log_path = self._folder.allocations / allocation_name / JOB_LOG
         return JobEnd(
-            status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=lost_hosts
-        )
+            status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=lost_hosts,
+            unstarted_hosts=unstarted_hosts(log_path, job.nodes) if agent_gone else (),
+        )  # fmt: skip
 
     def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrabench.errors import ClusterError
+from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.host_list import expand_hosts
 from ultrabench.launchers.slurm.job import (
     CLOCKS_DIFFER_S,
     SACCT_OPTIONS,
@@ -30,6 +31,8 @@ _KEPT_NAMES = {"SLURM_CONF", "SLURM_JWT"}
 _OPTION_NAME = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
 _NODE_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 """What srun prints when slurmctld reports that nodes of the job have failed (`_node_fail_handler` of Slurm)."""
+_TASK_FAILURE = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: Exited with exit code", re.MULTILINE)
+"""What srun prints of tasks that failed by themselves; those that it then kills have other lines."""
 MIN_SQUEUE_PAUSE_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
 MAX_BACK_OFF_S = 300.0
@@ -224,6 +227,21 @@ class SlurmQuery:
                     failure = error
         if failure:
             raise ClusterError(f"{failure}; the jobs may still run: `squeue --me` shows them") from failure
+
+
+def unstarted_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:
+    """The nodes of a job that ended with an error before its agents wrote anything, or those that srun names.
+
+    Args:
+        log_path: the log of the job.
+        nodes: the nodes of the job, such as gpu[01-04].
+    """
+    with contextlib.suppress(OSError, ConfigError):
+        job_hosts = expand_hosts(nodes)
+        log_text = log_path.read_text(errors="replace") if log_path.exists() else ""
+        named_hosts = {host for text in _TASK_FAILURE.findall(log_text) for host in expand_hosts(text)}
+        return tuple(host for host in job_hosts if host in named_hosts) or job_hosts
+    return ()
 
 
 def failed_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from ultrabench.errors import ClusterError, ConfigError, counted, unknown_name
+from ultrabench.host_list import expand_hosts
 from ultrabench.launchers.slurm.job import duration_s
 from ultrabench.launchers.slurm.query import CommandError, ask
 from ultrabench.processes import own_name
+from ultrabench.sweep.config.sweep_config import LauncherConfig
 
 _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
 _ASSOCIATION_COLUMNS = "Account,Partition,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,QOS,DefaultQOS"
@@ -258,6 +260,24 @@ class Site:
         except CommandError as error:
             reason, remedy = absent_programs() or (str(error), REACH_SLURMCTLD)
             raise ClusterError(f"cannot query Slurm: {reason}", remedy) from error
+
+
+def usable_nodes(launcher_config: LauncherConfig) -> frozenset[str]:
+    """The nodes that jobs of a launcher may get now or later; empty if Slurm does not say."""
+    partition = launcher_config.partition
+    options = ["--noheader", "--Node", "--exact", "--format=%N|%T|%P"]
+    options += [f"--partition={partition}"] if partition else []
+    with contextlib.suppress(CommandError, ConfigError):
+        rows = [line.split("|") for line in ask("sinfo", *options).splitlines() if line.count("|") == 2]
+        # The name of the default partition has an asterisk.
+        is_in_partition = (lambda name: True) if partition else (lambda name: name.endswith("*"))
+        up_nodes = {
+            name
+            for name, state, in_partition in rows
+            if _UP_STATE.fullmatch(state) and is_in_partition(in_partition)
+        }
+        return frozenset(up_nodes - {*expand_hosts(launcher_config.exclude or "")})
+    return frozenset()
 
 
 def _partition(scontrol_facts: Mapping[str, str], sinfo_rows: Sequence[Sequence[str]]) -> Partition:

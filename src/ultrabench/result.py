@@ -101,7 +101,7 @@ CAUSES = (
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
-    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow",
+    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow", "disk_error", "download_failed",
 )  # fmt: skip
 """All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
 
@@ -114,8 +114,24 @@ DISK_SLOW = "disk_slow"
 UNMEASURED = "unmeasured"
 """Cause of an invalid run whose program ended well without a step that counts."""
 
+EXITED_EARLY = "exited_early"
+"""Cause of a crash in which a rank ended with exit code 0 before it was done."""
+
+NODE_FAILURE = "node_failure"
+"""Cause of a failure that the node itself, or Slurm, reports."""
+
 AGENT_GONE = "agent_gone"
 """Cause of a node_fail or a lost run that only the end of an agent shows, which the run itself may have caused."""
+
+
+LOCATED_STATUSES = frozenset({Status.CRASH, Status.HANG, Status.COMM_ERROR, Status.NODE_FAIL, Status.OOM})
+"""Statuses of failures that a node may have caused; what a program computes or how long it takes is no node's fault."""
+
+CIRCUMSTANTIAL_CAUSES = frozenset({AGENT_GONE, "gpu_unavailable"})
+"""Causes of a node_fail that do not prove a fault of the node: the run itself may have ended its agent or hidden its GPUs."""
+
+TRANSIENT_CAUSES = frozenset({"port_taken"})
+"""Causes that pass by themselves, so that they say nothing about a node."""
 
 
 class Doubt(NamedTuple):
@@ -152,7 +168,9 @@ class RunResult:
     confirmed: bool | None = None
     """Whether an oom is sure: memory was free at the start, and the allocator recorded the failed request."""
     suspect_hosts: tuple[str, ...] = ()
-    """Hosts that may have caused the failure."""
+    """Hosts that this attempt alone makes suspects of the failure."""
+    began_on: tuple[str, ...] = ()
+    """Hosts on which the failure began; empty where that is unknown or where no node can be at fault."""
     measured_by: str | None = None
     """Where the steps come from: report (the program's report file) or log (its log, read by a pattern)."""
     source_mfu: float | None = None

@@ -121,6 +121,10 @@ ATTEMPT_KEYS = (*sorted(FAILURES), "suspect")
 """Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is suspect."""
 
 
+OUTSIDE = "outside"
+"""The name under which failures are counted together that are not the run's fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """The settings of configs/retry/, whose files explain each of them."""
@@ -141,10 +145,10 @@ class RetryPolicy:
             raise ConfigError(f"retry.attempts lacks {', '.join(missing)}; give a number for each status")
 
     def kind(self, result: RunResult) -> str:
-        """The name under which a failure is counted: its cause, `outside`, or its status."""
+        """The name under which a failure is counted: its cause, OUTSIDE, or its status."""
         if result.cause in self.causes:
             return str(result.cause)
-        return "outside" if result.status in OUTER_FAILURES else result.status.value
+        return OUTSIDE if result.status in OUTER_FAILURES else result.status.value
 
     def allowed(self, result: RunResult) -> int:
         """How many more attempts a run may have after failures of this kind."""

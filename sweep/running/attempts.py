@@ -22,6 +22,7 @@ from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
+from ultrabench.sweep.running.blame import Blame, blame_of
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
 from ultrabench.sweep.running.searched_cell import outcomes
 from ultrabench.sweep.running.standings import standings_of
@@ -152,6 +153,8 @@ class PlannedAttempt:
     """Factor on the time limit, larger than 1 after a time-out."""
     pause_s: float = 0.0
     """Seconds to wait after the end of the failed attempt that it follows."""
+    avoid: frozenset[str] = frozenset()
+    """Nodes that it should not use, because earlier attempts of its run failed there."""
     must_wait: bool = False
     """Whether it has to wait, because the failed attempt that it follows ended only a moment ago."""
 
@@ -168,6 +171,8 @@ class AttemptsLeft:
     """Numbers of nodes on which no run has passed yet. Of each, only one allocation may be in flight."""
     stop_reason: str | None = None
     """Why nothing more should be submitted; None when nothing is wrong."""
+    blame: Blame = field(default_factory=Blame)
+    """What the results so far say about nodes and runs."""
 
     @property
     def is_over(self) -> bool:
@@ -190,7 +195,8 @@ def next_attempts(
     # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
     doubts_by_attempt = outliers.suspect_attempts(state, device=config.hardware.device)
     repeatable_suspects = doubts_by_attempt.keys() - state.suspect_losses.keys()
-    finder = _AttemptFinder(state, state.by_run(), config.retry, launch, repeatable_suspects)
+    blame = blame_of(state, config.retry)
+    finder = _AttemptFinder(state, state.by_run(), config.retry, blame, launch, repeatable_suspects)
     oom_id_by_run = dominator_by_run(plan.runs, state)
     open_runs = [run for run in plan.runs if run.run_id not in oom_id_by_run]
     if config.strategy == "adaptive":
@@ -215,7 +221,8 @@ def next_attempts(
         todo=ready_todo,
         num_waiting=len(keys_under_way) + len(todo) - len(ready_todo),
         untried_node_counts=untried_node_counts,
-        stop_reason=breaker_reason(state, config.retry, launch.since_end_s),
+        stop_reason=breaker_reason(state, config.retry, blame, launch.since_end_s),
+        blame=blame,
     )
 
 
@@ -230,7 +237,7 @@ def attempts_after(
     with contextlib.suppress(ConfigError, KeyError):  # no launch is recorded, or only one of another version
         policy = from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
         launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
-        finder = _AttemptFinder(state, state.by_run(), policy, launch, frozenset())
+        finder = _AttemptFinder(state, state.by_run(), policy, blame_of(state, policy), launch, frozenset())
         return finder.todo_of(runs, range(state.config["repeats"]))
     return []
 
@@ -280,6 +287,7 @@ class _AttemptFinder:
     state: SweepState
     attempts_by_run: Mapping[str, list[AttemptState]]
     policy: RetryPolicy
+    blame: Blame
     launch: Launch
     suspect_keys: Set[AttemptKey]
 
@@ -329,19 +337,24 @@ class _AttemptFinder:
         if last_attempt.result is None:
             # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last_attempt.key)
-        pause_s, memory_share = 0.0, run.prediction.memory_share
+        pause_s, avoid, memory_share = 0.0, frozenset[str](), run.prediction.memory_share
         if last_attempt.key not in self.state.retried and not has_old_patterns(last_attempt, run.spec.kernel):
             decision = decide_retry(
-                attempts, self.policy, old_attempts=self.launch.old_attempts, memory_share=memory_share
+                attempts,
+                self.policy,
+                blame=self.blame,
+                old_attempts=self.launch.old_attempts,
+                memory_share=memory_share,
             )
             if not decision.retry:
                 return None
-            pause_s = decision.pause_s
+            pause_s, avoid = decision.pause_s, decision.avoid
         num_timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
         return PlannedAttempt(
             candidate=run,
             key=last_attempt.key._replace(attempt=last_attempt.key.attempt + 1),
             limit_factor=2.0**num_timeouts,
             pause_s=pause_s,
+            avoid=avoid,
             must_wait=self.launch.since_end_s.get(last_attempt.key, math.inf) < pause_s,
         )

@@ -11,10 +11,12 @@ from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
-from ultrabench.sweep.running.retry import excluded_nodes
 
 MAX_ALLOCATIONS_WITHOUT_RUN = 3
-"""The sweep stops after this many allocations in a row that ended without having claimed a run."""
+"""The sweep stops after this many allocations in a row that ended without having claimed a run, on disjoint nodes.
+
+Of those on the same nodes, one counts, as long as others may be tried: max_jobs may have been queued for them before.
+"""
 MAX_ALLOCATIONS_WITHOUT_REQUESTED = 3
 """The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts."""
 ENDS_ALLOWED_WITHOUT_RUN = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
@@ -39,8 +41,10 @@ class Actions:
     """What a launch has to do now."""
 
     submit: tuple[PlannedJob, ...] = ()
-    avoid_nodes: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that the submitted jobs must not use -> the reason."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that the submitted jobs must not use -> the reason, the surest first."""
+    start_failures: Mapping[str, str] = field(default_factory=dict)
+    """Nodes on which jobs started nothing, so that others are used first -> the reason."""
     end_jobs: bool = False
     """Whether all jobs that are queued or running have to be ended."""
     wait: bool = False
@@ -107,7 +111,10 @@ def _submit_actions(
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes
         gpu_hours_so_far = gpu_hours_with_job
-    return Actions(submit=tuple(chosen_jobs), avoid_nodes=excluded_nodes(state, plan.config.retry), wait=True)
+    blame = attempts.blame
+    return Actions(
+        submit=tuple(chosen_jobs), excluded=blame.excluded, start_failures=blame.start_failures, wait=True
+    )
 
 
 def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:
@@ -117,22 +124,31 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
     allocations = [a for a in state.allocations.values() if a.submission[0] == launch.name]
-    ended_allocations = [a for a in allocations if a.ended is not None and a.name not in launch.excused]
-    ended_allocations.sort(key=lambda allocation: allocation.submission)
-    num_without_run = num_without_requested_run = 0
-    for allocation in ended_allocations:
+    ran_names = {attempt.allocation for attempt in state.attempts.values()}
+    # An allocation that still runs proves that some nodes work as soon as it has claimed a run.
+    telling = (a for a in allocations if a.ended is not None or a.name in ran_names)
+    telling_allocations = sorted(
+        (a for a in telling if a.name not in launch.excused), key=lambda allocation: allocation.submission
+    )
+    num_without_run = num_without_requested_run = num_in_a_row = 0
+    useless_nodes = frozenset[str]()
+    for allocation in telling_allocations:
         task_attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
         ran_keys = {attempt.key for attempt in task_attempts if attempt.allocation == allocation.name}
         requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control] or allocation.tasks
-        if allocation.end is None or allocation.end.code not in ENDS_ALLOWED_WITHOUT_RUN:
-            num_without_run = 0 if ran_keys else num_without_run + 1
+        if ran_keys:
+            num_without_run, num_in_a_row, useless_nodes = 0, 0, frozenset()
+        elif allocation.end is None or allocation.end.code not in ENDS_ALLOWED_WITHOUT_RUN:
+            failed_on = frozenset(allocation.end.failed_on if allocation.end else ())
+            num_without_run += not failed_on or failed_on.isdisjoint(useless_nodes)
+            num_in_a_row += 1
+            useless_nodes |= failed_on
         num_without_requested_run = 0 if ran_keys & {*requested_keys} else num_without_requested_run + 1
-    if num_without_run >= MAX_ALLOCATIONS_WITHOUT_RUN:
-        num_useless, missing_run = num_without_run, "anything"
-    elif (
-        ended_allocations and num_without_requested_run >= MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs
-    ):
+    max_in_a_row = MAX_ALLOCATIONS_WITHOUT_RUN + limits.max_jobs
+    if num_without_run >= MAX_ALLOCATIONS_WITHOUT_RUN or num_in_a_row >= max_in_a_row:
+        num_useless, missing_run = num_in_a_row, "anything"
+    elif num_without_requested_run >= MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs:
         num_useless, missing_run = num_without_requested_run, "any run except control layouts"
     else:
         return None
-    return DeadEnd(num_allocations=num_useless, missing_run=missing_run, allocation=ended_allocations[-1])
+    return DeadEnd(num_allocations=num_useless, missing_run=missing_run, allocation=telling_allocations[-1])

@@ -153,8 +153,8 @@ def pack(
 ) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
 
-    All attempts of a group have the same number of nodes, the same repeat and the same place, and also the same cell
-    where allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
+    All attempts of a group have the same number of nodes, the same repeat, the same place and the same nodes to avoid,
+    and also the same cell where allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
     duration with its control run, or launcher.pack runs.
 
     Args:
@@ -168,7 +168,8 @@ def pack(
     max_limit_s = min(max_limit_s, 60.0 * (config.launcher.time_minutes or math.inf))
     for attempt in todo:
         run, control = attempt.candidate, control_by_key.get(control_key(attempt.candidate))
-        group_key = (run.nodes, attempt.key.repeat, run.place, run.cell if config.launcher.control else None)
+        cell = run.cell if config.launcher.control else None
+        group_key = (run.nodes, attempt.key.repeat, run.place, cell, attempt.avoid)
         control_s = control.prediction.duration_s if control else 0.0
         run_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
         group, group_s = open_groups.get(group_key, ([], 0.0))
@@ -205,6 +206,11 @@ class PlannedJob:
     def nodes(self) -> int:
         """Number of nodes of the allocation."""
         return self.attempts[0].candidate.nodes
+
+    @property
+    def avoid(self) -> frozenset[str]:
+        """Nodes that it should not use, because runs of it have failed there."""
+        return frozenset().union(*(attempt.avoid for attempt in self.attempts))
 
     @property
     def predicted_s(self) -> float:

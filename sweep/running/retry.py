@@ -1,19 +1,17 @@
-"""Decides what follows from a failure: try again, give up, avoid a node, or stop the sweep."""
+"""Decides what follows from a failure: try again, on other nodes or not, give up, or stop the sweep."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
-from ultrabench.errors import counted
 from ultrabench.log_patterns import LOG_PATTERNS
-from ultrabench.result import AGENT_GONE, STATUSES, UNMEASURED, RunResult, Status
+from ultrabench.result import STATUSES, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config.sweep_config import RetryPolicy
+from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
+from ultrabench.sweep.running.blame import Blame
 
-MIN_SUSPECTING_RUNS = 2
-"""Number of different runs that must suspect a node before it is avoided; one run alone may be wrong."""
+TRIES_ELSEWHERE = 1
+"""Retries on other nodes of a failure that began on some nodes only, even if the policy allows none."""
 SURE_OOM_MEM_SHARE = 0.85
 """Predicted share of a rank's memory from which one confirmed OOM is enough. Below it a second one is needed,
 since the prediction may be wrong by about 15 %."""
@@ -27,39 +25,57 @@ class RetryDecision:
     why: str
     pause_s: float = 0.0
     """Seconds to wait after the end of the latest attempt."""
+    avoid: frozenset[str] = frozenset()
+    """Nodes that the next attempt should not use, if enough others exist."""
 
 
 def decide_retry(
     attempts: Sequence[AttemptState],
     policy: RetryPolicy,
     *,
+    blame: Blame,
     old_attempts: frozenset[AttemptKey] = frozenset(),
     memory_share: float = 1.0,
 ) -> RetryDecision:
     """Whether one repeat of a run is tried again after its failed `attempts`, given in their order.
 
     Args:
+        blame: what all attempts of the sweep say about nodes and runs.
         old_attempts: attempts that ended before this launch; of these, failures that were not the run's fault
             do not count.
         memory_share: predicted memory of the run, as a share of the memory of a rank.
     """
-    results = [attempt.result for attempt in attempts if attempt.result is not None]
-    last_result = results[-1]
-    kind, num_allowed = policy.kind(last_result), policy.allowed(last_result)
-    same_kind_keys = [a.key for a in attempts if a.result and policy.kind(a.result) == kind]
-    if kind == "outside":
+    ended_attempts = [(attempt, attempt.result) for attempt in attempts if attempt.result is not None]
+    last_attempt, last_result = ended_attempts[-1]
+    kind = _kind(last_attempt, last_result, policy, blame)
+    num_allowed = policy.attempts[Status.NODE_FAIL] if kind == OUTSIDE else policy.allowed(last_result)
+    same_kind_keys = [a.key for a, result in ended_attempts if _kind(a, result, policy, blame) == kind]
+    if nodes_text := blame.program_failures.get(last_result.fingerprint or ""):
+        return RetryDecision(retry=False, why=f"the same failure came on {nodes_text}")
+    if kind == OUTSIDE:
         same_kind_keys = [key for key in same_kind_keys if key not in old_attempts]
     elif last_result.status == Status.OOM and not _is_sure_oom(last_result, memory_share):
         num_allowed += 1
-    elif host_texts := _hosts_of_same_failure(results):
-        return RetryDecision(retry=False, why=f"the same failure on {host_texts[0]} and on {host_texts[1]}")
+    elif not blame.is_settled(last_attempt):
+        num_allowed = max(num_allowed, TRIES_ELSEWHERE)
     num_failures = len(same_kind_keys)
     name = last_result.cause if kind == last_result.cause else last_result.status.value
     if num_failures > num_allowed:
         return RetryDecision(retry=False, why=f"{name}: {num_failures} of at most {num_allowed + 1} failures")
-    why = f"{name}: attempt {num_failures + 1} of {num_allowed + 1}"
+    why, avoid = (
+        f"{name}: attempt {num_failures + 1} of {num_allowed + 1}",
+        blame.avoid(*last_attempt.key[:2]),
+    )
+    if avoid:
+        why += f", without {','.join(sorted(avoid))} if enough other nodes exist"
     pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
-    return RetryDecision(retry=True, why=why, pause_s=pause_s if STATUSES[last_result.status].pause else 0.0)
+    pause_s = pause_s if STATUSES[last_result.status].pause else 0.0
+    return RetryDecision(retry=True, why=why, pause_s=pause_s, avoid=avoid)
+
+
+def _kind(attempt: AttemptState, result: RunResult, policy: RetryPolicy, blame: Blame) -> str:
+    """The failures with which a failure is counted together; one that an excluded node explains is not the run's."""
+    return OUTSIDE if blame.came_from_excluded(attempt) else policy.kind(result)
 
 
 def _is_sure_oom(result: RunResult, memory_share: float) -> bool:
@@ -76,76 +92,9 @@ def proven_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
     return is_repeated or any(_is_sure_oom(oom, memory_share) for oom in ooms)
 
 
-def _hosts_of_same_failure(results: Sequence[RunResult]) -> tuple[str, str] | None:
-    """Two sets of nodes that had the same failure and share no node; None when there are no such sets."""
-    last = results[-1]
-    for earlier in results[:-1]:
-        is_same_failure = last.fingerprint is not None and earlier.fingerprint == last.fingerprint
-        has_common_node = not set(last.hostnames).isdisjoint(earlier.hostnames)
-        if is_same_failure and last.hostnames and earlier.hostnames and not has_common_node:
-            return ",".join(earlier.hostnames), ",".join(last.hostnames)
-    return None
-
-
-def host_failures_by_run(state: SweepState) -> dict[str, list[RunResult]]:
-    """run_id -> the failures of the run that point at hosts.
-
-    Invalid runs are left out, since what is computed wrongly is no node's fault.
-    """
-    failures: dict[str, list[RunResult]] = defaultdict(list)
-    for key, attempt in state.attempts.items():
-        if (result := attempt.result) and result.suspect_hosts and result.status != Status.INVALID:
-            failures[key.run_id].append(result)
-    return failures
-
-
-def suspect_runs(state: SweepState) -> frozenset[str]:
-    """The runs that failed for one cause on hosts that have none in common: they are at fault, and not the hosts."""
-    failures_by_run = host_failures_by_run(state).items()
-    return frozenset(run_id for run_id, failures in failures_by_run if _have_disjoint_suspects(failures))
-
-
-def _have_disjoint_suspects(failures: Iterable[RunResult]) -> bool:
-    """Whether two failures of a run, which no node has said itself, have one cause and no host in common."""
-    suspected_failures = [failure for failure in failures if not _is_reported_by_node(failure)]
-    pairs = (pair for pair in combinations(suspected_failures, 2) if pair[0].cause == pair[1].cause)
-    return any(set(first.suspect_hosts).isdisjoint(second.suspect_hosts) for first, second in pairs)
-
-
-def _is_reported_by_node(result: RunResult) -> bool:
-    """Whether Slurm or the node itself says that the node failed; the silence of its agent alone says less."""
-    return result.status == Status.NODE_FAIL and result.cause != AGENT_GONE
-
-
-def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
-    """Nodes that must not be used again -> the reason, the worst node first; empty with launcher=local, which has no other node.
-
-    A node is excluded if it or Slurm says that it failed, or if several runs point at it. Where some run was ok on it,
-    runs that fail in the same way elsewhere do not count, so that it may be used again when such a run is found out.
-    """
-    if state.config.get("launcher", {}).get("name") == "local":
-        return {}
-    runs_by_host: dict[str, set[str]] = defaultdict(set)
-    ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
-    failure_by_host = {node: "its agent or Slurm reported it unusable" for end in ends for node in end.avoid}
-    suspect_run_ids = suspect_runs(state)
-    working_hosts = {host for a in state.attempts.values() if (ok := a.ok) for host in ok.hostnames}
-    for run_id, failures in host_failures_by_run(state).items():
-        for result in failures:
-            for host in result.suspect_hosts:
-                if _is_reported_by_node(result):
-                    failure_by_host[host] = str(result.reason)
-                elif run_id not in suspect_run_ids or host not in working_hosts:
-                    runs_by_host[host].add(run_id)
-    num_by_host = {host: len(ids) for host, ids in runs_by_host.items() if len(ids) >= MIN_SUSPECTING_RUNS}
-    suspicions = {host: f"suspected in {counted(num_runs, 'run')}" for host, num_runs in num_by_host.items()}
-    reason_by_host = suspicions | failure_by_host
-    excluded_hosts = reason_by_host.keys() - {*policy.forgive}
-    ranked_hosts = sorted(excluded_hosts, key=lambda h: (h not in failure_by_host, -len(runs_by_host[h]), h))
-    return {host: reason_by_host[host] for host in ranked_hosts[: policy.max_excluded]}
-
-
-def breaker_reason(state: SweepState, policy: RetryPolicy, ages_s: Mapping[AttemptKey, float]) -> str | None:
+def breaker_reason(
+    state: SweepState, policy: RetryPolicy, blame: Blame, ages_s: Mapping[AttemptKey, float]
+) -> str | None:
     """The reason to stop the sweep: the latest runs of this launch all failed in the same way, or no step of its program is known.
 
     Args:
@@ -155,7 +104,12 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ages_s: Mapping[Attem
     if policy.breaker is None:
         return None
     keys_by_end = sorted((-ago_s, key) for key, ago_s in ages_s.items() if key in state.attempts)
-    results = (state.attempts[key].result for _, key in keys_by_end)
+    # A node that fails every run is excluded, which stops its failures without stopping the sweep.
+    results = (
+        state.attempts[key].result
+        for _, key in keys_by_end
+        if not blame.came_from_excluded(state.attempts[key])
+    )
     counted_results = [r for r in results if r and not STATUSES[r.status].passed_over]
     measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
     if any(r.cause == UNMEASURED and r.kernel_digest not in measured_digests for r in counted_results):

@@ -154,6 +154,8 @@ class Ending(NamedTuple):
 
     reason: str
     code: EndCode = EndCode.OTHER
+    failed_on: tuple[str, ...] = ()
+    """Hosts on which nothing could start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,8 @@ class AllocationEnded:
     """Seconds for which the nodes were held, as the batch system reports them."""
     avoid: tuple[str, ...] = ()
     """Hosts on which nothing should run again."""
+    failed_on: tuple[str, ...] = ()
+    """Hosts on which no agent started or the preflight failed, so that later jobs use others first."""
 
     def __post_init__(self) -> None:
         require_allowed(self)
@@ -296,10 +300,13 @@ _SAFE_NAMES_OF: dict[str, Callable[[Any], Iterable[str | None]]] = {
         ("launched", "pause", "cancel", "allocation_planned", "submitting", "preflight"), lambda event: ()
     ),
     **dict.fromkeys(("claimed", "started", "phase"), lambda event: (event.run_id,)),
-    **dict.fromkeys(("result", "failed"), lambda event: (event.run_id, *event.result.suspect_hosts)),
+    **dict.fromkeys(
+        ("result", "failed"),
+        lambda event: (event.run_id, *event.result.suspect_hosts, *event.result.began_on),
+    ),
     **dict.fromkeys(("submitted", "adopted"), lambda event: map(str, event.job.values())),
     "allocation_started": lambda event: (event.agent.journal or None, event.agent.job.job_id or None),
-    "allocation_ended": lambda event: event.avoid,
+    "allocation_ended": lambda event: (*event.avoid, *event.failed_on),
 }
 """Name of each event -> what gives the texts of the event, beside its allocation, that become parts of paths or of commands."""
 

@@ -57,6 +57,8 @@ class JobEnd:
     """Whether the leading agent failed without a report, so that the run may have ended it."""
     failed_hosts: tuple[str, ...] = ()
     """The hosts that failed, as the batch system reports."""
+    unstarted_hosts: tuple[str, ...] = ()
+    """The hosts of a job that failed before an agent wrote a line, or those of them that its log names."""
 
     @property
     def cause(self) -> str | None:

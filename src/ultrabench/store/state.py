@@ -296,12 +296,16 @@ def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.Alloc
     reports = (ends.get(end.job, end), end)
     held_s = max((e.held_s for e in reports if e.held_s is not None), default=None)
     avoid = tuple(sorted({host for report in reports for host in report.avoid}))
-    ends[end.job] = replace(min(reports, key=_most_trusted), held_s=held_s, avoid=avoid)
+    failed_on = tuple(sorted({host for report in reports for host in report.failed_on}))
+    end = min(reports, key=_most_trusted)
+    ends[end.job] = replace(end, held_s=held_s, avoid=avoid, failed_on=failed_on)
 
 
 def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
     """Sort key, smallest first: an end that the agent reports, then a launcher's, then the batch system's."""
-    return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(replace(end, held_s=None, avoid=()))
+    return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(
+        replace(end, held_s=None, avoid=(), failed_on=())
+    )
 
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:

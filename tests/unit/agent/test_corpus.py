@@ -114,4 +114,4 @@ def test_every_cause_is_known_and_explained():
     for cause in CAUSE_BY_NAME.values():
         (row,) = (row for row in rows if f"`{cause.name}`" in row[1])
         assert cause.status.value in row[2]
-        assert ("yes" in row[3]) == cause.blames_host
+        assert ("proof" in row[3]) == cause.proves_fault

@@ -9,7 +9,7 @@ import pytest
 from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.findings import fingerprint
-from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.diagnose.outcome import Outage, classify
 from ultrabench.agent.ranks.node import num_oom_kills
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress, RankProgress
 from ultrabench.rank_report import CHECKPOINT_NUMBERS, parse_line
@@ -63,7 +63,7 @@ def judged(*ranks, end=None, lost=None):
 
 PEER = failing("comm", "RuntimeError: Connection closed by peer")
 DONE = ok(done_line={"event": "done"})
-GONE = "the agent of node 2 (gpu03) is gone"
+GONE = Outage("gpu03", "the agent of node 2 (gpu03) is gone", "agent_gone")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s
         ([replace(DONE, checkpoint_line={"message": "PermissionError: x"})], {}, "exception", "PermissionError: x"),
         ([replace(DONE, code=None), replace(DONE, code=-9, killed_by_us=True)], {"end": SLOW}, "disk_slow", "within 9 s"),
         ([DONE, replace(DONE, code=-9)], {}, "killed", "killed by SIGKILL, which ultrabench did not send"),
-        ([replace(DONE, code=None)] * 3, {"lost": GONE}, "node_failure", "gpu03"),
+        ([replace(DONE, code=None)] * 3, {"lost": GONE}, "agent_gone", "gpu03"),
         ([replace(DONE, code=None)], {"end": CANCELLED}, "stopped", "by SIGTERM"),
         ([ok(code=-9, killed_by_us=True)], {"end": SLOWER_RUN}, "stopped", "measure.race=null never does this"),
     ],
@@ -145,9 +145,9 @@ def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
     ("ranks", "words", "status", "cause", "suspects"),
     [
         # What the agent decided: a lost node, the end of the allocation, a missed deadline.
-        ([PEER, PEER, killed(), PEER], {"lost": GONE}, "node_fail", "node_failure", ["gpu03"]),
+        ([PEER, PEER, killed(), PEER], {"lost": GONE}, "node_fail", "agent_gone", ["gpu03"]),
         ([PEER, failing("oom", "MemoryError"), PEER, PEER], {"lost": GONE}, "oom", "cpu_oom", []),
-        ([PEER, failing("exception", "E: x"), PEER, PEER], {"lost": GONE}, "node_fail", "node_failure", ["gpu03"]),
+        ([PEER, failing("exception", "E: x"), PEER, PEER], {"lost": GONE}, "node_fail", "agent_gone", ["gpu03"]),
         ([PEER, logged("", code=-15), PEER, PEER], {"end": CANCELLED}, "cancelled", "stopped", []),
         ([killed(), killed()], {"end": HANG}, "hang", "hang", []),
         # A cause that a rank reported is believed before the deadline that it led to.
@@ -157,19 +157,19 @@ def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
         # The log of a rank that was killed proves nothing, but for an exception that nobody caught at its end.
         ([killed(tail="MemoryError in a thread, handled")], {"end": HANG}, "hang", "hang", []),
         ([killed(), killed(tail=KEY_ERROR + "on\n" * 9)], {"end": HANG}, "hang", "hang", []),
-        # Suspects of communication errors: whom peers name, who alone reports nothing, or who failed first.
+        # A host is a suspect if all its ranks, here one, failed by themselves and no other host's did.
         ([PEER, logged("", code=-7), PEER, PEER], {}, "crash", "bus_error", ["gpu02"]),
         ([logged("DistBackendError: NCCL error\nLast error:\ngpu01:17:42 [0] NCCL WARN closed by peer gpu04<44321>"),
           PEER, PEER, PEER], {}, "comm_error", "nccl_error", ["gpu04"]),
-        ([PEER, PEER, killed(), PEER], {}, "comm_error", "connection_error", ["gpu03"]),
+        ([PEER, PEER, killed(), PEER], {}, "comm_error", "connection_error", []),
         ([failing("comm", "late", failed_at_s=9.0), failing("comm", "first", failed_at_s=3.0)], {},
-         "comm_error", "connection_error", ["gpu03"]),
+         "comm_error", "connection_error", []),
         # A rank that ended with 0 while others needed it; one that was done may end before the others fail.
         ([killed(), logged("", code=0), killed(), killed()], {"end": TIMEOUT}, "timeout", "time_limit", []),
-        ([PEER, DONE, PEER, PEER], {}, "comm_error", "connection_error", ["gpu01"]),
-        ([logged("", code=3), logged("", code=0), PEER, PEER], {}, "crash", "exit_code", []),
+        ([PEER, DONE, PEER, PEER], {}, "comm_error", "connection_error", []),
+        ([logged("", code=3), logged("", code=0), PEER, PEER], {}, "crash", "exit_code", ["gpu01"]),
         ([*[logged("", code=0)] * 3, killed()], {"end": HANG}, "hang", "hang", []),
-        ([killed(), logged("", code=0)], {"end": HANG}, "crash", "exited_early", []),
+        ([killed(), logged("", code=0)], {"end": HANG}, "crash", "exited_early", ["gpu03"]),
         ([killed(evidence=NO_EVIDENCE | {"state": "T"}), logged("", code=0)], {"end": HANG}, "hang", "hang", []),
     ],
 )  # fmt: skip

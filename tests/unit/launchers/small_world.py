@@ -93,7 +93,7 @@ class TapedDisk:
 class TapedRanks:
     """All agents of an allocation as its leader sees them: nothing is foreign or full, and every run goes well."""
 
-    hosts, end_reason, outage, outage_cause = ("gpu01",), None, None, ""
+    hosts, end_reason, outage = ("gpu01",), None, None
     node_facts = ({"host": "gpu01", "foreign": (), "short_of_space": None, "kernel_digest": "digest"},)
 
     def __init__(self, tape: Tape, witness: list[str]) -> None:

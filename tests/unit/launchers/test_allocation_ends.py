@@ -32,7 +32,7 @@ from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.decide import MAX_ALLOCATIONS_WITHOUT_RUN, decide
-from ultrabench.sweep.running.retry import excluded_nodes
+from ultrabench.sweep.running.blame import blame_of
 
 sweep = played.sweep
 
@@ -326,5 +326,5 @@ def test_slurm_says_why_agents_were_ended_by_a_signal(sweep, status, cause):
     assert (stopped_result.status, stopped_result.cause) == (status, cause)
     assert (stopped_result.suspect_hosts, stopped_result.hostnames) == (failed_hosts, ("gpu05", "gpu06"))
     assert state.attempts[ok].ok
-    assert [*excluded_nodes(state, sweep.config.retry)] == [*failed_hosts]
+    assert [*blame_of(state, sweep.config.retry).excluded] == [*failed_hosts]
     assert any(reason in note for note in notes) == (status != "cancelled")

@@ -29,7 +29,7 @@ from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import fold
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.decide import decide
-from ultrabench.sweep.running.retry import excluded_nodes
+from ultrabench.sweep.running.blame import blame_of
 
 HUNT = int(settings.get_current_profile_name() == "hunt")
 
@@ -131,7 +131,7 @@ def require_end(stage: Stage, world: World) -> None:
         assert (statuses.count(Status.OK), statuses[-1:]) == (1, [Status.OK]), story
     assert set(world.witness) <= {str(key) for key in state.attempts}, "ran and is not recorded"
     # Agents died here, and no node and no Slurm says that a node is broken.
-    assert excluded_nodes(replace(state, launched=None), stage.sweep.config.retry) == {}
+    assert blame_of(replace(state, launched=None), stage.sweep.config.retry).excluded == {}
 
 
 AT_ONCE = {"coarse": True, "most_kills": 0}

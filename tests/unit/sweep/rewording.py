@@ -72,9 +72,9 @@ from ultrabench.store.events import AllocationEnded, Start  # noqa: E402
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen  # noqa: E402
 from ultrabench.store.state import AllocationState, SweepState  # noqa: E402
 from ultrabench.sweep.running.attempts import Launch  # noqa: E402
+from ultrabench.sweep.running.blame import blame_of  # noqa: E402
 from ultrabench.sweep.running.decide import decide  # noqa: E402
 from ultrabench.sweep.running.progress import progress_of  # noqa: E402
-from ultrabench.sweep.running.retry import excluded_nodes, suspect_runs  # noqa: E402
 
 RUNS = PLAN.runs[:6]
 POLICY = retry(breaker=3)
@@ -132,11 +132,11 @@ def decided(state):
     launch = Launch(name="launch", since_end_s={key: float(n) for n, key in enumerate(state.attempts)})
     actions = decide(plan, state, JobsSeen(), LIMITS, launch, 0.0)
     now = progress_of("s", RUNS, state, "cuda").as_json()
-    dead = actions.dead_end
+    dead, blame = actions.dead_end, blame_of(state, POLICY)
     return (
-        actions.submit, [*actions.avoid_nodes], actions.end_jobs, actions.wait, bool(actions.stop_reason), dead and dead.num_allocations,
-        [*excluded_nodes(state, POLICY)], sorted(suspect_runs(state)), now["by_status"], now["settled"], now["best"],
-        sorted(now["suspects"]),
+        actions.submit, [*actions.excluded], [*actions.start_failures], actions.end_jobs, actions.wait,
+        bool(actions.stop_reason), dead and dead.num_allocations, [*blame.excluded], sorted(blame.program_failures),
+        now["by_status"], now["settled"], now["best"], sorted(now["suspects"]),
     )  # fmt: skip
 
 

@@ -24,9 +24,10 @@ from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
+from ultrabench.sweep.running.blame import Blame, blame_of
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.progress import progress_of
-from ultrabench.sweep.running.retry import decide_retry, excluded_nodes
+from ultrabench.sweep.running.retry import decide_retry
 
 
 def run_retry(
@@ -41,7 +42,8 @@ def run_retry(
     state, plan = _state_and_plan(folder)
     state = for_answers(state)
     attempts = _attempts_to_retry(folder, state, status_list, run_id_prefix)
-    retry_rows = [_retry_row(attempt, state, plan) for attempt in attempts]
+    blame = blame_of(state, plan.config.retry)
+    retry_rows = [_retry_row(attempt, state, plan, blame) for attempt in attempts]
     if as_json:
         print_json(retry_rows)
     if not attempts:
@@ -53,8 +55,10 @@ def run_retry(
         title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
         columns = ("run", ">repeat", ">attempt", "was", "on", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in retry_rows]))
-        for node, reason in excluded_nodes(state, plan.config.retry).items():
+        for node, reason in blame.excluded.items():
             say(f"node {node} is excluded: {reason}; retry.forgive=[{node}] uses it again")
+        for node, reason in blame.start_failures.items():
+            say(f"jobs use other nodes than {node} first: {reason}")
     if dry_run:
         return 0
     retry_keys = [attempt.key for attempt in attempts]
@@ -77,13 +81,13 @@ def _attempts_to_retry(
     return [attempt for attempt in attempts if attempt.result and attempt.result.status in statuses]
 
 
-def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str, object]:
+def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan, blame: Blame) -> dict[str, object]:
     """The table row of an attempt to make: its run, how that ended before, and what the retry policy says."""
     result, key = attempt.result, attempt.key
     assert result is not None
     memory_share = next((run.prediction.memory_share for run in plan.runs if run.run_id == key.run_id), 1.0)
     attempts_of_repeat = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
-    decision = decide_retry(attempts_of_repeat, plan.config.retry, memory_share=memory_share)
+    decision = decide_retry(attempts_of_repeat, plan.config.retry, blame=blame, memory_share=memory_share)
     return {
         "run_id": key.run_id,
         "repeat": key.repeat,

@@ -1,0 +1,403 @@
+"""Decides by comparison whether a node or a run is at fault: the table run x node x outcome, and what follows from it.
+
+A text or one observation decides nothing, unless it is proof. A run that failed on some nodes is tried on others: if it
+is ok there, that counts against the first nodes; if it fails in the same way, the failure is the program's.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from math import comb
+from typing import NamedTuple
+
+import msgspec
+
+from ultrabench.errors import counted
+from ultrabench.result import CIRCUMSTANTIAL_CAUSES, LOCATED_STATUSES, TRANSIENT_CAUSES, RunResult, Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.config.sweep_config import RetryPolicy
+
+MIN_SUSPECTING_RUNS = 2
+"""Number of different runs that must suspect a node before it is excluded; one run alone may be wrong."""
+MAX_CHANCE = 0.1
+"""A node is excluded only if its failures come by chance with at most this probability, where nodes fail alike.
+
+The bound is loose, since a wrong exclusion costs one node of many, and can be lifted by later results.
+"""
+NUM_NAMED_RUNS = 3
+"""Runs that a reason names one by one."""
+
+
+class Place(NamedTuple):
+    """What a node held of a run. Failures that stay at one place whatever node is there are the program's."""
+
+    has_rank_0: bool
+    has_first_stage: bool
+    has_last_stage: bool
+
+
+class _Layout(msgspec.Struct):
+    pp: int = 1
+
+
+class _PipelineSpec(msgspec.Struct):
+    """The part of a claimed spec that says which stages a node held."""
+
+    layout: _Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One row of the table: an attempt of a run, what it says about each of its nodes, and when it began."""
+
+    run_id: str
+    key: AttemptKey
+    hosts: tuple[str, ...]
+    """Its nodes, in the order of its ranks."""
+    is_ok: bool
+    failure: str = ""
+    """What is equal for equal failures: the fingerprint, or status and cause; empty if it is ok."""
+    began_on: frozenset[str] = frozenset()
+    """Nodes on which the failure began; empty if that is unknown or says nothing."""
+    suspects: frozenset[str] = frozenset()
+    """Nodes that this attempt alone makes suspects."""
+    is_proof: bool = False
+    """Whether the node or Slurm itself said that the suspects failed."""
+    reason: str = ""
+    started_at: float = 0.0
+    """When it began, in seconds since 1970, by the clock of its first node."""
+    num_stages: int = 1
+
+    @property
+    def may_be_local(self) -> bool:
+        """Whether it began on some of its nodes only, or had one node, so that other nodes could tell more."""
+        return bool(self.began_on) and (len(self.hosts) == 1 or self.began_on < frozenset(self.hosts))
+
+    def place_of(self, host: str) -> Place:
+        """What `host` held: the ranks are numbered along the nodes, and pipeline stages along the ranks."""
+        index, num_hosts = self.hosts.index(host), len(self.hosts)
+        first_stage = index * self.num_stages // num_hosts
+        last_stage = ((index + 1) * self.num_stages - 1) // num_hosts
+        return Place(index == 0, first_stage == 0, last_stage == self.num_stages - 1)
+
+
+def trial_of(attempt: AttemptState) -> Trial | None:
+    """The row of an attempt; None if it says nothing about its nodes."""
+    result = attempt.result
+    if result is None or not result.hostnames:
+        return None
+    has_several_hosts = len(result.hostnames) > 1
+    spec = attempt.spec_as(_PipelineSpec) if has_several_hosts else None
+    trial = Trial(
+        run_id=attempt.key.run_id,
+        key=attempt.key,
+        hosts=result.hostnames,
+        is_ok=result.status == Status.OK,
+        started_at=result.started_at or attempt.time or 0.0,
+        num_stages=spec.layout.pp if spec else 1,
+    )
+    if trial.is_ok or result.status not in LOCATED_STATUSES:
+        return trial if trial.is_ok else None
+    is_proof = (
+        result.status == Status.NODE_FAIL
+        and result.cause not in CIRCUMSTANTIAL_CAUSES
+        and bool(result.suspect_hosts)
+    )
+    return replace(
+        trial,
+        failure=result.fingerprint or f"{result.status} {result.cause}",
+        began_on=_began_on(result),
+        # In a run of one node nothing can be compared.
+        suspects=frozenset(result.suspect_hosts if is_proof or has_several_hosts else ()),
+        is_proof=is_proof,
+        reason=result.reason or "",
+    )
+
+
+def _began_on(result: RunResult) -> frozenset[str]:
+    """The hosts on which a failure began, also for results of versions that did not record them."""
+    if result.confirmed or result.cause in TRANSIENT_CAUSES or result.cause == "host_oom":
+        return frozenset()
+    began_on = result.began_on or result.suspect_hosts
+    return frozenset(began_on or (result.hostnames if len(result.hostnames) == 1 else ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedStart:
+    """An allocation on whose nodes no agent started, or whose preflight failed."""
+
+    allocation: str
+    failed_on: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """What the table says about one node beside the others at the same place of their runs."""
+
+    node: str
+    failed_runs: tuple[str, ...]
+    """run_ids of the runs that failed because of it, as far as the comparison shows."""
+    num_ok_since: int
+    """Number of runs that were ok on it after the first of these failures."""
+    num_failed_elsewhere: int
+    """Number of runs that failed on another node in such a way."""
+    num_ok_elsewhere: int
+    """Number of runs that were ok without it."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the node is excluded."""
+        return len(self.failed_runs) >= MIN_SUSPECTING_RUNS and self.chance <= MAX_CHANCE
+
+    @property
+    def chance(self) -> float:
+        """How many nodes fail so often by chance, if this one fails as often as the others.
+
+        It is the binomial tail with the rate of the other nodes (plus half a failure, as by Jeffreys), times the number
+        of all such failures, each of which could have begun such a series. It is 0 where all evidence points at the node.
+        """
+        num_failed, num_others = len(self.failed_runs), self.num_failed_elsewhere + self.num_ok_elsewhere
+        if not self.num_failed_elsewhere and not self.num_ok_since:
+            return 0.0
+        rate = (self.num_failed_elsewhere + 0.5) / (num_others + 1)
+        num_runs = num_failed + self.num_ok_since
+        tail = sum(
+            comb(num_runs, k) * rate**k * (1 - rate) ** (num_runs - k)
+            for k in range(num_failed, num_runs + 1)
+        )
+        return tail * (num_failed + self.num_failed_elsewhere)
+
+    @property
+    def text(self) -> str:
+        """The row in words, such as `2 runs failed there (1a2b, 3c4d), 0 were ok there since; elsewhere ...`."""
+        names = ", ".join(run_id[:8] for run_id in self.failed_runs[:NUM_NAMED_RUNS])
+        names += ", ..." if len(self.failed_runs) > NUM_NAMED_RUNS else ""
+        text = f"{counted(len(self.failed_runs), 'run')} failed there ({names}), {self.num_ok_since} ok there since"
+        return f"{text}; elsewhere {self.num_failed_elsewhere} failed, {self.num_ok_elsewhere} ok"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blame:
+    """What the table says: which nodes to exclude and why, where not to run next, and which failures are the program's."""
+
+    trials: Mapping[str, Sequence[Trial]] = field(default_factory=dict)
+    """run_id -> the rows of the run."""
+    starts: Sequence[FailedStart] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Node that must not be used again -> the reason, the surest first."""
+    start_failures: Mapping[str, str] = field(default_factory=dict)
+    """Node on which nothing started, and which is not excluded -> the reason."""
+    program_failures: Mapping[str, str] = field(default_factory=dict)
+    """Failure that one run had on disjoint nodes, so that no further nodes are tried -> two such sets of nodes, in words."""
+    repeated_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Failure -> nodes on which one run had it twice, since there were no others to try."""
+
+    def is_settled(self, attempt: AttemptState) -> bool:
+        """Whether a failure is known to be the program's, or to say nothing about nodes, so that others need no try."""
+        trial = trial_of(attempt)
+        if trial is None or trial.is_ok or not trial.may_be_local:
+            return True
+        repeated_on = self.repeated_on.get(trial.failure, frozenset())
+        return trial.failure in self.program_failures or trial.began_on <= repeated_on
+
+    def came_everywhere(self, attempt: AttemptState) -> bool:
+        """Whether an attempt of several nodes failed on all of them alike, so that other nodes would tell nothing."""
+        trial = trial_of(attempt)
+        return bool(trial and len(trial.hosts) > 1 and trial.began_on == frozenset(trial.hosts))
+
+    def avoid(self, run_id: str, repeat: int) -> frozenset[str]:
+        """The nodes that the next attempt of a repeat should not use: those on which its failures began."""
+        trials = (t for t in self.trials.get(run_id, ()) if t.key.repeat == repeat and not t.is_ok)
+        return frozenset().union(*(t.began_on for t in trials if t.may_be_local))
+
+    def came_from_excluded(self, attempt: AttemptState) -> bool:
+        """Whether an attempt failed on nodes only that are excluded by now, so that it says nothing about its run."""
+        trial = trial_of(attempt)
+        return bool(trial and not trial.is_ok and trial.began_on and trial.began_on <= self.excluded.keys())
+
+
+def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
+    """What the journal says about nodes and runs."""
+    rows = [trial for attempt in state.attempts.values() if (trial := trial_of(attempt))]
+    has_other_nodes = state.config.get("launcher", {}).get("name") != "local"
+    return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes)
+
+
+def _reported_nodes(state: SweepState) -> dict[str, str]:
+    """Node -> why its agent or Slurm reported it unusable, by the ends of allocations."""
+    ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
+    return {node: "its agent or Slurm reported it unusable" for end in ends for node in end.avoid}
+
+
+def failed_starts(state: SweepState) -> list[FailedStart]:
+    """The allocations that started nothing on known nodes, without those on whose nodes others started later."""
+    last_start_by_host = defaultdict[str, float](float)
+    for attempt in state.attempts.values():
+        for host in attempt.result.hostnames if attempt.result else ():
+            last_start_by_host[host] = max(last_start_by_host[host], attempt.time or 0.0)
+    starts = []
+    for allocation in state.allocations.values():
+        for end in allocation.ends.values():
+            submitted_at = allocation.submitting_at or 0.0
+            failed_on = frozenset(h for h in end.failed_on if last_start_by_host[h] <= submitted_at)
+            if failed_on:
+                starts.append(FailedStart(allocation=allocation.name, failed_on=failed_on, reason=end.reason))
+    return sorted(starts, key=lambda start: start.allocation)
+
+
+def decide_blame(
+    rows: Sequence[Trial],
+    starts: Sequence[FailedStart],
+    reported: Mapping[str, str],
+    policy: RetryPolicy,
+    has_other_nodes: bool = True,
+) -> Blame:
+    """What follows from the table; it depends on neither the order of its rows nor the texts of failures.
+
+    Args:
+        rows: one row for each attempt.
+        starts: allocations that started nothing.
+        reported: node -> why its agent or Slurm reported it unusable.
+        has_other_nodes: False for this machine, on which no node can be excluded.
+    """
+    trials_by_run = defaultdict[str, list[Trial]](list)
+    for trial in sorted(rows, key=lambda trial: tuple(trial.key)):
+        trials_by_run[trial.run_id].append(trial)
+    table = _Table(trials_by_run)
+    excluded = dict[str, str]()
+    if has_other_nodes:
+        proven = {h: t.reason for t in table.failures if t.is_proof for h in sorted(t.suspects)}
+        records = {record.node: record for record in table.records() if record.is_suspect}
+        ranked = sorted(records.values(), key=lambda record: (-len(record.failed_runs), record.node))
+        suspected = {record.node: record.text for record in ranked}
+        reasons = suspected | dict(reported) | proven
+        order = [*sorted(reported.keys() | proven.keys()), *suspected]
+        names = [node for node in dict.fromkeys(order) if node not in policy.forgive]
+        excluded = {node: reasons[node] for node in names[: policy.max_excluded]}
+    return Blame(
+        trials=trials_by_run,
+        starts=starts,
+        excluded=excluded,
+        start_failures=_start_failures(starts, excluded, policy) if has_other_nodes else {},
+        program_failures=table.program_failures,
+        repeated_on=table.repeated_on,
+    )
+
+
+def _start_failures(
+    starts: Sequence[FailedStart], excluded: Mapping[str, str], policy: RetryPolicy
+) -> dict[str, str]:
+    """Node on which nothing started -> the reason. One start is enough to prefer other nodes, which are tried next."""
+    reasons = {node: f"nothing started there: {s.reason}" for s in starts for node in sorted(s.failed_on)}
+    return {node: reason for node, reason in reasons.items() if node not in {*excluded, *policy.forgive}}
+
+
+def _node_names(nodes: Iterable[str]) -> str:
+    return ",".join(sorted(nodes))
+
+
+class _Table:
+    """The rows of all runs, and the comparisons between them."""
+
+    def __init__(self, trials_by_run: Mapping[str, Sequence[Trial]]) -> None:
+        self._trials_by_run = trials_by_run
+        self._rows = [trial for trials in trials_by_run.values() for trial in trials]
+        self.failures = [trial for trial in self._rows if not trial.is_ok]
+        self._refuted = dict[tuple[str, str], str]()
+        """run_id and a failure that the run had on disjoint nodes, which are not to blame for it -> these nodes, in words."""
+        repeated_on = defaultdict[str, frozenset[str]](frozenset)
+        inconstant = set[str]()
+        for run_id, trials in trials_by_run.items():
+            located = [t for t in trials if not t.is_ok and t.began_on and not t.is_proof]
+            if any(t.is_ok for t in trials):
+                inconstant |= {t.failure for t in located}
+            for first, second in combinations(located, 2):
+                if first.failure == second.failure and first.began_on.isdisjoint(second.began_on):
+                    nodes_text = f"{_node_names(first.began_on)} and on {_node_names(second.began_on)}"
+                    self._refuted[run_id, first.failure] = nodes_text
+                elif first.failure == second.failure:
+                    repeated_on[first.failure] |= first.began_on | second.began_on
+        self.repeated_on = {f: hosts for f, hosts in repeated_on.items() if f not in inconstant}
+        disjoint = {failure: nodes_text for (_, failure), nodes_text in self._refuted.items()}
+        self.program_failures = {
+            failure: nodes_text
+            for failure, nodes_text in disjoint.items()
+            if failure not in inconstant and not self._is_confined(failure)
+        }
+
+    @cached_property
+    def _ok_trials_by_host(self) -> Mapping[str, Sequence[Trial]]:
+        trials_by_host = defaultdict[str, list[Trial]](list)
+        for trial in self._rows:
+            for host in trial.hosts if trial.is_ok else ():
+                trials_by_host[host].append(trial)
+        return trials_by_host
+
+    def _num_ok_since(self, host: str, since: float) -> int:
+        return len({t.run_id for t in self._ok_trials_by_host.get(host, ()) if t.started_at >= since})
+
+    def _is_confined(self, failure: str) -> bool:
+        """Whether only nodes on which nothing else works had this failure, while others work: then several nodes are bad."""
+        runs_by_host, first_at = defaultdict[str, set[str]](set), dict[str, float]()
+        for trial in self.failures:
+            for host in trial.began_on if trial.failure == failure else ():
+                runs_by_host[host].add(trial.run_id)
+                first_at[host] = min(trial.started_at, first_at.get(host, trial.started_at))
+        are_bad = all(
+            len(runs) >= MIN_SUSPECTING_RUNS and not self._num_ok_since(host, first_at[host])
+            for host, runs in runs_by_host.items()
+        )
+        ok_elsewhere = {t.run_id for t in self._rows if t.is_ok and runs_by_host.keys().isdisjoint(t.hosts)}
+        return are_bad and len(ok_elsewhere) >= MIN_SUSPECTING_RUNS
+
+    @cached_property
+    def _blamed_trials(self) -> Mapping[str, Sequence[Trial]]:
+        """Node -> the failed attempts that count against it, without proof.
+
+        They are those that suspect it, and those that began there of runs that were ok without it.
+        """
+        trials_by_host = defaultdict[str, list[Trial]](list)
+        for trial in self.failures:
+            if trial.is_proof or (trial.run_id, trial.failure) in self._refuted:
+                continue
+            ok_hosts = [{*t.hosts} for t in self._trials_by_run[trial.run_id] if t.is_ok]
+            for host in trial.suspects | trial.began_on:
+                if host in trial.suspects or any(host not in hosts for hosts in ok_hosts):
+                    trials_by_host[host].append(trial)
+        return trials_by_host
+
+    def records(self) -> Iterable[NodeRecord]:
+        """A record of each node that failed attempts of enough runs count against."""
+        for node, trials in self._blamed_trials.items():
+            if len({trial.run_id for trial in trials}) >= MIN_SUSPECTING_RUNS:
+                yield self._record(node, trials)
+
+    def _record(self, node: str, blamed_trials: Sequence[Trial]) -> NodeRecord:
+        """The record of a node at the places at which it failed."""
+        places = {t.place_of(node) for t in blamed_trials if node in t.hosts}
+        first_at = min(t.started_at for t in blamed_trials)
+        ok_here, ok_elsewhere = set[str](), set[str]()
+        for trial in (t for t in self._rows if t.is_ok):
+            if node in trial.hosts:
+                is_later = trial.started_at >= first_at
+                ok_here |= {trial.run_id} if is_later and trial.place_of(node) in places else set()
+            elif places & {trial.place_of(host) for host in trial.hosts}:
+                ok_elsewhere.add(trial.run_id)
+        failed_elsewhere = {
+            trial.run_id
+            for host, trials in self._blamed_trials.items()
+            for trial in trials
+            if host != node and host in trial.hosts and trial.place_of(host) in places
+        }
+        failed_runs = {trial.run_id for trial in blamed_trials}
+        return NodeRecord(
+            node=node,
+            failed_runs=tuple(sorted(failed_runs)),
+            num_ok_since=len(ok_here),
+            num_failed_elsewhere=len(failed_elsewhere),
+            num_ok_elsewhere=len(ok_elsewhere),
+        )

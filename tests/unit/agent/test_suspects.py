@@ -1,0 +1,132 @@
+"""Which hosts a failed attempt points at, by what the ranks of each host did."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.configs import measure
+from tests.unit.agent.one_node import task
+from ultrabench.agent.diagnose.addresses import AddressBook, own_addresses
+from ultrabench.agent.diagnose.hang_cause import find_hang_cause
+from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.diagnose.suspects import evidence_of_ranks
+from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress, RankProgress
+
+TASK = replace(task("x.py", "cpu"), measure=measure(warmup_steps=2, loss_step=3))
+TRACE = 'Traceback (most recent call last):\n  File "t.py", line 1, in step\n    y = x @ x\n'
+
+
+def raised(message):
+    return {"code": 1, "tail": f"{TRACE}{message}\n"}
+
+
+NEW = raised("ValueError: a text that nobody has listed")
+KILLED = {"code": -9, "killed_by_us": True}
+PEER_ERROR = raised("RuntimeError: Connection closed by peer")
+NCCL = "torch.distributed.DistBackendError: NCCL error\nLast error:\n{}"
+ECC = raised("RuntimeError: CUDA error: uncorrectable ECC error encountered")
+PORT = raised("OSError: [Errno 98] Address already in use")
+NO_GPU = raised("RuntimeError: No CUDA GPUs are available")
+
+
+def closed_by(peer):
+    return raised(NCCL.format(f"socketProgress: Connection closed by remote peer {peer}<44321>"))
+
+
+def judged(*ranks, hosts=("gpu01", "gpu02"), addresses=None, end=None):
+    """The result of an attempt with these ranks, an equal number on each host."""
+    progress = AttemptProgress(len(ranks), hosts, address_book=AddressBook(hosts, addresses))
+    places = [{"number": rank.number, "host": rank.host} for rank in progress.ranks]
+    progress.ranks = [RankProgress(**place, **rank) for place, rank in zip(places, ranks, strict=True)]
+    return classify(progress, TASK, end)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "suspects", "began_on"),
+    [
+        # All ranks of one host failed by themselves, and no rank of another host did.
+        ([KILLED, KILLED, NEW, NEW], ["gpu02"], ["gpu02"]),
+        ([PEER_ERROR, KILLED, NEW, NEW], ["gpu02"], ["gpu02"]),
+        # One rank of several is no proof that its host is at fault, nor are ranks on several hosts.
+        ([KILLED, KILLED, KILLED, NEW], [], ["gpu02"]),
+        ([NEW, PEER_ERROR, PEER_ERROR, PEER_ERROR], [], ["gpu01"]),
+        ([NEW, KILLED, NEW, NEW], [], ["gpu01", "gpu02"]),
+        ([NEW, NEW, NEW, NEW], [], ["gpu01", "gpu02"]),
+        # What proves the fault of a node counts whatever other ranks do.
+        ([NEW, NEW, KILLED, ECC], ["gpu02"], ["gpu02"]),
+        # What passes by itself, or is too large for any node, says nothing about nodes.
+        ([KILLED, KILLED, PORT, PORT], [], []),
+        ([KILLED, KILLED, {"code": -9, "oom_killed": True}, {"code": -9, "oom_killed": True}], [], []),
+        # Network errors: the one host that others name; no host where they name several, or none.
+        ([closed_by("gpu02")] * 4, ["gpu02"], ["gpu02"]),
+        ([closed_by("gpu02"), closed_by("gpu02"), closed_by("gpu01"), closed_by("gpu01")], [], []),
+        ([PEER_ERROR] * 4, [], []),
+        ([closed_by("10.0.0.2")] * 2 + [KILLED] * 2, [], []),
+        # Few ranks that fail without a word: it began with them.
+        ([PEER_ERROR, PEER_ERROR, PEER_ERROR, KILLED], [], ["gpu02"]),
+    ],
+)  # fmt: skip
+def test_hosts_are_found_by_comparison(ranks, suspects, began_on):
+    result = judged(*ranks)
+    assert (list(result.suspect_hosts), list(result.began_on)) == (suspects, began_on), result.reason
+
+
+@pytest.mark.parametrize("rank", [NEW, PEER_ERROR, closed_by("gpu01"), {"code": -7}, {"code": -9}, NO_GPU])
+def test_in_a_run_of_one_node_nothing_can_be_compared(rank):
+    result = judged(rank, rank, hosts=("gpu01",))
+    assert (result.suspect_hosts, result.began_on) == ((), ("gpu01",))
+    assert judged(ECC, ECC, hosts=("gpu01",)).suspect_hosts == ("gpu01",)
+
+
+def test_a_gpu_that_cannot_be_used_is_a_node_failure_on_one_node_and_a_crash_on_all():
+    assert judged(KILLED, KILLED, NO_GPU, NO_GPU).status == "node_fail"
+    everywhere = judged(NO_GPU, NO_GPU, NO_GPU, NO_GPU)
+    assert (everywhere.status, everywhere.cause, everywhere.suspect_hosts) == ("crash", "gpu_unavailable", ())
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("gpu02", "gpu02"), ("gpu02.cluster.example", "gpu02"), ("gpu02-ib0.cluster.example", "gpu02"),
+        ("ib-gpu02", "gpu02"), ("GPU02", "gpu02"), ("10.1.0.2", "gpu02"), ("[10.1.0.2]:39851", "gpu02"),
+        ("::ffff:10.1.0.2", "gpu02"), ("fe80::2%ib0", "gpu02"), ("login", "gpu02"), ("gpu1-2-ib", "gpu1-2"),
+        # Addresses of nobody or of several hosts, and names of other hosts.
+        ("10.9.9.9", None), ("172.17.0.1", None), ("gpu021", None), ("gpu1-3", None), ("127.0.0.1", None),
+    ],
+)  # fmt: skip
+def test_peers_are_known_by_name_interface_or_address(peer, host):
+    addresses = {"gpu02": ["10.1.0.2", "fe80::2", "172.17.0.1", "login"], "gpu1": ["172.17.0.1"]}
+    hosts = ("gpu01", "gpu02", "gpu1", "gpu1-2")
+    result = judged(closed_by(peer), KILLED, KILLED, KILLED, hosts=hosts, addresses=addresses)
+    assert result.suspect_hosts == ((host,) if host else ())
+
+
+def test_a_node_knows_its_own_addresses(tmp_path):
+    fib = "Local:\n  |-- 10.1.0.2\n     /32 host LOCAL\n  |-- 127.0.0.1\n     /32 host LOCAL\n"
+    files = {
+        "proc/net/fib_trie": fib,
+        "proc/net/if_inet6": "fe800000000000000000000000000002 02 40 20 80 ib0\n",
+        "sys/class/infiniband/mlx5_0/ports/1/gids/3": "0000:0000:0000:0000:0000:ffff:0a01:0102\n",
+        "etc/hosts": "127.0.0.1 localhost\n10.1.0.2 gpu02-ib # fabric\n10.1.0.3 gpu03-ib\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    addresses = set(own_addresses(tmp_path))
+    assert {"gpu02-ib", "10.1.0.2", "fe80::2", "10.1.1.2"} <= addresses
+    assert not {"127.0.0.1", "localhost", "gpu03-ib"} & addresses
+    assert own_addresses(), "this machine has a name"
+
+
+def test_a_hang_suspects_a_host_only_if_all_its_ranks_stand_still():
+    def evidence(*states):
+        ranks = [
+            RankProgress(number=n, host=f"gpu0{n // 2 + 1}", evidence=NO_EVIDENCE | {"state": state})
+            for n, state in enumerate(states)
+        ]
+        return evidence_of_ranks(find_hang_cause(ranks).culprits, ranks)
+
+    assert evidence("S", "S", "T", "T") == (("gpu02",), ("gpu02",))
+    assert evidence("S", "S", "S", "T") == ((), ("gpu02",))
+    assert evidence("T", "S", "S", "T") == ((), ("gpu01", "gpu02"))
