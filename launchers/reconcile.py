@@ -165,7 +165,7 @@ class Reconciler:
             self.say(f"node {host} is used again: later results do not point at it")
         self.memory.avoided_hosts = {*avoided}
         for array in array_groups(actions.submit, self.limits.max_array):
-            bad_hosts = dict.fromkeys((*actions.excluded, *actions.start_failures, *sorted(array[0].avoid)))
+            bad_hosts = dict.fromkeys((*actions.excluded, *actions.start_failures, *array[0].avoid))
             self._submit_array(array, [*bad_hosts])
 
     def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> None:

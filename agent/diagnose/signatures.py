@@ -77,7 +77,9 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
            r"Transport endpoint is (?:not connected|already connected)|Remote I/O error|No such device or address: '/"),
     Cause("download_failed", Status.CRASH, "a download failed",
            r"HTTPS?ConnectionPool\(|Max retries exceeded with url|NewConnectionError|NameResolutionError|"
-           r"(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub)\.[\w.]*(?:Error|Exception|Timeout)\b|"
+           r"(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|gcsfs|s3fs|google\.api_core|"
+           r"google\.auth|azure|wandb|mlflow|modelscope|datasets)\.[\w.]*(?:Error|Exception|Timeout)\b|"
+           r"EndpointConnectionError|SSLError|SSLCertVerificationError|ProxyError|ConnectTimeout|ReadTimeoutError|"
            r"urllib\.error\.URLError|HTTPError\b|We couldn't connect to 'https?://|LocalEntryNotFoundError|"
            r"Temporary failure in name resolution|Name or service not known: 'https?://|OfflineModeIsEnabled"),
     Cause("missing_library", Status.CRASH, "a library is missing or incompatible",

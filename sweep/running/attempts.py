@@ -153,7 +153,7 @@ class PlannedAttempt:
     """Factor on the time limit, larger than 1 after a time-out."""
     pause_s: float = 0.0
     """Seconds to wait after the end of the failed attempt that it follows."""
-    avoid: frozenset[str] = frozenset()
+    avoid: tuple[str, ...] = ()
     """Nodes that it should not use, because earlier attempts of its run failed there."""
     must_wait: bool = False
     """Whether it has to wait, because the failed attempt that it follows ended only a moment ago."""
@@ -337,7 +337,7 @@ class _AttemptFinder:
         if last_attempt.result is None:
             # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last_attempt.key)
-        pause_s, avoid, memory_share = 0.0, frozenset[str](), run.prediction.memory_share
+        pause_s, avoid, memory_share = 0.0, tuple[str, ...](), run.prediction.memory_share
         if last_attempt.key not in self.state.retried and not has_old_patterns(last_attempt, run.spec.kernel):
             decision = decide_retry(
                 attempts,

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
@@ -26,6 +25,11 @@ MAX_CHANCE = 0.1
 """A node is excluded only if its failures come by chance with at most this probability, where nodes fail alike.
 
 The bound is loose, since a wrong exclusion costs one node of many, and can be lifted by later results.
+"""
+MIN_DISJOINT_SETS = 3
+"""Number of disjoint sets of nodes on which a run must fail in the same way until that is the program's.
+
+Two are enough if a run was ok on one of these nodes. Else they may be bad alike, and bad nodes are always free.
 """
 NUM_NAMED_RUNS = 3
 """Runs that a reason names one by one."""
@@ -87,14 +91,16 @@ class Trial:
 def trial_of(attempt: AttemptState) -> Trial | None:
     """The row of an attempt; None if it says nothing about its nodes."""
     result = attempt.result
-    if result is None or not result.hostnames:
+    # Where Slurm alone knows of an attempt, it may name only the nodes that failed.
+    hosts = (result.hostnames or result.suspect_hosts) if result else ()
+    if result is None or not hosts:
         return None
-    has_several_hosts = len(result.hostnames) > 1
+    has_several_hosts = len(hosts) > 1
     spec = attempt.spec_as(_PipelineSpec) if has_several_hosts else None
     trial = Trial(
         run_id=attempt.key.run_id,
         key=attempt.key,
-        hosts=result.hostnames,
+        hosts=hosts,
         is_ok=result.status == Status.OK,
         started_at=result.started_at or attempt.time or 0.0,
         num_stages=spec.layout.pp if spec else 1,
@@ -195,24 +201,28 @@ class Blame:
     """Failure that one run had on disjoint nodes, so that no further nodes are tried -> two such sets of nodes, in words."""
     repeated_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Failure -> nodes on which one run had it twice, since there were no others to try."""
+    working: frozenset[str] = frozenset()
+    """Nodes on which some run was ok."""
 
-    def is_settled(self, attempt: AttemptState) -> bool:
-        """Whether a failure is known to be the program's, or to say nothing about nodes, so that others need no try."""
+    def num_tries_elsewhere(self, attempt: AttemptState) -> int:
+        """How often a run is tried again on other nodes after this failure, even if the retry policy allows less.
+
+        It is 0 if the failure is known to be the program's or says nothing about nodes, else 1, and more as long as
+        nothing was ok on the nodes on which the run has failed.
+        """
         trial = trial_of(attempt)
         if trial is None or trial.is_ok or not trial.may_be_local:
-            return True
+            return 0
         repeated_on = self.repeated_on.get(trial.failure, frozenset())
-        return trial.failure in self.program_failures or trial.began_on <= repeated_on
+        if trial.failure in self.program_failures or trial.began_on <= repeated_on:
+            return 0
+        avoided = self.avoid(trial.run_id, trial.key.repeat)
+        return MIN_DISJOINT_SETS - 1 if self.working.isdisjoint(avoided) else 1
 
-    def came_everywhere(self, attempt: AttemptState) -> bool:
-        """Whether an attempt of several nodes failed on all of them alike, so that other nodes would tell nothing."""
-        trial = trial_of(attempt)
-        return bool(trial and len(trial.hosts) > 1 and trial.began_on == frozenset(trial.hosts))
-
-    def avoid(self, run_id: str, repeat: int) -> frozenset[str]:
-        """The nodes that the next attempt of a repeat should not use: those on which its failures began."""
+    def avoid(self, run_id: str, repeat: int) -> tuple[str, ...]:
+        """The nodes that the next attempt of a repeat should not use, sorted: those on which its failures began."""
         trials = (t for t in self.trials.get(run_id, ()) if t.key.repeat == repeat and not t.is_ok)
-        return frozenset().union(*(t.began_on for t in trials if t.may_be_local))
+        return tuple(sorted({host for t in trials if t.may_be_local for host in t.began_on}))
 
     def came_from_excluded(self, attempt: AttemptState) -> bool:
         """Whether an attempt failed on nodes only that are excluded by now, so that it says nothing about its run."""
@@ -285,6 +295,7 @@ def decide_blame(
         start_failures=_start_failures(starts, excluded, policy) if has_other_nodes else {},
         program_failures=table.program_failures,
         repeated_on=table.repeated_on,
+        working=table.working,
     )
 
 
@@ -294,6 +305,15 @@ def _start_failures(
     """Node on which nothing started -> the reason. One start is enough to prefer other nodes, which are tried next."""
     reasons = {node: f"nothing started there: {s.reason}" for s in starts for node in sorted(s.failed_on)}
     return {node: reason for node, reason in reasons.items() if node not in {*excluded, *policy.forgive}}
+
+
+def _disjoint_sets(node_sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """The sets of nodes, in their order, without those that share a node with an earlier one."""
+    disjoint_sets = list[frozenset[str]]()
+    for nodes in node_sets:
+        if all(nodes.isdisjoint(earlier) for earlier in disjoint_sets):
+            disjoint_sets.append(nodes)
+    return disjoint_sets
 
 
 def _node_names(nodes: Iterable[str]) -> str:
@@ -307,20 +327,23 @@ class _Table:
         self._trials_by_run = trials_by_run
         self._rows = [trial for trials in trials_by_run.values() for trial in trials]
         self.failures = [trial for trial in self._rows if not trial.is_ok]
+        self.working = frozenset(self._ok_trials_by_host)
         self._refuted = dict[tuple[str, str], str]()
         """run_id and a failure that the run had on disjoint nodes, which are not to blame for it -> these nodes, in words."""
         repeated_on = defaultdict[str, frozenset[str]](frozenset)
         inconstant = set[str]()
         for run_id, trials in trials_by_run.items():
             located = [t for t in trials if not t.is_ok and t.began_on and not t.is_proof]
-            if any(t.is_ok for t in trials):
-                inconstant |= {t.failure for t in located}
-            for first, second in combinations(located, 2):
-                if first.failure == second.failure and first.began_on.isdisjoint(second.began_on):
-                    nodes_text = f"{_node_names(first.began_on)} and on {_node_names(second.began_on)}"
-                    self._refuted[run_id, first.failure] = nodes_text
-                elif first.failure == second.failure:
-                    repeated_on[first.failure] |= first.began_on | second.began_on
+            was_ok = any(t.is_ok for t in trials)
+            for failure in {t.failure for t in located}:
+                node_sets = [t.began_on for t in located if t.failure == failure]
+                disjoint_sets = _disjoint_sets(node_sets)
+                if was_ok:
+                    inconstant.add(failure)
+                elif self._tell_enough(disjoint_sets):
+                    self._refuted[run_id, failure] = " and on ".join(map(_node_names, disjoint_sets))
+                elif len(disjoint_sets) < len(node_sets):
+                    repeated_on[failure] |= frozenset().union(*node_sets)
         self.repeated_on = {f: hosts for f, hosts in repeated_on.items() if f not in inconstant}
         disjoint = {failure: nodes_text for (_, failure), nodes_text in self._refuted.items()}
         self.program_failures = {
@@ -336,6 +359,11 @@ class _Table:
             for host in trial.hosts if trial.is_ok else ():
                 trials_by_host[host].append(trial)
         return trials_by_host
+
+    def _tell_enough(self, disjoint_sets: Sequence[frozenset[str]]) -> bool:
+        """Whether a failure on these disjoint sets of nodes shows that it does not depend on the nodes."""
+        is_working = any(not self.working.isdisjoint(nodes) for nodes in disjoint_sets)
+        return len(disjoint_sets) >= (2 if is_working else MIN_DISJOINT_SETS)
 
     def _num_ok_since(self, host: str, since: float) -> int:
         return len({t.run_id for t in self._ok_trials_by_host.get(host, ()) if t.started_at >= since})
@@ -370,6 +398,16 @@ class _Table:
                     trials_by_host[host].append(trial)
         return trials_by_host
 
+    @cached_property
+    def _likely_bad(self) -> frozenset[str]:
+        """Nodes on which several runs failed and none was ok since; they say nothing about how often nodes fail by chance."""
+        return frozenset(
+            host
+            for host, trials in self._blamed_trials.items()
+            if len({t.run_id for t in trials}) >= MIN_SUSPECTING_RUNS
+            and not self._num_ok_since(host, min(t.started_at for t in trials))
+        )
+
     def records(self) -> Iterable[NodeRecord]:
         """A record of each node that failed attempts of enough runs count against."""
         for node, trials in self._blamed_trials.items():
@@ -391,7 +429,9 @@ class _Table:
             trial.run_id
             for host, trials in self._blamed_trials.items()
             for trial in trials
-            if host != node and host in trial.hosts and trial.place_of(host) in places
+            if host not in {node, *self._likely_bad}
+            and host in trial.hosts
+            and trial.place_of(host) in places
         }
         failed_runs = {trial.run_id for trial in blamed_trials}
         return NodeRecord(

@@ -208,9 +208,9 @@ class PlannedJob:
         return self.attempts[0].candidate.nodes
 
     @property
-    def avoid(self) -> frozenset[str]:
+    def avoid(self) -> tuple[str, ...]:
         """Nodes that it should not use, because runs of it have failed there."""
-        return frozenset().union(*(attempt.avoid for attempt in self.attempts))
+        return tuple(sorted({host for attempt in self.attempts for host in attempt.avoid}))
 
     @property
     def predicted_s(self) -> float:

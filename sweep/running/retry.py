@@ -10,8 +10,6 @@ from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
 from ultrabench.sweep.running.blame import Blame
 
-TRIES_ELSEWHERE = 1
-"""Retries on other nodes of a failure that began on some nodes only, even if the policy allows none."""
 SURE_OOM_MEM_SHARE = 0.85
 """Predicted share of a rank's memory from which one confirmed OOM is enough. Below it a second one is needed,
 since the prediction may be wrong by about 15 %."""
@@ -25,7 +23,7 @@ class RetryDecision:
     why: str
     pause_s: float = 0.0
     """Seconds to wait after the end of the latest attempt."""
-    avoid: frozenset[str] = frozenset()
+    avoid: tuple[str, ...] = ()
     """Nodes that the next attempt should not use, if enough others exist."""
 
 
@@ -52,12 +50,13 @@ def decide_retry(
     same_kind_keys = [a.key for a, result in ended_attempts if _kind(a, result, policy, blame) == kind]
     if nodes_text := blame.program_failures.get(last_result.fingerprint or ""):
         return RetryDecision(retry=False, why=f"the same failure came on {nodes_text}")
+    num_allowed_here = num_allowed
     if kind == OUTSIDE:
         same_kind_keys = [key for key in same_kind_keys if key not in old_attempts]
     elif last_result.status == Status.OOM and not _is_sure_oom(last_result, memory_share):
         num_allowed += 1
-    elif not blame.is_settled(last_attempt):
-        num_allowed = max(num_allowed, TRIES_ELSEWHERE)
+    else:
+        num_allowed = max(num_allowed, blame.num_tries_elsewhere(last_attempt))
     num_failures = len(same_kind_keys)
     name = last_result.cause if kind == last_result.cause else last_result.status.value
     if num_failures > num_allowed:
@@ -67,9 +66,11 @@ def decide_retry(
         blame.avoid(*last_attempt.key[:2]),
     )
     if avoid:
-        why += f", without {','.join(sorted(avoid))} if enough other nodes exist"
+        why += f", without {','.join(avoid)} if enough other nodes exist"
     pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
-    pause_s = pause_s if STATUSES[last_result.status].pause else 0.0
+    # Waiting may help where the policy says so; a try on other nodes needs no pause.
+    may_help = STATUSES[last_result.status].pause and num_failures <= num_allowed_here
+    pause_s = pause_s if may_help else 0.0
     return RetryDecision(retry=True, why=why, pause_s=pause_s, avoid=avoid)
 
 

@@ -50,6 +50,7 @@ from ultrabench.store.state import fold  # noqa: E402
 from ultrabench.store.sweep_json import read_sweep_json  # noqa: E402
 from ultrabench.sweep.config.sweep_config import ATTEMPT_KEYS, RetryPolicy  # noqa: E402
 from ultrabench.sweep.plan_table import read_rows, runs_of  # noqa: E402
+from ultrabench.sweep.running.blame import blame_of  # noqa: E402
 from ultrabench.sweep.running.progress import progress_of  # noqa: E402
 from ultrabench.sweep.running.retry import decide_retry  # noqa: E402
 
@@ -65,7 +66,7 @@ def places(folder):
     pauses = {"backoff_s": 30.0, "backoff_max_s": 60.0, "breaker": 10}
     attempts = dict.fromkeys(ATTEMPT_KEYS, 1)
     policy = RetryPolicy(attempts=attempts, **pauses, max_excluded=8, forgive=(), causes={})
-    decision = decide_retry([*state.attempts.values()], policy)
+    decision = decide_retry([*state.attempts.values()], policy, blame=blame_of(state, policy))
     other = row("b", mbs=2, gas=16)
     table, before = table_of(row("a", status="melted"), other), table_of(row("a"), other)
     points, figure = prepare_figure("failures", table, title="sweep")

@@ -31,8 +31,8 @@ from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
-from ultrabench.sweep.running.decide import MAX_ALLOCATIONS_WITHOUT_RUN, decide
 from ultrabench.sweep.running.blame import blame_of
+from ultrabench.sweep.running.decide import MAX_ALLOCATIONS_WITHOUT_RUN, decide
 
 sweep = played.sweep
 

@@ -28,8 +28,8 @@ from ultrabench.store.allocation import Allocation
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import fold
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.decide import decide
 from ultrabench.sweep.running.blame import blame_of
+from ultrabench.sweep.running.decide import decide
 
 HUNT = int(settings.get_current_profile_name() == "hunt")
 

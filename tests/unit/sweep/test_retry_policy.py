@@ -12,12 +12,13 @@ from ultrabench.layout import dominates
 from ultrabench.record import raw_json
 from ultrabench.result import FAILURES, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import AllocationEnded, Launched, Start
+from ultrabench.store.events import AllocationEnded, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import dominator_by_run, has_old_patterns, next_attempts
-from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes
+from ultrabench.sweep.running.blame import Blame, blame_of
+from ultrabench.sweep.running.retry import breaker_reason, decide_retry
 
 POLICY = retry()
 PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))
@@ -28,29 +29,38 @@ def failed(*results, run_id="r"):
     return [AttemptState(key=AttemptKey(run_id, 0, n), result=r, time=n) for n, r in enumerate(results)]
 
 
+def state_of(*attempts):
+    return SweepState(attempts={a.key: a for a in attempts})
+
+
+def decided(attempts, policy=POLICY, **words):
+    """What follows from the attempts of a run, if the sweep has no others."""
+    return decide_retry(attempts, policy, blame=blame_of(state_of(*attempts), policy), **words)
+
+
 def result(status="hang", hosts=("a",), **fields):
     return RunResult(status=Status(status), hostnames=hosts, **fields)
 
 
 SURE, KILLED = result("oom", confirmed=True), result("crash", cause="killed")
-HERE, THERE = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
+HERE, THERE, FAR = (result(fingerprint="f", hosts=(host,)) for host in "abc")
 
 
 @pytest.mark.parametrize(
     ("results", "share", "retried"),
     [
         # A known cause counts instead of the status.
-        ([KILLED], 1.0, True), ([KILLED, KILLED], 1.0, False), ([result("crash", cause="assertion")], 1.0, False),
+        ([KILLED], 1.0, True), ([KILLED, KILLED], 1.0, False), ([result("crash", ("a", "b"), cause="assertion")], 1.0, False),
         ([result("invalid", cause="wrong_gpu")], 1.0, True),
         ([result("invalid", cause="unmeasured")], 1.0, False),  # it reports none again
         # The same failure on other nodes is deterministic.
-        ([HERE, HERE], 1.0, True), ([HERE, THERE], 1.0, False), ([HERE, replace(THERE, fingerprint="g")], 1.0, True),
+        ([HERE, HERE], 1.0, True), ([HERE, THERE, FAR], 1.0, False), ([HERE, replace(THERE, fingerprint="g")], 1.0, True),
         # An OOM is an answer when it is confirmed and predicted.
         ([SURE], 0.9, False), ([SURE], 0.8, True), ([result("oom")], 0.9, True), ([SURE, SURE], 0.1, False),
     ],
 )  # fmt: skip
 def test_what_is_tried_again(results, share, retried):
-    assert decide_retry(failed(*results), POLICY, memory_share=share).retry is retried
+    assert decided(failed(*results), memory_share=share).retry is retried
 
 
 def test_a_run_without_steps_is_read_again_by_another_pattern_only():
@@ -72,52 +82,13 @@ def test_a_run_without_steps_is_read_again_by_another_pattern_only():
 )  # fmt: skip
 def test_a_pause_follows_what_waiting_may_help_and_doubles_up_to_its_limit(backoff_s, statuses, pause_s):
     policy = replace(POLICY, backoff_s=backoff_s, backoff_max_s=50.0)
-    assert decide_retry(failed(*map(result, statuses)), policy).pause_s == pause_s
+    assert decided(failed(*map(result, statuses)), policy).pause_s == pause_s
 
 
 def test_what_happened_before_this_launch_and_was_not_its_fault_is_forgotten():
     lost = failed(*[result("lost")] * 6)
-    assert not decide_retry(lost, POLICY).retry
-    assert decide_retry(lost, POLICY, old_attempts=frozenset(a.key for a in lost[:1])).retry
-
-
-def state_of(*attempts):
-    return SweepState(attempts={a.key: a for a in attempts})
-
-
-HANG = result(suspect_hosts=("bad",))
-FINE_ON_A = result("ok")
-
-
-def gone(host):
-    """The end of a run whose node's agent fell silent."""
-    return result("node_fail", cause="agent_gone", suspect_hosts=(host,), hosts=(host,))
-
-
-WRONG = result("invalid", suspect_hosts=("bad",))
-
-
-@pytest.mark.parametrize(
-    ("attempts", "changes", "nodes"),
-    [
-        (failed(HANG, HANG), {}, {}),
-        ([*failed(HANG), *failed(HANG, run_id="s")], {}, {"bad": "suspected in 2 runs"}),
-        ([*failed(HANG), *failed(HANG, run_id="s")], {"forgive": ("bad",)}, {}),
-        ([*failed(WRONG), *failed(WRONG, run_id="s")], {}, {}),  # what a program computes is no node's fault
-        (failed(result("node_fail", suspect_hosts=("dead",), reason="ECC error")), {}, {"dead": "ECC error"}),
-        (failed(gone("a"), gone("b"), gone("c")), {}, {}),  # one run that ends the agent of any node
-        ([*failed(gone("a")), *failed(gone("a"), run_id="s")], {}, {"a": "suspected in 2 runs"}),
-        ([*failed(gone("a"), gone("b")), *failed(gone("a"), run_id="s")], {}, {"a": "suspected in 2 runs"}),
-        ([*failed(gone("a"), gone("b")), *failed(gone("a"), run_id="s"), *failed(FINE_ON_A, run_id="t")], {}, {}),
-    ],
-)  # fmt: skip
-def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, changes, nodes):
-    state, policy = state_of(*attempts), replace(POLICY, **changes)
-    end = AllocationEnded(allocation="x", reason="", avoid=("full",))
-    state.allocations["x"] = AllocationState(name="x", ends={Start(): end})
-    assert excluded_nodes(state, policy) == nodes | {"full": "its agent or Slurm reported it unusable"}
-    local = Launched(generation=1, config={"launcher": {"name": "local"}})
-    assert excluded_nodes(replace(state, launched=local), policy) == {}, "there is no other node"
+    assert not decided(lost).retry
+    assert decided(lost, old_attempts=frozenset(a.key for a in lost[:1])).retry
 
 
 ENDS_ON_A_HOST = {
@@ -129,20 +100,31 @@ ENDS_ON_A_HOST = {
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("rst"), st.sampled_from("abcd"), st.sampled_from([*ENDS_ON_A_HOST])),
+        st.tuples(
+            st.sampled_from("rst"),
+            st.sampled_from("abcd"),
+            st.sampled_from([(), ("x",)]),
+            st.sampled_from([*ENDS_ON_A_HOST]),
+        ),
         max_size=12,
     )
 )
 def test_no_node_is_excluded_on_the_evidence_of_one_run_unless_the_node_says_so(ends):
     attempts = [
         AttemptState(key=AttemptKey(run, 0, n), time=n, result=result(
-            hosts=(host,), suspect_hosts=() if end == "ok" else (host,), **ENDS_ON_A_HOST[end]
+            hosts=(host, *others), suspect_hosts=() if end == "ok" else (host,), **ENDS_ON_A_HOST[end]
         ))
-        for n, (run, host, end) in enumerate(ends)
+        for n, (run, host, others, end) in enumerate(ends)
     ]  # fmt: skip
-    for node in excluded_nodes(state_of(*attempts), POLICY):
-        pointing = {run for run, host, end in ends if host == node and end != "ok"}
-        assert len(pointing) > 1 or ("ecc" in {end for _, host, end in ends if host == node})
+    for node in blame_of(state_of(*attempts), POLICY).excluded:
+        pointing = {run for run, host, _, end in ends if host == node and end != "ok"}
+        assert len(pointing) > 1 or ("ecc" in {end for _, host, _, end in ends if host == node})
+
+
+def test_nodes_that_their_agent_or_slurm_reports_are_excluded():
+    end = AllocationEnded(allocation="x", reason="", avoid=("full",))
+    state = SweepState(allocations={"x": AllocationState(name="x", ends={Start(): end})})
+    assert blame_of(state, POLICY).excluded == {"full": "its agent or Slurm reported it unusable"}
 
 
 SAME = "(no module x)"
@@ -163,11 +145,13 @@ TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result
 def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_ends(ends, stops):
     runs = [AttemptState(key=AttemptKey(f"r{n}", 0, 0), result=TOLD[end]) for n, end in enumerate(ends)]
     ago_s = {run.key: 100.0 - n for n, run in enumerate(runs)}
-    reason = breaker_reason(state_of(*runs), POLICY, ago_s)
+    reason = breaker_reason(state_of(*runs), POLICY, Blame(), ago_s)
     assert reason == stops or stops in reason
     but_one = dict([*ago_s.items()][1:10])
-    assert breaker_reason(state_of(*runs[:10]), POLICY, but_one) is None, "one ended before this launch"
-    assert breaker_reason(state_of(*runs), replace(POLICY, breaker=None), ago_s) is None
+    assert breaker_reason(state_of(*runs[:10]), POLICY, Blame(), but_one) is None, (
+        "one ended before this launch"
+    )
+    assert breaker_reason(state_of(*runs), replace(POLICY, breaker=None), Blame(), ago_s) is None
 
 
 ENDS = st.builds(
