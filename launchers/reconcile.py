@@ -154,19 +154,14 @@ class Reconciler:
             return
         if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first record the ends of the claimed attempts
-        avoided = {**actions.excluded, **actions.start_failures}
-        for host, reason in actions.excluded.items():
-            if host not in self.memory.avoided_hosts:
-                self._say_once(f"node {host} is excluded: {reason}")
-        for host, reason in actions.start_failures.items():
-            if host not in self.memory.avoided_hosts:
-                self._say_once(f"jobs use other nodes than {host} first: {reason}")
-        for host in sorted(self.memory.avoided_hosts - avoided.keys()):
+        for host, line in actions.bad_nodes.items():
+            if host not in self.memory.avoided_hosts:  # its row of the table grows with each run
+                self.say(line)
+        for host in sorted(self.memory.avoided_hosts - actions.bad_nodes.keys()):
             self.say(f"node {host} is used again: later results do not point at it")
-        self.memory.avoided_hosts = {*avoided}
+        self.memory.avoided_hosts = {*actions.bad_nodes}
         for array in array_groups(actions.submit, self.limits.max_array):
-            bad_hosts = dict.fromkeys((*actions.excluded, *actions.start_failures, *array[0].avoid))
-            self._submit_array(array, [*bad_hosts])
+            self._submit_array(array, [*dict.fromkeys((*actions.bad_nodes, *array[0].avoid))])
 
     def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> None:
         sweep, journal = self.sweep, self.sweep.journal

@@ -44,6 +44,7 @@ class _Result(msgspec.Struct, gc=False):
     status: str
     cause: str | None = None
     suspect_hosts: tuple[str, ...] = ()
+    began_on: tuple[str, ...] = ()
     hostnames: tuple[str, ...] = ()
     throttled: str | None = None
     gpu_name: str | None = None

@@ -1,6 +1,5 @@
 """Pure functions that find which attempts a sweep still needs and which runs it leaves out."""
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -8,10 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
-from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates, family
-from ultrabench.record import from_dict
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import near_best
@@ -22,7 +19,7 @@ from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
-from ultrabench.sweep.running.blame import Blame, blame_of
+from ultrabench.sweep.running.blame import Blame, blame_of, policy_of
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
 from ultrabench.sweep.running.searched_cell import outcomes
 from ultrabench.sweep.running.standings import standings_of
@@ -234,12 +231,11 @@ def attempts_after(
     Args:
         old_attempts: those that ended before the launch that makes the others; None means all, as for the next launch.
     """
-    with contextlib.suppress(ConfigError, KeyError):  # no launch is recorded, or only one of another version
-        policy = from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
-        launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
-        finder = _AttemptFinder(state, state.by_run(), policy, blame_of(state, policy), launch, frozenset())
-        return finder.todo_of(runs, range(state.config["repeats"]))
-    return []
+    if (policy := policy_of(state)) is None or "repeats" not in state.config:
+        return []
+    launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
+    finder = _AttemptFinder(state, state.by_run(), policy, blame_of(state, policy), launch, frozenset())
+    return finder.todo_of(runs, range(state.config["repeats"]))
 
 
 def _begun_and_proposed(

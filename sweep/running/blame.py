@@ -6,6 +6,7 @@ is ok there, that counts against the first nodes; if it fails in the same way, t
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import comb
@@ -13,7 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ultrabench.errors import counted
+from ultrabench.errors import ConfigError, counted
+from ultrabench.record import from_dict
 from ultrabench.result import CIRCUMSTANTIAL_CAUSES, LOCATED_STATUSES, TRANSIENT_CAUSES, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -31,6 +33,10 @@ MIN_DISJOINT_SETS = 3
 
 Two are enough if a run was ok on one of these nodes. Else they may be bad alike, and bad nodes are always free.
 """
+EVENTS_OF_BLAME = (
+    "launched", "pause", "cancel", "submitting", "allocation_planned", "allocation_ended", "claimed", "result", "failed",
+)  # fmt: skip
+"""The events of a journal from which the table follows."""
 NUM_NAMED_RUNS = 3
 """Runs that a reason names one by one."""
 
@@ -204,6 +210,16 @@ class Blame:
     working: frozenset[str] = frozenset()
     """Nodes on which some run was ok."""
 
+    @property
+    def node_lines(self) -> dict[str, str]:
+        """Node that jobs do not use, or only if they must -> a line that says why."""
+        excluded = {node: f"node {node} is excluded: {reason}" for node, reason in self.excluded.items()}
+        avoided = {
+            node: f"jobs use other nodes than {node} first: {reason}"
+            for node, reason in self.start_failures.items()
+        }
+        return excluded | avoided
+
     def num_tries_elsewhere(self, attempt: AttemptState) -> int:
         """How often a run is tried again on other nodes after this failure, even if the retry policy allows less.
 
@@ -228,6 +244,19 @@ class Blame:
         """Whether an attempt failed on nodes only that are excluded by now, so that it says nothing about its run."""
         trial = trial_of(attempt)
         return bool(trial and not trial.is_ok and trial.began_on and trial.began_on <= self.excluded.keys())
+
+
+def policy_of(state: SweepState) -> RetryPolicy | None:
+    """The retry policy of the latest launch; None where there is none, or only one that this version cannot read."""
+    with suppress(ConfigError, KeyError):
+        return from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
+    return None
+
+
+def node_lines_of(state: SweepState) -> dict[str, str]:
+    """What `node_lines` of the blame by the latest launch's retry policy returns."""
+    policy = policy_of(state)
+    return blame_of(state, policy).node_lines if policy else {}
 
 
 def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
@@ -345,7 +374,8 @@ class _Table:
                 elif len(disjoint_sets) < len(node_sets):
                     repeated_on[failure] |= frozenset().union(*node_sets)
         self.repeated_on = {f: hosts for f, hosts in repeated_on.items() if f not in inconstant}
-        disjoint = {failure: nodes_text for (_, failure), nodes_text in self._refuted.items()}
+        disjoint = self._failures_everywhere()
+        disjoint |= {failure: nodes_text for (_, failure), nodes_text in self._refuted.items()}
         self.program_failures = {
             failure: nodes_text
             for failure, nodes_text in disjoint.items()
@@ -359,6 +389,17 @@ class _Table:
             for host in trial.hosts if trial.is_ok else ():
                 trials_by_host[host].append(trial)
         return trials_by_host
+
+    def _failures_everywhere(self) -> dict[str, str]:
+        """Failure that different runs had on enough disjoint nodes before any run was ok -> these nodes, in words."""
+        if self.working:
+            return {}
+        sets_by_failure = defaultdict[str, list[frozenset[str]]](list)
+        for trial in self.failures:
+            if trial.began_on and not trial.is_proof:
+                sets_by_failure[trial.failure].append(trial.began_on)
+        disjoint = {failure: _disjoint_sets(node_sets) for failure, node_sets in sets_by_failure.items()}
+        return {f: " and on ".join(map(_node_names, s)) for f, s in disjoint.items() if self._tell_enough(s)}
 
     def _tell_enough(self, disjoint_sets: Sequence[frozenset[str]]) -> bool:
         """Whether a failure on these disjoint sets of nodes shows that it does not depend on the nodes."""

@@ -41,10 +41,8 @@ class Actions:
     """What a launch has to do now."""
 
     submit: tuple[PlannedJob, ...] = ()
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    """Nodes that the submitted jobs must not use -> the reason, the surest first."""
-    start_failures: Mapping[str, str] = field(default_factory=dict)
-    """Nodes on which jobs started nothing, so that others are used first -> the reason."""
+    bad_nodes: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that the submitted jobs should not use, the surest first -> a line that says why."""
     end_jobs: bool = False
     """Whether all jobs that are queued or running have to be ended."""
     wait: bool = False
@@ -111,10 +109,7 @@ def _submit_actions(
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes
         gpu_hours_so_far = gpu_hours_with_job
-    blame = attempts.blame
-    return Actions(
-        submit=tuple(chosen_jobs), excluded=blame.excluded, start_failures=blame.start_failures, wait=True
-    )
+    return Actions(submit=tuple(chosen_jobs), bad_nodes=attempts.blame.node_lines, wait=True)
 
 
 def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:

@@ -14,10 +14,21 @@ from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
+from ultrabench.sweep.running.blame import node_lines_of
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
 
-_JSON_FIELDS = ("sweep", "runs", "by_status", "attempts", "to_go", "eta_s", "runs_per_hour", "node_warnings")
+_JSON_FIELDS = (
+    "sweep",
+    "runs",
+    "by_status",
+    "attempts",
+    "to_go",
+    "eta_s",
+    "runs_per_hour",
+    "node_warnings",
+    "nodes_not_used",
+)
 """Fields that `sweep status --json` has under their own names."""
 
 
@@ -64,6 +75,8 @@ class SweepProgress:
     """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     node_warnings: tuple[str, ...]
     """Lines about the health of nodes, from the latest preflight of each."""
+    nodes_not_used: dict[str, str]
+    """Node that jobs do not use, or only if they must -> a line that says why."""
     suspects: dict[AttemptKey, str]
     """Attempts whose measurement is suspect -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
@@ -189,6 +202,7 @@ def progress_of(
             if a.ok and a.ok.ci_reached is False and (half_width := ci95_rel(a.ok.step_times_s)) is not None
         },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
+        nodes_not_used=node_lines_of(state),
         suspects=suspect_reasons,
         failures=_latest_failures(run_by_id, attempt_by_run),
     )

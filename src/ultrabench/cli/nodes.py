@@ -1,5 +1,7 @@
 """The command `ultrabench nodes`, which says which nodes of a cluster are slow or failing."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +39,8 @@ def nodes(
 
     if as_exclude_list and json_:
         raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
-    attempt_rows = _attempt_rows(sweeps, results_dir)
+    folders = _folders(sweeps, results_dir)
+    attempt_rows = _attempt_rows(folders, is_strict=bool(sweeps))
     if since:
         attempt_rows = [row for row in attempt_rows if (row["started_at"] or 0.0) >= since.timestamp()]
         if not attempt_rows:
@@ -48,29 +51,59 @@ def nodes(
         typer.echo(exclude_list(node_reports))
     elif json_:
         speed_losses = min_slowdowns(report.speeds for report in node_reports)
-        print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": speed_losses})
+        unused_nodes = [
+            {"sweep": name, "node": node, "reason": line} for name, node, line in _unused_nodes(folders)
+        ]
+        print_json({
+            "nodes": [report.as_json() for report in node_reports], "smallest_losses": speed_losses,
+            "not_used": unused_nodes,
+        })  # fmt: skip
     else:
         num_marked = sum(report.marked for report in node_reports)
         table_rows = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {num_marked} marked"
         notes = NOTE, slowdowns_text(node_reports), days_text(node_reports)
-        show(table(title, *HEADS, "health", rows=table_rows), "", *notes)
+        unused_lines = [f"{name}: {line}" for name, _, line in _unused_nodes(folders)]
+        show(table(title, *HEADS, "health", rows=table_rows), "", *unused_lines, *notes)
 
 
-def _attempt_rows(sweep_names: list[str] | None, results_dir: Path) -> "list[Row]":
-    """The rows of the named sweeps, or of all in the folder, of which those that cannot be read give a warning."""
+def _folders(sweep_names: list[str] | None, results_dir: Path) -> list[SweepFolder]:
+    """The folders of the named sweeps, each once, or of all in the results folder."""
+    if sweep_names:
+        folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in sweep_names}
+        return [*folders.values()]
+    sweep_paths = sorted(sweep_dirs(results_dir))
+    if not sweep_paths:
+        raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
+    return [SweepFolder(sweep_path.absolute()) for sweep_path in sweep_paths]
+
+
+def _attempt_rows(folders: list[SweepFolder], is_strict: bool) -> "list[Row]":
+    """The rows of sweeps; unless `is_strict`, those that cannot be read give a warning."""
     from ultrabench.analysis.nodes.measurements import Row, journal_rows
     from ultrabench.cli.tables import warn
 
-    if sweep_names:
-        folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in sweep_names}
-        return [row for folder in folders.values() for row in journal_rows(folder, warn)]
-    rows, sweep_paths = list[Row](), sorted(sweep_dirs(results_dir))
-    for sweep_path in sweep_paths:
+    rows = list[Row]()
+    for folder in folders:
         try:
-            rows += journal_rows(SweepFolder(sweep_path.absolute()), warn)
+            rows += journal_rows(folder, warn)
         except (UltrabenchError, OSError) as error:
-            warn(f"{sweep_path.name}: {error}")
-    if not sweep_paths:
-        raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
+            if is_strict:
+                raise
+            warn(f"{folder.name}: {error}")
     return rows
+
+
+def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
+    """Sweep, node and a line that says why jobs of the sweep do not use the node, or only if they must."""
+    from ultrabench.store.events import DECODERS
+    from ultrabench.store.journal import read_journal
+    from ultrabench.store.state import fold
+    from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, node_lines_of
+
+    decoders = {name: DECODERS[name] for name in EVENTS_OF_BLAME}
+    for folder in folders:
+        with contextlib.suppress(UltrabenchError, OSError):  # `_attempt_rows` has warned
+            state = fold(read_journal(folder.journal, lambda warning: None, decoders))
+            for node, line in node_lines_of(state).items():
+                yield folder.name, node, line

@@ -134,7 +134,7 @@ def decided(state):
     now = progress_of("s", RUNS, state, "cuda").as_json()
     dead, blame = actions.dead_end, blame_of(state, POLICY)
     return (
-        actions.submit, [*actions.excluded], [*actions.start_failures], actions.end_jobs, actions.wait,
+        actions.submit, [*actions.bad_nodes], actions.end_jobs, actions.wait,
         bool(actions.stop_reason), dead and dead.num_allocations, [*blame.excluded], sorted(blame.program_failures),
         now["by_status"], now["settled"], now["best"], sorted(now["suspects"]),
     )  # fmt: skip

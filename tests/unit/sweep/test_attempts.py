@@ -334,4 +334,4 @@ def test_a_sweep_with_nothing_left_is_over():
 
 def test_nodes_under_suspicion_are_named_with_the_submission():
     state = told(SweepState(), ONE, Status.NODE_FAIL, suspect_hosts=("gpu07",), reason="no answer")
-    assert actions(state).excluded == {"gpu07": "no answer"}
+    assert actions(state).bad_nodes == {"gpu07": "node gpu07 is excluded: no answer"}

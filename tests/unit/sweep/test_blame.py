@@ -158,6 +158,9 @@ def test_a_reason_says_which_row_of_the_table_it_is():
         ({"a": [BAD], "b": [crash("p"), crash("q")], "c": [ok("p")]}, False, set()),
         ({"a": [BAD], "b": [crash("p"), crash("q"), crash("r")]}, False, set()),
         ({"a": [BAD], "b": [crash("p"), crash("q")], "c": [crash("p"), ok("q")]}, True, {"bad"}),
+        # Runs failed on all nodes before any was ok; if one is ok later, nodes may be bad after all.
+        ({"a": [BAD], "b": [crash("p")], "c": [crash("q")]}, False, set()),
+        ({"a": [BAD], "b": [crash("p")], "c": [crash("q")], "d": [ok("r")]}, True, {"bad"}),
         # On all nodes alike: nothing else to try.
         ({"a": [crash("x", "y")]}, False, set()),
         ({"a": [replace(crash("x", "y"), status=Status.COMM_ERROR)]}, True, set()),

@@ -46,6 +46,9 @@ def run_retry(
     retry_rows = [_retry_row(attempt, state, plan, blame) for attempt in attempts]
     if as_json:
         print_json(retry_rows)
+    if not as_json and (dry_run or attempts):
+        for node, line in blame.node_lines.items():
+            say(f"{line}; retry.forgive=[{node}] uses it again")
     if not attempts:
         say(f"nothing to retry: {f'no run has status {status_list}' if status_list else 'no run failed'}")
         return 0
@@ -55,10 +58,6 @@ def run_retry(
         title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
         columns = ("run", ">repeat", ">attempt", "was", "on", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in retry_rows]))
-        for node, reason in blame.excluded.items():
-            say(f"node {node} is excluded: {reason}; retry.forgive=[{node}] uses it again")
-        for node, reason in blame.start_failures.items():
-            say(f"jobs use other nodes than {node} first: {reason}")
     if dry_run:
         return 0
     retry_keys = [attempt.key for attempt in attempts]

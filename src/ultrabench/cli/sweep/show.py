@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.running.blame import node_lines_of
 from ultrabench.sweep.running.outliers import for_answers
 
 LOG_POLL_S = 0.3
@@ -49,14 +50,16 @@ TIME_PARTS = ("compute", "communication", "exposed_communication", "idle")
 def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Path) -> None:
     """Prints the numbers, plan row, attempts and evidence of one run."""
     folder, run_id, read_state = find_run(id_or_rank, sweep, results_dir)
-    attempts = read_state().by_run().get(run_id, [])
+    state = read_state()
+    attempts = state.by_run().get(run_id, [])
     plan_row = next((row for row in read_rows(folder.plan) if row["run_id"] == run_id), None)
-    ratios = _communication_ratios(read_sweep_json(folder), plan_row, read_state()) if plan_row else {}
+    ratios = _communication_ratios(read_sweep_json(folder), plan_row, state) if plan_row else {}
     if as_json:
         spec = next((spec for a in attempts if (spec := a.spec_as(dict[str, Any]))), None)
         documents = [_attempt_document(a, folder.log_folder(a.key)) for a in attempts]
         plan_facts = {"plan": plan_row, "communication_over_compute": ratios, "spec": spec}
-        print_json({"sweep": folder.name, "run_id": run_id, **plan_facts, "attempts": documents})
+        nodes = {"nodes_not_used": _unused_nodes(state, attempts)}
+        print_json({"sweep": folder.name, "run_id": run_id, **plan_facts, "attempts": documents, **nodes})
         return
     plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
     headings = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
@@ -67,6 +70,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
         *([ratio_line(ratios, str((plan_row or {}).get("dp_overlap")))] if ratios else []),
         table("\nattempts", *headings, rows=map(_attempt_cells, attempts)),
+        *_node_lines(state, attempts),
     )
     for attempt in attempts:
         log_folder = folder.log_folder(attempt.key)
@@ -75,6 +79,22 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
             show(*_evidence_lines(attempt.result.evidence, log_folder))
         for summary in _trace_summaries(log_folder):
             show(*_trace_lines(summary))
+
+
+def _unused_nodes(state: SweepState, attempts: Sequence[AttemptState]) -> dict[str, str]:
+    """Node of these attempts that jobs do not use, or only if they must -> a line that says why."""
+    hosts = {host for a in attempts if a.result for host in a.result.hostnames}
+    return {node: line for node, line in node_lines_of(state).items() if node in hosts}
+
+
+def _node_lines(state: SweepState, attempts: Sequence[AttemptState]) -> Iterator[Text]:
+    """Where each failure began, and the nodes of a run that jobs do not use, with the evidence against them."""
+    for attempt in attempts:
+        if attempt.result and attempt.result.began_on and len(attempt.result.hostnames) > 1:
+            hosts = ",".join(attempt.result.began_on)
+            yield Text(f"{attempt.key.repeat}.{attempt.key.attempt} began to fail on {hosts}")
+    for line in _unused_nodes(state, attempts).values():
+        yield Text(line, "yellow")
 
 
 def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict[str, float]:

@@ -95,7 +95,9 @@ def status_view(progress: SweepProgress, idle_reason: str | None, with_bar: bool
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
     node_lines = (Text(_nodes_line(n, counts, num_settled[n])) for n, counts in progress.by_nodes.items())
     warnings = (Text(f"warning: {line}", "yellow") for line in progress.node_warnings)
-    return Group(*reason_line, panel(progress, idle_reason is None, with_bar), *node_lines, *warnings)
+    unused_nodes = (Text(line, "yellow") for line in progress.nodes_not_used.values())
+    view = panel(progress, idle_reason is None, with_bar)
+    return Group(*reason_line, view, *node_lines, *unused_nodes, *warnings)
 
 
 def _nodes_line(num_nodes: int, counts: Mapping[str, int], num_settled: int) -> str:
