@@ -28,7 +28,7 @@ from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
 from ultrabench.result import STOPPED, Status
 from ultrabench.store.claim import claim
-from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
+from ultrabench.store.events import AllocationEnded, Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.blame import blame_of
@@ -183,7 +183,8 @@ def dead_end_of(sweep, ends, max_jobs):
     """Why a launch gives up after allocations that ended one after another, each by a letter.
 
     n: ran nothing, c: its control only, a: a run that was asked for, p: nothing, for the sweep is paused, w: its
-    control, outside the window, o: another launch's that ran nothing; |: what is there is excused.
+    control, outside the window, o: another launch's that ran nothing; |: what is there is excused. A digit is a node
+    on which no agent started, b a run of a job that still runs.
     """
     excused, codes = frozenset(), {"p": EndCode.PAUSED, "w": EndCode.OUTSIDE_WINDOW}
     for number, kind in enumerate(ends):
@@ -194,6 +195,15 @@ def dead_end_of(sweep, ends, max_jobs):
         plan(sweep, name, tasks, control=CONTROL.run_id)
         if kind != "o":
             sweep.journal.write(Submitting(allocation=name, token="t"))
+        if kind.isdigit():
+            end = AllocationEnded(
+                allocation=name, reason="failed", source="launcher", failed_on=(f"gpu0{kind}",)
+            )
+            sweep.journal.write(end)
+            continue
+        if kind == "b":
+            Agents(sweep, name).start().claim(tasks[1])
+            continue
         ran = [tasks[kind == "a"]] if kind in "cwa" else []
         Agents(sweep, name).start().end(codes.get(kind, EndCode.OTHER), ran=ran)
     launch = Launch(name=sweep.journal.name, by=own_origin("big"), excused=excused)
@@ -214,6 +224,9 @@ ANYTHING, ASKED = (3, "anything"), (3, "any run except control layouts")
         (9, "nnc" * 5 + "nn", None), (9, "nnc" * 5 + "nnn", ANYTHING),
         (1, "pwoa" * 5, None), (1, "nnnnn|nn", None), (1, "nnnnn|nnn", ANYTHING),
         (2, "ccccc", None), (2, "cccccc", (6, ASKED[1])),
+        # Of those on the same nodes one counts, and a job that runs something shows that others work.
+        (9, "12", None), (9, "123", ANYTHING), (9, "1111", None), (9, "112131", (6, "anything")),
+        (9, "12a3", None), (9, "12b3", None), (9, "1" * 11, None), (9, "1" * 12, (12, "anything")),
     ],
 )  # fmt: skip
 def test_only_useless_ends_that_follow_each_other_stop_a_launch(sweep, max_jobs, ends, dead_end):

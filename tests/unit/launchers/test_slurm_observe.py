@@ -242,6 +242,7 @@ def test_what_sbatch_refuses_is_a_wrong_setting_or_too_many_excluded_nodes(
 
     monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: None)
     monkeypatch.setattr(slurm_module, "submit", submit)
+    monkeypatch.setattr(slurm_module, "usable_nodes", lambda config: frozenset())
     with refused(f"a job of 1 node: Requested node configuration is not available; {remedy}"):
         slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], bad_hosts, pytest.fail)
 
