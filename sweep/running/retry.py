@@ -45,33 +45,38 @@ def decide_retry(
     """
     ended_attempts = [(attempt, attempt.result) for attempt in attempts if attempt.result is not None]
     last_attempt, last_result = ended_attempts[-1]
-    kind = _kind(last_attempt, last_result, policy, blame)
-    num_allowed = policy.attempts[Status.NODE_FAIL] if kind == OUTSIDE else policy.allowed(last_result)
-    same_kind_keys = [a.key for a, result in ended_attempts if _kind(a, result, policy, blame) == kind]
     if nodes_text := blame.program_failures.get(last_result.fingerprint or ""):
         return RetryDecision(retry=False, why=f"the same failure came on {nodes_text}")
-    num_allowed_here = num_allowed
+    kind = _kind(last_attempt, last_result, policy, blame)
+    same_kind_keys = [a.key for a, result in ended_attempts if _kind(a, result, policy, blame) == kind]
     if kind == OUTSIDE:
         same_kind_keys = [key for key in same_kind_keys if key not in old_attempts]
-    elif last_result.status == Status.OOM and not _is_sure_oom(last_result, memory_share):
-        num_allowed += 1
-    else:
-        num_allowed = max(num_allowed, blame.num_tries_elsewhere(last_attempt))
     num_failures = len(same_kind_keys)
+    num_allowed = _num_allowed(last_attempt, last_result, policy, blame, memory_share)
     name = last_result.cause if kind == last_result.cause else last_result.status.value
     if num_failures > num_allowed:
         return RetryDecision(retry=False, why=f"{name}: {num_failures} of at most {num_allowed + 1} failures")
-    why, avoid = (
-        f"{name}: attempt {num_failures + 1} of {num_allowed + 1}",
-        blame.avoid(*last_attempt.key[:2]),
-    )
-    if avoid:
-        why += f", without {','.join(avoid)} if enough other nodes exist"
-    pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
-    # Waiting may help where the policy says so; a try on other nodes needs no pause.
-    may_help = STATUSES[last_result.status].pause and num_failures <= num_allowed_here
-    pause_s = pause_s if may_help else 0.0
+    avoid = blame.avoid(last_attempt.key.run_id, last_attempt.key.repeat)
+    why = f"{name}: attempt {num_failures + 1} of {num_allowed + 1}"
+    why += f", without {','.join(avoid)} if enough other nodes exist" if avoid else ""
+    # Waiting may help where the policy itself tries again; a try on other nodes needs no pause.
+    may_help = STATUSES[last_result.status].pause and num_failures <= policy.allowed(last_result)
+    pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1)) if may_help else 0.0
     return RetryDecision(retry=True, why=why, pause_s=pause_s, avoid=avoid)
+
+
+def _num_allowed(
+    attempt: AttemptState, result: RunResult, policy: RetryPolicy, blame: Blame, memory_share: float
+) -> int:
+    """How often a run is tried again after this failure, by the policy and by what other nodes may tell."""
+    num_allowed = policy.allowed(result)
+    if blame.came_from_excluded(attempt):
+        return policy.attempts[Status.NODE_FAIL]
+    if policy.kind(result) == OUTSIDE:
+        return num_allowed
+    if result.status == Status.OOM and not _is_sure_oom(result, memory_share):
+        return num_allowed + 1
+    return max(num_allowed, blame.num_tries_elsewhere(attempt))
 
 
 def _kind(attempt: AttemptState, result: RunResult, policy: RetryPolicy, blame: Blame) -> str:

@@ -66,7 +66,7 @@ class Campaign:
         self.sweep, self.embedded = "", False
         self._numbers, self._launches, self._opened = 0, 0, 0.0
         self._launchers: list[subprocess.Popen[bytes]] = []
-        for name in ("results", "orders", "taken", "always"):
+        for name in ("results", "orders", "taken", "always", "bad"):
             (bench.folder / name).mkdir()
         self.nodes = Nodes(bench.folder / "nodes", cluster.nodes())
         words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(self.results)]
@@ -265,8 +265,14 @@ class Campaign:
                 nodes[name] |= set(hosts(names))
         return SlurmView(
             job_ids=job_ids, nodes=nodes, journal=[*allocation_events(self.folder / "journal")],
-            excluded=excluded_nodes(self.folder / "scripts"), age_s=time.time() - self._opened,
+            excluded=excluded_nodes(self._launcher_logs()), age_s=time.time() - self._opened,
         )  # fmt: skip
+
+    def _launcher_logs(self) -> list[str]:
+        """What the launchers of the current sweep have printed."""
+        numbers = range(self._launches - len(self._launchers) + 1, self._launches + 1)
+        paths = [self.bench.folder / f"launcher.{number}.log" for number in numbers]
+        return [path.read_text(errors="replace") for path in paths if path.exists()]
 
     def _signs(self) -> int:
         """A number that grows with everything the agents do."""

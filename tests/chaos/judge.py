@@ -33,7 +33,7 @@ class SlurmView:
     journal: Rows = ()
     """The events of the journal that can be read."""
     excluded: frozenset[str] = frozenset()
-    """The nodes that some job was not to use."""
+    """The nodes that no job of the sweep was to use."""
     age_s: float = float("inf")
     """Seconds since the sweep was opened."""
 
@@ -61,6 +61,7 @@ def judge(
         *([] if executions is None else [*_witnessed(rows, executions), *one_at_a_time(executions)]),
         *_explained(rows, records),
         *_blamed(rows, records, view),
+        *_left_on_bad_nodes(rows, records),
         *_accounted(view, twice="double_submission" in {record["kind"] for record in records}),
         *([f"{jobs} jobs were submitted, more than {limit}"] if jobs > limit else []),
     ]
@@ -97,11 +98,9 @@ def submitted_jobs(journal: Path) -> int:
     return len({event["allocation"] for event in allocation_events(journal) if event["event"] in kinds})
 
 
-def excluded_nodes(scripts: Path) -> frozenset[str]:
-    """The nodes that the job scripts in a folder exclude."""
-    texts = (script.read_text() for script in scripts.glob("*.sh"))
-    lists = (match[1] for text in texts for match in re.finditer(r"(?m)^#SBATCH --exclude=(\S+)", text))
-    return frozenset(node for names in lists for node in names.split(","))
+def excluded_nodes(launcher_logs: Iterable[str]) -> frozenset[str]:
+    """The nodes that launchers said they exclude; job scripts also name nodes that only one run avoids."""
+    return frozenset(node for log in launcher_logs for node in re.findall(r"node (\S+) is excluded", log))
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -185,6 +184,10 @@ def _explained(rows: Rows, records: Rows) -> list[str]:
         if row["status"] == "ok":
             continue
         places = {row["allocation"], _key(row).rpartition(".")[0]}
+        bad = [record for record in records if record.get("node") in (row.get("began_on") or ())]
+        if row["status"] == "crash" and bad:
+            bad[0]["ends"].append("crash")
+            continue
         ends = {row["status"], f"{row['status']} {row.get('cause')}"}
         fits = [o for o in open_ if o[1] in places and ends & EXPLAINS[o[0]["kind"]]]
         if fits:
@@ -203,7 +206,20 @@ def _blamed(rows: Rows, records: Rows, view: SlurmView) -> list[str]:
     hit = {name for record in records for name in record.get("allocations", ())}
     guilty = {node for name in hit for node in view.nodes.get(name, ())}
     guilty |= {node for row in rows if row["allocation"] in hit for node in row.get("hostnames") or ()}
+    guilty |= {record["node"] for record in records if "node" in record}
     return [f"{node} was excluded, although no fault hit it" for node in sorted(view.excluded - guilty)]
+
+
+def _left_on_bad_nodes(rows: Rows, records: Rows) -> list[str]:
+    """Problems with the rule that a run that fails only on bad nodes ends ok on others."""
+    bad, ends = {record["node"] for record in records if "node" in record}, defaultdict(list)
+    for row in rows:
+        ends[row["run_id"], row["repeat"]].append(row)
+    return [
+        f"{run}.{repeat} failed only on {','.join(sorted(bad))}, and was not tried elsewhere"
+        for (run, repeat), tries in ends.items()
+        if bad and all(row["status"] == "crash" and bad & {*(row.get("began_on") or ())} for row in tries)
+    ]
 
 
 def _accounted(view: SlurmView, twice: bool) -> list[str]:

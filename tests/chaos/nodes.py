@@ -11,6 +11,7 @@ SLOW_UNLINK = Path(__file__).parent / "slow_unlink.c"
 PROLOG = """#!/bin/bash
 echo "export TMPDIR={folder}/$SLURMD_NODENAME"
 [ -e {library} ] && echo "export LD_PRELOAD={library}"
+[ -e {folder}/$SLURMD_NODENAME.no_agent ] && echo "export PYTHONHOME=/nowhere"
 exit 0
 """
 """What srun runs on a node before the agent; it adds the printed variables to the environment of the agent."""

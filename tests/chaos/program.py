@@ -3,6 +3,7 @@
 python program.py FOLDER SWEEP RUN_ID REPEAT ATTEMPT
 
 FOLDER/witness.txt gets a line for the start, every step and the end of every execution (see witness.py).
+FOLDER/bad may hold a file NODE, whose text all ranks on this node print before they fail.
 FOLDER/orders may hold a file KIND.NUMBER.SHARE: the first rank at SHARE of its world that sees the file takes
 it and does what KIND says. FOLDER/always may hold a file SWEEP.RUN_ID.REPEAT with a share: the rank at this
 share kills the agent of its node in every attempt.
@@ -162,6 +163,10 @@ def obey():
 
 
 say("phase", name="train")
+bad = Path(folder, "bad", host.partition(":")[2])
+if bad.exists():
+    print(bad.read_text(), flush=True)
+    sys.exit(1)
 peers = meet()
 for step in range(1, 13):
     started = time.monotonic()

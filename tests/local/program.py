@@ -4,6 +4,7 @@ python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
 
 BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. What a limit or a faster run is to end
 goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
+The behaviour bad fails at once, and bad_gpu01 on that node of a cluster only.
 The behaviour receive calls a collective in each step: the last rank never enters the sixth, nor does it send to rank 0,
 which receives. Ranks of until_asked stand still in their sixth step until they are asked for their stacks, and
 take longer for the others than an agent waits for an answer. The behaviour end_all signals all ranks and then the agent.
@@ -61,6 +62,9 @@ if behaviour == "until_asked":
         signal.signal(number, lambda *_: None)
     say("stack_dump", pid=os.getpid())
 say("phase", name="train")
+if behaviour in ("bad_gpu01", "bad") and (behaviour == "bad" or os.environ.get("SLURMD_NODENAME") == "gpu01"):
+    print("RuntimeError: the frobnicator is in state 7", flush=True)
+    sys.exit(1)
 step_s = float(os.environ.get("STEP_S", "0.002"))
 if behaviour == "slow_first" and key[2] == "0":
     step_s = 20.0

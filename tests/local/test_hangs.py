@@ -43,7 +43,7 @@ def test_a_stopped_rank_and_a_killed_one_are_named_and_their_runs_measured_again
     rank, host = stopped[0]["rank"], stopped[0]["host"]
     assert row["reason"].startswith(f"rank {rank} on {host} is stopped (state T)")
     assert "no progress for" in row["reason"]
-    assert result["suspect_hosts"] == [host]
+    assert (result["began_on"], "suspect_hosts" in result) == ([host], False), "one node cannot be compared"
     others = [r for r in result["evidence"]["hang_evidence"] if r["rank"] != rank]
     # The first rank that measures is reported; others may still be on their way there from step 1.
     assert all("#" in r["collective"] and r["step"] >= 1 and r["at"] for r in others)
@@ -67,5 +67,5 @@ def test_ranks_that_stay_away_from_their_collective_are_named(bench):
     # Nobody records what gloo sends: rank 0 receives, and ranks 1 and 2 are one all-reduce ahead of both.
     cause = "rank 3 on local-1 never entered all_reduce #6 of group world"
     assert row["reason"].startswith(f"{cause}; 2 ranks wait for it")
-    assert result["suspect_hosts"] == ["local-1"]
+    assert (result["began_on"], "suspect_hosts" in result) == (["local-1"], False), "it is one of two ranks"
     assert "Rank 3 is in lose_time (local/program.py:" in result["evidence"]["hang_cause"]

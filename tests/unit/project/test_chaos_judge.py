@@ -7,10 +7,12 @@ from tests.chaos.judge import SlurmView, excluded_nodes, judge, most_jobs, submi
 from tests.chaos.witness import executions_of
 
 
-def row(run="a", repeat=0, attempt=0, status="ok", allocation="n1-1.0", stopped="interval", cause=None):
+def row(
+    run="a", repeat=0, attempt=0, status="ok", allocation="n1-1.0", stopped="interval", cause=None, **more
+):
     return {
         "run_id": run, "repeat": repeat, "attempt": attempt, "status": status, "allocation": allocation,
-        "reason": None, "stopped": stopped, "cause": cause,
+        "reason": None, "stopped": stopped, "cause": cause, **more,
     }  # fmt: skip
 
 
@@ -91,10 +93,30 @@ def test_what_slurm_knows(view, problems):
     assert judge([row()], faults, executions_of("s1", lines()), 1, 1, SlurmView(**slurm, **view)) == problems
 
 
-def test_excluded_nodes_are_those_of_job_scripts(tmp_path):
-    (tmp_path / "a.sh").write_text("#!/bin/bash\n#SBATCH --exclude=gpu01,gpu02\n#SBATCH --nodes=1\n")
-    (tmp_path / "b.sh").write_text("#!/bin/bash\n#SBATCH --nodes=1\n")
-    assert excluded_nodes(tmp_path) == {"gpu01", "gpu02"}
+def test_excluded_nodes_are_those_that_launchers_name():
+    logs = [
+        "node gpu01 is excluded: 2 runs failed there\nok\n",
+        "node gpu02 is excluded: no answer\n",
+        "node gpu03 is used",
+    ]
+    assert excluded_nodes(logs) == {"gpu01", "gpu02"}
+
+
+def test_a_run_that_fails_on_a_bad_node_only_is_tried_elsewhere():
+    bad = {"kind": "bad_node", "node": "gpu01", "allocations": []}
+    here, there = (
+        {"status": "crash", "began_on": [node], "hostnames": [node]} for node in ("gpu01", "gpu02")
+    )
+    later = row(attempt=1)
+    for rows, complaint in (
+        ([row(**here)], ["was not tried elsewhere"]), ([row(**here), later], []),
+        ([row(**there)], ["ended crash"]), ([row(**here), row(**there, attempt=1)], ["ended crash"]),
+    ):  # fmt: skip
+        problems = judge(rows, [bad], None, 1, 1)
+        assert [any(text in problem for problem in problems) for text in complaint] == [True] * len(
+            complaint
+        ), problems
+        assert bool(problems) == bool(complaint), problems
 
 
 def test_too_many_jobs():
