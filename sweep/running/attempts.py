@@ -224,17 +224,22 @@ def next_attempts(
 
 
 def attempts_after(
-    runs: Sequence[Candidate], state: SweepState, old_attempts: frozenset[AttemptKey] | None = None
+    runs: Sequence[Candidate],
+    state: SweepState,
+    old_attempts: frozenset[AttemptKey] | None = None,
+    blame: Blame | None = None,
 ) -> list[PlannedAttempt]:
     """The attempts that follow those of `runs` by the retry policy and the repeats of the latest launch.
 
     Args:
         old_attempts: those that ended before the launch that makes the others; None means all, as for the next launch.
+        blame: what `latest_blame` returns, if the caller has it.
     """
     if (policy := policy_of(state)) is None or "repeats" not in state.config:
         return []
     launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
-    finder = _AttemptFinder(state, state.by_run(), policy, blame_of(state, policy), launch, frozenset())
+    blame = blame or blame_of(state, policy)
+    finder = _AttemptFinder(state, state.by_run(), policy, blame, launch, frozenset())
     return finder.todo_of(runs, range(state.config["repeats"]))
 
 

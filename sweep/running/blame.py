@@ -4,11 +4,11 @@ A text or one observation decides nothing, unless it is proof. A run that failed
 is ok there, that counts against the first nodes; if it fails in the same way, the failure is the program's.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import comb
 from typing import NamedTuple
 
@@ -49,6 +49,19 @@ class Place(NamedTuple):
     has_last_stage: bool
 
 
+@cache
+def _places(num_hosts: int, num_stages: int) -> tuple[Place, ...]:
+    """What the nodes of a run hold, if ranks are numbered along the nodes, and pipeline stages along the ranks."""
+    return tuple(
+        Place(
+            has_rank_0=index == 0,
+            has_first_stage=index * num_stages // num_hosts == 0,
+            has_last_stage=((index + 1) * num_stages - 1) // num_hosts == num_stages - 1,
+        )
+        for index in range(num_hosts)
+    )
+
+
 class _Layout(msgspec.Struct):
     pp: int = 1
 
@@ -87,11 +100,13 @@ class Trial:
         return bool(self.began_on) and (len(self.hosts) == 1 or self.began_on < frozenset(self.hosts))
 
     def place_of(self, host: str) -> Place:
-        """What `host` held: the ranks are numbered along the nodes, and pipeline stages along the ranks."""
-        index, num_hosts = self.hosts.index(host), len(self.hosts)
-        first_stage = index * self.num_stages // num_hosts
-        last_stage = ((index + 1) * self.num_stages - 1) // num_hosts
-        return Place(index == 0, first_stage == 0, last_stage == self.num_stages - 1)
+        """What `host` held."""
+        return self.places[self.hosts.index(host)]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """What each of its nodes held."""
+        return _places(len(self.hosts), self.num_stages)
 
 
 def trial_of(attempt: AttemptState) -> Trial | None:
@@ -154,11 +169,11 @@ class NodeRecord:
     failed_runs: tuple[str, ...]
     """run_ids of the runs that failed because of it, as far as the comparison shows."""
     num_ok_since: int
-    """Number of runs that were ok on it after the first of these failures."""
+    """Number of attempts that were ok on it after the first of these failures."""
     num_failed_elsewhere: int
     """Number of runs that failed on another node in such a way."""
     num_ok_elsewhere: int
-    """Number of runs that were ok without it."""
+    """Number of attempts that were ok without it."""
 
     @property
     def is_suspect(self) -> bool:
@@ -253,15 +268,17 @@ def policy_of(state: SweepState) -> RetryPolicy | None:
     return None
 
 
-def node_lines_of(state: SweepState) -> dict[str, str]:
-    """What `node_lines` of the blame by the latest launch's retry policy returns."""
+def latest_blame(state: SweepState) -> Blame:
+    """What the journal says about nodes and runs, by the retry policy of the latest launch."""
     policy = policy_of(state)
-    return blame_of(state, policy).node_lines if policy else {}
+    return blame_of(state, policy) if policy else Blame()
 
 
 def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
     """What the journal says about nodes and runs."""
-    rows = [trial for attempt in state.attempts.values() if (trial := trial_of(attempt))]
+    statuses = {attempt.result.status for attempt in state.attempts.values() if attempt.result}
+    has_failed = not LOCATED_STATUSES.isdisjoint(statuses)
+    rows = [t for a in state.attempts.values() if (t := trial_of(a))] if has_failed else []
     has_other_nodes = state.config.get("launcher", {}).get("name") != "local"
     return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes)
 
@@ -390,6 +407,11 @@ class _Table:
                 trials_by_host[host].append(trial)
         return trials_by_host
 
+    @cached_property
+    def _num_ok_by_places(self) -> Mapping[tuple[Place, ...], int]:
+        """What the nodes of an attempt held -> the number of such attempts that were ok."""
+        return Counter(trial.places for trial in self._rows if trial.is_ok)
+
     def _failures_everywhere(self) -> dict[str, str]:
         """Failure that different runs had on enough disjoint nodes before any run was ok -> these nodes, in words."""
         if self.working:
@@ -459,13 +481,11 @@ class _Table:
         """The record of a node at the places at which it failed."""
         places = {t.place_of(node) for t in blamed_trials if node in t.hosts}
         first_at = min(t.started_at for t in blamed_trials)
-        ok_here, ok_elsewhere = set[str](), set[str]()
-        for trial in (t for t in self._rows if t.is_ok):
-            if node in trial.hosts:
-                is_later = trial.started_at >= first_at
-                ok_here |= {trial.run_id} if is_later and trial.place_of(node) in places else set()
-            elif places & {trial.place_of(host) for host in trial.hosts}:
-                ok_elsewhere.add(trial.run_id)
+        ok_here = self._ok_trials_by_host.get(node, ())
+        num_ok_since = sum(t.started_at >= first_at and t.place_of(node) in places for t in ok_here)
+        # All attempts in which some node was at one of these places, without those in which this node took part.
+        num_ok = sum(num for held, num in self._num_ok_by_places.items() if not places.isdisjoint(held))
+        num_ok_with_it = sum(not places.isdisjoint(t.places) for t in ok_here)
         failed_elsewhere = {
             trial.run_id
             for host, trials in self._blamed_trials.items()
@@ -478,7 +498,7 @@ class _Table:
         return NodeRecord(
             node=node,
             failed_runs=tuple(sorted(failed_runs)),
-            num_ok_since=len(ok_here),
+            num_ok_since=num_ok_since,
             num_failed_elsewhere=len(failed_elsewhere),
-            num_ok_elsewhere=len(ok_elsewhere),
+            num_ok_elsewhere=num_ok - num_ok_with_it,
         )

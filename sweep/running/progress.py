@@ -14,7 +14,7 @@ from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
-from ultrabench.sweep.running.blame import node_lines_of
+from ultrabench.sweep.running.blame import latest_blame
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
 
@@ -157,7 +157,8 @@ def progress_of(
     dominated_ids = {run_id for run_id, skip in skipped.items() if skip.dominator}
     failed_ids = {i for i, a in attempt_by_run.items() if a.result and not a.ok} - dominated_ids
     failed_runs = [run_by_id[run_id] for run_id in attempt_by_run if run_id in failed_ids]
-    next_attempts = attempts_after(failed_runs, state, old_attempts)
+    blame = latest_blame(state)
+    next_attempts = attempts_after(failed_runs, state, old_attempts, blame)
     pause_by_key = {attempt_by_run[t.key.run_id].key: t.pause_s for t in next_attempts}
     unsettled_ids = {i for i, s in status_by_run.items() if s in UNSETTLED}
     unsettled_ids |= {key.run_id for key in pause_by_key}
@@ -202,7 +203,7 @@ def progress_of(
             if a.ok and a.ok.ci_reached is False and (half_width := ci95_rel(a.ok.step_times_s)) is not None
         },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
-        nodes_not_used=node_lines_of(state),
+        nodes_not_used=blame.node_lines,
         suspects=suspect_reasons,
         failures=_latest_failures(run_by_id, attempt_by_run),
     )

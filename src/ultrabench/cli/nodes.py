@@ -99,11 +99,11 @@ def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
     from ultrabench.store.events import DECODERS
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import fold
-    from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, node_lines_of
+    from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, latest_blame
 
     decoders = {name: DECODERS[name] for name in EVENTS_OF_BLAME}
     for folder in folders:
         with contextlib.suppress(UltrabenchError, OSError):  # `_attempt_rows` has warned
             state = fold(read_journal(folder.journal, lambda warning: None, decoders))
-            for node, line in node_lines_of(state).items():
+            for node, line in latest_blame(state).node_lines.items():
                 yield folder.name, node, line

@@ -32,7 +32,7 @@ from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.blame import node_lines_of
+from ultrabench.sweep.running.blame import latest_blame
 from ultrabench.sweep.running.outliers import for_answers
 
 LOG_POLL_S = 0.3
@@ -84,7 +84,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
 def _unused_nodes(state: SweepState, attempts: Sequence[AttemptState]) -> dict[str, str]:
     """Node of these attempts that jobs do not use, or only if they must -> a line that says why."""
     hosts = {host for a in attempts if a.result for host in a.result.hostnames}
-    return {node: line for node, line in node_lines_of(state).items() if node in hosts}
+    return {node: line for node, line in latest_blame(state).node_lines.items() if node in hosts}
 
 
 def _node_lines(state: SweepState, attempts: Sequence[AttemptState]) -> Iterator[Text]:
