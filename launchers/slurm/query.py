@@ -82,15 +82,23 @@ def ask(*command: str, timeout_s: float = QUERY_TIMEOUT_S, environ: Mapping[str,
         try:
             answer, stderr_text = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from error
+            raise NoAnswerError(
+                f"{command[0]}: no answer within {timeout_s:g} s", _lines(error.stderr)
+            ) from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        complaints = [line.strip() for line in stderr_text.splitlines() if line.strip()]
+        complaints = _lines(stderr_text)
         last_line = complaints[-1][:200] if complaints else "no message"
         raise CommandError(f"{command[0]}: {last_line} (exit {process.returncode})", complaints)
     return answer
+
+
+def _lines(text: str | bytes | None) -> list[str]:
+    """The lines of a text without empty ones."""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
