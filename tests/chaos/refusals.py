@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.chaos.fault import Fault
 from tests.chaos.interference import SUBMITS_S, Wrappers
 from tests.chaos.judge import allocation_events
-from tests.chaos.target import Hit, jobs, one_of
+from tests.chaos.target import AWAY_S, Hit, jobs, one_of
 from tests.slurm.conftest import SETTINGS
 from tests.slurm.sweeps import slurm_says
 
@@ -76,18 +76,17 @@ def _submit_limit(campaign: "Campaign", fault: Fault) -> Hit:
     one_of(lambda: jobs(campaign.sweep), fault)
     num_before, account = _num_refused(campaign), ("modify", "account", "research", "set")
     with _no_launch_ends(campaign):
-        slurm_says("sacctmgr", "-i", *account, f"GrpSubmitJobs={MAX_SUBMIT}")
         other = slurm_says(
             "sbatch", "--parsable", "--mem=50", "-o", "/dev/null", "--wrap", f"sleep {LIMITED_S:.0f}"
         )
+        slurm_says("sacctmgr", "-i", *account, f"GrpSubmitJobs={MAX_SUBMIT}")
         try:
             time.sleep(LIMITED_S)
         finally:
             slurm_says("sacctmgr", "-i", *account, "GrpSubmitJobs=-1")
             slurm_says("scancel", "--name=wrap")
-    beside = f"job {other.strip()}" if other.strip() else "its own jobs"
     return {
-        "target": f"{MAX_SUBMIT} jobs of the account, beside {beside}, {_num_refused(campaign) - num_before} refusals"
+        "target": f"{MAX_SUBMIT} jobs of the account, beside job {other.strip()}, {_num_refused(campaign) - num_before} refusals"
     }
 
 
@@ -98,6 +97,7 @@ def _enforce_limits(campaign: "Campaign") -> None:
         conf.write_text(f"{conf.read_text()}AccountingStorageEnforce=limits\n")
         # It is shut down properly, since a killed controller forgets the jobs of its last seconds.
         campaign.cluster.run("scontrol", "shutdown", "slurmctld")
+        time.sleep(AWAY_S)
         campaign.cluster.tool("up", *SETTINGS)
 
 

@@ -101,7 +101,7 @@ def test_a_partition_that_takes_no_jobs_is_named_with_its_state(submit, programs
 
 def test_a_limit_of_the_account_passes_when_other_jobs_end(submit):
     refusal = submit.refusal("AssocGrpSubmitJobsLimit", POLICY)
-    assert "wait until some end" in refusal.waits_for
+    assert refusal.waits_for == "the account, QOS or user has as many queued and running jobs as allowed"
     assert "a job of 1 node: AssocGrpSubmitJobsLimit; Batch job" in refusal.complaint
     assert refusal.fewer_may_fit
     assert submit.refusal(POLICY).waits_for == "a limit of the account, QOS or user allows no more jobs now"
