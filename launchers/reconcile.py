@@ -34,7 +34,6 @@ CANCEL_PAUSE_S = 10.0
 """Seconds between two attempts to cancel jobs."""
 REDECIDE_S = 5.0
 """Seconds until `decide` is asked again if nothing has changed, since some decisions depend on the time."""
-
 SAY_AGAIN_S = 600.0
 """Seconds after which the user is told again what a launch waits for before it submits jobs."""
 
@@ -204,7 +203,11 @@ class Reconciler:
                 self.recorder.record_refused(
                     new_allocations, f"not submitted: {refusal.waits_for} ({refusal})"
                 )
-            self._wait(refusal, len(new_allocations))
+            try:
+                self._wait(refusal, len(new_allocations))
+            except (ClusterError, ConfigError) as error:
+                self.recorder.withdraw(self.memory.unanswered_names, f"not submitted: {error}")
+                raise
             return False
         except (ClusterError, ConfigError) as error:
             # A launcher that cannot see jobs of this cluster would wait for these for ever.
@@ -249,17 +252,20 @@ class Reconciler:
 
     def _settle_unanswered(self, state: SweepState, jobs_seen: JobsSeen) -> None:
         """Records jobs that the batch system took without saying so; the recorder ends those that it did not take."""
+        num_taken = 0
         for name in sorted(self.memory.unanswered_names):
             allocation, job = state.allocations[name], jobs_seen.jobs.get(name)
-            if job is None and not allocation.agents and allocation.ended is None:
+            is_taken = job is not None or bool(allocation.agents)
+            if not is_taken and allocation.ended is None:
                 continue
             self.memory.unanswered_names.remove(name)
+            num_taken += is_taken
             if job is not None:
                 self.sweep.journal.write(Submitted(allocation=name, job=job))
-            if job is not None or allocation.agents:
-                self._accept(1)
-            else:
+            if not is_taken:
                 self.memory.excuse((name,))
+        if num_taken:
+            self._accept(num_taken)
 
     def _other_commits(self, state: SweepState) -> list[str]:
         """A message for each node that runs another commit than this launcher."""

@@ -17,6 +17,7 @@ from ultrabench.launchers.slurm.query import (
     Answer,
     CommandError,
     NoAnswerError,
+    NotStartedError,
     SlurmQuery,
     ask,
     failed_hosts,
@@ -156,7 +157,8 @@ class SlurmLauncher:
         try:
             job_id = submit(path, script, self._config.launcher.environment)
         except CommandError as error:
-            failure = Failure.SILENT if isinstance(error, NoAnswerError) else failure_of(str(error))
+            failure_by_type = {NoAnswerError: Failure.SILENT, NotStartedError: Failure.UNKNOWN}
+            failure = failure_by_type.get(type(error)) or failure_of(str(error))
             if failure in (Failure.SILENT, Failure.UNCLEAR):
                 self._unanswered |= {allocation.name for allocation in allocations}
             else:
@@ -448,7 +450,7 @@ _USUAL_STATES = {
 _WAITS_FOR = {
     Failure.PASSING: "Slurm takes no jobs now",
     Failure.SILENT: "slurmctld did not answer sbatch",
-    Failure.UNKNOWN: "Slurm refused the job",
+    Failure.UNKNOWN: "sbatch failed",
     Failure.UNCLEAR: "sbatch did not say whether Slurm took the job",
     Failure.FINAL: "",
 }

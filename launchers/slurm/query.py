@@ -52,6 +52,10 @@ class CommandError(Exception):
         """The lines that the program wrote to stderr, without empty ones."""
 
 
+class NotStartedError(CommandError):
+    """A Slurm program could not be started."""
+
+
 class NoAnswerError(CommandError):
     """A Slurm program did not answer in time."""
 
@@ -77,7 +81,7 @@ def ask(*command: str, timeout_s: float = QUERY_TIMEOUT_S, environ: Mapping[str,
             encoding="utf-8", errors="replace", start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        raise CommandError(f"{command[0]}: {error.strerror}") from error
+        raise NotStartedError(f"{command[0]}: {error.strerror}") from error
     with process:
         try:
             answer, stderr_text = process.communicate(timeout=timeout_s)

@@ -179,6 +179,12 @@ def test_what_sbatch_said_before_it_was_killed_is_quoted(submit, monkeypatch, pr
     assert raised.value.may_exist
 
 
+def test_an_sbatch_that_cannot_be_started_makes_no_job(submit):
+    with pytest.raises(NotTakenError, match="sbatch: No such file or directory") as raised:
+        submit(None)
+    assert (raised.value.may_exist, raised.value.is_known) == (False, False)
+
+
 def test_a_job_without_an_answer_is_found_by_its_name_or_given_up(slurm):
     """Whether an answer that was lost made a job, only squeue knows."""
     slurm.held[A].job = None
