@@ -25,6 +25,8 @@ BUSY_S = 10.0
 """Seconds for which the controller is busy, after the first submission that it did not take."""
 LATE_S = 7
 """Seconds after its answer was lost at which a job appears; a launcher has given it up by then."""
+MANY_JOBS = ("launcher.pack=2", "launcher.max_jobs=2")
+"""Options of a launch that soon has jobs to submit again."""
 STATES = ("DRAIN", "DOWN", "INACTIVE")
 FAILED = 'echo "sbatch: error: Batch job submission failed: %s" >&2; exit 1'
 TIMED_OUT = FAILED % "Socket timed out on send/recv operation"
@@ -52,6 +54,13 @@ def _no_launch_ends(campaign: "Campaign") -> Iterator[None]:
             campaign.complain(f"a launcher ended with {launcher.returncode} although the refusals passed")
 
 
+def _submit_often(campaign: "Campaign", fault: Fault) -> None:
+    """Makes another launcher, which submits more and smaller jobs, follow the sweep, and waits for a running job."""
+    campaign.kill_launchers()
+    campaign.launch(*MANY_JOBS)
+    one_of(lambda: jobs(campaign.sweep), fault, patience_s=SUBMITS_S)
+
+
 def _num_refused(campaign: "Campaign") -> int:
     """The number of allocations that were recorded as refused."""
     return sum(event.get("code") == "refused" for event in allocation_events(campaign.folder / "journal"))
@@ -59,7 +68,7 @@ def _num_refused(campaign: "Campaign") -> int:
 
 def _partition_away(campaign: "Campaign", fault: Fault) -> Hit:
     """Sets the partition to a state in which it starts or takes no jobs, and back."""
-    one_of(lambda: jobs(campaign.sweep), fault)
+    _submit_often(campaign, fault)
     state, num_before = STATES[fault.share % len(STATES)], _num_refused(campaign)
     with _no_launch_ends(campaign):
         campaign.cluster.run("scontrol", "update", "partitionname=hopper", f"state={state}")
@@ -73,7 +82,7 @@ def _partition_away(campaign: "Campaign", fault: Fault) -> Hit:
 def _submit_limit(campaign: "Campaign", fault: Fault) -> Hit:
     """Limits the jobs of the account, while another job of it runs."""
     _enforce_limits(campaign)
-    one_of(lambda: jobs(campaign.sweep), fault)
+    _submit_often(campaign, fault)
     num_before, account = _num_refused(campaign), ("modify", "account", "research", "set")
     with _no_launch_ends(campaign):
         other = slurm_says(
