@@ -1,6 +1,7 @@
 """Follows the allocations of a sweep and records how they ended; attempts they did not finish are lost."""
 
 import math
+import shutil
 import time
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
-from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, Failed, Start
+from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, EndCode, Failed, Start
 from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
@@ -48,6 +49,12 @@ class LaunchMemory:
     """Allocations that this launch has seen alive; it recorded those of other launches as adopted."""
     held_s: dict[str, float] = field(default_factory=dict)
     """Allocation -> seconds for which it had held its nodes when the launcher last saw it."""
+    unanswered_names: set[str] = field(default_factory=set)
+    """Allocations of which the batch system has not said yet whether it took them."""
+
+    def excuse(self, names: Iterable[str]) -> None:
+        """Takes note that these allocations may end without any run."""
+        self.launch = replace(self.launch, excused=self.launch.excused | {*names})
 
 
 class AgentWatchdog:
@@ -224,6 +231,20 @@ class EndRecorder:
         for name in allocation_names:
             if not state.allocations[name].agents and self.give_up(name):
                 self.record_end(state.allocations[name], JobEnd(reason=reason), state)
+
+    def record_refused(self, allocations: Collection[Allocation], reason: str) -> None:
+        """Records that the batch system did not take allocations, and removes their folders.
+
+        They say nothing about nodes and settings, so that a launch may have any number of them in a row.
+        """
+        for allocation in allocations:
+            end_event = AllocationEnded(
+                allocation=allocation.name, reason=reason, code=EndCode.REFUSED, source="launcher"
+            )
+            self._sweep.journal.write(end_event)
+            self._memory.recorded_ends.add((allocation.name, Start()))
+            shutil.rmtree(allocation.folder, ignore_errors=True)
+        self._memory.excuse(allocation.name for allocation in allocations)
 
     def give_up(self, name: str) -> bool:
         """Claims an allocation that has not started, so that it never runs; False if its agents own it.

@@ -24,6 +24,31 @@ Allocations = Mapping[str, AllocationState]
 """Name of an allocation -> what the journal says about it."""
 
 
+class NotTakenError(Exception):
+    """The batch system did not take allocations, but may take them later; it never leaves `launchers`."""
+
+    def __init__(
+        self,
+        waits_for: str,
+        complaint: str,
+        *,
+        may_exist: bool = False,
+        is_known: bool = True,
+        fewer_may_fit: bool = False,
+    ) -> None:
+        super().__init__(complaint)
+        self.waits_for = waits_for
+        """What has to change, in words that begin a sentence."""
+        self.complaint = complaint
+        """What was submitted, and the words of the batch system."""
+        self.may_exist = may_exist
+        """Whether the jobs may exist nevertheless; `observe` finds them, or reports their end."""
+        self.is_known = is_known
+        """Whether refusals of this kind are known to pass."""
+        self.fewer_may_fit = fewer_may_fit
+        """Whether the batch system may take a part of the allocations now."""
+
+
 class Launcher(Protocol):
     """Runs allocations as local processes or as Slurm jobs."""
 
@@ -39,10 +64,11 @@ class Launcher(Protocol):
 
         Args:
             bad_hosts: nodes that should not be used, the surest first.
-            say: called with a message about each failed submission that is repeated.
+            say: called with messages for the user.
 
         Raises:
-            ConfigError: the batch system refuses the jobs.
+            NotTakenError: the batch system takes no such jobs now.
+            ConfigError: the batch system refuses such jobs for ever.
             ClusterError: the submission failed; `observe` finds the jobs that were submitted nevertheless.
         """
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from pathlib import Path
 from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, may_pass
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible_to
-from ultrabench.launchers.launcher import Launcher, Say
+from ultrabench.launchers.launcher import Launcher, NotTakenError, Say
 from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.launchers.refusals import Refusals
 from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.store.allocation import JOB_LOG
 from ultrabench.store.events import Submitted, Submitting
@@ -32,6 +34,8 @@ CANCEL_PAUSE_S = 10.0
 """Seconds between two attempts to cancel jobs."""
 REDECIDE_S = 5.0
 """Seconds until `decide` is asked again if nothing has changed, since some decisions depend on the time."""
+SAY_AGAIN_S = 600.0
+"""Seconds after which the user is told again what a launch waits for before it submits jobs."""
 
 Show = Callable[[SweepState, frozenset[str]], None]
 """Shows the user the state of a sweep; its second argument is the names of the living allocations."""
@@ -62,6 +66,11 @@ class Reconciler:
                 launch=replace(launch, old_attempts=ended_keys, begun_attempts=frozenset(attempts))
             )
         self.memory = memory
+        self.refusals = Refusals(60.0 * sweep.config.launcher.refused_minutes)
+        self._told_waits: dict[str, float] = {}
+        """What the user was told that this launch waits for -> when."""
+        self._tells_waits = False
+        """Whether the latest line about submissions says that this launch waits."""
         self._say_once = functools.cache(say)
         self.recorder = EndRecorder(sweep, launcher, memory, self._say_once)
         self._warned_checks = set[tuple[str, str]]()
@@ -69,8 +78,11 @@ class Reconciler:
         self._decision: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
 
-    def run(self) -> SweepState:
+    def run(self, *, until_submitted: bool = False) -> SweepState:
         """Continues until nothing is left to do, or somebody stops the sweep; returns the last state.
+
+        Args:
+            until_submitted: whether to end after the first submission.
 
         Raises:
             ClusterError: allocations end again and again without running anything.
@@ -84,7 +96,8 @@ class Reconciler:
                 self._wait_for_disk(error, failing_since_s)
                 continue
             failing_since_s = math.inf
-            if not is_busy:
+            is_refused = self.refusals.latest is not None or self.memory.unanswered_names
+            if not is_busy or (until_submitted and not is_refused):
                 return state
             time.sleep(self.launcher.look_pause_s)
 
@@ -99,6 +112,8 @@ class Reconciler:
             os.utime(self.sweep.journal.path)  # it shows other launchers that this one is alive
         jobs_seen, state = self.recorder.look()
         self.show(state, jobs_seen.alive)
+        self._settle_unanswered(state, jobs_seen)
+        self.refusals.look(jobs_seen.alive - self.memory.unanswered_names, time.monotonic())
         actions = self._decide(state, jobs_seen)
         warnings = (*self._other_commits(state), *self._node_warnings(state))
         for note in (*jobs_seen.notes, *warnings, *actions.notes):
@@ -110,7 +125,7 @@ class Reconciler:
         """What to do now; it is decided again after a change, and otherwise every REDECIDE_S."""
         now_s, memory = time.monotonic(), self.memory
         if state.paused or state.cancelled:
-            memory.launch = replace(memory.launch, excused=memory.launch.excused | state.allocations.keys())
+            memory.excuse(state.allocations.keys())
         for key, attempt in state.attempts.items():
             if attempt.result is not None and key not in memory.launch.old_attempts:
                 memory.ended_at.setdefault(key, now_s)
@@ -130,7 +145,9 @@ class Reconciler:
             raise ClusterError(self._dead_end_message(actions.dead_end))
         if actions.end_jobs:
             return self._cancel(state, jobs_seen)
-        if actions.submit:
+        if not actions.submit:
+            self.refusals.rest()
+        elif not self.memory.unanswered_names and self.refusals.may_submit(time.monotonic()):
             self._submit(actions, state)
         return bool(jobs_seen.alive) or (actions.wait and self.stop_reason is None)
 
@@ -160,10 +177,13 @@ class Reconciler:
         for host in sorted(self.memory.avoided_hosts - actions.bad_nodes.keys()):
             self.say(f"node {host} is used again: later results do not point at it")
         self.memory.avoided_hosts = {*actions.bad_nodes}
-        for array in array_groups(actions.submit, self.limits.max_array):
-            self._submit_array(array, [*dict.fromkeys((*actions.bad_nodes, *array[0].avoid))])
+        jobs = actions.submit[: self.refusals.max_jobs]
+        for array in array_groups(jobs, self.limits.max_array):
+            if not self._submit_array(array, [*dict.fromkeys((*actions.bad_nodes, *array[0].avoid))]):
+                return
 
-    def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> None:
+    def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> bool:
+        """Submits jobs as one array; returns whether the batch system took them."""
         sweep, journal = self.sweep, self.sweep.journal
         token = uuid.uuid4().hex
         new_allocations = make_allocations(
@@ -175,14 +195,77 @@ class Reconciler:
             self.recorder.record_planned(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
         try:
-            job_by_name = self.launcher.submit(new_allocations, bad_hosts, self.say)
+            job_by_name = self.launcher.submit(new_allocations, bad_hosts, self._say_once)
+        except NotTakenError as refusal:
+            if refusal.may_exist:
+                self.memory.unanswered_names |= {allocation.name for allocation in new_allocations}
+            else:
+                self.recorder.record_refused(
+                    new_allocations, f"not submitted: {refusal.waits_for} ({refusal})"
+                )
+            try:
+                self._wait(refusal, len(new_allocations))
+            except (ClusterError, ConfigError) as error:
+                self.recorder.withdraw(self.memory.unanswered_names, f"not submitted: {error}")
+                raise
+            return False
         except (ClusterError, ConfigError) as error:
             # A launcher that cannot see jobs of this cluster would wait for these for ever.
             self.recorder.withdraw((a.name for a in new_allocations), f"not submitted: {error}")
             raise
-        self.memory.num_submitted += len(new_allocations)
         for name, job in job_by_name.items():
             journal.write(Submitted(allocation=name, job=job))
+        self._accept(len(new_allocations))
+        return True
+
+    def _accept(self, num_jobs: int) -> None:
+        """Takes note that the batch system took jobs."""
+        self.memory.num_submitted += num_jobs
+        self.refusals.accept(num_jobs)
+        if self._tells_waits:
+            self._tells_waits = False
+            self.say("jobs are submitted again")
+
+    def _wait(self, refusal: NotTakenError, num_jobs: int) -> None:
+        """Takes note of a refusal, and tells the user what this launch waits for.
+
+        Raises:
+            ConfigError: the batch system has taken no job for longer than launcher.refused_minutes.
+            ClusterError: it has taken no job of this launch, for reasons that are not known to pass.
+        """
+        refusals, now_s = self.refusals, time.monotonic()
+        refusals.add(refusal, num_jobs, now_s)
+        if refusals.are_unknown and not self.memory.num_submitted:
+            advice = "fix launcher.* (ultrabench doctor says how) or the cluster, then launch again; results are kept"
+            raise ClusterError(refusal.complaint, advice) from refusal
+        minutes_text = f"{self.sweep.config.launcher.refused_minutes:g} minutes"
+        if refusals.has_waited_enough(now_s):
+            advice = "launch again when it takes jobs, or set launcher.refused_minutes= to wait longer; results are kept"
+            raise ConfigError(f"{refusal.complaint}; waited {minutes_text}", advice) from refusal
+        if now_s - self._told_waits.get(refusal.waits_for, -math.inf) >= SAY_AGAIN_S:
+            self._told_waits[refusal.waits_for], self._tells_waits = now_s, True
+            stop_command = f"ultrabench sweep pause {shlex.quote(self.sweep.config.name)}"
+            self.say(
+                f"waiting to submit jobs: {refusal.waits_for} ({refusal}); the launch ends after {minutes_text}"
+                f" in which no job of this sweep is alive. To stop: Ctrl-C or {stop_command}"
+            )
+
+    def _settle_unanswered(self, state: SweepState, jobs_seen: JobsSeen) -> None:
+        """Records jobs that the batch system took without saying so; the recorder ends those that it did not take."""
+        num_taken = 0
+        for name in sorted(self.memory.unanswered_names):
+            allocation, job = state.allocations[name], jobs_seen.jobs.get(name)
+            is_taken = job is not None or bool(allocation.agents)
+            if not is_taken and allocation.ended is None:
+                continue
+            self.memory.unanswered_names.remove(name)
+            num_taken += is_taken
+            if job is not None:
+                self.sweep.journal.write(Submitted(allocation=name, job=job))
+            if not is_taken:
+                self.memory.excuse((name,))
+        if num_taken:
+            self._accept(num_taken)
 
     def _other_commits(self, state: SweepState) -> list[str]:
         """A message for each node that runs another commit than this launcher."""

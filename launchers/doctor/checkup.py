@@ -27,7 +27,7 @@ from ultrabench.launchers.doctor.check import (
     unknown_check,
     warning,
 )
-from ultrabench.launchers.launcher import Say
+from ultrabench.launchers.launcher import NotTakenError, Say
 from ultrabench.launchers.slurm.job import SlurmJob, find_job
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.query import CommandError, NoAnswerError, ask
@@ -38,6 +38,7 @@ from ultrabench.record import to_dict
 from ultrabench.store.allocation import JOB_LOG, Allocation
 from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.folder import SweepFolder, write_whole
+from ultrabench.store.jobs_seen import Job
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
@@ -183,6 +184,8 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
 
 JOB_LIMIT_S = 600.0
 """Time limit of the job, in seconds; the first import of torch on a node may take minutes."""
+FIND_S = 10.0
+"""Seconds to look for the job in squeue if sbatch did not name it."""
 REPORT_POLL_S = 0.3
 """Seconds between two looks for the report of the job."""
 POLL_S = 3.0
@@ -297,19 +300,39 @@ class CheckupJob:
         """Submits the job and waits for its report; it is cancelled after `wait_s` seconds or on Ctrl-C."""
         self.allocation.folder.mkdir(parents=True)
         try:
-            self._state.job = self.launcher.submit([self.allocation], (), self._say)[self._state.name]
+            self._state.job = self._submit()
             self._job = replace(self._job, job_id=self._state.job["job_id"])
             self._say(f"submitted job {self._job.array_id} of one node; waiting for up to {wait_s:.0f} s")
             return self._watch(wait_s)
+        except NotTakenError as refusal:
+            is_timeout = isinstance(refusal.__cause__, NoAnswerError)
+            remedy = _UNREACHABLE if is_timeout else _first_remedy(_SBATCH_REMEDIES, refusal.complaint)
+            return failure(f"{refusal.complaint}; {refusal.waits_for}", remedy), None
         except (ClusterError, ConfigError) as error:
             if self._state.job is not None:
                 raise
-            is_timeout = isinstance(error.__cause__, NoAnswerError)
-            remedy = _UNREACHABLE if is_timeout else _first_remedy(_SBATCH_REMEDIES, error.fact)
-            return failure(error.fact, remedy), None
+            return failure(error.fact, _first_remedy(_SBATCH_REMEDIES, error.fact)), None
         finally:
             if not self._job.is_over:
                 self._cancel()
+
+    def _submit(self) -> Job:
+        """Submits the job; returns it as soon as Slurm shows it, even if sbatch did not name it.
+
+        Raises:
+            NotTakenError: Slurm takes no such job now, or none appears.
+            ConfigError: Slurm refuses the job.
+        """
+        name = self._state.name
+        try:
+            return self.launcher.submit([self.allocation], (), self._say)[name]
+        except NotTakenError as refusal:
+            deadline_s = time.monotonic() + FIND_S
+            while refusal.may_exist and time.monotonic() < deadline_s:
+                if job := self.launcher.observe({name: self._state}).jobs.get(name):
+                    return job
+                time.sleep(REPORT_POLL_S)
+            raise
 
     def _cancel(self) -> None:
         """Cancels the job by its name, since its number is unknown if the answer of sbatch was lost."""
@@ -349,7 +372,8 @@ class CheckupJob:
         self._job = job
         if job.is_waiting:
             self._earliest_start_s = max(self._earliest_start_s, time.time() - answer.age_s)
-        self._say_once(": ".join(filter(None, (job.description, pending_remedy(job.reason)))))
+        remedy = pending_remedy(job.reason) if job.is_waiting else None
+        self._say_once(": ".join(filter(None, (job.description, remedy))))
 
     def _timeout_check(self, wait_s: float) -> Check:
         finding = f"{self._job.description}; not finished after {wait_s:.0f} s, cancelled"

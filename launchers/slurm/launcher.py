@@ -1,6 +1,7 @@
 """Runs allocations as Slurm jobs; those with the same nodes and time limit share a job array."""
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -10,18 +11,27 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError, counted
-from ultrabench.launchers.launcher import Allocations, Say, own_origin
+from ultrabench.launchers.launcher import Allocations, NotTakenError, Say, own_origin
 from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
 from ultrabench.launchers.slurm.query import (
     Answer,
     CommandError,
+    NoAnswerError,
+    NotStartedError,
     SlurmQuery,
     ask,
     failed_hosts,
     unstarted_hosts,
 )
+from ultrabench.launchers.slurm.refusal import (
+    Failure,
+    failure_of,
+    is_by_accounting,
+    is_by_partition,
+    limit_of,
+)
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
-from ultrabench.launchers.slurm.site import usable_nodes
+from ultrabench.launchers.slurm.site import Site, usable_nodes
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
 from ultrabench.store.allocation import JOB_LOG, Allocation
@@ -32,26 +42,12 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 
 TIMEOUT_S = 60.0
 """Seconds for an answer of sbatch."""
-FIND_TIMEOUT_S = 60.0
-"""Seconds for an answer of squeue about a job whose answer of sbatch was lost."""
-MAX_SUBMIT_TRIES = 6
-"""Number of times that sbatch is called for one array."""
-FIRST_SUBMIT_PAUSE_S = 1.0
-"""Seconds to wait after the first failed submission; each further wait is twice as long."""
 END_GRACE_S = 10.0
 """Seconds after the end of a job for which files of its agents may still change, since file systems lag."""
 STALE_ACCOUNTING_S = 300.0
 """Seconds for which a job still counts as active if sacct says so but squeue no longer lists it."""
 STUCK_S = 300.0
 """Seconds for which a job may hold its nodes after its end before the user is told."""
-_PERMANENT_ERRORS = re.compile(
-    r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
-    r"access/permission denied|cannot be satisfied",
-    re.IGNORECASE,
-)
-"""Errors of sbatch that would occur again at another try."""
-_PASSING_ERRORS = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
-"""Errors that match the pattern above but pass with time or when our own jobs end."""
 _JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
 """A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
 UNKNOWN_CLUSTER = "slurm"
@@ -100,7 +96,9 @@ def submit(path: Path, script: str, extra_names: Iterable[str]) -> str | None:
     except CommandError as error:
         messages = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
         messages = messages or [line for line in error.complaints if line.startswith("sbatch:")]
-        raise CommandError("; ".join(dict.fromkeys(messages)) or str(error)) from error
+        if isinstance(error, NoAnswerError):
+            messages = [str(error), *messages]
+        raise type(error)("; ".join(dict.fromkeys(messages)) or str(error)) from error
     matches = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
     job_ids = {match[1] or match[2] for match in matches if match}
     return job_ids.pop() if len(job_ids) == 1 else None
@@ -140,47 +138,73 @@ class SlurmLauncher:
         """Jobs that were submitted twice by accident, and were cancelled for that."""
         self._accounting_since: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
+        self._unanswered: set[str] = set()
+        """Allocations of which sbatch did not say whether Slurm took them, and that squeue has not shown yet."""
 
     def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
-        """Submits one array; if the answer of sbatch was lost, squeue is asked for the name of the job.
+        """Submits one array. If the answer of sbatch was lost, `observe` finds the jobs by their name.
 
         Of `bad_hosts`, the last are used nevertheless if too few others exist.
 
         Raises:
-            ConfigError: sbatch refused the job.
-            ClusterError: sbatch failed MAX_SUBMIT_TRIES times.
+            NotTakenError: Slurm takes no such job now, or it is not known whether it has taken it.
+            ConfigError: Slurm will never take such a job.
         """
         bad_hosts = self._spare_enough(bad_hosts, allocations[0].nodes, say)
         script = array_script(allocations, self._config, bad_hosts, self.module)
         job_name = f"{self._prefix}{array_name(allocations[0])}"
-        path, failure_text = self._folder.scripts / f"{job_name}.sh", ""
-        last_error: CommandError | None = None
-        for num_failures in range(MAX_SUBMIT_TRIES):
-            try:
-                job_id = submit(path, script, self._config.launcher.environment)
-            except CommandError as error:
-                failure_text, last_error = str(error), error
-                if _is_refusal(failure_text):
-                    break
+        path = self._folder.scripts / f"{job_name}.sh"
+        try:
+            job_id = submit(path, script, self._config.launcher.environment)
+        except CommandError as error:
+            failure_by_type = {NoAnswerError: Failure.SILENT, NotStartedError: Failure.UNKNOWN}
+            failure = failure_by_type.get(type(error)) or failure_of(str(error))
+            if failure in (Failure.SILENT, Failure.UNCLEAR):
+                self._unanswered |= {allocation.name for allocation in allocations}
             else:
-                if job_id:
-                    return {a.name: _job(f"{job_id}_{i}", job_name) for i, a in enumerate(allocations)}
-                failure_text, last_error = "its output does not name exactly one job", None
-            say(f"sbatch failed ({failure_text}); checking whether Slurm has the job, then retrying")
-            # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
-            while (jobs := self._find_jobs(job_name)) is None:
-                say("squeue does not answer; no jobs are submitted until it does")
-            if jobs:
-                return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
-            time.sleep(FIRST_SUBMIT_PAUSE_S * 2**num_failures)
-        fact = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure_text}"
+                path.unlink(missing_ok=True)
+            raise self._refusal(allocations[0], failure, str(error), bad_hosts) from error
+        if job_id is None:
+            self._unanswered |= {allocation.name for allocation in allocations}
+            raise self._refusal(
+                allocations[0], Failure.UNCLEAR, "its output does not name exactly one job", bad_hosts
+            )
+        return {a.name: _job(f"{job_id}_{i}", job_name) for i, a in enumerate(allocations)}
+
+    def _refusal(
+        self, allocation: Allocation, failure: Failure, complaint: str, bad_hosts: Sequence[str]
+    ) -> ConfigError | NotTakenError:
+        """The error that says what a failure of sbatch means for jobs like that of `allocation`.
+
+        Args:
+            complaint: the words of sbatch.
+        """
+        limit, exceeded_limit, waits_for = limit_of(complaint), None, _WAITS_FOR[failure]
+        if failure is Failure.PASSING and is_by_accounting(complaint):
+            exceeded_limit = self._exceeded_limit(allocation)
+            waits_for = (
+                limit.matter if limit else "a limit of the account, QOS or user allows no more jobs now"
+            )
+        elif failure is Failure.PASSING and is_by_partition(complaint):
+            waits_for = self._partition_state()
+        fact = f"sbatch did not accept a job of {counted(allocation.nodes, 'node')}: {complaint}"
+        if failure is not Failure.FINAL and exceeded_limit is None:
+            return NotTakenError(
+                waits_for,
+                fact,
+                may_exist=failure in (Failure.SILENT, Failure.UNCLEAR),
+                is_known=failure in (Failure.PASSING, Failure.SILENT),
+                fewer_may_fit=is_by_accounting(complaint),
+            )
         remedy = (
             "fix launcher.* (ultrabench doctor says how) or the cluster, then launch again; results are kept"
         )
         if bad_hosts:
             remedy = f"to use excluded nodes again, set retry.forgive=[{','.join(bad_hosts)}], or {remedy}"
-        error_type = ConfigError if _is_refusal(failure_text) else ClusterError
-        raise error_type(fact, remedy) from last_error
+        return ConfigError(
+            "; ".join(filter(None, (fact, exceeded_limit, limit and f"{limit.matter}: {limit.remedy}"))),
+            remedy,
+        )
 
     def _spare_enough(self, bad_hosts: Sequence[str], num_nodes: int, say: Say) -> Sequence[str]:
         """The first of `bad_hosts`, as far as the partition has enough other nodes for a job of `num_nodes`.
@@ -200,20 +224,40 @@ class SlurmLauncher:
             say(f"{','.join(used_again)} cannot be avoided: {fact}")
         return bad_hosts[:num_excluded]
 
-    def _find_jobs(self, job_name: str) -> dict[str, Job] | None:
-        """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
-
-        Raises:
-            ClusterError: squeue has not answered for a long time.
-        """
-        asked_s = time.monotonic()
-        while time.monotonic() - asked_s < FIND_TIMEOUT_S:
-            answer = self.query.jobs(self._prefix, fresh=True)
-            if not answer.error and answer.age_s < time.monotonic() - asked_s:
-                namesakes = [job for job in answer.jobs.values() if job.name == job_name]
-                return {self._allocation_name(job): _job(job.job_id, job_name) for job in namesakes}
-            time.sleep(0.5)
+    def _exceeded_limit(self, allocation: Allocation) -> str | None:
+        """The limit that a job exceeds even if no other job runs; None if Slurm shows none, or does not answer."""
+        try:
+            limits = Site().limits(*self._place)
+        except (ClusterError, ConfigError):
+            return None
+        max_nodes, max_minutes, minutes = (
+            limits.max_nodes,
+            limits.job_minutes,
+            math.ceil(allocation.limit_s / 60),
+        )
+        if max_nodes is not None and allocation.nodes > max_nodes:
+            return f"partition, QOS and account limit a job to {counted(max_nodes, 'node')}"
+        if max_minutes is not None and minutes > max_minutes:
+            return f"partition, QOS and account limit a job to {max_minutes} minutes, it asks for {minutes}"
         return None
+
+    @property
+    def _place(self) -> tuple[str | None, str | None, str | None]:
+        """Partition, account and QOS of the jobs; None stands for the site's default."""
+        launcher_config = self._config.launcher
+        names = [
+            launcher_config.sbatch.get(key) or getattr(launcher_config, key)
+            for key in ("partition", "account", "qos")
+        ]
+        return names[0], names[1], names[2]
+
+    def _partition_state(self) -> str:
+        """What is the matter with the partition, such as `partition hopper is DRAIN`."""
+        with contextlib.suppress(ClusterError, ConfigError):
+            partition = Site().partition(self._place[0])
+            if partition.state not in (None, "UP"):
+                return f"partition {partition.name} is {partition.state}"
+        return "its partition takes no jobs now"
 
     def _allocation_name(self, job: SlurmJob) -> str:
         return f"{job.name.removeprefix(self._prefix)}.{job.job_id.partition('_')[2]}"
@@ -228,10 +272,11 @@ class SlurmLauncher:
         began_at = time.monotonic()
         self._sought_since = {n: self._sought_since.get(n, began_at) for n in unended_names}
         self._ended_at = {n: self._ended_at.get(n, began_at) for n in allocations.keys() - unended_names}
-        answer = self.query.jobs(self._prefix)
+        answer = self.query.jobs(self._prefix, fresh=bool(self._unanswered))
         listed_jobs = defaultdict[str, list[SlurmJob]](list)
         for job in answer.jobs.values():
             listed_jobs[self._allocation_name(job)].append(job)
+        self._unanswered &= unended_names - listed_jobs.keys()
         listed_names = [n for n in listed_jobs if n in allocations]
         jobs_by_name = {
             n: self._jobs_of_owner(allocations[n].start.job_id, listed_jobs[n], answer) for n in listed_names
@@ -402,9 +447,14 @@ _USUAL_STATES = {
 """States of active jobs that need no message."""
 
 
-def _is_refusal(failure_text: str) -> bool:
-    """Whether sbatch would fail in the same way at another try."""
-    return bool(_PERMANENT_ERRORS.search(failure_text) and not _PASSING_ERRORS.search(failure_text))
+_WAITS_FOR = {
+    Failure.PASSING: "Slurm takes no jobs now",
+    Failure.SILENT: "slurmctld did not answer sbatch",
+    Failure.UNKNOWN: "sbatch failed",
+    Failure.UNCLEAR: "sbatch did not say whether Slurm took the job",
+    Failure.FINAL: "",
+}
+"""What has to change after a failure of sbatch, if nothing more is known."""
 
 
 def _job(job_id: str, job_name: str) -> Job:

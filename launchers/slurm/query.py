@@ -52,6 +52,10 @@ class CommandError(Exception):
         """The lines that the program wrote to stderr, without empty ones."""
 
 
+class NotStartedError(CommandError):
+    """A Slurm program could not be started."""
+
+
 class NoAnswerError(CommandError):
     """A Slurm program did not answer in time."""
 
@@ -77,20 +81,28 @@ def ask(*command: str, timeout_s: float = QUERY_TIMEOUT_S, environ: Mapping[str,
             encoding="utf-8", errors="replace", start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        raise CommandError(f"{command[0]}: {error.strerror}") from error
+        raise NotStartedError(f"{command[0]}: {error.strerror}") from error
     with process:
         try:
             answer, stderr_text = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from error
+            raise NoAnswerError(
+                f"{command[0]}: no answer within {timeout_s:g} s", _lines(error.stderr)
+            ) from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        complaints = [line.strip() for line in stderr_text.splitlines() if line.strip()]
+        complaints = _lines(stderr_text)
         last_line = complaints[-1][:200] if complaints else "no message"
         raise CommandError(f"{command[0]}: {last_line} (exit {process.returncode})", complaints)
     return answer
+
+
+def _lines(text: str | bytes | None) -> list[str]:
+    """The lines of a text without empty ones."""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,9 @@ class LauncherConfig:
     """Shortest time in seconds between two queries of Slurm about jobs."""
     grace_s: Annotated[float, at_least(0.0)] = 0.0
     """Seconds after which a job that Slurm does not know counts as lost."""
+    refused_minutes: Annotated[float, at_least(0.0)] = 60.0
+    """Minutes to wait while Slurm takes no jobs although it may later; time in which a job of the sweep is alive does
+    not count."""
 
     @property
     def signal_lead_s(self) -> float:

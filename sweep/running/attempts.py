@@ -133,7 +133,7 @@ class Launch:
     """Seconds since this launch saw each attempt end, by its own monotonic clock, because a run may have to
     wait after a failure. Attempts that ended before this launch are left out, for they waited long enough."""
     excused: frozenset[str] = frozenset()
-    """Allocations that existed when the sweep was paused or cancelled; they may end without any run."""
+    """Allocations that may end without any run: they existed when the sweep was paused or cancelled, or were refused."""
 
 
 NO_LAUNCH = Launch()

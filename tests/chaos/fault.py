@@ -28,7 +28,11 @@ MISLEADING: dict[str, frozenset[str]] = {
     "local_launchers": frozenset(), "sbatch_banner": frozenset(), "long_epilog": frozenset(),
 }  # fmt: skip
 """Kinds of faults by which an innocent run, node or number looks wrong, with the ends that they explain."""
-EXPLAINS = FAILURES | INTERFERENCE | MISLEADING
+REFUSALS: dict[str, frozenset[str]] = {
+    "partition_away": frozenset(), "submit_limit": frozenset(), "busy_controller": frozenset(),
+}  # fmt: skip
+"""Kinds of faults by which Slurm takes no jobs for a while, with the ends that they explain."""
+EXPLAINS = FAILURES | INTERFERENCE | MISLEADING | REFUSALS
 """Kind of fault -> the true ends of the attempt it hits: a status, or a status and a cause.
 
 A fault explains at most one end per allocation, and of a run that it hits in every attempt MAX_ATTEMPTS.

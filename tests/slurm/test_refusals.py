@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -80,3 +81,81 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
 def test_what_the_site_does_not_give_is_said_before_anything_is_submitted(sweeps, override, code, message):
     assert message in refused(sweeps, *sweeps.launch("fine", *FEW, *override.split()), code=code)
     assert (sweeps.folder / "results").exists() == ("sbatch" in override), "only sbatch knows of constraints"
+
+
+@pytest.fixture
+def partition(slurm):
+    """Sets the state of the partition; it is up again after the test."""
+
+    def set_state(state):
+        slurm.run("scontrol", "update", "partitionname=hopper", f"state={state}")
+
+    yield set_state
+    set_state("UP")
+
+
+def test_a_launch_waits_for_a_partition_that_takes_no_jobs(sweeps, partition):
+    partition("INACTIVE")
+    launcher = sweeps.start(*sweeps.launch("fine", *FEW))
+    line = next(line for line in launcher.stdout if line.startswith("waiting to submit jobs"))
+    assert "partition hopper is INACTIVE (sbatch did not accept a job of 1 node: " in line
+    assert "Required partition not available (inactive or drain)" in line
+    sweeps.wait_for(lambda: sweeps.count("submitting") > 3)
+    status = sweeps.run("sweep", "status", "t")
+    assert (
+        "The launcher waits to submit jobs: the latest was not submitted: partition hopper is INACTIVE"
+        in status
+    )
+    sweeps.wait_for(lambda: not [*(sweeps.folder / "results/t/allocations").iterdir()])
+    partition("UP")
+    assert "jobs are submitted again" in sweeps.end(launcher)
+    sweeps.assert_each_ran_once(runs=10)
+
+
+def test_a_sweep_survives_a_partition_that_is_drained_for_a_while(sweeps, partition, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.05")
+    launcher = sweeps.start(*sweeps.launch("fine", *FEW, "launcher.pack=1", "launcher.max_jobs=2"))
+    sweeps.wait_for(lambda: sweeps.executions())
+    partition("DRAIN")
+    sweeps.wait_for(lambda: '"code":"refused"' in sweeps.journal())
+    partition("UP")
+    assert "waiting to submit jobs: partition hopper is DRAIN" in sweeps.end(launcher)
+    sweeps.assert_each_ran_once(runs=10)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [("pause", 1, "resume with"), ("cancel", 1, "cancelled"), (None, 130, "To follow again")],
+)
+def test_a_launch_that_waits_can_be_stopped(sweeps, partition, command, code, words):
+    partition("DRAIN")
+    launcher = sweeps.start(*sweeps.launch("fine", *FEW))
+    sweeps.wait_for(lambda: '"code":"refused"' in sweeps.journal())
+    if command:
+        sweeps.run("sweep", command, "t")
+    else:
+        launcher.send_signal(signal.SIGINT)
+    assert words in sweeps.end(launcher, code, seconds=30)
+    assert not sweeps.job_ids()
+
+
+def test_a_launch_gives_up_with_the_words_of_slurm(sweeps, partition):
+    partition("DRAIN")
+    line = refused(sweeps, *sweeps.launch("fine", *FEW, "launcher.refused_minutes=0.05"), code=2)
+    assert (
+        "Required partition not available (inactive or drain); waited 0.05 minutes; launch again when it takes jobs"
+        in line
+    )
+
+
+def test_a_limit_of_accounting_passes_unless_it_is_one_of_each_job(sweeps, slurm):
+    policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    fail = f'echo "sbatch: error: %s" >&2; echo "sbatch: error: Batch job submission failed: {policy}" >&2; exit 1'
+    sweeps.fake("sbatch", f'case $N in [1-4]) {fail % "AssocGrpSubmitJobsLimit"};; *) exec $REAL "$@";; esac')
+    output = sweeps.end(sweeps.start(*sweeps.launch("fine", *FEW)))
+    assert "the account, QOS or user has as many queued and running jobs as allowed (sbatch did not" in output
+    sweeps.assert_each_ran_once(runs=10)
+    sweeps.fake("sbatch", fail % "QOSMaxNodePerJobLimit")
+    line = refused(sweeps, *sweeps.launch("fine", *FEW, "name=u"), code=2)
+    assert policy in line
+    assert "lower launcher.max_nodes=" in line

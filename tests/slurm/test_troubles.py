@@ -116,9 +116,9 @@ def test_slurm_commands_that_hang_fail_or_lose_their_answer(sweeps):
     sweeps.fake("squeue", 'case $N in [1-3]) exit 1;; 8) sleep 60;; esac\nexec $REAL "$@"')
     sweeps.run(*sweeps.launch("fine", *FEW, "launcher.poll_s=2"), seconds=280)
     rows = sweeps.assert_each_ran_once(runs=10)
-    planned = sweeps.count("allocation_planned")
-    assert planned == sweeps.count("allocation_started"), "submitted twice"
-    assert len({r["allocation"] for r in rows}) == planned
+    started = sweeps.count("allocation_started")
+    assert len({r["allocation"] for r in rows}) == started, "submitted twice"
+    assert sweeps.count("allocation_planned") > started, "what timed out without a job is given up"
 
 
 def test_a_pending_job_that_cannot_start_is_told_with_a_remedy(sweeps):

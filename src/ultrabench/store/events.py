@@ -146,6 +146,7 @@ class EndCode(StrEnum):
 
     PAUSED = "paused"
     OUTSIDE_WINDOW = "outside_window"
+    REFUSED = "refused"  # the batch system did not take it, but may take another one later
     OTHER = "other"
 
 

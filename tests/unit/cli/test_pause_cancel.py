@@ -15,8 +15,10 @@ from ultrabench.store.events import (
     AllocationEnded,
     AllocationPlanned,
     AllocationStarted,
+    EndCode,
     Launched,
     LeadingAgent,
+    Submitting,
 )
 from ultrabench.store.folder import living_launchers
 from ultrabench.store.journal import read_journal
@@ -177,6 +179,21 @@ def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench,
     assert standing() == f"{jobs_run}: {command}", "a job runs its preflight"
     over(unreachable)
     assert standing() == f"Nothing is running. To continue: {command}"
+
+
+def test_the_status_says_what_a_launcher_waits_for_before_it_submits_jobs(ultrabench, unreachable):
+    write(unreachable, Submitting(allocation=PLANNED.allocation), by="launcher")
+    assert as_json(ultrabench, "sweep", "status")["standing"] is None
+    refusal = "not submitted: partition {hopper} is DRAIN"
+    end = AllocationEnded(
+        allocation=PLANNED.allocation, reason=refusal, code=EndCode.REFUSED, source="launcher"
+    )
+    write(unreachable, end, by="launcher")
+    line = f"The launcher waits to submit jobs: the latest was {refusal}"
+    assert as_json(ultrabench, "sweep", "status")["standing"] == line
+    assert line in ultrabench("sweep", "status")[1]
+    write(unreachable, replace(PLANNED, allocation="n1-c.0"), Submitting(allocation="n1-c.0"), by="launcher")
+    assert as_json(ultrabench, "sweep", "status")["standing"] is None
 
 
 def test_status_sees_a_launcher_that_still_looks_at_the_machine(sweep, monkeypatch):

@@ -136,9 +136,8 @@ def test_an_sbatch_without_an_answer_is_no_fault_of_the_configuration(doctor, mo
     def submit(*arguments):
         raise NoAnswerError("sbatch: nothing")
 
-    launcher = "ultrabench.launchers.slurm.launcher"
-    for name, value in (("submit", submit), ("MAX_SUBMIT_TRIES", 1), ("FIRST_SUBMIT_PAUSE_S", 0.0)):
-        monkeypatch.setattr(f"{launcher}.{name}", value)
+    monkeypatch.setattr("ultrabench.launchers.slurm.launcher.submit", submit)
+    monkeypatch.setattr("ultrabench.launchers.doctor.checkup.FIND_S", 0.0)
     code, checks, _ = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "1")
     assert (code, checks["job"]["remedy"]) == (1, "slurmctld is slow or unreachable: try again")
 

@@ -2,17 +2,13 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from tests.configs import refused
 from tests.unit.allocations import with_launcher
 from tests.unit.launchers import played_slurm
 from tests.unit.launchers.played_slurm import GRACE_S, JOB_NAME, A, B, rows
-from ultrabench.launchers.slurm import launcher as slurm_module
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S
-from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.result import Status
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen
 
@@ -199,70 +195,3 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     slurm.observe()
     assert slurm.ends(after=GRACE_S) == (Status.CANCELLED, "Slurm ended job 57_0: TIMEOUT")
     assert slurm.asked == ["57_0"]
-
-
-@pytest.mark.parametrize("squeue_answers", [False, True])
-def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatch, squeue_answers):
-    """Whether the first try made a job, only squeue knows."""
-    tries, messages = [], []
-
-    def submit(path, script, environment):
-        tries.append(slurm.now)
-        if len(tries) == 1:
-            raise CommandError("Socket timed out on send/recv operation")
-        return "99"
-
-    def sleep(seconds):
-        slurm.now += seconds
-        if slurm.now > 300.0:
-            slurm.polled, slurm.listed = True, rows(("60_0", "PENDING"))
-
-    monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: None)
-    monkeypatch.setattr(slurm_module, "submit", submit)
-    slurm.sleep, slurm.asked_at, slurm.polled = sleep, -1.0, squeue_answers
-    jobs = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], messages.append)
-    assert jobs == {A: {"job_id": "99_0" if squeue_answers else "60_0", "name": JOB_NAME}}
-    assert len(tries) == 1 + squeue_answers
-    waited = "squeue does not answer; no jobs are submitted until it does" in messages
-    assert waited != squeue_answers
-
-
-@pytest.mark.parametrize(
-    ("bad_hosts", "remedy"),
-    [
-        ([], "fix launcher.*"),
-        (["gpu01", "gpu02"], "to use excluded nodes again, set retry.forgive=[gpu01,gpu02], or fix"),
-    ],
-)
-def test_what_sbatch_refuses_is_a_wrong_setting_or_too_many_excluded_nodes(
-    slurm, monkeypatch, bad_hosts, remedy
-):
-    def submit(path, script, environment):
-        raise CommandError("Requested node configuration is not available")
-
-    monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: None)
-    monkeypatch.setattr(slurm_module, "submit", submit)
-    monkeypatch.setattr(slurm_module, "usable_nodes", lambda config: frozenset())
-    with refused(f"a job of 1 node: Requested node configuration is not available; {remedy}"):
-        slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], bad_hosts, pytest.fail)
-
-
-BANNER = "Welcome! Your last job 1 was not found: invalid account\n"
-
-
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [("Submitted batch job 99\n", 99), (f"{BANNER}Submitted batch job 99 on cluster alps\nlogged job 99\n", 99),
-     (f"{BANNER}99;alps\n", 99), (BANNER, 60), ("", 60), ("1\nSubmitted batch job 99\n", 60)],
-)  # fmt: skip
-def test_a_job_number_is_read_from_no_banner(slurm, monkeypatch, answer, number):
-    """Where the output names no job, or two, squeue is asked for the job by its name."""
-    submitted = []
-    slurm.launcher._folder.path.mkdir()
-    monkeypatch.setattr(slurm_module, "array_script", lambda *_, **__: "")
-    monkeypatch.setattr(slurm_module, "ask", lambda *words, **_: submitted.append(words) or answer)
-    slurm.asked_at, slurm.listed = 1.0, rows(("60_0", "PENDING"))
-    slurm.sleep = lambda seconds: setattr(slurm, "now", slurm.now + seconds)
-    slurm.now = 2.0
-    (job,) = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], lambda note: None).values()
-    assert (job["job_id"], len(submitted)) == (f"{number}_0", 1)

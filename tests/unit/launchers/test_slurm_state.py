@@ -1,6 +1,6 @@
 import pytest
 
-from ultrabench.launchers.slurm.states import Phase, job_state, pending_remedy
+from ultrabench.launchers.slurm.states import Outlook, Phase, job_state, pending_reason, pending_remedy
 from ultrabench.result import Status
 
 QUEUED, RUNNING, HELD, OVER = Phase.QUEUED, Phase.RUNNING, Phase.HELD, Phase.OVER
@@ -47,24 +47,140 @@ REMEDIES = {
     "used up": ["QOSGrpWallLimit"],
     "launcher.mem=": ["MaxMemPerLimit"],
     "maintenance": ["ReqNodeNotAvail, Reserved for maintenance"],
-    "down or reserved": ["ReqNodeNotAvail, UnavailableNodes:gpu[03,07]"],
+    "drained or reserved": ["ReqNodeNotAvail, UnavailableNodes:gpu[03,07]", "ReqNodeNotAvail, May be reserved for other job",
+                            "(ReqNodeNotAvail)"],
+    "too few nodes are up": [
+        "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+        "(Nodes_required_for_job_are_DOWN,_DRAINED,_REBOOTING_or_reserved_for_jobs_in_higher_priority_partitions)",
+    ],
+    "other jobs end": ["AssocGrpGRES", "AssocMaxJobsLimit", "AssocGrpGRESRunMinutes", "QOSMaxJobsPerUserLimit",
+                       "QOSMaxNodePerUserLimit", "QOSMaxGRESPerUser", "QOSGrpNodeLimit", "QOSGrpCPURunMinutesLimit",
+                       "MaxGRESPerAccount", "MaxCpuRunMinsPerUser", "Licenses", "MpiPortsBusy"],
+    "wait until some end": ["AssocGrpSubmitJobsLimit", "QOSMaxSubmitJobPerUserLimit", "MaxSubmitJobsPerAccount"],
+    "does not know this reason": ["SomethingNew", "Something new, with words"],
     "launcher.sbatch.constraint=": ["BadConstraints"],
     "launcher.sbatch.reservation=": ["ReservationDeleted", "Reservation weekend was deleted"],
     "cancel it": ["DependencyNeverSatisfied"],
 }  # fmt: skip
 CLEARS = [
-    "None", "", "(null)", "Priority", "Resources", "Dependency", "Reservation", "JobArrayTaskLimit", "AssocGrpGRES",
-    "AssocMaxJobsLimit", "AssocGrpGRESRunMinutes", "QOSMaxJobsPerUserLimit", "QOSMaxNodePerUserLimit",
-    "QOSMaxGRESPerUser", "QOSGrpNodeLimit", "QOSGrpCPURunMinutesLimit", "MaxGRESPerAccount", "SomethingNew",
-    "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+    "None", "", "(null)", "N/A", "Priority", "(Priority)", "Resources", "Dependency", "Reservation", "JobArrayTaskLimit", "BeginTime",
+    "SchedDefer", "Prolog", "Cleaning",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("reason", "says"), [(r, says) for says in REMEDIES for r in REMEDIES[says]])
-def test_a_reason_that_stays_has_a_remedy(reason, says):
+def test_a_reason_that_needs_somebody_has_a_line(reason, says):
     assert says in (pending_remedy(reason) or "")
 
 
 @pytest.mark.parametrize("reason", CLEARS)
-def test_a_reason_that_clears_has_none(reason):
+def test_a_reason_as_in_every_queue_has_none(reason):
     assert pending_remedy(reason) is None
+
+
+RESOURCES = ("BB", "Billing", "Cpu", "CPU", "Energy", "GRES", "License", "Mem", "Memory", "Node", "Unknown")
+FAMILIES = (
+    "AssocGrp{}", "AssocGrp{}Limit", "AssocGrp{}Minutes", "AssocGrp{}RunMinutes", "AssocMax{}PerJob", "AssocMax{}PerNode",
+    "AssocMax{}MinutesPerJob", "QOSGrp{}", "QOSGrp{}Limit", "QOSGrp{}Minutes", "QOSGrp{}RunMinutes", "QOSMax{}PerJob",
+    "QOSMax{}PerJobLimit", "QOSMax{}PerNode", "QOSMax{}PerUser", "QOSMax{}MinutesPerJob", "QOSMin{}", "Max{}PerAccount",
+    "Max{}RunMinsPerAccount", "Max{}RunMinsPerUser",
+)  # fmt: skip
+SINGLE_CODES = [
+    "AccountNotAllowed",
+    "AccountingPolicy",
+    "AssocGrpJobsLimit",
+    "AssocGrpSubmitJobsLimit",
+    "AssocGrpWallLimit",
+    "AssocMaxJobsLimit",
+    "AssocMaxSubmitJobLimit",
+    "AssocMaxWallDurationPerJobLimit",
+    "AssociationJobLimit",
+    "AssociationResourceLimit",
+    "AssociationTimeLimit",
+    "BadConstraints",
+    "BeginTime",
+    "BlockFreeAction",
+    "BlockMaxError",
+    "BurstBufferOperation",
+    "BurstBufferResources",
+    "BurstBufferStageIn",
+    "Cleaning",
+    "Constraints",
+    "DeadLine",
+    "Dependency",
+    "DependencyNeverSatisfied",
+    "FedJobLock",
+    "FrontEndDown",
+    "InactiveLimit",
+    "InvalidAccount",
+    "InvalidQOS",
+    "JobArrayTaskLimit",
+    "JobHeldAdmin",
+    "JobHeldUser",
+    "JobHoldMaxRequeue",
+    "JobLaunchFailure",
+    "Licenses",
+    "MaxJobsPerAccount",
+    "MaxMemPerLimit",
+    "MaxPoweredUpNodes",
+    "MaxSubmitJobsPerAccount",
+    "MpiPortsBusy",
+    "NodeDown",
+    "NonZeroExitCode",
+    "None",
+    "NvidiaImexChannels",
+    "OutOfMemory",
+    "PartitionConfig",
+    "PartitionDown",
+    "PartitionInactive",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+    "PowerNotAvail",
+    "PowerReserved",
+    "Priority",
+    "Prolog",
+    "QOSGrpJobsLimit",
+    "QOSGrpSubmitJobsLimit",
+    "QOSGrpWallLimit",
+    "QOSJobLimit",
+    "QOSMaxJobsPerUserLimit",
+    "QOSMaxSubmitJobPerUserLimit",
+    "QOSMaxWallDurationPerJobLimit",
+    "QOSMinCpuNotSatisfied",
+    "QOSNotAllowed",
+    "QOSResourceLimit",
+    "QOSTimeLimit",
+    "QOSUsageThreshold",
+    "RaisedSignal",
+    "ReqNodeNotAvail",
+    "Reservation",
+    "ReservationDeleted",
+    "ReservationInvalid",
+    "Resources",
+    "SchedDefer",
+    "SystemFailure",
+    "TimeLimit",
+]
+SENTENCES = (
+    "launch failed requeued held", "Reservation weekend was deleted", "Burst buffer pre_run error",
+    "burst_buffer/lua: Stage-out in progress", "Job's account not permitted to use this partition (big allows a not b)",
+    "Job's QOS not permitted to use this partition (big denies a including b)", "RaisedSignal:53(Real-time_signal_19)",
+    "Job is at or exceeds QOS long's group max TRES(cpu) minutes of 100 with 99", "current node constraints not satisfied",
+    "Job is at or exceeds association (acc=a/user=b/part=(null)) group wall limit 60 with 59",
+)  # fmt: skip
+
+
+def test_no_reason_of_slurm_22_to_25_is_unknown():
+    codes = [family.format(resource) for family in FAMILIES for resource in RESOURCES]
+    unknown = [reason for reason in (*codes, *SINGLE_CODES, *SENTENCES) if pending_reason(reason) is None]
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    ("reason", "outlook"),
+    [("Priority", Outlook.USUAL), ("PartitionDown", Outlook.PASSES), ("AssocGrpSubmitJobsLimit", Outlook.PASSES),
+     ("QOSGrpNodeLimit", Outlook.PASSES), ("AssocMaxJobsLimit", Outlook.PASSES), ("QOSMaxNodePerJobLimit", Outlook.STAYS),
+     ("AssocMaxWallDurationPerJobLimit", Outlook.STAYS), ("QOSMinGRES", Outlook.STAYS), ("MaxNodePerAccount", Outlook.PASSES)],
+)  # fmt: skip
+def test_limits_that_are_shared_pass_and_those_of_one_job_stay(reason, outlook):
+    assert pending_reason(reason).outlook is outlook

@@ -131,7 +131,7 @@ def follow(
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
             reconciler.recorder.withdraw(replaced_jobs, f"taken over by {own_name()}")
-            state = reconciler.run_once()[0] if detach else reconciler.run()
+            state = reconciler.run(until_submitted=detach)
     except KeyboardInterrupt as interruption:
         signal_number = int((*interruption.args, signal.SIGINT)[0])
         if ends_jobs:

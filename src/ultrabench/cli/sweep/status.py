@@ -10,6 +10,7 @@ from rich.text import Text
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import output_console, print_json, show, warn
 from ultrabench.errors import counted
+from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
@@ -21,13 +22,14 @@ from ultrabench.sweep.running.progress import SweepProgress, progress_of
 REASON_BY_ACTIVITY = {
     "done": None,
     "followed": None,
+    "waiting": "The launcher waits to submit jobs: the latest was {refusal}",
     "starting": "The launch has not written its plan yet.",
     "paused": "Paused. To continue: ultrabench sweep resume {sweep}",
     "cancelled": "Cancelled. Results are kept; run the launch command again to continue.",
     "unfollowed": "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: ultrabench sweep resume {sweep}",
     "stopped": "Nothing is running. To continue: ultrabench sweep resume {sweep}",
 }
-"""What a sweep does -> why nothing new starts in it; None where it is over, or a launcher follows it."""
+"""What a sweep does -> why nothing new starts in it; None where it is over, or a launcher submits its jobs."""
 MAX_START_S = 90.0
 """Seconds without a new line in the journal after which a launch has failed that has not written its plan."""
 WATCH_INTERVAL_S = 1.0
@@ -71,7 +73,7 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
             read_plan_ns = plan_ns
         progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
         reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state)]
-        yield progress, reason and reason.format(sweep=folder.display_name)
+        yield progress, reason and reason.format(sweep=folder.display_name, refusal=_refusal(state))
         if not (watch and (progress.left or is_starting)):
             return
         time.sleep(WATCH_INTERVAL_S)
@@ -84,8 +86,15 @@ def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) ->
     if state.paused or state.cancelled:
         return "paused" if state.paused else "cancelled"
     if living_launchers(folder):
-        return "followed"
+        return "waiting" if _refusal(state) else "followed"
     return "unfollowed" if progress.num_at_work or progress.num_waiting else "stopped"
+
+
+def _refusal(state: SweepState) -> str | None:
+    """Why the batch system did not take the latest allocation, though it may take a later one; None if it took it."""
+    latest = max(state.allocations.values(), key=lambda a: a.submitting_at or 0.0, default=None)
+    end = latest.end if latest else None
+    return end.reason if end and end.code is EndCode.REFUSED else None
 
 
 def status_view(progress: SweepProgress, idle_reason: str | None, with_bar: bool = False) -> Group:
