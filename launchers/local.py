@@ -20,7 +20,9 @@ from ultrabench import processes
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import Allocations, Say, own_origin
 from ultrabench.machine_lock import holder
+from ultrabench.oom_kills import num_oom_kills
 from ultrabench.processes import clean_up_after_the_dead
+from ultrabench.result import Status
 from ultrabench.store.allocation import END_REQUEST, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
@@ -50,6 +52,8 @@ class LocalLauncher:
         self._folder = folder
         self.origin = own_origin()
         self._missing_since: dict[str, float] = {}
+        self._oom_kills_before = num_oom_kills()
+        """Number of processes that Linux had killed for lack of memory before the latest allocation was started."""
 
     def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Starts the agents of each allocation; returns their host.
@@ -57,6 +61,7 @@ class LocalLauncher:
         Raises:
             ClusterError: the agents of an allocation could not be started.
         """
+        self._oom_kills_before = num_oom_kills()
         for allocation in allocations:
             command = [sys.executable, "-P", "-m", "ultrabench.launchers.local", str(allocation.folder)]
             log_path = allocation.folder / "submit.err"
@@ -107,8 +112,11 @@ class LocalLauncher:
         return ()
 
     def _vanished_end(self, allocation: AllocationState) -> JobEnd:
-        reason = f"the agents of {allocation.name} disappeared"
-        return JobEnd(reason=reason, certain=True, held_s=self._held_s(allocation))
+        reason, held_s = f"the agents of {allocation.name} disappeared", self._held_s(allocation)
+        if allocation.agents and num_oom_kills() > self._oom_kills_before:
+            reason += ", and Linux killed processes because the host ran out of memory"
+            return JobEnd(status=Status.OOM, reason=reason, certain=True, held_s=held_s)
+        return JobEnd(reason=reason, certain=True, held_s=held_s)
 
     def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
