@@ -62,16 +62,21 @@ def cause_of_rank(code: int, record: LogRecord) -> RankCause:
             or _cause_of_closing(record)
             or _unknown(code, record)
         )
-    cause, line = cause_of_signal(number), f"{_signal_text(code, number)}: {last_line(record.tail)}"
-    by_signal = RankCause(cause, line)
+    cause, signal_text = cause_of_signal(number), _signal_text(code, number)
     if number in _OUTER_SIGNALS:
-        return by_signal
+        return RankCause(cause, f"{signal_text}: {last_line(record.tail)}")
     by_log = _cause_by_log(code, record)
     # A library that aborts says why; a word about a connection before it does not.
     if by_log is None and number == signal.SIGABRT:
         by_closing = _cause_of_closing(record)
         by_log = by_closing if by_closing and by_closing.cause.status != Status.COMM_ERROR else None
-    return by_log if by_log and by_log.cause.name != "abort" else by_signal
+    if by_log is None:
+        return RankCause(cause, f"{signal_text}: {last_line(record.tail)}")
+    return (
+        by_log
+        if by_log.cause.name != "abort"
+        else RankCause(cause, f"{signal_text}: {by_log.line}", by_log.failure)
+    )
 
 
 def cause_of_killed(record: LogRecord) -> RankCause | None:

@@ -107,8 +107,8 @@ def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[st
 def main(names: list[str]) -> None:
     become_subreaper()
     for path in sorted(HERE.glob("*.json")):
-        if path.stem == "quoted" or (names and path.stem not in names):
-            continue  # quoted texts are public ones, which no run makes
+        if path.stem in ("quoted", "families") or (names and path.stem not in names):
+            continue  # public texts, which no run makes
         kept = json.loads(path.read_text())
         with tempfile.TemporaryDirectory() as folder:
             found = run({name: kept[name] for name in HEAD}, Path(folder))
