@@ -36,8 +36,10 @@ _PREFIX = re.compile(
     r"\[[A-Za-z_]*\d+\]: ?"  # torch ([rank3]:), torchrun --tee ([default3]:)
     r"|\[\d+,\d+\]<std(?:err|out)>: ?"  # mpirun --tag-output
     r"|\d{1,5}: (?=\S|  )"  # srun --label
+    r"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:\d\d) "  # Kubernetes, docker logs --timestamps
     r"|\([\w.:-]+ pid=\d+(?:, ip=[\d.:a-f]+)?\) ?"  # Ray
 )
+_HOST_PREFIX = re.compile(r"\S{1,80}(?:: ?|\s+\| )$|\[[^\]]{1,80}\]:? ?$")  # pdsh, docker compose
 _LOGGER_HEAD = re.compile(
     r"^\[?[EFIWDCV]\d{4}[ \d]"  # glog and torch's own loggers
     r"|^\[[EFIW]\d* "
@@ -147,8 +149,8 @@ class Prefixes:
     def _learn(self, text: str) -> int:
         """Takes what is before a traceback as a prefix; returns its length."""
         prefix = text.removesuffix(f"Traceback {TRACEBACK_TEXT}:")
-        is_prefix = prefix != text and 0 < len(prefix) <= 80 and not prefix.isspace() and prefix[-1] in " :|"
-        if not is_prefix or is_logged(prefix) or prefix.endswith(("Original ", "Group ", " of ")):
+        # Anything else before a traceback is a line that was not ended, such as a progress bar.
+        if prefix == text or not _HOST_PREFIX.match(prefix) or is_logged(prefix):
             return 0
         if len(self._learned) < MAX_PREFIXES:
             self._learned[prefix] = None

@@ -168,10 +168,13 @@ class LogParser:
         self._prefixes = Prefixes()
         self._processes = dict[str, _Process]()
         self._failures = list[Failure]()
+        self._line = ""
+        """The current line with its prefix."""
 
     def feed(self, lines: Iterable[str]) -> None:
         """Takes the next lines."""
         for line in lines:
+            self._line = line
             prefix, text = self._prefixes.split(line)
             if len(self._processes) > 512:
                 self._processes.clear()
@@ -263,7 +266,7 @@ class LogParser:
             block.kind = FailureKind.LAUNCHER
             self._add_signal(text)
         if is_new and not process.is_ignored:
-            self._append(block, text)
+            self._append(block)
         return True
 
     def _continues_message(self, process: _Process, text: str) -> bool:
@@ -320,7 +323,7 @@ class LogParser:
                 return True
             block = Failure(kind=FailureKind.BARE)
             self._add_line(block, text)
-            self._append(block, text)
+            self._append(block)
             process.block, process.has_message, process.previous_block = block, True, block
             process.message_budget, process.is_rich = MESSAGE_LINES if text.endswith(":") else 0, False
             return True
@@ -339,7 +342,7 @@ class LogParser:
             return False
         failure = Failure(kind=FailureKind.SIGNAL, signal=int(number))
         self._add_line(failure, text)
-        self._append(failure, text)
+        self._append(failure)
         return True
 
     def _add_or_join(self, kind: FailureKind, text: str) -> None:
@@ -350,10 +353,10 @@ class LogParser:
             return
         failure = Failure(kind=kind)
         self._add_line(failure, text)
-        self._append(failure, text)
+        self._append(failure)
 
-    def _append(self, failure: Failure, text: str) -> None:
-        failure.time_s = time_of(text)
+    def _append(self, failure: Failure) -> None:
+        failure.time_s = time_of(self._line)
         self._failures.append(failure)
 
     @staticmethod

@@ -2,14 +2,18 @@
 
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.patience import wait_until
+from tests.unit.agent.test_cleanup import OneNode
 from tests.unit.agent.test_corpus import CORPUS, STACK, TASK
 from ultrabench.agent.diagnose.families import FAMILIES
 from ultrabench.agent.diagnose.log_record import NUM_FIRST, NUM_LAST, TAIL_BYTES, FailureKind, record_of
 from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.ranks.fork_server import RANK_OOM_SCORE
 from ultrabench.agent.ranks.rank_log import read_log
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.record import to_dict
@@ -127,6 +131,15 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"{STACK}KeyError: 'lr'\nwandb: Network error (ConnectionError), entering retry loop.\n", 1, "exception"),
         ("".join(f"gpu02: {line}\n" for line in f"{STACK}{OOM}".splitlines())
          + "gpu02: [2025-11-24 10:00:00,1] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 1200\n" * 12, 1, "cuda_oom"),
+        # Whatever a launcher or a progress bar puts before it.
+        ("".join(f"2025-11-24T10:00:0{n}.123Z {line}\n" for n, line in enumerate(f"{STACK}{OOM}".splitlines())), 1, "cuda_oom"),
+        ("".join(f"[1,3]<stderr>: {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
+        ("".join(f"(TrainWorker pid=77, ip=10.0.0.2) {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
+        ("".join(f"trainer-1  | {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
+        ("".join(f"[default{n % 2}]:{line}\n" for line in f"{STACK}{OOM}".splitlines() for n in range(2)), 1, "cuda_oom"),
+        (f" 5%|#    | 12/200 [00:10<02:40,  1.17it/s]{STACK}{OOM}\n", 1, "cuda_oom"),
+        (f"\r 5%|#    | 12/200 [00:10<02:40, 1.17it/s, loss: {STACK}\x1b[31m{OOM}\x1b[0m\n", 1, "cuda_oom"),
+        ("".join(f"  | {line}\n" for line in f"  + Exception Group {STACK}{OOM}".splitlines()), 1, "cuda_oom"),
         # Exceptions that were caught do not count.
         (f"{STACK}{OOM}\n{PROGRESS * 30}{STACK}KeyError: 'lr'\n", 1, "exception"),
         (f"{STACK}{OOM}\nsmaller batch\n{STACK}KeyError: 'lr'\n", 1, "exception"),
@@ -212,6 +225,42 @@ def test_an_unread_log_is_known_until_its_record_arrives():
     progress.add([{"rank": 1, "log": to_dict(record_of(f"{STACK}{OOM}\n"))}])
     assert not progress.has_unread_logs
     assert progress.ranks[1].tail.endswith(f"{OOM}\n")
+
+
+FAILING = """
+for n in range(20_000):
+    print(f"iteration {n} | loss 2.5", flush=n % 1000 == 0)
+    if n == 10_000:
+        sys.stdout.flush()
+        print('Traceback (most recent call last):\\n  File "x.py", line 1, in f\\nValueError: in the middle', file=sys.stderr)
+print("SLURM_CONF", os.environ.get("SLURM_CONF"), os.environ.get("SLURM_NTASKS"), flush=True)
+print("oom_score_adj", open("/proc/self/oom_score_adj").read(), flush=True)
+report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
+here()
+"""
+
+
+def test_a_node_sends_the_exit_of_a_rank_and_then_what_its_whole_log_shows(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/of_this_cluster.conf")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    code = FAILING.replace("here()", "sys.exit(1)")
+    events = []
+    with closing(OneNode(tmp_path, f"import os, sys\n{code}")) as node:
+
+        def has_log():
+            events.extend(node.ask("node.rank_events()"))
+            return any("log" in event for event in events)
+
+        wait_until(has_log, 30)
+        agent_score = int(node.ask("open('/proc/self/oom_score_adj').read()"))
+    exit_event, log_event = (event for event in events if event.keys() & {"code", "log"})
+    assert (exit_event["code"], "tail" in exit_event) == (1, False)
+    assert [failure["lines"] for failure in log_event["log"]["failures"]] == [["ValueError: in the middle"]]
+    tail_lines = log_event["log"]["tail"].splitlines()
+    assert "SLURM_CONF /etc/slurm/of_this_cluster.conf None" in tail_lines, "a program may call srun"
+    assert f"oom_score_adj {min(1000, agent_score + RANK_OOM_SCORE)}" in tail_lines, (
+        "Linux kills ranks before agents"
+    )
 
 
 def test_a_record_is_small_whatever_the_log(tmp_path):
