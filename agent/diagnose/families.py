@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ultrabench.agent.diagnose.log_lines import quoted
 from ultrabench.agent.diagnose.log_record import Failure, FailureKind
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause
+from ultrabench.result import Status
 from ultrabench.xid import XidClass, xid_of
 
 
@@ -36,12 +37,13 @@ def _family(name: str, cause: str, *patterns: str) -> Family:
 _OUT_OF_MEMORY = r"[Oo]ut of memory"
 _CACHE_PATH = (
     r"\.triton/|triton[_-]?cache|torchinductor_|torch/?_?inductor|torch_extensions|/inductor_cache|ComputeCache"
-    r"|\btmp\.pid_|triton/runtime/cache\.py|_inductor/(?:codecache|runtime)|utils/cpp_extension\.py|/triton/\d+/"
+    r"|\btmp\.pid_|triton/runtime/cache\.py|_inductor/(?:codecache|runtime|cpp_builder|triton_bundler)|utils/cpp_extension\.py|/triton/\d+/"
 )
 """Paths and source files of the compile caches of Triton, TorchInductor, CUDA and torch's extensions."""
 _CACHE_RACE = (
     r"\bFileNotFoundError: |\bFileExistsError: |\[Errno (?:2|16|17|26|39|116)\]|Stale file handle"
-    r"|cannot stat shared object|file too short|invalid ELF header|JSONDecodeError|unexpected EOF|Text file busy"
+    r"|cannot (?:stat|open) shared object|file too short|invalid ELF header|JSONDecodeError|unexpected EOF|Text file busy"
+    r"|EOFError|Ran out of input|UnpicklingError|pickle data was truncated"
 )
 """What a process sees in a compile cache that another one changes meanwhile."""
 
@@ -96,12 +98,15 @@ FAMILIES = (
     _family("network file system, stale file", "stale_file", r"Stale (?:NFS )?file handle"),
     _family("downloads", "download_failed",
             r"HTTPS?ConnectionPool\(|Max retries exceeded with url|NewConnectionError|NameResolutionError|gaierror",
-            r"\b(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub|botocore|gcsfs|s3fs)\.[\w.]*(?:Error|Exception|Timeout)\b",
+            r"\b(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|gcsfs|s3fs|google\.api_core|google\.auth"
+            r"|azure|wandb|mlflow|modelscope|datasets)\.[\w.]*(?:Error|Exception|Timeout)\b",
+            r"EndpointConnectionError|SSL(?:CertVerification)?Error|ProxyError|ConnectTimeout|ReadTimeoutError",
             r"urllib\.error\.URLError|HTTPError\b|We couldn't connect to 'https?://|LocalEntryNotFoundError|OfflineModeIsEnabled",
             r"Temporary failure in name resolution|Name or service not known: 'https?://|ProxyError|https?://.*timed out"),
     _family("loader, library", "missing_library",
             r"cannot open shared object file|undefined symbol|version `\S+' not found|error while loading shared libraries",
             r"CUDA driver version is insufficient|no kernel image is available|compiled with an unsupported toolchain",
+            r"HIP error: invalid device function|hipErrorNoBinaryForGpu",
             r"CUDNN_STATUS_(?:SUBLIBRARY_)?(?:LOADING_FAILED|VERSION_MISMATCH)"),
     _family("Python, import", "import_error",
             r"(?:^|[\s.])(?:ImportError|ModuleNotFoundError): |^\S*python\S*: No module named "),
@@ -113,7 +118,7 @@ FAMILIES = (
             r"HSA_STATUS_ERROR_(?:MEMORY_(?:APERTURE_VIOLATION|FAULT)|EXCEPTION|ILLEGAL_INSTRUCTION)"),
     _family("assertions", "assertion",
             r"(?:^|[\s.])AssertionError\b|[Aa]ssertion [`'].*[`'] failed|device-side assert triggered"),
-    _family("NCCL, no interface", "nccl_error", r"no socket interface found|NET/Socket : No (?:usable )?interface"),
+    _family("NCCL, no interface", "no_interface", r"no socket interface found|NET/Socket : No (?:usable )?interface"),
     _family("NCCL, usage", "nccl_usage",
             r"ncclInvalid(?:Usage|Argument)|Duplicate GPU detected|[Mm]ismatched NCCL version"),
     _family("shared memory", "bus_error", r"killed by signal: Bus error|out of shared memory"),
@@ -147,10 +152,10 @@ _OWN_TYPES = frozenset({
 The last one is Triton's: a GPU kernel needs more shared memory or registers than the GPU has.
 """
 _ASSERTION = re.compile(r"(?:[\w.]*\.)?AssertionError\b|.*[Aa]ssertion [`'].*[`'] failed")
-_REQUEST = re.compile(r"Tried to allocate (?:more than 1EB|(\d+(?:\.\d+)?) ([GTPE])iB)")
+_REQUEST = re.compile(r"[Tt]ried to allocate (?:more than 1EB|(\d+(?:\.\d+)?) ([GTPE]iB|bytes))")
 ABSURD_GIB = 2.0**20
 """Size in GiB (1 PiB) of a request that no layout makes; after an error of communication sizes may hold any number."""
-_GIB_PER_UNIT = {"G": 1.0, "T": 2.0**10, "P": 2.0**20, "E": 2.0**30}
+_GIB_PER_UNIT = {"bytes": 2.0**-30, "GiB": 1.0, "TiB": 2.0**10, "PiB": 2.0**20, "EiB": 2.0**30}
 _DRIVER_RANK = -1
 """The place of causes that an Xid shows: before all families."""
 _ASSERTION_RANK = next(rank for rank, family in enumerate(FAMILIES) if family.cause == "assertion")
@@ -173,7 +178,7 @@ def _ranked_cause(line: str) -> tuple[int, Cause] | None:
     if pair is None:
         return None
     cause = CAUSE_BY_NAME[pair[1].cause]
-    return None if cause.name == "cuda_oom" and _is_absurd_request(line) else (pair[0], cause)
+    return None if cause.status == Status.OOM and _is_absurd_request(line) else (pair[0], cause)
 
 
 def _is_absurd_request(line: str) -> bool:

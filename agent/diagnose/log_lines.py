@@ -50,8 +50,11 @@ _WARNING = re.compile(r"\bwarn(?:ing)?s?\b|^\[?W\d{4}[ \d]|^\[W\d* ", re.IGNOREC
 _LOGGED_ERROR = re.compile(
     r"^\[?[EF]\d{4}[ \d]|^\[[EF]\d* |(?:^|[\[ :|(<-])(?:ERROR|CRITICAL|FATAL)(?:[\] :|)>-]|$)"
 )
+_GOES_ON = re.compile(
+    r"\bretry(?:ing)?\b|\bskipp|\bcontinu(?:e|ing)\b|\bfall(?:ing)? back|\bresum", re.IGNORECASE
+)
 _STACK = re.compile(
-    r"\s|frame #\d+|#\d+ +0x|Traceback |Exception raised from |(?:Current t|T)hread 0x|Extension modules: "
+    r"\s|frame #\d+|#\d+ |Traceback |Exception raised from |(?:Current t|T)hread 0x|Extension modules: "
     r"|C\+\+ CapturedTraceback|<no Python frame>|[\u2502\u256d\u2570\u2503\u250f\u2517]|\| |\+-+|\[\S+:\d+(?::\d+)*\] +\[ ?\d+\]|/\S+\([^)]*\+0x|\^+$"
 )
 _NOISE = re.compile(
@@ -62,7 +65,7 @@ _NOISE = re.compile(
     r"|.*(?:resource_tracker: |NCCL INFO|\(core dumped\)|destroy_process_group\(\)|memory fragmentation)"
 )
 _DUMP = re.compile(
-    r"\s*File \".*\", line \d+ in |(?:Current t|T)hread 0x|Extension modules: |frame #\d+|\s+\.\.\.$|#\d+ +0x"
+    r"\s*File \".*\", line \d+ in |(?:Current t|T)hread 0x|Extension modules: |frame #\d+|\s+\.\.\.$|#\d+ "
     r"|  <no Python frame>|/\S+\([^)]*\+0x"
 )
 _GLOG_TIME = re.compile(r"\[?[EFIW](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d+)?)")
@@ -89,7 +92,7 @@ def line_kind(text: str) -> LineKind:
         return LineKind.STACK
     if _NOISE.match(text):
         return LineKind.NOISE
-    return LineKind.NOTE if is_note(text) else LineKind.PROGRESS
+    return LineKind.NOTE if is_note(text) and not _GOES_ON.search(text) else LineKind.PROGRESS
 
 
 def is_note(text: str) -> bool:

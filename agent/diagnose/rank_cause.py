@@ -26,6 +26,12 @@ SHELL_SIGNAL_BASE = 128
 """A shell, and every program like it, ends with this number plus the signal that ended its child."""
 MAX_LINES_AFTER = 8
 """Lines of progress after a failure up to which the program seems to have ended with it."""
+MAX_LINES_BEFORE_EXIT = 3
+"""As MAX_LINES_AFTER, for exit codes other than 1, which a program that has caught its exception may choose."""
+NEGATED_SIGNALS = frozenset({
+    signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM,
+})  # fmt: skip
+"""Signals of a child that a launcher in Python, such as that of DeepSpeed, hands on as 256 minus the signal."""
 MAX_GAP_LINES = 20
 """Lines of progress between a failure and a consequence of it, such as the error of a peer that shares the log."""
 MAX_PLAIN_LINES_AFTER = 3
@@ -47,8 +53,10 @@ class RankCause(NamedTuple):
 
 
 def signal_of(code: int) -> int | None:
-    """The signal for which an exit code stands: -11 and 139 are SIGSEGV; None if it stands for none."""
+    """The signal for which an exit code stands: -11, 139 and 245 are SIGSEGV; None if it stands for none."""
     number = -code if code < 0 else code - SHELL_SIGNAL_BASE
+    if 256 - code in NEGATED_SIGNALS:
+        number = 256 - code
     return number if 0 < number < signal.SIGRTMIN or (code < 0 and number) else None
 
 
@@ -142,18 +150,25 @@ def _candidates(record: LogRecord, max_lines_after: float) -> list[Failure]:
 
 def _cause_by_log(code: int, record: LogRecord) -> RankCause | None:
     """What the log shows as the cause of this exit code; None if nothing in it is decisive."""
+    number = signal_of(code)
     # Only an uncaught exception ends Python with 1; what follows it in the log, Python and others had written before.
-    candidates = _candidates(record, float("inf") if code == 1 else MAX_LINES_AFTER)
+    max_lines_after = float("inf") if code == 1 else MAX_LINES_BEFORE_EXIT if number is None else 0
+    candidates = _candidates(record, max_lines_after)
+    while candidates and candidates[-1].kind is FailureKind.THREAD and _has_main_failure(candidates):
+        candidates.pop()  # a thread that fails after the exception that ends the program
     if all(candidate.kind is FailureKind.THREAD for candidate in candidates):
         candidates = [c for c in candidates if _lines_to_end(record, c) <= MAX_LINES_AFTER or code == 1]
     root = _root(candidates, record)
     if root is None:
         return None
-    number = signal_of(code)
     is_weak = number not in (None, signal.SIGABRT) and root.cause.status == Status.COMM_ERROR
     if is_weak and root.failure and _lines_to_end(record, root.failure):
         return None
     return root
+
+
+def _has_main_failure(candidates: Sequence[Failure]) -> bool:
+    return any(candidate.kind is not FailureKind.THREAD for candidate in candidates)
 
 
 def _root(candidates: Sequence[Failure], record: LogRecord) -> RankCause | None:

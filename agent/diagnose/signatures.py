@@ -59,6 +59,7 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
     Cause("import_error", Status.CRASH, "a module cannot be imported"),
     Cause("illegal_memory_access", Status.CRASH, "illegal memory access in a GPU kernel"),
     Cause("assertion", Status.CRASH, "an assertion failed"),
+    Cause("no_interface", Status.CRASH, "NCCL found no network interface"),
     Cause("nccl_usage", Status.CRASH, "NCCL rejected a call"),
     Cause("bus_error", Status.CRASH, "bus error, often caused by a full /dev/shm", signals=(SIGBUS,)),
     Cause("segfault", Status.CRASH, "segmentation fault", signals=(SIGSEGV,)),

@@ -102,7 +102,7 @@ CAUSES = (
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow", "disk_error", "download_failed",
-    "compile_cache", "stale_file",
+    "compile_cache", "stale_file", "no_interface",
 )  # fmt: skip
 """All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
 

@@ -145,7 +145,9 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"{STACK}{OOM}\nsmaller batch\n{STACK}KeyError: 'lr'\n", 1, "exception"),
         (f"{STACK}{OOM}\n{PROGRESS * 30}", -11, "segfault"),
         (f"{STACK}{OOM}\n{PROGRESS * 30}", 3, "exit_code"),
-        (f"{STACK}{OOM}\n", -11, "cuda_oom"),
+        (f"{STACK}{OOM}\n", -11, "cuda_oom"), (f"{STACK}{OOM}\n{PROGRESS}", -11, "segfault"),
+        (f"{STACK}{OOM}\nWARNING: retrying with a smaller batch\n", -11, "segfault"),
+        (f"{STACK}{OOM}\ntraining failed, bye\n", 3, "cuda_oom"),
         (f"E0423 09:14:43.3 13 triton_heuristics.py:780] [0/5] {STACK.splitlines()[0]}\n{STACK}KeyError: 'lr'\n", 1, "exception"),
         # Causes that led to each other.
         (f"{STACK}{OOM}\n\nThe above exception was the direct cause of the following exception:\n\n{STACK}RuntimeError: x\n",
@@ -155,6 +157,14 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
          f"error:\n{STACK}{OOM}\n", 1, "cuda_oom"),
         (f"Exception in thread Thread-2 (_pin_memory_loop):\n{STACK}{OOM}\n{STACK}RuntimeError: Pin memory thread exited "
          "unexpectedly\n", 1, "cuda_oom"),
+        (f"{STACK}{OOM}\n{PROGRESS}Exception in thread QueueFeederThread:\n{STACK}ValueError: closed\n", 1, "cuda_oom"),
+        # Races in compile caches show in paths, or in frames.
+        ('Traceback (most recent call last):\n  File "/env/triton/runtime/cache.py", line 70, in get_group\n    x\n'
+         "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "compile_cache"),
+        (f"{STACK}json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "exception"),
+        (f"{STACK}ImportError: /home/user/.triton/cache/x/__triton_launcher.so: cannot open shared object file\n", 1, "compile_cache"),
+        (f"{STACK}RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9223372036854775807 bytes.\n",
+         1, "exception"),
         # Source lines count for nothing.
         (f"{RICH}KeyError: 'lr'\n", 1, "exception"),
         ('Traceback (most recent call last):\n  File "x.py", line 1, in f\n    raise OutOfMemoryError("CUDA out of memory")\n'
@@ -173,7 +183,7 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
          "nccl_timeout"),
         # Exit codes of wrappers and the signals of children.
         ("", 139, "segfault"), ("", 134, "abort"), ("", 137, "killed"), ("", 143, "killed"), ("", 135, "bus_error"),
-        ("", 136, "signal"), ("", 255, "exit_code"), ("", 128, "exit_code"),
+        ("", 136, "signal"), ("", 245, "segfault"), ("", 247, "killed"), ("", 250, "abort"), ("", 255, "exit_code"), ("", 128, "exit_code"),
         ("run.sh: line 7: 481 Segmentation fault      (core dumped) python x.py\n", 1, "segfault"),
         ("Fatal Python error: Segmentation fault\n\n" + DUMP, 1, "segfault"),
         ("[launch.py:325:sigkill_handler] ['python', 'x.py'] exits with return code = -11\n", 245, "segfault"),

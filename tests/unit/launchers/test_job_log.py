@@ -40,7 +40,11 @@ def test_the_first_line_that_tells_why_is_quoted(tmp_path, log, line):
 
 def test_of_the_logs_of_several_nodes_the_first_with_an_error_is_quoted(tmp_path):
     (tmp_path / "submitit").mkdir()
-    for name, text in (("0_0.err", "starting\n"), ("0_1.err", "OSError: no space\n"), ("0_2.err", "KeyError: 'x'\n")):
+    for name, text in (
+        ("0_0.err", "starting\n"),
+        ("0_1.err", "OSError: no space\n"),
+        ("0_2.err", "KeyError: 'x'\n"),
+    ):
         (tmp_path / "submitit" / name).write_text(text)
     assert telling_line(tmp_path) == (tmp_path / "submitit/0_1.err", "OSError: no space")
     (tmp_path / "submitit/0_1.err").write_text("")
