@@ -162,7 +162,7 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         ('Traceback (most recent call last):\n  File "/env/triton/runtime/cache.py", line 70, in get_group\n    x\n'
          "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "compile_cache"),
         (f"{STACK}json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "exception"),
-        (f"{STACK}ImportError: /home/user/.triton/cache/x/__triton_launcher.so: cannot open shared object file\n", 1, "compile_cache"),
+        (f"{STACK}ImportError: /scratch/.triton/cache/x/__triton_launcher.so: cannot open shared object file\n", 1, "compile_cache"),
         (f"{STACK}RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9223372036854775807 bytes.\n",
          1, "exception"),
         # Source lines count for nothing.
