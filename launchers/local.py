@@ -112,11 +112,8 @@ class LocalLauncher:
         return ()
 
     def _vanished_end(self, allocation: AllocationState) -> JobEnd:
-        reason, held_s = f"the agents of {allocation.name} disappeared", self._held_s(allocation)
-        if allocation.agents and num_oom_kills() > self._oom_kills_before:
-            reason += ", and Linux killed processes because the host ran out of memory"
-            return JobEnd(status=Status.OOM, reason=reason, certain=True, held_s=held_s)
-        return JobEnd(reason=reason, certain=True, held_s=held_s)
+        has_kills = bool(allocation.agents) and num_oom_kills() > self._oom_kills_before
+        return vanished_end(allocation.name, self._held_s(allocation), has_kills=has_kills)
 
     def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
@@ -165,6 +162,19 @@ class LocalLauncher:
                 for name in names:
                     pids_by_name[name].append(pid)
         return pids_by_name
+
+
+def vanished_end(name: str, held_s: float, *, has_kills: bool) -> JobEnd:
+    """The end of an allocation whose agents disappeared.
+
+    Args:
+        has_kills: whether Linux has killed processes for lack of memory since the allocation was started.
+    """
+    reason = f"the agents of {name} disappeared"
+    if has_kills:
+        reason += ", and Linux killed processes because the host ran out of memory"
+    status = Status.OOM if has_kills else Status.LOST
+    return JobEnd(status=status, reason=reason, certain=True, held_s=held_s)
 
 
 def start_agents(allocation_folder: Path) -> None:

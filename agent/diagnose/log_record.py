@@ -87,7 +87,7 @@ class LogRecord:
 
 
 _EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)")
-_PYTHON_FRAME = re.compile(r'\s*(?:\| )*(File "[^"]+", line \d+, in \S+)')
+_PYTHON_FRAME = re.compile(r'\s*(?:\| )*(?:> )?(File "[^"]+", line \d+, in \S+)')
 _RICH_FRAME = re.compile(r"[\u2502|] (/\S+?)\s*:(\d+) in (\S+)")
 _BOX = "\u2502\u256d\u2570\u2503\u250f\u2517"
 _GROUP_MARK = re.compile(r"\s*(?:\+-[+-]*|\|)(?: |$)")  # before each line of an exception group

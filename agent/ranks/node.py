@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -77,6 +78,8 @@ HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
 SHOWN_NAMES = frozenset({"SLURM_JOB_ID", "SLURM_CONF"})
 """Variables with these prefixes that ranks see: their job, and where the commands of Slurm find their cluster."""
+LOG_READING_S = 0.2
+"""Seconds after which an agent that reads logs of failed ranks looks after its other work again."""
 TAIL_BYTES = 8192
 """Bytes of the end of the log of a rank that ended well."""
 
@@ -253,8 +256,8 @@ class Node:
         self._fork_server.replace_if_stuck()
         # A disk that makes a rank fail may have space again when the rank ends.
         self._full_folder = self._full_folder or self._space_shortage(cleanup.FULL_BELOW_BYTES)
-        # A log takes up to a second, so each call reads one, after the call that has sent the exit of its rank.
-        events: list[RankEvent] = [*self._next_log()]
+        # A large log takes up to a second, so logs are read after the call that has sent the exits of their ranks.
+        events: list[RankEvent] = [*self._read_logs()]
         for source in self._report_sources:
             report_lines = filter(None, map(source.parse, source.new_lines.read()))
             # Only our own kernel may report measurements of devices and links.
@@ -287,10 +290,11 @@ class Node:
     def _log_path(self, rank: int) -> Path:
         return self._run_folder / f"rank{rank}.log"
 
-    def _next_log(self) -> Iterator[RankEvent]:
-        """What the log of a rank that failed shows; nothing if no log waits to be read."""
-        for rank, max_bytes in [*self._unread_logs.items()][:1]:
-            del self._unread_logs[rank]
+    def _read_logs(self) -> Iterator[RankEvent]:
+        """What logs of ranks that failed show, as many as can be read in LOG_READING_S; the others wait for the next call."""
+        start_s = time.monotonic()
+        while self._unread_logs and time.monotonic() - start_s < LOG_READING_S:
+            rank, max_bytes = self._unread_logs.popitem()
             paths = (self._log_path(rank), self.scratch / "fork_server.log")
             path = next(filter(cleanup.file_size_bytes, paths), paths[0])
             yield {"rank": rank, "log": to_dict(read_log(path, max_bytes))}

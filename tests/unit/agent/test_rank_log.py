@@ -140,6 +140,8 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f" 5%|#    | 12/200 [00:10<02:40,  1.17it/s]{STACK}{OOM}\n", 1, "cuda_oom"),
         (f"\r 5%|#    | 12/200 [00:10<02:40, 1.17it/s, loss: {STACK}\x1b[31m{OOM}\x1b[0m\n", 1, "cuda_oom"),
         ("".join(f"  | {line}\n" for line in f"  + Exception Group {STACK}{OOM}".splitlines()), 1, "cuda_oom"),
+        (f'2025-11-24 10:00:00.1 | ERROR | __main__:main:8 - An error has been caught\n{STACK}\n> File "x.py", line 3, in f\n'
+         f"    g()\n{OOM}\n", 1, "cuda_oom"),
         # Exceptions that were caught do not count.
         (f"{STACK}{OOM}\n{PROGRESS * 30}{STACK}KeyError: 'lr'\n", 1, "exception"),
         (f"{STACK}{OOM}\nsmaller batch\n{STACK}KeyError: 'lr'\n", 1, "exception"),

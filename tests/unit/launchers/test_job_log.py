@@ -3,6 +3,7 @@
 import pytest
 
 from ultrabench.launchers.job_log import telling_line
+from ultrabench.launchers.local import vanished_end
 
 SRUN_END = (
     "srun: error: gpu02: task 1: Exited with exit code 1\n"
@@ -54,3 +55,10 @@ def test_of_the_logs_of_several_nodes_the_first_with_an_error_is_quoted(tmp_path
 
 def test_a_folder_without_logs_quotes_nothing(tmp_path):
     assert telling_line(tmp_path) == (tmp_path, "")
+
+
+def test_agents_that_disappear_with_kills_for_lack_of_memory_are_no_loss_of_the_machine():
+    lost, killed = (vanished_end("n1-a.0", 3.0, has_kills=has_kills) for has_kills in (False, True))
+    assert (lost.status, lost.cause, lost.certain, lost.held_s) == ("lost", None, True, 3.0)
+    assert (killed.status, killed.cause) == ("oom", "host_oom")
+    assert "Linux killed processes because the host ran out of memory" in killed.reason
