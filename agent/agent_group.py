@@ -123,7 +123,7 @@ class AgentGroup:
             rank.killed_by_us = True
         self._node_states = {0: self.order("kill")}
         deadline_s = self.listen(0.0) + EXIT_GRACE_S
-        while self.progress.running_ranks or len(self._node_states.keys() | self._leavers) < len(self.hosts):
+        while self._awaits_nodes():
             if self.listen(POLL_S) > deadline_s or self.outage or self._leavers:
                 break
         for index, host in enumerate(self.hosts):
@@ -138,6 +138,11 @@ class AgentGroup:
             elif index not in self._node_states and index not in self._leavers:
                 reason = f"{host} is unusable: it did not report the end of its clean-up"
                 self.outage = self.outage or Outage(host, reason, AGENT_GONE)
+
+    def _awaits_nodes(self) -> bool:
+        """Whether some ranks have not ended, some logs of failed ranks were not read, or some nodes are not clean."""
+        has_all_nodes = len(self._node_states.keys() | self._leavers) >= len(self.hosts)
+        return bool(self.progress.running_ranks) or self.progress.has_unread_logs or not has_all_nodes
 
     def finish(self, keep_all: bool) -> None:
         """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.

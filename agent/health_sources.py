@@ -160,8 +160,8 @@ def _gpu_health(gpus: Sequence[Any]) -> CheckNumbers:
 
     ask_nvml("nvmlInit")
     numbers: CheckNumbers = defaultdict(dict)
-    for gpu_number, uuid, *_ in gpus:
-        place, handle = f"GPU {gpu_number}", ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
+    for gpu_number, uuid, _, _, board_uuid in gpus:
+        place, handle = f"GPU {gpu_number}", ask_nvml("nvmlDeviceGetHandleByUUID", board_uuid or uuid)
 
         def ask(function_name: str, *arguments: int, handle: Any = handle) -> Any:
             return None if handle is None else ask_nvml(function_name, handle, *arguments)

@@ -13,6 +13,7 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.diagnose.rank_cause import SHELL_SIGNAL_BASE
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import evidence_of_ranks
 from ultrabench.agent.disk_retry import log_line
@@ -50,7 +51,9 @@ STATUS_INTERVAL_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
 """Seconds after the first failure for other ranks to report theirs, and for a signal from outside to reach agents."""
-KILLED_CODES = frozenset(-number for number in CAUSE_BY_NAME["killed"].signals)
+KILLED_CODES = frozenset(
+    code for number in CAUSE_BY_NAME["killed"].signals for code in (-number, SHELL_SIGNAL_BASE + number)
+)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
 TaskResult = tuple[Task, RunResult]
 """A task that was run, and how it ended."""

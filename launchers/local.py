@@ -20,7 +20,9 @@ from ultrabench import processes
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import Allocations, Say, own_origin
 from ultrabench.machine_lock import holder
+from ultrabench.oom_kills import num_oom_kills
 from ultrabench.processes import clean_up_after_the_dead
+from ultrabench.result import Status
 from ultrabench.store.allocation import END_REQUEST, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
@@ -50,6 +52,8 @@ class LocalLauncher:
         self._folder = folder
         self.origin = own_origin()
         self._missing_since: dict[str, float] = {}
+        self._oom_kills_before = num_oom_kills()
+        """Number of processes that Linux had killed for lack of memory before the latest allocation was started."""
 
     def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Starts the agents of each allocation; returns their host.
@@ -57,6 +61,7 @@ class LocalLauncher:
         Raises:
             ClusterError: the agents of an allocation could not be started.
         """
+        self._oom_kills_before = num_oom_kills()
         for allocation in allocations:
             command = [sys.executable, "-P", "-m", "ultrabench.launchers.local", str(allocation.folder)]
             log_path = allocation.folder / "submit.err"
@@ -107,8 +112,8 @@ class LocalLauncher:
         return ()
 
     def _vanished_end(self, allocation: AllocationState) -> JobEnd:
-        reason = f"the agents of {allocation.name} disappeared"
-        return JobEnd(reason=reason, certain=True, held_s=self._held_s(allocation))
+        has_kills = bool(allocation.agents) and num_oom_kills() > self._oom_kills_before
+        return vanished_end(allocation.name, self._held_s(allocation), has_kills=has_kills)
 
     def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
@@ -157,6 +162,19 @@ class LocalLauncher:
                 for name in names:
                     pids_by_name[name].append(pid)
         return pids_by_name
+
+
+def vanished_end(name: str, held_s: float, *, has_kills: bool) -> JobEnd:
+    """The end of an allocation whose agents disappeared.
+
+    Args:
+        has_kills: whether Linux has killed processes for lack of memory since the allocation was started.
+    """
+    reason = f"the agents of {name} disappeared"
+    if has_kills:
+        reason += ", and Linux killed processes because the host ran out of memory"
+    status = Status.OOM if has_kills else Status.LOST
+    return JobEnd(status=status, reason=reason, certain=True, held_s=held_s)
 
 
 def start_agents(allocation_folder: Path) -> None:

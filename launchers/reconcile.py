@@ -8,16 +8,15 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, may_pass
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible_to
+from ultrabench.launchers.job_log import telling_line
 from ultrabench.launchers.launcher import Launcher, NotTakenError, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.refusals import Refusals
 from ultrabench.node_health import node_warnings, warning_lines
-from ultrabench.store.allocation import JOB_LOG
 from ultrabench.store.events import Submitted, Submitting
 from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
@@ -284,9 +283,9 @@ class Reconciler:
         return [f"warning: {line}" for line in warning_lines(new_warnings)]
 
     def _dead_end_message(self, dead_end: DeadEnd) -> str:
-        """The message that says why the launch gives up, with the last line of a job's log."""
-        log_path, last_line = _last_log_line(self.sweep.folder.allocations / dead_end.allocation.name)
-        reason = f"{dead_end.allocation.ended}{f'; its log ends: {last_line[:200]}' if last_line else ''}"
+        """The message that says why the launch gives up, with the line of a job's log that says it."""
+        log_path, log_line = telling_line(self.sweep.folder.allocations / dead_end.allocation.name)
+        reason = f"{dead_end.allocation.ended}{f'; its log says: {log_line[:200]}' if log_line else ''}"
         message = f"{dead_end.num_allocations} allocations in a row ended without running {dead_end.missing_run} ({reason})"
         return f"{message}; see {log_path}, then launch again"
 
@@ -305,16 +304,3 @@ class Reconciler:
             raise ClusterError(f"{problem}; jobs continue: fix the folder, then launch again") from error
         self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); retrying, running jobs continue")
         time.sleep(DISK_PAUSE_S)
-
-
-def _last_log_line(folder: Path) -> tuple[Path, str]:
-    """The first log of an allocation's agents that is not empty, and its last line.
-
-    On this machine submitit keeps one log for each node.
-    """
-    log_paths = [path for pattern in (JOB_LOG, "submitit/*.err") for path in sorted(folder.glob(pattern))]
-    for path in log_paths:
-        lines = [line.strip() for line in path.read_text(errors="replace").split("\n") if line.strip()]
-        if lines:
-            return path, lines[-1]
-    return (log_paths or [folder])[0], ""

@@ -2,10 +2,19 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause, cause_by_text, last_line, quoted
+from ultrabench.agent.diagnose.log_lines import LineKind, line_kind, split_lines
+from ultrabench.agent.diagnose.log_record import Failure
+from ultrabench.agent.diagnose.rank_cause import (
+    RankCause,
+    cause_of_error,
+    cause_of_killed,
+    cause_of_rank,
+    signal_of,
+)
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause
 from ultrabench.agent.ranks.rank_progress import SURE_STATES, RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
@@ -21,17 +30,29 @@ MIN_USED_LIMIT_SHARE = 0.9
 NUM_FRAMES = 3
 """Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
 
+OOM_KILL_CAUSES = frozenset({"killed", "exit_code"})
+"""Causes of ranks that Linux may have killed, or a child of them, if it counted a kill on their node."""
+OOM_KILL_TEXT = "killed by Linux because the host ran out of memory"
+"""What the reason says about a rank that Linux killed."""
+_LOST_CHILD = re.compile(r"exited unexpectedly|terminated abruptly|BrokenProcessPool|died unexpectedly")
+
 INVALID_CAUSES = {"non_finite": "non_finite_loss", "replicas": "replicas_differ", "option": "option_ignored"}
 """Kind of an error of our own kernel -> the cause that makes the run invalid."""
 _BYTES_PER_UNIT = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE_REGEX = r"([\d.]+) (bytes|[KMG]iB)"
 _SIZE_PATTERNS = {
     # torch 2, c10/cuda/CUDACachingAllocator.cpp; the second of each pair is the text of torch 1.
-    "total": (f"total capacity of {_SIZE_REGEX}", f"{_SIZE_REGEX} total capacity"),
+    "total": (
+        f"total capaci?ty of {_SIZE_REGEX}",
+        f"{_SIZE_REGEX} total capacity",
+    ),  # torch 2.0 writes "capacty"
     "free": (f"of which {_SIZE_REGEX} is free", f"{_SIZE_REGEX} free"),
     "process": (f"this process has {_SIZE_REGEX} memory in use",),
     "torch": (f"{_SIZE_REGEX} reserved in total",),
+    "allocated": (f"{_SIZE_REGEX} is allocated by PyTorch",),
+    "reserved": (f"{_SIZE_REGEX} is reserved by PyTorch but unallocated",),
 }
+_ANY_PROCESS = re.compile(f"Process \\d+ has {_SIZE_REGEX} memory in use")
 _FRAME_LINE = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
 _PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
 _VOLATILE_PATTERNS = (
@@ -52,16 +73,27 @@ class Finding(NamedTuple):
     """The line of the rank's error or log that shows the failure."""
     is_certain: bool = False
     """Whether the rank itself or Linux reported the failure; then it counts, whoever ended the rank."""
+    failure: Failure | None = None
+    """The failure in the rank's log that shows the cause; None if its report or its exit shows it."""
 
     @property
-    def sort_key(self) -> tuple[int, float, int, int]:
-        """The sort key: roots before consequences, then by the time when the leader learned of the failure."""
-        cause_index = list(CAUSE_BY_NAME).index(self.cause.name)
-        return self.cause.tier, self.rank.failed_at_s or 0.0, cause_index, self.rank.number
+    def text(self) -> str:
+        """The lines that say what failed, without stacks."""
+        lines = self.failure.lines if self.failure else split_lines(self.rank.last_text)
+        return "\n".join(line for line in lines if line_kind(line) is not LineKind.STACK)
+
+    @property
+    def traceback(self) -> str:
+        """A text with the frames of the failure."""
+        return "\n".join(self.failure.frames) if self.failure else self.rank.last_text
 
 
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
-    """One finding for each rank that failed, the likeliest root first."""
+    """One finding for each rank that failed, the likeliest root first.
+
+    The root is the earliest failure, by the times in the logs if all of those that compete have one, else by the order in
+    which the ranks ended. What the failure of another rank may have caused comes after all others (`Cause.tier`).
+    """
     rank_findings = [finding for rank in ranks if (finding := _finding(rank))]
     early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
     # If most ranks have ended well, the other ranks will follow; one that is stopped or dead explains why they do not.
@@ -69,7 +101,36 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 and not explains_hang else ():
         line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
         rank_findings.append(Finding(rank=rank, cause=CAUSE_BY_NAME["exited_early"], line=line))
-    return sorted(rank_findings, key=lambda finding: finding.sort_key)
+    rank_findings = _sorted_findings(rank_findings)
+    return [*_lost_to_host_memory(ranks, rank_findings), *rank_findings]
+
+
+def _sorted_findings(rank_findings: list[Finding]) -> list[Finding]:
+    first_tier = min((finding.cause.tier for finding in rank_findings), default=0)
+    first_failures = [finding.failure for finding in rank_findings if finding.cause.tier == first_tier]
+    have_times = all(failure and failure.time_s is not None for failure in first_failures)
+    cause_names = [*CAUSE_BY_NAME]
+
+    def sort_key(finding: Finding) -> tuple[int, float, float, int, int]:
+        time_s = finding.failure.time_s if have_times and finding.failure else None
+        end_s = finding.rank.failed_at_s or 0.0
+        return (
+            finding.cause.tier,
+            time_s or 0.0,
+            end_s,
+            cause_names.index(finding.cause.name),
+            finding.rank.number,
+        )
+
+    return sorted(rank_findings, key=sort_key)
+
+
+def _lost_to_host_memory(ranks: Sequence[RankProgress], rank_findings: list[Finding]) -> Iterator[Finding]:
+    """The root where Linux killed a process of the run, and nothing else says why the others lost their connections or hang."""
+    killed_rank = next((rank for rank in ranks if rank.oom_killed), None)
+    if killed_rank and (not rank_findings or rank_findings[0].cause.status == Status.COMM_ERROR):
+        line = "Linux killed a process of its node because the host ran out of memory"
+        yield Finding(rank=killed_rank, cause=CAUSE_BY_NAME["host_oom"], line=line)
 
 
 def _finding(rank: RankProgress) -> Finding | None:
@@ -77,79 +138,96 @@ def _finding(rank: RankProgress) -> Finding | None:
         return None
     ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
     if rank.error_line:
-        cause_and_line: tuple[Cause, str] | None = _cause_by_error(rank)
-    elif rank.oom_killed:
-        cause_and_line = CAUSE_BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
+        rank_cause: RankCause | None = _cause_by_error(rank)
     elif ended_by_us:
-        # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
-        cause_and_line = cause_by_text(rank.tail, only_uncaught=True)
+        rank_cause = cause_of_killed(rank.log_record)
     else:
-        cause_and_line = cause_by_exit(rank)
-    if cause_and_line is None:
+        rank_cause = cause_by_exit(rank)
+    if rank_cause is None:
         return None
-    cause, line = cause_and_line
+    cause, line, failure = rank_cause
     if rank.full_folder_text and cause.name in VAGUE_CAUSES:
         cause, line = CAUSE_BY_NAME["disk_full"], rank.full_folder_text
-    is_certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
-    if cause.name == "cuda_oom" and has_filled_gpu(rank) is False:
-        cause = CAUSE_BY_NAME["foreign_memory"]
-    return Finding(rank=rank, cause=cause, line=line, is_certain=is_certain)
+    is_certain = bool(rank.error_line) or (cause.status == Status.OOM and not ended_by_us)
+    finding = Finding(rank=rank, cause=cause, line=line, is_certain=is_certain, failure=failure)
+    if cause.name == "cuda_oom" and has_filled_gpu(rank, finding.text) is False:
+        return finding._replace(cause=CAUSE_BY_NAME["foreign_memory"])
+    return finding
 
 
-def _cause_by_error(rank: RankProgress) -> tuple[Cause, str]:
+def _cause_by_error(rank: RankProgress) -> RankCause:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
     kind, message = rank.error_line.get("kind"), rank.error_line.get("message") or "(no message)"
-    cause, _ = cause_by_text(rank.last_text) or (CAUSE_BY_NAME["exception"], "")
+    rank_cause = cause_of_error(rank.last_text, message)
+    cause = rank_cause.cause
     if kind in INVALID_CAUSES:
         cause = CAUSE_BY_NAME[INVALID_CAUSES[kind]]
     elif kind == "oom" and cause.status != Status.OOM:
         cause = CAUSE_BY_NAME["cpu_oom"]
     elif kind == "comm" and cause.name == "exception":
         cause = CAUSE_BY_NAME["connection_error"]
-    return cause, quoted(message)
+    return RankCause(cause, rank_cause.line)
 
 
-def cause_by_exit(rank: RankProgress) -> tuple[Cause, str]:
-    """The cause by the exit code, or by the log if that is more exact."""
-    code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), cause_by_text(rank.tail)
-    if code > 0:
-        return cause_and_line or (CAUSE_BY_NAME["exit_code"], f"exited with code {code}: {final_line}")
-    cause = next((c for c in CAUSE_BY_NAME.values() if -code in c.signals), CAUSE_BY_NAME["signal"])
-    # A library that aborts prints why, and a rank that lost a peer may die in any way.
-    lost_peer = cause.name == "segfault" and cause_and_line and cause_and_line[0].status == Status.COMM_ERROR
-    if cause_and_line and (cause.name == "abort" or lost_peer):
-        return cause_and_line
-    signal_name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
-    return cause, f"killed by {signal_name}, which ultrabench did not send: {final_line}"
+def cause_by_exit(rank: RankProgress) -> RankCause:
+    """The cause by the exit code and the log of a rank that ultrabench did not end, and by the counter of its node."""
+    rank_cause = cause_of_rank(rank.code or 0, rank.log_record)
+    is_killed = rank_cause.cause.name in OOM_KILL_CAUSES or _is_lost_child(rank_cause)
+    if not rank.oom_killed or not is_killed:
+        return rank_cause
+    is_own_kill = signal_of(rank.code or 0) == signal.SIGKILL
+    line = OOM_KILL_TEXT if is_own_kill else f"{OOM_KILL_TEXT}: {rank_cause.line}"
+    return RankCause(CAUSE_BY_NAME["host_oom"], line)
 
 
-def has_filled_gpu(rank: RankProgress) -> bool | None:
+def _is_lost_child(rank_cause: RankCause) -> bool:
+    """Whether an exception says that a child of the rank ended without a reason."""
+    return rank_cause.cause.name == "exception" and bool(_LOST_CHILD.search(rank_cause.line))
+
+
+def has_filled_gpu(rank: RankProgress, text: str) -> bool | None:
     """Whether the run itself filled the GPU: False if other processes held memory, None if unknown.
 
     It follows from the allocator's message, from free_bytes and total_bytes, which the rank reported when the
     run began, and from free_bytes, total_bytes and torch_bytes, which it reported when it ran out.
+
+    Args:
+        text: the message of the allocator.
     """
-    memory, error, last_text = rank.memory_report, rank.error_line, rank.last_text
-    bytes_of = {kind: _size_bytes(last_text, patterns) for kind, patterns in _SIZE_PATTERNS.items()}
+    memory, error = rank.memory_report, rank.error_line
+    bytes_of = {kind: _size_bytes(text, patterns) for kind, patterns in _SIZE_PATTERNS.items()}
     free_share_at_start = _own_share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
     if free_share_at_start is not None and free_share_at_start < MIN_OWN_SHARE:
         return False
-    process_share = _own_share(bytes_of["process"], bytes_of["free"], bytes_of["total"])
+    torch_bytes = bytes_of["torch"]
+    if bytes_of["allocated"] is not None:
+        torch_bytes = bytes_of["allocated"] + (bytes_of["reserved"] or 0.0)
+    own_bytes = bytes_of["process"] or _own_process_bytes(text, torch_bytes)
+    process_share = _own_share(own_bytes, bytes_of["free"], bytes_of["total"])
     if process_share is not None:
         return process_share >= MIN_OWN_SHARE
     reported_share = _own_share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
-    torch_share = _own_share(bytes_of["torch"], bytes_of["free"], bytes_of["total"]) or reported_share
+    torch_share = _own_share(torch_bytes, bytes_of["free"], bytes_of["total"]) or reported_share
     return (torch_share or 0.0) >= (MIN_OWN_SHARE if free_share_at_start is None else MIN_TORCH_SHARE) or None
 
 
-def has_reached_limit(rank: RankProgress) -> bool | None:
+def _own_process_bytes(text: str, torch_bytes: float | None) -> float | None:
+    """What the rank's process holds of the GPU, where torch does not know its own pid, as in a PID namespace.
+
+    Torch then lists the process among the others. It is the smallest one that holds at least what torch has.
+    """
+    sizes = sorted(float(m[1].rstrip(".")) * _BYTES_PER_UNIT[m[2]] for m in _ANY_PROCESS.finditer(text))
+    return next((size for size in sizes if torch_bytes is not None and size >= torch_bytes), None)
+
+
+def has_reached_limit(rank: RankProgress, text: str) -> bool | None:
     """Whether a CPU rank reached the limit that was set for it; None if unknown.
 
     It follows from limit_bytes, which the rank reported when the limit was set, from data_bytes, which were in
-    use when it ran out, if they are known, and from the allocator's message.
+    use when it ran out, if they are known, and from the allocator's message, `text`.
     """
     limit_bytes, used_bytes = rank.memory_report.get("limit_bytes"), rank.error_line.get("data_bytes")
-    request_match = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
+    request_match = re.search(r"you tried to allocate (\d+) bytes", text)
     if limit_bytes is None:
         return None
     if used_bytes is None or request_match is None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from ultrabench.agent.diagnose.families import cause_by_text
 from ultrabench.agent.diagnose.findings import (
     Finding,
     cause_by_exit,
@@ -17,7 +18,9 @@ from ultrabench.agent.diagnose.findings import (
     has_filled_gpu,
     has_reached_limit,
 )
-from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, last_line, quoted
+from ultrabench.agent.diagnose.log_lines import quoted
+from ultrabench.agent.diagnose.rank_cause import last_line
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import NO_EVIDENCE_ABOUT_HOSTS, host_evidence
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
@@ -147,11 +150,14 @@ def _invalid_result(cause: str, reason: str) -> RunResult:
 
 def _failed_result(rank_findings: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
-    rank, cause, line = rank_findings[0].rank, rank_findings[0].cause, rank_findings[0].line
+    root = rank_findings[0]
+    rank, cause, line = root.rank, root.cause, root.line
     evidence = host_evidence(rank_findings, progress.ranks, progress.address_book)
     check_own_memory = {"cuda_oom": has_filled_gpu, "cpu_oom": has_reached_limit}.get(cause.name)
-    failure_id = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
-    confirmed = bool(check_own_memory and check_own_memory(rank)) if cause.status == Status.OOM else None
+    failure_id = fingerprint(cause.name, rank.phase, line, root.traceback, progress.hosts)
+    confirmed = (
+        bool(check_own_memory and check_own_memory(rank, root.text)) if cause.status == Status.OOM else None
+    )
     if confirmed or cause.name == "host_oom":
         evidence = NO_EVIDENCE_ABOUT_HOSTS  # the run needs more memory than it may use, on any node
     num_ranks_alike = sum(finding.cause is cause for finding in rank_findings)
@@ -245,7 +251,7 @@ def _checkpoint_columns(
     elif outage:
         cause, reason = outage.cause, outage.reason
     elif exit_causes:
-        cause, reason = exit_causes[0][0].name, exit_causes[0][1]
+        cause, reason = exit_causes[0].cause.name, exit_causes[0].line
     return {"checkpoint_cause": cause, "checkpoint_reason": reason}
 
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from ultrabench.agent.diagnose.addresses import AddressBook
 from ultrabench.agent.diagnose.findings import Finding
-from ultrabench.agent.diagnose.signatures import ending_lines
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.result import EXITED_EARLY, TRANSIENT_CAUSES, Status
 
@@ -75,9 +74,9 @@ def _network_evidence(
     if len(all_hosts) == 1:
         return HostEvidence(began_on=(*all_hosts,))
     named_hosts = set[str]()
-    for rank in failed_ranks:
+    for finding in rank_findings:
         # NCCL begins a line with the name of its own host.
-        named_hosts |= address_book.hosts_in("\n".join(ending_lines(rank.last_text))) - {rank.host}
+        named_hosts |= address_book.hosts_in(finding.text) - {finding.rank.host}
     if len(named_hosts) == 1:
         return HostEvidence(suspect_hosts=(*named_hosts,), began_on=(*named_hosts,))
     silent_ranks = [rank for rank in ranks if rank not in failed_ranks and not rank.done_line]

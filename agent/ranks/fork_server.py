@@ -35,6 +35,8 @@ FORK_LIMIT_S = 30.0
 """Seconds to wait until a server that is ready has forked a rank; one that needs more is replaced."""
 STOPPED_STATES = ("T", "t")
 """States of /proc of a process that a signal or a debugger has stopped."""
+RANK_OOM_SCORE = 500
+"""By how much the OOM score of ranks is above that of the agent; 1000 stands for all memory."""
 EXIT_POLL_S = 0.02
 """Seconds between two checks for ranks that have ended."""
 
@@ -241,6 +243,7 @@ def _become_rank(request: dict[str, Any], rank_main: Main, server_pid: int, conn
     try:
         die_with_parent(server_pid)
         os.setpgid(0, 0)
+        _prefer_for_oom_kill()
         connection.close()
         log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log_fd, 1)
@@ -262,6 +265,14 @@ def _become_rank(request: dict[str, Any], rank_main: Main, server_pid: int, conn
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
+
+
+def _prefer_for_oom_kill() -> None:
+    """Lets Linux kill this process before the agent when memory runs out, so that the agent can report it."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as file:
+        adjustment = min(1000, int(file.read()) + RANK_OOM_SCORE)
+        file.seek(0)
+        file.write(str(adjustment))
 
 
 if __name__ == "__main__":

@@ -8,18 +8,23 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from ultrabench.agent.disk_retry import log_line
 from ultrabench.processes import RunningClock
 
 LIST_TIMEOUT_S = 10.0
 """Seconds to wait for an answer of the driver."""
 SAMPLE_INTERVAL_S = 1.0
 """Seconds between two samples of the clocks."""
+UNLISTED_TEXT = (
+    "the driver does not list this device, so its memory, clocks, processes and health are not checked"
+)
 FREE_TIMEOUT_S = 10.0
 """Seconds to wait until the driver has freed the memory of a killed process."""
 DRIVER_GROWTH_SHARE = 0.02
@@ -42,28 +47,46 @@ class VisibleGpu(NamedTuple):
     """A GPU that the ranks of this node may use."""
 
     number: str
-    """Index by which NVML counts the GPUs of the host, as a text."""
+    """Index by which NVML counts the GPUs of the host, as a text; `0:1` is the second MIG device of GPU 0."""
     uuid: str
     bus_id: str
     """PCI bus as NVML writes it, such as 00000000:1B:00.0."""
     processes: Sequence[tuple[int, str]] = ()
     """Pid and description of each process that computes on it."""
+    board_uuid: str = ""
+    """UUID of the GPU of which this is a MIG device; empty for a whole GPU."""
 
 
 def visible_gpus() -> list[VisibleGpu]:
-    """The GPUs of CUDA_VISIBLE_DEVICES (indices or UUIDs) in its order; all GPUs where it is not set.
+    """The GPUs and MIG devices of CUDA_VISIBLE_DEVICES (indices or UUIDs) in its order; all GPUs where it is not set.
 
-    The list is empty where the driver is absent, fails or does not answer.
+    The list is empty where the driver is absent, fails or does not answer. A line in the log of the job names the devices
+    that the driver does not list, since nothing about these can be checked.
     """
     gpus, device_prefixes = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if device_prefixes is None:
-        return gpus
-    matching_gpus = (
-        [g for g in gpus if prefix == g.number or (prefix[:4] == "GPU-" and g.uuid.startswith(prefix))]
-        for prefix in map(str.strip, device_prefixes.split(","))
-    )
+        return [gpu for gpu in gpus if not gpu.board_uuid]
+    gpus_by_prefix = {p: _gpus_of(gpus, p) for p in map(str.strip, device_prefixes.split(","))}
+    unlisted_prefixes = [
+        p for p, found_gpus in gpus_by_prefix.items() if not found_gpus and p[:4] in ("GPU-", "MIG-")
+    ]
+    if gpus and unlisted_prefixes:
+        _say_once(f"{', '.join(unlisted_prefixes)}: {UNLISTED_TEXT}")
     # CUDA also accepts the beginnings of UUIDs, and ends the list at the first entry that names no GPU or several.
-    return [g for (g,) in takewhile(lambda gpus_of_prefix: len(gpus_of_prefix) == 1, matching_gpus)]
+    return [g for (g,) in takewhile(lambda gpus_of_prefix: len(gpus_of_prefix) == 1, gpus_by_prefix.values())]
+
+
+def _gpus_of(gpus: Sequence[VisibleGpu], prefix: str) -> list[VisibleGpu]:
+    """The GPUs and MIG devices that an entry of CUDA_VISIBLE_DEVICES may name."""
+    is_uuid = prefix[:4] in ("GPU-", "MIG-")
+    return [
+        g for g in gpus if (g.uuid.startswith(prefix) if is_uuid else prefix == g.number and not g.board_uuid)
+    ]
+
+
+@cache
+def _say_once(line: str) -> None:
+    log_line(line)
 
 
 def foreign_processes(is_ours: Callable[[int], bool]) -> list[str]:
@@ -98,19 +121,31 @@ def print_gpus() -> None:
         handle = ask_nvml("nvmlDeviceGetHandleByIndex", gpu_index)
         uuid, pci_info = ask_nvml("nvmlDeviceGetUUID", handle), ask_nvml("nvmlDeviceGetPciInfo", handle)
         if uuid and pci_info:
-            processes = [(p.pid, _process_text(p, gpu_index)) for p in _processes(handle)]
+            processes = [(p.pid, _process_text(p, str(gpu_index))) for p in _processes(handle)]
             gpus.append(VisibleGpu(str(gpu_index), uuid, pci_info.busId, processes))
+            gpus += _mig_devices(handle, gpus[-1])
     print(json.dumps(gpus))
 
 
-def _process_text(process: Any, gpu_index: int) -> str:
+def _mig_devices(handle: Any, gpu: VisibleGpu) -> Iterator[VisibleGpu]:
+    """The MIG devices of a GPU, which have their own memory and processes, and the GPU's clocks and bus."""
+    for mig_index in range(ask_nvml("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        mig_handle = ask_nvml("nvmlDeviceGetMigDeviceHandleByIndex", handle, mig_index)
+        uuid = mig_handle and ask_nvml("nvmlDeviceGetUUID", mig_handle)
+        if uuid:
+            number = f"{gpu.number}:{mig_index}"
+            processes = [(p.pid, _process_text(p, number)) for p in _processes(mig_handle)]
+            yield VisibleGpu(number, uuid, gpu.bus_id, processes, gpu.uuid)
+
+
+def _process_text(process: Any, gpu_number: str) -> str:
     """Describes a process on the GPU with this number in a line; its user is unknown if it is in another container."""
     program_name = Path(ask_nvml("nvmlSystemGetProcessName", process.pid) or "unknown program").name
     user_text, used_bytes = "unknown user", process.usedGpuMemory
     with contextlib.suppress(OSError, KeyError):
         user_text = f"user {pwd.getpwuid(os.stat(f'/proc/{process.pid}').st_uid).pw_name}"
     memory_text = "" if used_bytes is None else f" with {used_bytes >> 20} MiB"
-    return f"process {process.pid} ({program_name}, {user_text}) on GPU {gpu_index}{memory_text}"
+    return f"process {process.pid} ({program_name}, {user_text}) on GPU {gpu_number}{memory_text}"
 
 
 def _processes(handle: Any) -> list[Any]:
@@ -154,9 +189,17 @@ class GpuGauge:
     def __init__(self, gpus: Sequence[VisibleGpu]) -> None:
         if gpus:
             ask_nvml("nvmlInit")
-        handles = ((gpu.number, ask_nvml("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in gpus)
-        self._baselines = [(number, h, ask_nvml("nvmlDeviceGetMemoryInfo", h)) for number, h in handles if h]
+        handles = ((gpu, ask_nvml("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in gpus)
+        known_handles = [(gpu, handle) for gpu, handle in handles if handle]
+        self._baselines = [
+            (gpu.number, h, ask_nvml("nvmlDeviceGetMemoryInfo", h)) for gpu, h in known_handles
+        ]
         """Number, NVML handle and memory before the first run of each GPU."""
+        self._boards = {
+            gpu.number: ask_nvml("nvmlDeviceGetHandleByUUID", gpu.board_uuid) if gpu.board_uuid else handle
+            for gpu, handle in known_handles
+        }
+        """Number of a GPU -> NVML handle of the whole GPU, which alone has clocks."""
         self._last_sample_s = 0.0
         """When the last sample was taken, by the monotonic clock."""
         self.clear()
@@ -191,12 +234,13 @@ class GpuGauge:
         for number, handle, _ in self._baselines:
             if own_pids:
                 foreign = (process for process in _processes(handle) if process.pid not in own_pids)
-                self.foreign_processes |= {_process_text(process, int(number)) for process in foreign}
-            clock_mhz = ask_nvml("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
-            slowdown_mask = ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+                self.foreign_processes |= {_process_text(process, number) for process in foreign}
+            board = self._boards[number]
+            clock_mhz = ask_nvml("nvmlDeviceGetClockInfo", board, CLOCK_SM)
+            slowdown_mask = ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", board) or 0
             self.clocks_hz += [clock_mhz * 1e6] if clock_mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWN_BY_BIT.items() if slowdown_mask & bit}
-            if is_measuring:
+            if is_measuring and board is handle:  # the power of a GPU is not that of one of its MIG devices
                 self._power_samples[number].append(_power_sample(handle))
 
     def unfreed_memory_text(self, beat: Callable[[], Any]) -> str | None:

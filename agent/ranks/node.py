@@ -3,9 +3,8 @@
 import contextlib
 import json
 import os
-import re
 import shutil
-import signal
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,10 +21,12 @@ from ultrabench.agent.ranks import cleanup
 from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED_STATES, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
+from ultrabench.agent.ranks.rank_log import END_BYTES, MAX_LOG_BYTES, read_log
 from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
 from ultrabench.agent.ranks.sources import ReportSource, report_sources
 from ultrabench.errors import ClusterError
 from ultrabench.node_health import Reading, examine, to_facts
+from ultrabench.oom_kills import num_oom_kills
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
@@ -75,6 +76,12 @@ PREPARING_LIMIT_S = 60.0
 """Seconds for making the node-local files of a run."""
 HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
+SHOWN_NAMES = frozenset({"SLURM_JOB_ID", "SLURM_CONF"})
+"""Variables with these prefixes that ranks see: their job, and where the commands of Slurm find their cluster."""
+LOG_READING_S = 0.2
+"""Seconds after which an agent that reads logs of failed ranks looks after its other work again."""
+TAIL_BYTES = 8192
+"""Bytes of the end of the log of a rank that ended well."""
 
 
 def with_variant_env(env: Mapping[str, str], variant_env: Mapping[str, str | None]) -> dict[str, str]:
@@ -93,7 +100,7 @@ class Node:
         self.tag = processes.own_tag(allocation.name, self.identity.node_index)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
         gpus_per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
-        kept_names = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(HIDDEN_PREFIXES)}
+        kept_names = {k for k in os.environ if k in SHOWN_NAMES or not k.startswith(HIDDEN_PREFIXES)}
         self._base_env = {**{k: os.environ[k] for k in kept_names}, processes.TAG_VARIABLE: self.tag}
         self._uses_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:gpus_per_node] if self._uses_gpus else []
@@ -113,6 +120,10 @@ class Node:
         self._hang_evidence: Iterator[list[RankEvent]] = iter(())
         self._exits: dict[int, int] = {}
         """Rank -> exit code that was not sent to the leader yet."""
+        self._unread_logs: dict[int, int] = {}
+        """Rank that failed and whose log was not read yet -> how many bytes of it are read at most."""
+        self._has_killed = False
+        """Whether the ranks of the current run were killed, so that their logs only show what they had done before."""
         self._measured_phase = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
         self._is_training = True
         """Whether the run trains; False once it saves its state, which its measurements must not include."""
@@ -195,13 +206,14 @@ class Node:
         self._gpu_gauge.clear()
         self._host_load.clear()
         self._oom_kills_before, self._full_folder, self._is_training = num_oom_kills(), None, True
+        self._has_killed = False
         self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
         variant_env = variables_of(task.spec.variant)
         if task.forked:
             self._use_server(variant_env)
         for local_rank, rank in enumerate(self.ranks):
             env = self._rank_env(task, rank, local_rank, address, port)
-            log_path = run_folder / f"rank{rank}.log"
+            log_path = self._log_path(rank)
             cpus = self._rank_cpus[local_rank] if self._rank_cpus else None
             if task.forked:
                 self._fork_server.fork(rank, env, log_path, cpus)
@@ -217,7 +229,7 @@ class Node:
         (self._run_folder / cleanup.EVIDENCE_FOLDER).mkdir(parents=True, exist_ok=True)
         write_whole(self._run_folder / "spec.json", json.dumps(to_dict(self._task), indent=1))
         for rank in self.ranks:
-            (self._run_folder / f"rank{rank}.log").touch()
+            self._log_path(rank).touch()
 
     def _space_shortage(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
         return cleanup.space_shortage(self.scratch.parent, min_bytes)
@@ -244,7 +256,8 @@ class Node:
         self._fork_server.replace_if_stuck()
         # A disk that makes a rank fail may have space again when the rank ends.
         self._full_folder = self._full_folder or self._space_shortage(cleanup.FULL_BELOW_BYTES)
-        events: list[RankEvent] = []
+        # A large log takes up to a second, so logs are read after the call that has sent the exits of their ranks.
+        events: list[RankEvent] = [*self._read_logs()]
         for source in self._report_sources:
             report_lines = filter(None, map(source.parse, source.new_lines.read()))
             # Only our own kernel may report measurements of devices and links.
@@ -265,12 +278,26 @@ class Node:
         ranks_behind = {source.writer_rank for source in self._report_sources if source.new_lines.has_more}
         for rank in sorted(self._exits.keys() - ranks_behind):
             exit_code = self._exits.pop(rank)
-            log_paths = (self._run_folder / f"rank{rank}.log", self.scratch / "fork_server.log")
-            tail = next(filter(None, (cleanup.read_tail(path, 8192) for path in log_paths)), "")
-            was_oom_killed = exit_code == -signal.SIGKILL and num_oom_kills() > self._oom_kills_before
-            exit_event = {"code": exit_code, "tail": tail, "oom_killed": was_oom_killed}
-            events.append({"rank": rank, **exit_event, "disk_full": self._full_folder if exit_code else None})
+            has_kills = exit_code != 0 and num_oom_kills() > self._oom_kills_before
+            exit_event: RankEvent = {"rank": rank, "code": exit_code, "oom_killed": has_kills}
+            if exit_code:
+                self._unread_logs[rank] = END_BYTES if self._has_killed else MAX_LOG_BYTES
+            else:
+                exit_event["tail"] = cleanup.read_tail(self._log_path(rank), TAIL_BYTES)
+            events.append({**exit_event, "disk_full": self._full_folder if exit_code else None})
         return events
+
+    def _log_path(self, rank: int) -> Path:
+        return self._run_folder / f"rank{rank}.log"
+
+    def _read_logs(self) -> Iterator[RankEvent]:
+        """What logs of ranks that failed show, as many as can be read in LOG_READING_S; the others wait for the next call."""
+        start_s = time.monotonic()
+        while self._unread_logs and time.monotonic() - start_s < LOG_READING_S:
+            rank, max_bytes = self._unread_logs.popitem()
+            paths = (self._log_path(rank), self.scratch / "fork_server.log")
+            path = next(filter(cleanup.file_size_bytes, paths), paths[0])
+            yield {"rank": rank, "log": to_dict(read_log(path, max_bytes))}
 
     def _new_progress(self) -> Iterator[RankEvent]:
         """The progress of each rank where it has changed since the last call."""
@@ -300,7 +327,7 @@ class Node:
         if self._task.probe and self._health_reader.is_open:
             health_facts = to_facts(examine(self._first_reading, self._health_reader.read_again()))
             self._health_reader.close()
-        complaint = self._end_processes()
+        complaint, self._has_killed = self._end_processes(), True
         if processes.state_of(self._fork_server.pid) in STOPPED_STATES:
             self._fork_server.replace()
         gauge = self._gpu_gauge
@@ -336,6 +363,7 @@ class Node:
             keep_all: keep the logs of all ranks, as of a failed run.
         """
         self._report_sources, self._sent_progress, self._exits, self._hang_evidence = [], {}, {}, iter(())
+        self._unread_logs = {}
         host, problem = self.identity.host, None
         try:
             if too_large_names := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
@@ -374,21 +402,3 @@ class Node:
         """Removes the node-local folder, after the end of the allocation was recorded."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._shared_memory_cleanup.remove()
-
-
-def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes Linux has killed for lack of memory in the memory cgroup of this process.
-
-    The ranks of a run share the cgroup of their agent, so that kills in other jobs of the host do not count.
-    Where the cgroup has no such counter, that of the whole host is read; without any the answer is 0.
-    Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html
-    (memory.oom_control).
-    """
-    entries = [line.split(":", 2) for line in cleanup.read_text(proc / "self/cgroup").splitlines()]
-    v2_files = [f"{cgroups}{path}/memory.events" for _, controllers, path in entries if not controllers]
-    v1_paths = (path for _, controllers, path in entries if "memory" in controllers.split(","))
-    v1_files = [f"{cgroups}/memory{path}/memory.oom_control" for path in v1_paths]
-    for file in (*v2_files, *v1_files, f"{proc}/vmstat"):
-        if match := re.search(r"^oom_kill (\d+)$", cleanup.read_text(file), re.MULTILINE):
-            return int(match[1])
-    return 0

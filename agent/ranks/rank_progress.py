@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ultrabench.agent.diagnose.addresses import AddressBook
+from ultrabench.agent.diagnose.log_record import LogRecord, record_of
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.measure import Measure
+from ultrabench.record import from_dict
 
 RankEvent = dict[str, Any]
 """An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
-{rank, code, tail, oom_killed, disk_full} its exit and the end of its log, {rank, evidence} the evidence of a hang."""
+{rank, code, oom_killed, disk_full} its exit, {rank, log} the record of its log, which follows the exit, and
+{rank, evidence} the evidence of a hang. An exit may have the end of the log instead of its record, as `tail`."""
 
 SURE_STATES = ("T", "Z")
 """States of a process in which it cannot go on, whatever other ranks do: it is stopped, or it is dead."""
@@ -63,11 +66,13 @@ class RankProgress:
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
     oom_killed: bool = False
-    """The rank died of SIGKILL, and Linux killed processes on its node for lack of memory during the run."""
+    """Linux killed processes on its node for lack of memory during the run: it, a child of it, or another rank."""
     full_folder_text: str | None = None
     """Which node-local folder was full when the rank failed, and its free space; None if none was."""
     tail: str = ""
     """The end of the rank's log."""
+    log: LogRecord | None = None
+    """What its log shows about failures; None until its node has read it."""
     failed_at_s: float | None = None
     """When the leader learned of its failure, in seconds for which it has run."""
     evidence: dict[str, Any] = field(default_factory=lambda: NO_EVIDENCE)
@@ -94,6 +99,11 @@ class RankProgress:
         """How it ended, as a text: its error with the traceback, or the end of its log."""
         error = self.error_line
         return f"{error.get('traceback', '')}\n{error.get('message', '')}" if error else self.tail
+
+    @property
+    def log_record(self) -> LogRecord:
+        """What its log shows about failures; if its node has not read it, what the end of the log shows."""
+        return self.log or record_of(self.tail)
 
     @property
     def gap_kind(self) -> str:
@@ -184,6 +194,10 @@ class AttemptProgress:
         if "evidence" in event:
             rank.evidence = event["evidence"]
             return
+        if "log" in event:
+            rank.log = from_dict(LogRecord, event["log"])
+            rank.tail = rank.log.tail
+            return
         if event.get("line", {}).get("event") == OBSERVED_EVENT:
             rank.record_observed(event["line"])
             return
@@ -192,8 +206,10 @@ class AttemptProgress:
             gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.last_progress_s)
         rank.last_progress_s = now_s
         if "code" in event:
-            rank.code, rank.tail = event["code"], event.get("tail", "")
-            rank.oom_killed = event.get("oom_killed", False) and not rank.killed_by_us
+            rank.code = event["code"]
+            if "tail" in event:
+                rank.tail, rank.log = event["tail"], record_of(event["tail"])
+            rank.oom_killed = event.get("oom_killed", False)
             rank.full_folder_text = None if rank.killed_by_us else event.get("disk_full")
         elif "microbatches" in event:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
@@ -252,6 +268,11 @@ class AttemptProgress:
     def running_ranks(self) -> list[RankProgress]:
         """The ranks that have not ended."""
         return [rank for rank in self.ranks if rank.code is None]
+
+    @property
+    def has_unread_logs(self) -> bool:
+        """Whether the logs of ranks that failed are still being read."""
+        return any(rank.code and rank.log is None for rank in self.ranks)
 
     @property
     def has_failed(self) -> bool:

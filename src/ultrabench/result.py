@@ -102,6 +102,7 @@ CAUSES = (
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow", "disk_error", "download_failed",
+    "compile_cache", "stale_file", "no_interface",
 )  # fmt: skip
 """All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
 
@@ -130,8 +131,8 @@ LOCATED_STATUSES = frozenset({Status.CRASH, Status.HANG, Status.COMM_ERROR, Stat
 CIRCUMSTANTIAL_CAUSES = frozenset({AGENT_GONE, "gpu_unavailable"})
 """Causes of a node_fail that do not prove a fault of the node: the run itself may have ended its agent or hidden its GPUs."""
 
-TRANSIENT_CAUSES = frozenset({"port_taken"})
-"""Causes that pass by themselves, so that they say nothing about a node."""
+TRANSIENT_CAUSES = frozenset({"port_taken", "compile_cache", "stale_file"})
+"""Causes that pass by themselves, so that they say nothing about a node, and the run is tried once more."""
 
 
 class Doubt(NamedTuple):

@@ -10,6 +10,7 @@ It prints status, cause, hosts, `confirmed` and the next step; the exit code is 
 
 import argparse
 import json
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from tests.configs import measure, retry
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.addresses import AddressBook
 from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.ranks.rank_log import read_log
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
+from ultrabench.record import to_dict
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -28,7 +31,6 @@ from ultrabench.sweep.running.retry import RetryDecision, decide_retry
 
 TASK = replace(task("x.py", "cpu"), measure=measure(warmup_steps=2, loss_step=3))
 POLICY = retry()
-TAIL_BYTES = 8192
 THREAD = (
     "Thread 0x00007f0000000001 (most recent call first):\n"
     '  File "/opt/env/lib/python3.12/threading.py", line 359 in wait\n\n'
@@ -47,6 +49,14 @@ def log_of(rank: dict[str, Any]) -> str:
     return text + FRAME * (2 * rank.get("then_frames", 0))
 
 
+def record_of_log(rank: dict[str, Any]) -> dict[str, Any]:
+    """What an agent reads in the log of a rank."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(log_of(rank).encode())
+        file.flush()
+        return to_dict(read_log(Path(file.name)))
+
+
 def classified(case: dict[str, Any], numbers: list[int]) -> RunResult:
     """The result of a case whose ranks end in this order."""
     names_by_host = defaultdict[str, list[str]](list)
@@ -57,16 +67,9 @@ def classified(case: dict[str, Any], numbers: list[int]) -> RunResult:
     for second, number in enumerate(numbers, start=1):
         rank = case["ranks"][number]
         progress.ranks[number].killed_by_us = rank["killed_by_agent"]
-        tail = log_of(rank).encode()[-TAIL_BYTES:].decode(errors="replace")
         was_killed = number in (case.get("oom_kill_counted_on") or ())
-        end = {
-            "rank": number,
-            "code": rank["code"],
-            "tail": tail,
-            "oom_killed": was_killed,
-            "disk_full": None,
-        }
-        progress.add([end], now_s=float(second))
+        end = {"rank": number, "code": rank["code"], "oom_killed": was_killed, "disk_full": None}
+        progress.add([end, {"rank": number, "log": record_of_log(rank)}], now_s=float(second))
     return replace(classify(progress, TASK, None), hostnames=tuple(case["hosts"]))
 
 
@@ -104,7 +107,7 @@ def verdict(case: dict[str, Any], numbers: list[int]) -> Verdict:
     if must["suspect_hosts"] is not None and {*must["suspect_hosts"]} != {*result.suspect_hosts}:
         faults.append(f"suspect_hosts must be {must['suspect_hosts']}")
     also = must.get("also", "")
-    avoided = step.avoid & {*(must["suspect_hosts"] or case["hosts"])}
+    avoided = {*step.avoid} & {*(must["suspect_hosts"] or case["hosts"])}
     if "another node" in also and not (step.retry and avoided):
         faults.append(f"must be {also}")
     if "retried once" in also and not (step.retry and not next_step(result, result).retry):

@@ -43,7 +43,7 @@ class Recorder(Node):
 
     def rank_events(self) -> list[dict[str, Any]]:
         found = super().rank_events()
-        self.heard += [item for item in found if "line" in item or "code" in item]
+        self.heard += [item for item in found if item.keys() & {"line", "code", "log"}]
         return found
 
 
@@ -93,7 +93,10 @@ def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[st
         event = item.get("line", {}).get("event")
         steps[item["rank"]] += event == "step"
         if event != "environment" and (event != "step" or steps[item["rank"]] <= 3 or item["rank"] == 0):
-            kept.append({**item, **({"tail": item["tail"][-TAIL:]} if "tail" in item else {})})
+            shortened_tail = {"tail": item["tail"][-TAIL:]} if "tail" in item else {}
+            if "log" in item:
+                shortened_tail = {"log": {**item["log"], "tail": item["log"]["tail"][-TAIL:]}}
+            kept.append({**item, **shortened_tail})
     text = json.dumps(kept)
     for folder in folders:
         text = text.replace(str(folder), "/tmp/run")
@@ -104,8 +107,8 @@ def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[st
 def main(names: list[str]) -> None:
     become_subreaper()
     for path in sorted(HERE.glob("*.json")):
-        if path.stem == "quoted" or (names and path.stem not in names):
-            continue  # quoted texts are public ones, which no run makes
+        if path.stem in ("quoted", "families") or (names and path.stem not in names):
+            continue  # public texts, which no run makes
         kept = json.loads(path.read_text())
         with tempfile.TemporaryDirectory() as folder:
             found = run({name: kept[name] for name in HEAD}, Path(folder))

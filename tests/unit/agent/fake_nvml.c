@@ -1,6 +1,7 @@
 /* A driver library with the names of NVML, for tests without a GPU. The file named by FAKE_GPUS holds its answers,
    one line a GPU: uuid, PCI bus, bytes used, bytes in all, MHz, the mask of reasons, the pid of one process or 0, the
-   energy in mJ and the power in mW, each 0 where the GPU does not know it. The file named by FAKE_HEALTH holds lines of
+   energy in mJ and the power in mW, each 0 where the GPU does not know it. A line whose uuid begins with MIG- is a MIG
+   device of the GPU above it, which has no clocks of its own. The file named by FAKE_HEALTH holds lines of
    a uuid, the name of a fact and its number; a fact without a line is not supported. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +14,7 @@ static int look(const char *uuid, int number) {
     int found = 0, at = 0;
     while (file && !found && fscanf(file, "%63s %31s %llu %llu %u %llu %u %llu %u", now.uuid, now.bus, &now.used,
                                     &now.total, &now.mhz, &now.mask, &now.pid, &now.energy, &now.power) == 9)
-        found = uuid ? strcmp(now.uuid, uuid) == 0 : at++ == number;
+        found = uuid ? strcmp(now.uuid, uuid) == 0 : strncmp(now.uuid, "MIG-", 4) && at++ == number;
     if (file) fclose(file);
     return found;
 }
@@ -37,6 +38,20 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
     *handle = strdup(uuid);
     return 0;
 }
+int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count) { *count = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **mig) {
+    FILE *file = fopen(getenv("FAKE_GPUS"), "r");
+    char line[512], uuid[64];
+    int inside = 0, found = 0;
+    while (file && !found && fgets(line, sizeof line, file) && sscanf(line, "%63s", uuid) == 1) {
+        if (strncmp(uuid, "MIG-", 4)) inside = !strcmp(uuid, handle);
+        else if (inside) found = index-- == 0;
+    }
+    if (file) fclose(file);
+    if (!found) return 6;
+    *mig = strdup(uuid);
+    return 0;
+}
 int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned length) { strncpy(uuid, handle, length); return 0; }
 struct pci { char legacy[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; };
 int nvmlDeviceGetPciInfo_v3(void *handle, struct pci *out) {
@@ -56,7 +71,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *out) {
     return 0;
 }
 int nvmlDeviceGetClockInfo(void *handle, unsigned kind, unsigned *out) {
-    if (!look(handle, 0) || kind != 1) return 2;
+    if (!strncmp(handle, "MIG-", 4) || !look(handle, 0) || kind != 1) return 2;
     *out = now.mhz;
     return 0;
 }

@@ -19,6 +19,8 @@ from ultrabench.result import CAUSES, RunResult, Status
 CORPUS = Path(__file__).parents[2] / "corpus"
 PAGE = Path(__file__).parents[3] / "docs/reference/rules.md"
 TASK = replace(task("x.py", "cpu"), measure=measure(warmup_steps=2, loss_step=3))
+TEXT_FILES = ("quoted", "families")
+"""Files of public texts, which no run made."""
 STACK = 'Traceback (most recent call last):\n  File "/src/train.py", line 88, in <module>\n    main()\n'
 
 
@@ -59,7 +61,7 @@ def quoted(quote, peer):
     return Case(quote["name"], {"rank": None if lost else 1, **quote}, [rank if lost else peer, rank], [0, 1])
 
 
-MADE = [read_case(path) for path in sorted(CORPUS.glob("*.json")) if path.stem != "quoted"]
+MADE = [read_case(path) for path in sorted(CORPUS.glob("*.json")) if path.stem not in TEXT_FILES]
 LOST_PEER = next(case for case in MADE if case.name == "sigkill").ranks[0]
 CASES = MADE + [quoted(quote, LOST_PEER) for quote in json.loads((CORPUS / "quoted.json").read_text())]
 

@@ -3,6 +3,7 @@
 import os
 import pwd
 import subprocess
+import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -59,6 +60,58 @@ def test_visible_gpus_are_those_cuda_would_take(driver, monkeypatch, visible, ex
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus = [(g.number, g.uuid, g.bus_id) for g in visible_gpus()]
     assert gpus == [(n, f"GPU-{ids[n][0]}", ids[n][1]) for n in expected]
+
+
+def mig(letter, bus, used=0, pid=0):
+    return gpu(letter, bus, used, mhz=0, pid=pid).replace("GPU-", "MIG-")
+
+
+MIG_A, MIG_B = ("0:0", "MIG-a1", A, "GPU-a"), ("0:1", "MIG-a2", A, "GPU-a")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["GPU-a", "GPU-b"]), ("MIG-a2", ["MIG-a2"]), ("MIG-a1,MIG-a2", ["MIG-a1", "MIG-a2"]), ("1", ["GPU-b"]),
+        ("MIG-c", []), ("MIG-a1,MIG-c", ["MIG-a1"]), ("0:0", []),
+    ],
+)  # fmt: skip
+def test_mig_devices_are_visible_and_a_device_that_the_driver_does_not_list_is_named(
+    driver, monkeypatch, capfd, visible, expected
+):
+    driver(gpu("a", A), mig("a1", A), mig("a2", A), gpu("b", B))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus._say_once.cache_clear()
+    assert [g.uuid for g in visible_gpus()] == expected
+    assert ("MIG-c: the driver does not list this device" in capfd.readouterr().err) == (
+        "MIG-c" in (visible or "")
+    )
+
+
+def test_a_mig_device_has_its_own_memory_and_processes_and_the_clocks_of_its_gpu(driver, monkeypatch):
+    driver(
+        gpu("a", A, 40 * GIB, mhz=1500, pid=8, power_mw=700_000),
+        mig("a1", A, GIB),
+        mig("a2", A, 2 * GIB, pid=4242),
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a1,MIG-a2")
+    visible = visible_gpus()
+    assert [(g.number, g.uuid, g.bus_id, g.board_uuid) for g in visible] == [MIG_A, MIG_B]
+    assert foreign_processes(lambda pid: False) == [
+        "process 4242 (python, unknown user) on GPU 0:1 with 2048 MiB"
+    ]
+    monkeypatch.setattr(gpus, "FREE_TIMEOUT_S", 0.0)
+    script = "import json, os; from ultrabench.agent.ranks import gpus\n" + GAUGE_SCRIPT
+    answer = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout
+    assert answer.decode().split() == ["[1500000000.0,", "1500000000.0]", "()", "None"]
+
+
+GAUGE_SCRIPT = """
+gauge = gpus.GpuGauge(gpus.visible_gpus())
+gauge.sample(is_measuring=True)
+print(gauge.clocks_hz, gauge.powers_w, gauge.unfreed_memory_text(lambda: None))
+"""
 
 
 def test_every_process_that_is_not_ours_is_named(driver, monkeypatch):

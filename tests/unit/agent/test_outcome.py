@@ -10,8 +10,8 @@ from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.findings import fingerprint
 from ultrabench.agent.diagnose.outcome import Outage, classify
-from ultrabench.agent.ranks.node import num_oom_kills
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress, RankProgress
+from ultrabench.oom_kills import num_oom_kills
 from ultrabench.rank_report import CHECKPOINT_NUMBERS, parse_line
 from ultrabench.result import SLOWER, RunResult, Status
 

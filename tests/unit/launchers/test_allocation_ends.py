@@ -173,7 +173,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
     with pytest.raises(ClusterError) as stopped:
         played.reconciler_of(sweep, launcher).run()
     assert str(stopped.value).startswith(
-        "3 allocations in a row ended without running anything (all tasks done; its log ends: ImportError: no module x"
+        "3 allocations in a row ended without running anything (all tasks done; its log says: ImportError: no module x"
     )
     assert str(stopped.value).endswith(f"; see {launcher.taken[-1].folder}/{log}, then launch again")
     assert len(launcher.taken) == MAX_ALLOCATIONS_WITHOUT_RUN
