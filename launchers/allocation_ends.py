@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, UltrabenchError, may_pass
+from ultrabench.launchers.job_log import telling_line
 from ultrabench.launchers.launcher import Allocations, Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
@@ -268,9 +269,14 @@ class EndRecorder:
         name = allocation.name
         owned_keys = [key for key in allocation.tasks if self._is_owned(key, name, state)]
         end = observed_end or JobEnd(reason=f"the agents of {name} ended ({allocation.ended})")
+        if end.unstarted_hosts and not allocation.agents:
+            _, log_line = telling_line(self._sweep.folder.allocations / name)
+            end = replace(
+                end, reason=f"{end.reason}; its log says: {log_line[:200]}" if log_line else end.reason
+            )
         self._record_lost(owned_keys, state, name, end)
         if observed_end is not None:
-            self._write_end(allocation, observed_end, "launcher")
+            self._write_end(allocation, end, "launcher")
         self._memory.recorded_ends.add((name, allocation.start))  # last, since a write above may fail
 
     def _record_job_end(self, allocation: AllocationState, end: JobEnd, state: SweepState) -> None:

@@ -285,7 +285,9 @@ class Reconciler:
     def _dead_end_message(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the line of a job's log that says it."""
         log_path, log_line = telling_line(self.sweep.folder.allocations / dead_end.allocation.name)
-        reason = f"{dead_end.allocation.ended}{f'; its log says: {log_line[:200]}' if log_line else ''}"
+        reason = str(dead_end.allocation.ended)
+        if log_line and log_line[:200] not in reason:
+            reason += f"; its log says: {log_line[:200]}"
         message = f"{dead_end.num_allocations} allocations in a row ended without running {dead_end.missing_run} ({reason})"
         return f"{message}; see {log_path}, then launch again"
 

@@ -1,7 +1,7 @@
 """Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command continues a stopped one.
 
 `--kinds port_scan,other_user` draws only these kinds; `failures`, `interference`,
-`misleading` and `refusals` name groups of kinds.
+`misleading`, `refusals` and `bad_nodes` name groups of kinds.
 """
 
 import argparse
@@ -18,14 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.fault import EXPLAINS, FAILURES, INTERFERENCE, MISLEADING, OF_A_PROGRAM, REFUSALS, draw
+from tests.chaos.fault import (
+    BAD_NODES,
+    EXPLAINS,
+    FAILURES,
+    INTERFERENCE,
+    MISLEADING,
+    OF_A_PROGRAM,
+    REFUSALS,
+    draw,
+)
 from tests.chaos.report import write_report
 from tests.slurm.conftest import SETTINGS, Cluster
 from tests.slurm.sweeps import SlurmBench
 
 PART = 25
 """Number of faults in one campaign; every fourth campaign runs the embedded kernel."""
-GROUPS = {"failures": FAILURES, "interference": INTERFERENCE, "misleading": MISLEADING, "refusals": REFUSALS}
+GROUPS = {"failures": FAILURES, "interference": INTERFERENCE, "misleading": MISLEADING, "refusals": REFUSALS,
+          "bad_nodes": BAD_NODES}  # fmt: skip
 ALL = ",".join(GROUPS)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests import patience
-from tests.chaos import failures, interference, misleading, refusals
+from tests.chaos import bad_nodes, failures, interference, misleading, refusals
 from tests.chaos.fault import Fault
 from tests.chaos.judge import SlurmView, allocation_events, excluded_nodes, judge, submitted_jobs
 from tests.chaos.nodes import Nodes
@@ -22,7 +22,7 @@ from tests.chaos.witness import executions_of
 from tests.slurm.conftest import Cluster
 from tests.slurm.sweeps import MANY, SlurmBench, slurm_says
 
-STRIKES = failures.STRIKES | interference.STRIKES | misleading.STRIKES | refusals.STRIKES
+STRIKES = failures.STRIKES | interference.STRIKES | misleading.STRIKES | refusals.STRIKES | bad_nodes.STRIKES
 SIZE = "64m"
 """Size of the file system for the results, which is small so that faults can fill it."""
 LIFE_S = 15.0

@@ -32,7 +32,9 @@ REFUSALS: dict[str, frozenset[str]] = {
     "partition_away": frozenset(), "submit_limit": frozenset(), "busy_controller": frozenset(),
 }  # fmt: skip
 """Kinds of faults by which Slurm takes no jobs for a while, with the ends that they explain."""
-EXPLAINS = FAILURES | INTERFERENCE | MISLEADING | REFUSALS
+BAD_NODES: dict[str, frozenset[str]] = {"bad_node": frozenset({"crash"}), "no_agent": frozenset()}
+"""Kinds of faults of one node that nobody has listed; every crash there is explained while it is bad."""
+EXPLAINS = FAILURES | INTERFERENCE | MISLEADING | REFUSALS | BAD_NODES
 """Kind of fault -> the true ends of the attempt it hits: a status, or a status and a cause.
 
 A fault explains at most one end per allocation, and of a run that it hits in every attempt MAX_ATTEMPTS.
@@ -40,7 +42,7 @@ A fault explains at most one end per allocation, and of a run that it hits in ev
 MAX_ATTEMPTS = 3
 """Largest number of attempts of a run that takes its allocation away each time."""
 OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children", "slow_unlink",
-                          "kill_agent_always"})  # fmt: skip
+                          "kill_agent_always", "bad_node"})  # fmt: skip
 """Kinds that need the program of these tests, which carries out orders."""
 
 
