@@ -211,13 +211,14 @@ def _blamed(rows: Rows, records: Rows, view: SlurmView) -> list[str]:
 
 
 def _left_on_bad_nodes(rows: Rows, records: Rows) -> list[str]:
-    """Problems with the rule that a run that fails only on bad nodes ends ok on others."""
+    """Problems with the rule that a run that fails only on bad nodes ends ok on others; controls are not repeated."""
     bad, ends = {record["node"] for record in records if "node" in record}, defaultdict(list)
     for row in rows:
-        ends[row["run_id"], row["repeat"]].append(row)
+        if row["repeat"] == 0:
+            ends[row["run_id"]].append(row)
     return [
-        f"{run}.{repeat} failed only on {','.join(sorted(bad))}, and was not tried elsewhere"
-        for (run, repeat), tries in ends.items()
+        f"{run} failed only on {','.join(sorted(bad))}, and was not tried elsewhere"
+        for run, tries in ends.items()
         if bad and all(row["status"] == "crash" and bad & {*(row.get("began_on") or ())} for row in tries)
     ]
 
