@@ -240,7 +240,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     Raises:
         ConfigError: a `{word}` is unknown, or a known one has quotes, spaces or its group in the braces.
     """
-    words = words_of(spec) | key._asdict() | {"steps": measure.warmup_steps + measure.max_steps}
+    words = words_of(spec) | key._asdict() | {"steps": spec.kernel.steps_asked(measure)}
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]
