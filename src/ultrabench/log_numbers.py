@@ -146,11 +146,13 @@ def unit_words(text: str) -> str:
 
 
 _PER = re.compile(r"\s+per\s+|_per_", re.IGNORECASE)
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
+"""Where a word begins in a name such as CurrSamplesPerSec."""
 _UNIT_AFTER = re.compile(r"\s?([A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})(?![\w/]|\s*[:=])")
 _UNIT_BEFORE = re.compile(
     r"(?:[\[(]\s*(?P<brackets>[A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})\s*[\])]\s*[:=|]?\s*"
-    r"|(?<![A-Za-z])(?P<label>[A-Za-z]+(?:/[A-Za-z]+){1,2})\s*[:=]\s*"
-    r"|_(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*)$"
+    r"|(?<![A-Za-z])(?P<label>[A-Za-z]+(?:/[A-Za-z]+){1,2})\s*[\"']?\s*[:=]\s*[\"']?"
+    r"|_(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*[\"']?)$"
 )
 
 
@@ -158,7 +160,7 @@ def unit_beside(line: str, start: int, end: int) -> str:
     """The unit of the number at `start:end` of a line, as `unit_words` writes it; empty where none stands beside it."""
     if (after := _UNIT_AFTER.match(_PER.sub("/", line[end : end + 40]))) and (unit := unit_words(after[1])):
         return unit
-    before = _UNIT_BEFORE.search(_PER.sub("/", line[max(0, start - 40) : start]))
+    before = _UNIT_BEFORE.search(_PER.sub("/", _HUMP.sub(" ", line[max(0, start - 40) : start])))
     return unit_words(next(filter(None, before.groups()), "")) if before else ""
 
 

@@ -150,8 +150,9 @@ def _step_notes(
         yield f"median {median(times_s):.4g} s a step, from {min(times_s):.4g} to {max(times_s):.4g} s"
     if reader.divided_by:
         yield (
-            f"a line is for {reader.divided_by} steps, so its time is divided by {reader.divided_by}; if the line "
-            "prints the time of one step, leave out the group step"
+            f"a line is for {reader.divided_by} steps, so its time is divided by {reader.divided_by}; if it prints the "
+            f"time of one step, a step takes {median(times_s) * reader.divided_by:.4g} s: leave out the group step. A "
+            "run decides this by the arrival of the lines"
         )
     elif any(line.num_steps > 1 for line in step_lines) and times_s:
         yield "a line is for several steps, and its time is taken as that of one"
