@@ -26,12 +26,12 @@ from ultrabench.agent.diagnose.suspects import NO_EVIDENCE_ABOUT_HOSTS, host_evi
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
 from ultrabench.log_lines import Sighting
-from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines, times_by_arrival
+from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
-from ultrabench.run import Task
+from ultrabench.run import Task, steps_asked
 from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
@@ -232,11 +232,11 @@ def _log_doubts(rank: RankProgress, task: Task) -> dict[str, str]:
     is_asked = "{steps}" in command_text
     return log_doubts(
         steps,
-        by_arrival=times_by_arrival(task.spec.kernel.step_line),
+        by_arrival=task.spec.kernel.times_by_arrival,
         gas=task.spec.layout.gas,
         num_lines=rank.num_steps,
         num_unread=rank.num_unread,
-        num_steps_asked=task.spec.kernel.steps_asked(task.measure) if is_asked else None,
+        num_steps_asked=steps_asked(task.spec.kernel, task.measure) if is_asked else None,
         lines_per_step=rank.lines_per_step,
     )
 

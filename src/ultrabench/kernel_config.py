@@ -12,7 +12,6 @@ import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern, times_by_arrival
-from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
@@ -124,9 +123,10 @@ class KernelConfig:
             return world_size - world_size // pp
         return self.step_rank % world_size
 
-    def steps_asked(self, measure: Measure) -> int:
-        """The steps that a program is asked for: one more where arrival times them, since the first line has no time."""
-        return measure.warmup_steps + measure.max_steps + times_by_arrival(self.step_line)
+    @property
+    def times_by_arrival(self) -> bool:
+        """Whether the arrival of lines in its log times the steps."""
+        return times_by_arrival(self.step_line)
 
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
