@@ -24,12 +24,13 @@ _WORD_BY_SPELLING = {
         "ms": ("ms", "msec", "msecs", "millis", "millisecond", "milliseconds"),
         "us": ("us", "\u00b5s", "\u03bcs", "usec", "usecs", "microsecond", "microseconds"),
         "ns": ("ns", "nanosecond", "nanoseconds"),
-        "min": ("mins", "minute", "minutes"),
+        "min": ("min", "mins", "minute", "minutes"),
         "h": ("hr", "hrs", "hour", "hours"),
         "step": ("it", "its", "iter", "iters", "iteration", "iterations", "step", "steps", "batch", "batches", "update", "updates"),
         "sample": ("sample", "samples", "seq", "seqs", "sequence", "sequences", "example", "examples", "sentence", "sentences"),
         "token": ("token", "tokens", "tok", "toks", "tks"),
         "gpu": ("gpu", "gpus", "device", "devices", "chip", "chips", "rank", "accelerator"),
+        "flop": tuple(f"{prefix}flop{end}" for prefix in ("", "g", "t", "p") for end in ("", "s")),
         "%": ("%", "percent", "pct"),
         "bytes": ("b", "bytes"),
         "kb": ("kb", "kib"), "mb": ("mb", "mib"), "gb": ("gb", "gib"), "tb": ("tb", "tib"),
@@ -37,8 +38,14 @@ _WORD_BY_SPELLING = {
     for spelling in spellings
 }  # fmt: skip
 """Spelling of a part of a unit, in small letters -> the word for it. MB and MiB are one word: many programs mix them."""
-_RATE_SPELLINGS = {"tps": "token/s", "sps": "sample/s", "wps": "token/s"}
-_NO_UNIT_ALONE = frozenset({"step", "sample", "token", "gpu", "bytes"})
+_RATE_SPELLINGS = {
+    "tps": "token/s",
+    "sps": "sample/s",
+    "wps": "token/s",
+    "tflops": "flop/s",
+    "gflops": "flop/s",
+}
+_NO_UNIT_ALONE = frozenset({"step", "sample", "token", "gpu", "bytes", "flop"})
 """Words that are a unit only together with another one; alone they are words of a sentence."""
 
 
@@ -148,20 +155,54 @@ def unit_words(text: str) -> str:
 _PER = re.compile(r"\s+per\s+|_per_", re.IGNORECASE)
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 """Where a word begins in a name such as CurrSamplesPerSec."""
-_UNIT_AFTER = re.compile(r"\s?([A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})(?![\w/]|\s*[:=])")
+_UNIT_AFTER = re.compile(r"\s?(?:MODEL_)?([A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})(?![\w/]|\s*[:=])")
 _UNIT_BEFORE = re.compile(
     r"(?:[\[(]\s*(?P<brackets>[A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})\s*[\])]\s*[:=|]?\s*"
-    r"|(?<![A-Za-z])(?P<label>[A-Za-z]+(?:/[A-Za-z]+){1,2})\s*[\"']?\s*[:=]\s*[\"']?"
-    r"|_(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*[\"']?)$"
+    r"|(?<![A-Za-z])(?P<label>[A-Za-z]+(?:/[A-Za-z]+){1,2}|tflops|ms|msec|milliseconds|secs?|seconds)\s*[\"']?\s*[:=]\s*[\"']?"
+    r"|(?:_|\bin )(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*[\"']?)$",
+    re.IGNORECASE,
 )
 
 
 def unit_beside(line: str, start: int, end: int) -> str:
     """The unit of the number at `start:end` of a line, as `unit_words` writes it; empty where none stands beside it."""
-    if (after := _UNIT_AFTER.match(_PER.sub("/", line[end : end + 40]))) and (unit := unit_words(after[1])):
-        return unit
+    text_after = _PER.sub("/", line[end : end + 40])
+    if (after := _UNIT_AFTER.match(text_after)) and (unit := unit_words(after[1])):
+        # A smallest value may follow instead: 0.41 min 0.40 max 0.43.
+        is_label = after[1] == "min" and re.match(r"\s+[\d.]", text_after[after.end() :])
+        return "" if is_label else unit
     before = _UNIT_BEFORE.search(_PER.sub("/", _HUMP.sub(" ", line[max(0, start - 40) : start])))
     return unit_words(next(filter(None, before.groups()), "")) if before else ""
+
+
+_MORE_AFTER = re.compile(r"[eE][-+]?\d|[.,:_']?\d")
+_MORE_BEFORE = re.compile(r"\d[.,_']?$|\d[eE][-+]?$|\d:$")
+
+
+def whole_number_text(line: str, start: int, end: int) -> str | None:
+    """The number of which the text at `start:end` of a line is only a part, such as 1,53 for 1; None if it is all of it.
+
+    In a line without spaces, commas separate values.
+    """
+    if not any(map(str.isdigit, line[start:end])):
+        return None
+    text_before, text_after = line[:start], line[end:]
+    is_list = " " not in line.strip()
+    before, after = _MORE_BEFORE.search(text_before), _MORE_AFTER.match(text_after)
+    number_text = line[start:end]
+    is_group = (
+        "." not in number_text or re.match(r"\d{3}\.", number_text) is not None
+    )  # such as 234.5 of 1,234.5
+    is_cut_before = before is not None and not (text_before.endswith(",") and (is_list or not is_group))
+    if is_cut_before and text_before.endswith(":"):  # a time of day or a duration, not a label
+        is_cut_before = re.match(r"\d\d(?!\d)", line[start:]) is not None
+    is_separated = text_after.startswith(",") and (is_list or "." in number_text)
+    is_cut_after = after is not None and not is_separated
+    if not is_cut_before and not is_cut_after:
+        return None
+    head = re.search(r"[\d.,:_']*$", text_before) if is_cut_before else None
+    tail = re.match(r"[\d.,:_'eE+-]*", text_after) if is_cut_after else None
+    return f"{head[0] if head else ''}{line[start:end]}{tail[0] if tail else ''}"
 
 
 def is_readable(value: float) -> bool:

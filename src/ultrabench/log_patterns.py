@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError, nearest_name
 from ultrabench.log_lines import without_escapes
-from ultrabench.log_numbers import LogNumber, UnreadableError, decimal_mark_in, read_number, unit_beside
+from ultrabench.log_numbers import (
+    LogNumber,
+    UnreadableError,
+    decimal_mark_in,
+    read_number,
+    unit_beside,
+    whole_number_text,
+)
 from ultrabench.rank_report import is_number
 
 TRY_LOG = "ultrabench kernel try-log PATTERN FILE"
@@ -182,6 +189,9 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
     value_by_quantity: dict[str, float] = {}
     for group, text in text_by_group.items():
         quantity, factor = groups[group]
+        if whole_text := whole_number_text(match.string, *match.span(group)):
+            fact = f"the group {group} matches {text!r:.40}, which is only a part of {whole_text!r:.60}"
+            raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+")
         try:
             number = read_number(text, mark)
         except UnreadableError:
