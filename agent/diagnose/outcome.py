@@ -193,7 +193,10 @@ def _unmeasured_text(rank: RankProgress, measure: Measure) -> str | None:
     if rank.measured_step_times_s(measure):
         return None
     steps_text = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
-    return f"the program exited with code 0 but reported {steps_text}"
+    repeats_text = (
+        f"; {counted(rank.num_repeats, 'line')} of its log repeat a step" if rank.num_repeats else ""
+    )
+    return f"the program exited with code 0 but reported {steps_text}{repeats_text}"
 
 
 def _misread_steps_text(ranks: Sequence[RankProgress]) -> str | None:

@@ -63,6 +63,8 @@ class RankProgress:
     """Number of lines that match kernel.step_line but have no time that can be read."""
     num_untimed: int = 0
     """Number of lines of steps that arrived together with the first one, and none after them."""
+    num_repeats: int = 0
+    """Number of lines of its log that match kernel.step_line but repeat a step."""
     lines_per_step: float = 1.0
     """How many lines of its log show the same step."""
     options_read_back: dict[str, str] = field(default_factory=dict)
@@ -134,6 +136,7 @@ class RankProgress:
         self.misread_text = self.misread_text or line.get("misread")
         self.num_unread += line.get("unread", 0)
         self.num_untimed = line.get("untimed", self.num_untimed)
+        self.num_repeats = line.get("repeats", self.num_repeats)
         self.lines_per_step = line.get("lines_per_step", self.lines_per_step)
 
     @property

@@ -136,6 +136,7 @@ class StepSource:
             "event": OBSERVED_EVENT,
             "lines_per_step": self.reader.lines_per_step,
             "untimed": self.timer.num_untimed,
+            "repeats": self.reader.num_repeats,
         }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError, nearest_name
-from ultrabench.log_lines import without_escapes
+from ultrabench.log_lines import split_log, without_escapes
 from ultrabench.log_numbers import (
     LogNumber,
     UnreadableError,
@@ -260,6 +260,7 @@ def nearest_lines(log: str, pattern: str) -> list[str]:
     Lines without a digit cannot hold the time of a step. Of lines that differ in numbers only, the last counts.
     """
     literal_words = {word.lower() for word in _WORD.findall(_NOT_LITERAL.sub(" ", pattern))}
-    line_by_form = {re.sub(r"\d+", "#", line): line for line in log.splitlines() if re.search(r"\d", line)}
+    plain_lines = [line.text for line in split_log(log)]
+    line_by_form = {re.sub(r"\d+", "#", line): line for line in plain_lines if re.search(r"\d", line)}
     latest_lines = [*line_by_form.values()][::-1]
     return sorted(latest_lines, key=lambda line: -len(literal_words & {*_WORD.findall(line.lower())}))[:2]

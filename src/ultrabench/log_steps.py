@@ -20,6 +20,13 @@ _COUNTER = re.compile(
     r"\b(global_step|optimizer[ _]step|step|iteration|iter|update)\b\W{0,4}(\d+)\b(?!\.\d)", re.IGNORECASE
 )
 """A number that counts steps, with its name."""
+_MICRO_COUNTER = re.compile(
+    r"\b(micro[-_ ]?(?:batch|step)|mb|accum(?:ulation)?(?:[-_ ]step)?|grad_accum(?:_step)?)\b\W{0,4}(\d+)\b",
+    re.IGNORECASE,
+)
+"""A number that counts micro-batches, with its name."""
+_EVALUATION = re.compile(r"\b(?:eval|evaluation|valid|validate|validation|val)(?:\b|_)", re.IGNORECASE)
+"""Words of lines that are not about training."""
 _RANK = re.compile(r"\b(?:local_)?rank\W{0,3}(\d+)\b|^\s*\[?(?:default|gpu|node)?(\d+)\]?:", re.IGNORECASE)
 """The rank that a line names: [rank0]: of torch, rank=0, [default0]: of torchrun, 0: of srun --label."""
 _CLOCKS = re.compile(r"\d{4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?")
@@ -37,6 +44,8 @@ GAS_TOLERANCE = 0.25
 """Relative difference from `gas` up to which a ratio shows that a line is of one micro-batch."""
 MAX_UNREAD_SHARE = 0.1
 """Share of the matching lines that may lack a readable time, besides one line."""
+MIN_GROWING_LINES = 5
+"""Smallest number of times that grow evenly from which they are those since the start of the program."""
 MIN_PACE_LINES = 3
 """Smallest number of distances between lines that are compared with the times that they print."""
 
@@ -113,6 +122,10 @@ class StepReader:
     word_repeats: int = 0
     """Lines that equal the line before, although nothing shows that they are of the same step."""
     num_counted: int = 0
+    num_repeats: int = 0
+    """Lines of steps that had counted."""
+    num_evaluation: int = 0
+    """Lines that count although they have a word for evaluation, which is not training."""
     _number: int = 0
     _decimal_mark: str | None = None
     _last: _Counted | None = None
@@ -127,6 +140,8 @@ class StepReader:
     """Sums over lines for several steps: what they print, and how far apart they are."""
     _counters: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Name of a counter in the lines that count -> its last value, its number of lines and of values."""
+    _micro_counters: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Name of a counter of micro-batches -> its last value, its number of lines and how often it began again."""
 
     @property
     def by_arrival(self) -> bool:
@@ -137,6 +152,7 @@ class StepReader:
     def lines_per_step(self) -> float:
         """How many lines of one rank show the same number of a step; 1 if each shows its own."""
         repeated = [lines / values for _, lines, values in self._counters.values() if values > 1]
+        repeated += [lines / (starts + 1) for _, lines, starts in self._micro_counters.values() if starts]
         if self.num_counted and self.inner_lines:
             repeated.append(1 + self.inner_lines / self.num_counted)
         return max(repeated, default=1.0)
@@ -162,6 +178,7 @@ class StepReader:
         counted_line = _Counted(line, match[0], _numbers(line.text), _rank_in(line.text), values)
         step = _step_number(values, line.text)
         if reason := self._repeat_reason(counted_line, step):
+            self.num_repeats += 1
             return [DroppedLine(self._number, line.text, reason, "repeat", values.get("loss"))]
         return [*self._count(counted_line, match, step)]
 
@@ -284,6 +301,11 @@ class StepReader:
             last_value, num_lines, num_values = self._counters.get(name, (-1, 0, 0))
             value = int(digits)
             self._counters[name] = (value, num_lines + 1, num_values + (value != last_value))
+        for name, digits in {name.lower(): digits for name, digits in _MICRO_COUNTER.findall(text)}.items():
+            last_value, num_lines, num_starts = self._micro_counters.get(name, (-1, 0, 0))
+            value = int(digits)
+            self._micro_counters[name] = (value, num_lines + 1, num_starts + (value < last_value))
+        self.num_evaluation += _EVALUATION.search(text) is not None
 
 
 class TimedLine(NamedTuple):
@@ -373,6 +395,10 @@ def log_doubts(
         doubts["unread_lines"] = (
             f"{num_unread} of {num_lines + num_unread} matching lines have no time that can be read"
         )
+    if not by_arrival and (growth_s := even_growth_s([step.seconds for step in steps])):
+        doubts["growing_times"] = (
+            f"each time is about {growth_s:.4g} s longer than the one before: they are probably those since the start"
+        )
     ratio = None if by_arrival else pace_ratio(steps)
     if gas > 1 and ratio is not None and _is_near(ratio, gas):
         doubts["micro_batches"] = (
@@ -420,6 +446,15 @@ def pace_ratio(steps: Sequence[LoggedStep]) -> float | None:
     median_ratio = median(distance_s / step.seconds for distance_s, step in pairs)
     total_ratio = span_s / printed_s
     return median_ratio if median_ratio >= 1 else max(median_ratio, total_ratio)
+
+
+def even_growth_s(times_s: Sequence[float]) -> float | None:
+    """By how much each time is longer than the one before, if all are by about as much; else None."""
+    growths_s = [after - before for before, after in pairwise(times_s)]
+    if len(times_s) < MIN_GROWING_LINES or min(growths_s) <= 0 or times_s[-1] < 1.2 * times_s[0]:
+        return None
+    median_s = median(growths_s)
+    return median_s if max(growths_s) <= 1.5 * median_s and min(growths_s) >= 0.5 * median_s else None
 
 
 def _is_near(ratio: float, gas: int) -> bool:

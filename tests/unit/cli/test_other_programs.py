@@ -160,6 +160,18 @@ LOGS = {
         "1  0.5 s\n 2  0.501 s",
         "2 lines show the same step: they are those of micro-batches or of several ranks",
     ),
+    "evaluation": (
+        r"step: (?P<step>\d+) .*tps: (?P<tokens_per_s_per_gpu>\S+)",
+        "step: 1 tps: 10\nvalidate step: 2 tps: 99\nstep: 3 tps: 11\n",
+        "1  1  10 tokens/s/GPU\n 2  2  99 tokens/s/GPU",
+        "1 of 3 lines that count contain a word for evaluation; let the pattern match lines of training only",
+    ),
+    "elapsed": (
+        r"elapsed (?P<seconds>\S+)",
+        "".join(f"step {n} elapsed {n}.5 s\n" for n in range(1, 8)),
+        "1  1.5 s\n 2  2.5 s",
+        "each time is about 1 s longer than the one before: they are probably those since the start",
+    ),
 }  # fmt: skip
 """Name of a log -> a pattern, the log, the beginning of the table's rows, and a part of what is said."""
 

@@ -16,6 +16,7 @@ from ultrabench.log_steps import (
     StepLine,
     StepReader,
     StepSize,
+    even_growth_s,
     log_doubts,
     pace_ratio,
 )
@@ -124,6 +125,8 @@ def test_a_rate_gives_the_time_of_a_step(values, seconds):
         (r"time (?P<milliseconds>\S+) ms", "".join(f"iter {n} step {n // 4} time 500.{n} ms\n" for n in range(8)), 4),
         (r"step (?P<step>\d+) .*time (?P<seconds>\S+)", "".join(f"step {n // 3} mb {n % 3} time 0.{51 + n} s\n" for n in range(9)), 3),
         (r"dt (?P<seconds>\S+)", "".join(f"global_step={n // 2} micro={n} dt 0.5\n" for n in range(8)), 2),
+        (r"dt (?P<seconds>\S+)", "".join(f"micro-batch {n % 4 + 1}/4 dt 0.5{n}\n" for n in range(12)), 4),
+        (r"Per=(?P<samples_per_s>\S+)", "".join(f"micro_step={8 * n}/global_step={n}, Per=12.{n}\n" for n in range(1, 9)), 1),
         (r"dt (?P<seconds>\S+)", "".join(f"max step 100 | step {n} | dt 0.5\n" for n in range(8)), 1),
         (BAR, TRAINER, 1), (r"step (?P<step>\d+) time (?P<seconds>\S+)", RANKS, 1),
     ],
@@ -220,3 +223,17 @@ def test_the_pace_needs_lines_that_are_apart():
     assert pace_ratio(logged(range(3), 1.0)) is None
     assert pace_ratio(logged((0, 0.1, 0.2, 0.3, 0.4), 0.1)) is None  # within the error of their arrival
     assert pace_ratio(logged(range(5), 0.5)) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "growth_s"),
+    [
+        ([10.1, 20.2, 30.2, 40.3, 50.4], 10.1), ([100, 101, 102, 103.1, 110, 121], None), ([0.5, 0.5001, 0.5002, 0.5003, 0.5004], None),
+        ([20 + n for n in range(6)], 1), ([1, 2, 3], None), ([5, 1, 1, 1, 1], None),
+    ],
+)  # fmt: skip
+def test_times_since_the_start_of_the_program_are_in_doubt(times_s, growth_s):
+    found = even_growth_s(times_s)
+    assert found == (growth_s if growth_s is None else pytest.approx(growth_s, rel=0.02))
+    doubts = log_doubts([LoggedStep(s, 1, Sighting(0, 0)) for s in times_s], by_arrival=False)
+    assert ("growing_times" in doubts) == (growth_s is not None)

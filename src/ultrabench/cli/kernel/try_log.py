@@ -10,7 +10,7 @@ from typing import Any
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted, nearest_name
 from ultrabench.hardware import GIB
-from ultrabench.log_lines import LogLine, split_log
+from ultrabench.log_lines import LogLine, Sighting, split_log
 from ultrabench.log_patterns import (
     LOG_PATTERNS,
     compile_any,
@@ -162,15 +162,21 @@ def _step_notes(
             f"the loss of {counted(len(infinite_losses), 'line')} is not finite or not a number, first of line "
             f"{infinite_losses[0].number}: such a run is invalid"
         )
+    if 0 < reader.num_evaluation < reader.num_counted:
+        yield (
+            f"{reader.num_evaluation} of {reader.num_counted} lines that count contain a word for evaluation; let the "
+            "pattern match lines of training only"
+        )
     if reader.word_repeats:
         yield (
             f"{counted(reader.word_repeats, 'line')} repeat the line before word for word; in a run they count only "
             "if they come at least half a step later"
         )
+    unknown = None if all(line.sighting for line in step_lines) else Sighting(0.0, 0.0)
     logged_steps = [
-        LoggedStep(line.values["seconds"], line.num_steps, line.sighting)
+        LoggedStep(line.values["seconds"], line.num_steps, unknown or line.sighting or Sighting(0.0, 0.0))
         for line in step_lines
-        if line.sighting and "seconds" in line.values
+        if "seconds" in line.values
     ]
     num_unread = sum(dropped.kind == "unreadable" for dropped in dropped_lines)
     yield from log_doubts(
