@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.configs import measure, refused
+from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.sources import ObservationSource, StepSource
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.log_lines import LogLines
 from ultrabench.log_steps import StepReader, StepSize
 from ultrabench.result import Status
@@ -145,11 +144,6 @@ def test_a_program_that_arrival_times_is_asked_for_one_step_more():
     command = ("x", "{steps}")
     assert fill_in(task_of(command=command, step_line=STEP_LINE).spec, key, MEASURE) == ["x", "10"]
     assert fill_in(task_of(command=command, step_line=r"step \d+").spec, key, MEASURE) == ["x", "11"]
-
-
-def test_the_loss_is_read_by_one_pattern():
-    with refused("kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"):
-        KernelConfig(name="x", kind="command", command=("x",), step_line=STEP_LINE, loss_line="(?P<loss>.)")
 
 
 def test_the_error_of_arrival_widens_the_interval():

@@ -302,6 +302,7 @@ NO_SIZES = "choose another model, since ultrabench knows no sizes that stand for
         (LLAMA, {"model_type": "qwen3_own"}, "'qwen3_own'; ultrabench trains"), (LLAMA, {"model_type": "mistal"}, "did you mean mistral? ultrabench trains"),
         # Advice.
         (LLAMA, {"model_type": "opt", "hidden_act": "relu"}, NO_SIZES), (LLAMA, {"num_local_experts": 8}, NO_SIZES), (LLAMA, {"model_type": "own"}, NO_SIZES),
+        *((LLAMA, {"model_type": name, "hidden_act": "gelu"}, NO_SIZES) for name in ("starcoder2", "nemotron", "gpt_neox", "phi", "arcee", "apertus")),
         (LLAMA, {"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "to benchmark its sizes only"), (LLAMA, {"mlp_bias": True}, "to benchmark its sizes only"),
     ],
 )  # fmt: skip

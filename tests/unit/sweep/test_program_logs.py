@@ -123,6 +123,12 @@ def test_a_pattern_needs_a_group_that_says_what_it_reads(option, pattern, line):
         KernelConfig(name="x", kind="command", command=("x",), **{option: pattern})
 
 
+def test_the_loss_is_read_by_one_pattern():
+    patterns = {"step_line": r"(?P<seconds>\S+) s, loss (?P<loss>\S+)", "loss_line": "loss (?P<loss>.)"}
+    with refused("kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"):
+        KernelConfig(name="x", kind="command", command=("x",), **patterns)
+
+
 def test_a_time_that_is_no_time_is_not_a_step():
     for text in ("tps: 0", "tps: ,"):
         reader = StepReader(re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"))
