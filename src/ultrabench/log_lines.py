@@ -21,6 +21,10 @@ _CLOCK = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d)(?:[.,
 """A date and a time of day, as loggers write them before a line."""
 
 
+_BAR = re.compile(r"(?<![\d.])(\d+)/\d+ \[\d+:\d\d")
+"""The state of a tqdm bar, such as 3/9 [00:01<00:02, its first number counting steps."""
+
+
 class Sighting(NamedTuple):
     """When a line was written."""
 
@@ -74,6 +78,12 @@ def clock_time(text: str) -> Sighting | None:
         return None
     resolution_s = 10.0 ** -len(fraction)
     return Sighting(whole_s + int(fraction or 0) * resolution_s, resolution_s)
+
+
+def bar_step(text: str) -> int | None:
+    """The number of steps that a tqdm bar in a line shows; None if it shows none."""
+    bar = _BAR.search(text)
+    return int(bar[1]) if bar else None
 
 
 class LogLines:

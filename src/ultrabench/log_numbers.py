@@ -175,7 +175,7 @@ def unit_beside(line: str, start: int, end: int) -> str:
     return unit_words(next(filter(None, before.groups()), "")) if before else ""
 
 
-_MORE_AFTER = re.compile(r"[eE][-+]?\d|[.,:_']?\d")
+_MORE_AFTER = re.compile(r"[eE][-+]?\d|[.,_']?\d|:\d\d(?!\d)")
 _MORE_BEFORE = re.compile(r"\d[.,_']?$|\d[eE][-+]?$|\d:$")
 
 
@@ -203,6 +203,12 @@ def whole_number_text(line: str, start: int, end: int) -> str | None:
     head = re.search(r"[\d.,:_']*$", text_before) if is_cut_before else None
     tail = re.match(r"[\d.,:_'eE+-]*", text_after) if is_cut_after else None
     return f"{head[0] if head else ''}{line[start:end]}{tail[0] if tail else ''}"
+
+
+def cut_suffix(line: str, end: int) -> str | None:
+    """The suffix such as K that follows the number before position `end`; None if none does."""
+    following = line[end : end + 2]
+    return following[0] if following[:1] in FACTOR_BY_SUFFIX and not following[1:].isalpha() else None
 
 
 def is_readable(value: float) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError, nearest_name
-from ultrabench.log_lines import split_log, without_escapes
+from ultrabench.log_lines import bar_step, split_log, without_escapes
 from ultrabench.log_numbers import (
     LogNumber,
     UnreadableError,
+    cut_suffix,
     decimal_mark_in,
     read_number,
     unit_beside,
@@ -161,9 +162,9 @@ def parse_log_line(line: str, pattern: re.Pattern[str], option: str) -> dict[str
         if option != "loss_line":
             return None
     if option == "loss_line":
-        return {"event": OBSERVED_EVENT, "loss": values.get("loss", math.nan)} | {
-            key: value for key, value in values.items() if key == "step"
-        }
+        step = values.get("step", bar_step(match.string))
+        line_values = {"event": OBSERVED_EVENT, "loss": values.get("loss", math.nan)}
+        return line_values if step is None else {**line_values, "step": step}
     positive_values = {k: v for k, v in values.items() if is_number(v) and v > 0}
     rounded_values = {k: round(v) if k.endswith("_bytes") else v for k, v in positive_values.items()}
     return {"event": OBSERVED_EVENT, **rounded_values} if rounded_values else None
@@ -185,13 +186,11 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
     log_pattern = LOG_PATTERNS[option]
     groups = {**log_pattern.groups, **log_pattern.optional_groups}
     text_by_group = {k: v for k, v in match.groupdict().items() if v is not None and k in groups}
-    mark = decimal_mark_in([*text_by_group.values()], match.string) or decimal_mark
+    mark = decimal_mark_in([*text_by_group.values()], "") or decimal_mark or decimal_mark_in([], match.string)
     value_by_quantity: dict[str, float] = {}
     for group, text in text_by_group.items():
         quantity, factor = groups[group]
-        if whole_text := whole_number_text(match.string, *match.span(group)):
-            fact = f"the group {group} matches {text!r:.40}, which is only a part of {whole_text!r:.60}"
-            raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+")
+        _require_whole(group, match)
         try:
             number = read_number(text, mark)
         except UnreadableError:
@@ -204,6 +203,20 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
         _require_unit(group, unit, text, groups)
         value_by_quantity[quantity] = _plausible_reading(group, number, text) * factor
     return value_by_quantity
+
+
+def _require_whole(group: str, match: re.Match[str]) -> None:
+    """Raises MisreadError if a group matches only a part of a number."""
+    start, end = match.span(group)
+    whole_text = whole_number_text(match.string, start, end)
+    if whole_text and group == "step" and ":" in whole_text:
+        whole_text = None
+    suffix = cut_suffix(match.string, end)
+    if suffix and match[group][-1:].isdigit() and group not in LOG_PATTERNS["memory_line"].groups:
+        whole_text = f"{match[group]}{suffix}"
+    if whole_text:
+        fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {whole_text!r:.60}"
+        raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+[KMGBT]?")
 
 
 def _require_unit(group: str, unit: str, text: str, groups: Mapping[str, object]) -> None:

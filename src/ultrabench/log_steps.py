@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -10,12 +10,10 @@ from statistics import median
 from typing import NamedTuple
 
 from ultrabench.errors import counted
-from ultrabench.log_lines import LogLine, Sighting
+from ultrabench.log_lines import LogLine, Sighting, bar_step
 from ultrabench.log_numbers import UnreadableError, decimal_mark_in, is_readable, unit_beside
 from ultrabench.log_patterns import LOG_PATTERNS, TIME_GROUPS, MisreadError, quantities
 
-_BAR = re.compile(r"(?<![\d.])(\d+)/\d+ \[\d+:\d\d")
-"""The state of a tqdm bar, such as 3/9 [00:01<00:02, its first number counting steps."""
 _COUNTER = re.compile(
     r"\b(global_step|optimizer[ _]step|step|iteration|iter|update)\b\W{0,4}(\d+)\b(?!\.\d)", re.IGNORECASE
 )
@@ -44,6 +42,8 @@ GAS_TOLERANCE = 0.25
 """Relative difference from `gas` up to which a ratio shows that a line is of one micro-batch."""
 MAX_UNREAD_SHARE = 0.1
 """Share of the matching lines that may lack a readable time, besides one line."""
+NUM_DISTANCES = 21
+"""Number of distances between lines whose median is the usual one."""
 MIN_GROWING_LINES = 5
 """Smallest number of times that grow evenly from which they are those since the start of the program."""
 MIN_PACE_LINES = 3
@@ -138,6 +138,8 @@ class StepReader:
     _printed_s: float = 0.0
     _distance_s: float = 0.0
     """Sums over lines for several steps: what they print, and how far apart they are."""
+    _distances_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_DISTANCES))
+    """The latest distances between lines that count."""
     _counters: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Name of a counter in the lines that count -> its last value, its number of lines and of values."""
     _micro_counters: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -204,9 +206,7 @@ class StepReader:
         if self._max_step is None or step > self._max_step or step not in self._seen_steps:
             return None
         is_other_rank = new.rank is not None and new.rank != self._rank_of_max
-        num_behind = (
-            0 if "step" not in new.values else 1
-        )  # ranks are not quite in step; a bar is of one process
+        num_behind = 1 if "step" in new.values else 0  # ranks are not quite in step; a bar is of one process
         if step < self._max_step - num_behind and not is_other_rank:
             return None  # the count starts again, such as in the next epoch
         is_drawn_again = last.line.is_redrawn or new.line.is_redrawn
@@ -219,9 +219,9 @@ class StepReader:
         has_equal_numbers = last.numbers <= new.numbers or new.numbers <= last.numbers
         if last.match_text != new.match_text or not has_equal_numbers:
             return None
-        half_step_s = new.values.get("seconds", 0.0) / 2
-        if "steps_per_s" in new.values:
-            half_step_s = 0.5 / new.values["steps_per_s"]
+        usual_s = median(self._distances_s) if self._distances_s else 0.0
+        rate = new.values.get("steps_per_s")
+        half_step_s = new.values.get("seconds", 1 / rate if rate else usual_s) / 2
         before, after = last.line.sighting, new.line.sighting
         if before and after and max(before.error_s, after.error_s) < half_step_s:
             is_repeat = after.at_s - before.at_s < half_step_s
@@ -249,6 +249,8 @@ class StepReader:
         self._note_counters(new.line.text)
         previous, self._last = self._last, new
         self.num_counted += 1
+        if previous and previous.line.sighting and new.line.sighting:
+            self._distances_s.append(new.line.sighting.at_s - previous.line.sighting.at_s)
         is_first = previous is None
         num_steps = self._usual_stride(stride) if step is not None and not is_first else 1
         values = self._of_one_step(new, previous, match, num_steps)
@@ -267,11 +269,8 @@ class StepReader:
 
     def _usual_stride(self, stride: int) -> int:
         """The number of steps of a line: 1 where most lines are for one step, so that others are missing."""
-        return (
-            1
-            if self._strides[1] and self._strides[1] >= self._strides[stride] and not self.by_arrival
-            else stride
-        )
+        are_for_one_step = self._strides[1] > 0 and self._strides[1] >= self._strides[stride]
+        return 1 if are_for_one_step and not self.by_arrival else stride
 
     def _of_one_step(
         self, new: _Counted, previous: _Counted | None, match: re.Match[str], num_steps: int
@@ -479,8 +478,7 @@ def _step_number(values: dict[str, float], text: str) -> int | None:
     """The number of the step that a line shows: that of its group, else that of a bar; None if it shows none."""
     if "step" in values:
         return int(values["step"]) if math.isfinite(values["step"]) else None
-    bar = _BAR.search(text)
-    return int(bar[1]) if bar else None
+    return bar_step(text)
 
 
 def _rank_in(text: str) -> str | None:

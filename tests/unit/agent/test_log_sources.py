@@ -85,6 +85,9 @@ def test_a_loss_of_other_lines_is_compared_at_its_step(tmp_path):
     assert (result.status, result.loss_final) == (Status.OK, 10 / 6)
     result, _ = followed(tmp_path, TIME_LINE, texts, r"loss at \d+: (?P<loss>\S+)")
     assert (result.status, result.loss_final) == (Status.OK, None)  # it has three lines, and step 5 is wanted
+    bars = [f"\r{n}/9 [00:01, 0.5s/it, loss={10 / n}]" for n in range(1, 10) for _ in range(2)]
+    result, _ = followed(tmp_path, r"(?P<seconds>[\d.]+)s/it", bars, r"loss=(?P<loss>[\d.]+)")
+    assert (result.status, result.loss_final) == (Status.OK, 10 / 5)
     texts[5] = texts[5].replace(": 1.6", ": x1.6")
     result, _ = followed(tmp_path, TIME_LINE, texts, r"loss at (?P<step>\d+): (?P<loss>\S+)")
     assert (result.status, result.reason) == (Status.INVALID, "loss is nan at step 6")

@@ -81,7 +81,7 @@ def test_the_unit_beside_a_number(line, number, unit):
         ("time 12 s", "1", "12"), ("loss 2.0E-01 |", "2.0", "2.0E-01"),
         ("time 1,53 s", "1,53", None), ("time 0.41, 12 GB", "0.41", None), ("3,512,2.71", "512", None), ("3,0.41,2.71", "0.41", None),
         ("(5444.9,5445.0) ms", "5444.9", None), ("iter 10:0.41 s", "0.41", None), ("1/9 [00:01,0.41s/it]", "0.41", None), ("step 3/9", "3", None),
-        ("loss nan", "nan", None), ("took 12s.", "12", None),
+        ("loss nan", "nan", None), ("took 12s.", "12", None), ("iter 10:0.41 s", "10", None),
     ],
 )  # fmt: skip
 def test_a_part_of_a_number_is_not_the_number(line, number, whole):

@@ -99,6 +99,9 @@ def test_a_loss_that_cannot_be_read_is_nan_and_keeps_its_step(pattern, log, loss
         (r"(?P<tokens_per_s>[\d.]+) tok", "12.4 tok/s/gpu", "use the group (?P<tokens_per_s_per_gpu>...)"),
         (r"(?P<samples_per_s>[\d.]+)", "345.6 tokens/s", "use the group (?P<tokens_per_s>...) or (?P<tokens_per_s_per_gpu>...)"),
         (r"(?P<seconds>[\d.]+)", "0.5 s/sample", "no group reads it"),
+        (r"time (?P<seconds>[\d.]+)", "time 1,53 s", "the group seconds matches '1', which is only a part of '1,53'; let it match the whole"),
+        (r"time (?P<milliseconds>[\d.]+)", "time 4.71K", "matches '4.71', which is only a part of '4.71K'"),
+        (r"loss (?P<loss>[\d.]+).*time (?P<seconds>[\d.]+)", "loss 2.5E-01 time 0.4", "the group loss matches '2.5', which is only a part of '2.5E-01'"),
         (r"time (?P<seconds>[\d.,]+) s", "time 1,530 s", "'1,530' may be 1.53 or 1530, and nothing else in the line shows which"),
     ],
 )  # fmt: skip
@@ -151,6 +154,17 @@ def test_equal_texts_count_once_within_half_a_step_and_twice_after_it():
     assert "the same text came less than half a step before" in dropped[0].reason
     _, steps, _ = read(r"took (?P<seconds>\S+) s", at((0, 0.02, 0.04)))  # their numbers differ
     assert len(steps) == 3
+
+
+def test_equal_texts_without_a_time_count_once_within_half_the_usual_distance():
+    lines = [LogLine("step done", Sighting(time_s, 0.05)) for time_s in (0, 1, 1.1, 2, 2.1, 3.05, 3.1, 4)]
+    _, steps, _ = read("step done", lines)
+    assert [step.sighting.at_s for step in steps] == [0, 1, 2, 3.05, 4]
+
+
+def test_the_numbers_of_the_log_decide_before_others_of_a_line():
+    _, steps, _ = read(r"time (?P<seconds>[\d.,]+) s", "time 1,25 s\nrun 0.5: time 1,125 s\n")
+    assert [step.values["seconds"] for step in steps] == [1.25, 1.125]
 
 
 @pytest.mark.parametrize(("distance_s", "seconds"), [(5.0, 0.5), (0.5, 0.05)])
