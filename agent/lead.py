@@ -280,7 +280,7 @@ class Leader:
         """
         measure, step_times_s = task.measure, rank.measured_step_times_s(task.measure)
         is_exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done_line
-        has_few_steps = len(rank.steps) < measure.loss_step or len(step_times_s) < MIN_RACE_STEPS
+        has_few_steps = rank.num_steps < measure.loss_step or len(step_times_s) < MIN_RACE_STEPS
         if measure.race is None or is_exempt or has_few_steps:
             return None
         best_s = best_step_time_s(task, self._task_results, self._allocation.control)
@@ -391,7 +391,7 @@ def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> Ru
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         reason += f"; {len(rank0.steps)} steps done" if rank0.steps else ""
         has_enough_steps = len(rank0.measured_step_times_s(measure)) >= measure.min_steps
-        if has_enough_steps and len(rank0.steps) >= measure.loss_step:
+        if has_enough_steps and rank0.num_steps >= measure.loss_step:
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     # Writing a large trace may take as long as a start.

@@ -23,7 +23,6 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
 from ultrabench.result import Doubt, RunResult, Status, doubt_text
 from ultrabench.run import RunSpec
-from ultrabench.step_time import ci95_rel
 from ultrabench.store.claim import unrecorded_attempts
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
@@ -349,7 +348,7 @@ def _speed_columns(row: Row, result: RunResult | None, shape: ModelShape | None,
     columns: Row = {
         "step_time_s": step_time_s,
         "step_times_s": list(result.step_times_s),
-        "step_time_ci95_rel": ci95_rel(result.step_times_s),
+        "step_time_ci95_rel": result.step_time_ci95_rel,
         "num_steps_measured": len(result.step_times_s),
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_gpu": tokens_per_s / gpus,

@@ -6,6 +6,7 @@ It finds how every rank failed, what that says about memory, and which failure i
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -24,11 +25,13 @@ from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import NO_EVIDENCE_ABOUT_HOSTS, host_evidence
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
+from ultrabench.log_lines import Sighting
 from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
+from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
-from ultrabench.run import Task
+from ultrabench.run import Task, steps_asked
 from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
@@ -75,7 +78,8 @@ def classify(
     reported_mfu = median(rank0.mfus[-len(step_times_s) :]) if step_times_s and rank0.mfus else None
     if result.status == Status.OK and (misread_text := _misread_text(progress.ranks, task, reported_mfu)):
         result = _invalid_result(UNMEASURED, misread_text)
-    step_time_ci95_rel = ci95_rel(step_times_s)
+    arrival_error_s = _arrival_error_s(rank0, measure)
+    step_time_ci95_rel = ci95_rel(step_times_s, arrival_error_s)
     keys = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
     environment_columns: Columns = {key: environment.get(key) for key in keys}
     is_ok, evidence = result.status == Status.OK, agent_end.evidence if agent_end else {}
@@ -83,7 +87,9 @@ def classify(
         result,
         **environment_columns,
         variables=redact_env(environment.get("variables") or {})[0],
-        measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
+        measured_by=rank0.steps[-1].get("measured_by", "report") if rank0.steps else None,
+        arrival_error_s=arrival_error_s,
+        log_doubts=_log_doubts(rank0, task) if result.status == Status.OK else {},
         source_mfu=reported_mfu,
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
@@ -119,7 +125,12 @@ def _diagnosis(
     if all(rank.done_line or (rank.ended_well and not task.forked) for rank in progress.ranks):
         if bad_loss_text:
             return _invalid_result("non_finite_loss", bad_loss_text)
-        problem = None if progress.probe_rates else _unmeasured_text(progress.ranks[0], task.measure)
+        misread_text = _misread_steps_text(progress.ranks)
+        problem = (
+            None
+            if progress.probe_rates
+            else misread_text or _unmeasured_text(progress.ranks[0], task.measure)
+        )
         return _invalid_result(UNMEASURED, problem) if problem else RunResult(status=Status.OK)
     rank_findings = findings(progress.ranks)
     root = rank_findings[0] if rank_findings else None
@@ -182,14 +193,65 @@ def _unmeasured_text(rank: RankProgress, measure: Measure) -> str | None:
     if rank.measured_step_times_s(measure):
         return None
     steps_text = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
-    return f"the program exited with code 0 but reported {steps_text}"
+    repeats_text = (
+        f"; {counted(rank.num_repeats, 'line')} of its log repeat a step" if rank.num_repeats else ""
+    )
+    return f"the program exited with code 0 but reported {steps_text}{repeats_text}"
+
+
+def _misread_steps_text(ranks: Sequence[RankProgress]) -> str | None:
+    """Which pattern of the kernel takes a number of a log for another quantity; None if none does."""
+    rank = next((rank for rank in ranks if rank.misread_text), None)
+    return f"a pattern misreads the log: {rank.misread_text}; to test it: {TRY_LOG}" if rank else None
+
+
+def _arrival_error_s(rank: RankProgress, measure: Measure) -> float:
+    """How much the interval of the step time must widen, since lines of a log are seen later than they were written.
+
+    Each step may be shorter or longer than measured by its own error. The result is 0 if nothing was timed by arrival.
+    """
+    steps = [s for s in rank.measured_steps(measure) if "arrival_error_s" in s]
+    if not steps:
+        return 0.0
+    times_s: list[float] = [s["seconds"] for s in steps]
+    errors_s: list[float] = [s["arrival_error_s"] for s in steps]
+    low_median_s, high_median_s = (
+        median(time_s + sign * error_s for time_s, error_s in zip(times_s, errors_s, strict=True))
+        for sign in (-1, 1)
+    )
+    return max(high_median_s - median(times_s), median(times_s) - low_median_s)
+
+
+def _log_doubts(rank: RankProgress, task: Task) -> dict[str, str]:
+    """The doubts about steps that were read from a log; none if they were reported."""
+    steps = [
+        LoggedStep(
+            s["seconds"], s["count"], Sighting(s["arrived_s"], s["seen_within_s"]), s.get("together", 1)
+        )
+        for s in rank.measured_steps(task.measure)
+        if "arrived_s" in s
+    ]
+    command_text = " ".join(task.spec.kernel.command)
+    is_asked = "{steps}" in command_text
+    return log_doubts(
+        steps,
+        by_arrival=task.spec.kernel.times_by_arrival,
+        gas=task.spec.layout.gas,
+        num_lines=rank.num_steps,
+        num_unread=rank.num_unread,
+        num_steps_asked=steps_asked(task.spec.kernel, task.measure) if is_asked else None,
+        lines_per_step=rank.lines_per_step,
+    )
 
 
 def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
     """How to make the steps of a program known, with lines of its log; None if it reported some."""
     kernel = task.spec.kernel
-    if ranks[0].steps or task.forked:
+    if ranks[0].steps or task.forked or _misread_steps_text(ranks):
         return None
+    if num_untimed := ranks[0].num_untimed:
+        lines_text = f"{num_untimed + 1} lines of kernel.step_line arrived at once"
+        return f"{lines_text}, so that they time nothing; make the program flush each line, or print times"
     if kernel.step_line is None:
         return "write them to ULTRABENCH_REPORT, or set kernel.step_line to find them in the log"
     rank = ranks[task.spec.logging_rank]
@@ -214,13 +276,31 @@ def _bad_loss_text(rank: RankProgress) -> str | None:
     for step_number, step in enumerate(rank.steps, start=1):
         if not math.isfinite(loss := step.get("loss", 0.0)):
             return f"loss is {loss} at step {step.get('step', step_number)}"
+    for line_number, line in enumerate(rank.losses, start=1):
+        if not math.isfinite(line["loss"]):
+            place_text = (
+                f"step {line['step']:g}" if "step" in line else f"line {line_number} of kernel.loss_line"
+            )
+            return f"loss is {line['loss']} at {place_text}"
     return None
 
 
 def _compared_loss(rank: RankProgress, measure: Measure) -> float | None:
     """The loss at the step at which layouts are compared; None if it is unknown or not finite."""
-    loss = rank.steps[measure.loss_step - 1].get("loss") if len(rank.steps) >= measure.loss_step else None
+    if rank.losses:
+        loss = _loss_of_lines(rank.losses, measure.loss_step)
+    else:
+        ends = accumulate(step.get("count", 1) for step in rank.steps)
+        steps = (step for end, step in zip(ends, rank.steps, strict=True) if end >= measure.loss_step)
+        loss = next(steps, {}).get("loss")
     return loss if loss is not None and math.isfinite(loss) else None
+
+
+def _loss_of_lines(losses: Sequence[dict[str, Any]], loss_step: int) -> float | None:
+    """The loss that lines of kernel.loss_line show for this step; of lines with numbers, the first one from it on."""
+    if "step" in losses[0]:
+        return next((line["loss"] for line in losses if line.get("step", 0) >= loss_step), None)
+    return losses[loss_step - 1]["loss"] if len(losses) >= loss_step else None
 
 
 def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:

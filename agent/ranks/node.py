@@ -23,7 +23,7 @@ from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpu
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_log import END_BYTES, MAX_LOG_BYTES, read_log
 from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
-from ultrabench.agent.ranks.sources import ReportSource, report_sources
+from ultrabench.agent.ranks.sources import Source, report_sources
 from ultrabench.errors import ClusterError
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
@@ -74,6 +74,8 @@ CLEANING_S = 120.0
 """Seconds for removing the files of a run; at 1 ms each, 20,000 files take 20 s."""
 PREPARING_LIMIT_S = 60.0
 """Seconds for making the node-local files of a run."""
+PROGRAM_ENV = {"PYTHONUNBUFFERED": "1"}
+"""Variables of a program of the user, unless it has others: without a buffer, its lines arrive when it writes them."""
 HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
 SHOWN_NAMES = frozenset({"SLURM_JOB_ID", "SLURM_CONF"})
@@ -114,7 +116,7 @@ class Node:
         """The task of the current run."""
         self._run_folder = self.scratch
         """Folder of the current run."""
-        self._report_sources: list[ReportSource] = []
+        self._report_sources: list[Source] = []
         self._sent_progress: dict[int, Progress] = {}
         """Rank -> the progress that was last sent to the leader."""
         self._hang_evidence: Iterator[list[RankEvent]] = iter(())
@@ -218,7 +220,7 @@ class Node:
             if task.forked:
                 self._fork_server.fork(rank, env, log_path, cpus)
                 continue
-            env = {**self._base_env, **env, **dump_variables(run_folder), **self._program_env}
+            env = {**PROGRAM_ENV, **self._base_env, **env, **dump_variables(run_folder), **self._program_env}
             env = with_variant_env(env, variant_env)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             command = fill_in(task.spec, task.key, task.measure)
@@ -259,7 +261,7 @@ class Node:
         # A large log takes up to a second, so logs are read after the call that has sent the exits of their ranks.
         events: list[RankEvent] = [*self._read_logs()]
         for source in self._report_sources:
-            report_lines = filter(None, map(source.parse, source.new_lines.read()))
+            report_lines = source.read(is_last=source.writer_rank in self._exits)
             # Only our own kernel may report measurements of devices and links.
             trusted_lines = (line for line in report_lines if self._task.forked or line["event"] != "probe")
             events += [{"rank": source.described_rank, "line": line} for line in trusted_lines]
@@ -275,7 +277,7 @@ class Node:
             self._is_training = False
         events += next(self._hang_evidence, [])
         # Exits come last, so that the leader reads the last report of a rank before its exit.
-        ranks_behind = {source.writer_rank for source in self._report_sources if source.new_lines.has_more}
+        ranks_behind = {source.writer_rank for source in self._report_sources if source.has_more}
         for rank in sorted(self._exits.keys() - ranks_behind):
             exit_code = self._exits.pop(rank)
             has_kills = exit_code != 0 and num_oom_kills() > self._oom_kills_before

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, compress
 from typing import Any
 
 from ultrabench.agent.diagnose.addresses import AddressBook
@@ -54,6 +55,18 @@ class RankProgress:
     """What it reported about its memory, in bytes: peaks, limits, and what was free at the start."""
     mfus: list[float] = field(default_factory=list)
     """MFU that its log shows, as fractions in order, at most MAX_KEPT_STEPS of them."""
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    """What lines of kernel.loss_line show, in order: {loss} or {loss, step}, at most MAX_KEPT_STEPS of them."""
+    misread_text: str | None = None
+    """Why a pattern of the kernel misreads its log; None if none does."""
+    num_unread: int = 0
+    """Number of lines that match kernel.step_line but have no time that can be read."""
+    num_untimed: int = 0
+    """Number of lines of steps that arrived together with the first one, and none after them."""
+    num_repeats: int = 0
+    """Number of lines of its log that match kernel.step_line but repeat a step."""
+    lines_per_step: float = 1.0
+    """How many lines of its log show the same step."""
     options_read_back: dict[str, str] = field(default_factory=dict)
     """Option -> value that it read back from the objects of its first step; empty until then."""
     done_line: dict[str, Any] = field(default_factory=dict)
@@ -111,17 +124,41 @@ class RankProgress:
         return "optimizer" if self.part == "optimizer" else "steady"
 
     def record_observed(self, line: dict[str, Any]) -> None:
-        """Records memory and MFU that its log shows; some programs reset their peaks, so the largest one counts."""
+        """Records what its log shows beside steps; some programs reset their peaks, so the largest one counts."""
         for memory_key in line.keys() & {"allocated_bytes", "reserved_bytes"}:
             self.memory_report[memory_key] = max(line[memory_key], self.memory_report.get(memory_key, 0))
         if "mfu" in line and len(self.mfus) < MAX_KEPT_STEPS:
             self.mfus.append(line["mfu"])
+        if "loss" in line and len(self.losses) < MAX_KEPT_STEPS:
+            self.losses.append({key: line[key] for key in ("loss", "step") if key in line})
+        if "late_loss" in line and self.steps:
+            self.steps[-1].setdefault("loss", line["late_loss"])
+        self.misread_text = self.misread_text or line.get("misread")
+        self.num_unread += line.get("unread", 0)
+        self.num_untimed = line.get("untimed", self.num_untimed)
+        self.num_repeats = line.get("repeats", self.num_repeats)
+        self.lines_per_step = line.get("lines_per_step", self.lines_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the steps that it has done; a line of a log may be for several."""
+        return sum(step.get("count", 1) for step in self.steps)
+
+    def measured_steps(self, measure: Measure) -> list[dict[str, Any]]:
+        """The report lines of the measured steps; where a program does not mark them, all after warm-up."""
+        marked = [s for s in self.steps if "measured" in s]
+        if marked:
+            return [s for s in marked if s["measured"]]
+        num_steps_until = accumulate(step.get("count", 1) for step in self.steps)
+        first_steps = (
+            end - step.get("count", 1) for end, step in zip(num_steps_until, self.steps, strict=True)
+        )
+        is_measured = (first >= measure.warmup_steps for first in first_steps)
+        return [*compress(self.steps, is_measured)]
 
     def measured_step_times_s(self, measure: Measure) -> list[float]:
-        """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
-        marked = [s for s in self.steps if "measured" in s]
-        steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
-        return [s["seconds"] for s in steps if "seconds" in s]
+        """Seconds of the measured steps."""
+        return [s["seconds"] for s in self.measured_steps(measure) if "seconds" in s]
 
 
 class MeasuredPhase:
@@ -134,7 +171,8 @@ class MeasuredPhase:
 
     def observe(self, step_events: Sequence[RankEvent]) -> None:
         """Takes the steps that ranks have reported, the latest last."""
-        self._num_steps_by_rank.update(event["rank"] for event in step_events)
+        for event in step_events:
+            self._num_steps_by_rank[event["rank"]] += event["line"].get("count", 1)
         if step_events:
             is_warm = max(self._num_steps_by_rank.values()) > self._warmup_steps
             self.is_measuring = step_events[-1]["line"].get("measured", is_warm)

@@ -12,6 +12,7 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 import difflib
 import errno
 from collections.abc import Collection, Iterable, Mapping
+from itertools import takewhile
 
 
 class UltrabenchError(Exception):
@@ -107,6 +108,32 @@ def nearest_name(name: str, known_names: Iterable[str], min_similarity: float = 
     names_in_groups = [known_name for known_name in known_names if known_name.rpartition(".")[2] == name]
     close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=min_similarity)
     return next(iter(names_in_groups or close_names), None)
+
+
+def misspelled_name(name: str, known_names: Iterable[str]) -> str | None:
+    """The one of `known_names` from which `name` differs by one edit; None if there is none, or several.
+
+    An edit adds, leaves out or replaces a character, or swaps two neighbours. It is none of a digit, since names that
+    differ in a digit are those of different things, such as qwen2 and qwen3.
+    """
+    near_names = {known_name for known_name in known_names if _is_one_edit(name, known_name)}
+    return near_names.pop() if len(near_names) == 1 else None
+
+
+def _common_length(name: str, other: str) -> int:
+    """The number of characters with which both texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
+
+
+def _is_one_edit(name: str, other: str) -> bool:
+    start = _common_length(name, other)
+    rest, other_rest = name[start:], other[start:]
+    end = _common_length(rest[::-1], other_rest[::-1])
+    changed, other_changed = rest[: len(rest) - end], other_rest[: len(other_rest) - end]
+    if any(map(str.isdigit, changed + other_changed)):
+        return False
+    is_swap = len(changed) == 2 and changed == other_changed[::-1]
+    return name != other and (is_swap or max(len(changed), len(other_changed)) == 1)
 
 
 def most_similar(value: str, known_names: Iterable[str]) -> str | None:

@@ -11,7 +11,7 @@ from msgspec import Meta
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern
+from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
@@ -84,7 +84,10 @@ class KernelConfig:
     """Word of a layout or a model -> each value that the command supports, as text, or ANY -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
-    one of the groups that LOG_PATTERNS lists for it, and optionally the group `loss`."""
+    groups that LOG_PATTERNS lists for it. Without a group for a time or a rate, the arrival of its lines times the
+    steps."""
+    loss_line: str | None = None
+    """A regular expression for the loss, where it is not in the lines of `step_line`, searched in the same log."""
     memory_line: str | None = None
     """A regular expression for the peak memory of a rank, searched in the log of every rank."""
     mfu_line: str | None = None
@@ -100,6 +103,14 @@ class KernelConfig:
         for option in LOG_PATTERNS:
             if (pattern_text := getattr(self, option)) is not None:
                 compile_pattern(option, pattern_text)
+        if (
+            self.loss_line
+            and self.step_line
+            and "loss" in compile_pattern("step_line", self.step_line).groupindex
+        ):
+            raise ConfigError(
+                "kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"
+            )
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
@@ -111,6 +122,11 @@ class KernelConfig:
         if self.step_rank == "last_stage":
             return world_size - world_size // pp
         return self.step_rank % world_size
+
+    @property
+    def times_by_arrival(self) -> bool:
+        """Whether the arrival of lines in its log times the steps."""
+        return times_by_arrival(self.step_line)
 
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""

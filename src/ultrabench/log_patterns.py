@@ -5,13 +5,23 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ultrabench.errors import ConfigError
-from ultrabench.rank_report import checked_line, is_number
+from ultrabench.errors import ConfigError, nearest_name
+from ultrabench.log_lines import bar_step, split_log, without_escapes
+from ultrabench.log_numbers import (
+    LogNumber,
+    UnreadableError,
+    cut_suffix,
+    decimal_mark_in,
+    read_number,
+    unit_beside,
+    whole_number_text,
+)
+from ultrabench.rank_report import is_number
 
 TRY_LOG = "ultrabench kernel try-log PATTERN FILE"
 """The command that tests a pattern without a launch."""
 OBSERVED_EVENT = "observed"
-"""Event of a line that has memory or MFU. A user's report cannot have this event, and it is no sign of progress."""
+"""Event of what a log shows beside the steps. A user's report cannot have this event, and it is no sign of progress."""
 
 
 class LogPattern(NamedTuple):
@@ -23,14 +33,22 @@ class LogPattern(NamedTuple):
     """Whether the log of every rank is read, for that rank; otherwise that of kernel.step_rank, for rank 0."""
     optional_groups: Mapping[str, tuple[str, float]] = {}
     """More groups, which alone do not make a pattern."""
+    needs_group: bool = True
+    """Whether a pattern must have one of `groups`."""
 
 
 _BYTES_BY_UNIT = {"bytes": 1.0, "mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
 LOG_PATTERNS: dict[str, LogPattern] = {
     "step_line": LogPattern(
-        {"seconds": ("seconds", 1.0), "milliseconds": ("seconds", 1e-3), "tokens_per_s_per_gpu": ("tokens_per_s_per_gpu", 1.0)},
-        optional_groups={"loss": ("loss", 1.0)},
+        {
+            "seconds": ("seconds", 1.0), "milliseconds": ("seconds", 1e-3), "steps_per_s": ("steps_per_s", 1.0),
+            "samples_per_s": ("samples_per_s", 1.0), "tokens_per_s": ("tokens_per_s", 1.0),
+            "tokens_per_s_per_gpu": ("tokens_per_s_per_gpu", 1.0),
+        },
+        optional_groups={"step": ("step", 1.0), "loss": ("loss", 1.0)},
+        needs_group=False,
     ),
+    "loss_line": LogPattern({"loss": ("loss", 1.0)}, optional_groups={"step": ("step", 1.0)}),
     "memory_line": LogPattern(
         {f"{kind}_{unit}": (f"{kind}_bytes", factor)
          for kind in ("reserved", "allocated") for unit, factor in _BYTES_BY_UNIT.items()},
@@ -38,25 +56,58 @@ LOG_PATTERNS: dict[str, LogPattern] = {
     ),
     "mfu_line": LogPattern({"fraction": ("mfu", 1.0), "percent": ("mfu", 1e-2)}),
 }  # fmt: skip
-"""Option of a kernel that holds a pattern -> what it reads; the only list of these options and of their groups."""
+"""Option of a kernel that holds a pattern -> what it reads; the only list of these options and of their groups.
 
-_FACTOR_BY_SUFFIX = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-"""Suffixes of numbers, such as 4.71K; nanotron writes B for 10^9, older versions of it G."""
+A step_line without a group for a time or a rate times the steps by the arrival of its lines.
+"""
+TIME_GROUPS = frozenset(LOG_PATTERNS["step_line"].groups)
+"""Groups of a step_line from which the time of a step follows."""
+
+_ALL_GROUPS = {
+    name for pattern in LOG_PATTERNS.values() for name in (*pattern.groups, *pattern.optional_groups)
+}
+"""The groups of all options; a pattern may serve several of them."""
+_UNITS_BY_GROUP = {
+    "seconds": ("s", "s/step"),
+    "milliseconds": ("ms", "ms/step"),
+    "steps_per_s": ("step/s",),
+    "samples_per_s": ("sample/s",),
+    "tokens_per_s": ("token/s",),
+    "tokens_per_s_per_gpu": ("token/s/gpu", "token/gpu/s", "token/s"),  # many programs leave out the GPU
+    **{f"{kind}_{unit}": (unit.replace("i", ""),) for kind in ("reserved", "allocated") for unit in _BYTES_BY_UNIT},
+}  # fmt: skip
+"""Group -> the units that may stand beside its number, as `unit_beside` writes them."""
+_THOUSANDS_GROUPS = frozenset(
+    {"samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu", "step", *LOG_PATTERNS["memory_line"].groups}
+)
+"""Groups whose numbers are large, so that a comma before three digits separates thousands."""
+_DECIMAL_GROUPS = frozenset({"loss", "fraction", "percent", "steps_per_s"})
+"""Groups whose numbers are small, so that a comma before three digits stands before decimals."""
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _NOT_LITERAL = re.compile(r"\(\?P<\w+>|\\.|\[[^\]]*\]")
 """Parts of a pattern whose letters are no text of the log: names of groups, escapes and sets."""
+
+
+class MisreadError(ValueError):
+    """A number of a log that the pattern takes for another quantity, or that has two readings; the message says why."""
 
 
 def compile_pattern(option: str, pattern_text: str) -> re.Pattern[str]:
     """The compiled pattern of an option of LOG_PATTERNS.
 
     Raises:
-        ConfigError: it is not a regular expression, or lacks a group of this option.
+        ConfigError: it is not a regular expression, lacks a group of this option, or has an unknown one.
     """
-    pattern, groups = compile_any(pattern_text, f"kernel.{option}="), LOG_PATTERNS[option].groups
-    if not groups.keys() & pattern.groupindex.keys():
-        group_forms = ", ".join(f"(?P<{name}>...)" for name in groups)
-        raise ConfigError(f"kernel.{option}={pattern_text!r} lacks a group; add one of {group_forms}")
+    pattern, log_pattern = compile_any(pattern_text, f"kernel.{option}="), LOG_PATTERNS[option]
+    groups = {**log_pattern.groups, **log_pattern.optional_groups}
+    if log_pattern.needs_group:
+        if not log_pattern.groups.keys() & pattern.groupindex.keys():
+            group_forms = ", ".join(f"(?P<{name}>...)" for name in log_pattern.groups)
+            raise ConfigError(f"kernel.{option}={pattern_text!r} lacks a group; add one of {group_forms}")
+    elif unknown_groups := [name for name in pattern.groupindex if name not in _ALL_GROUPS]:
+        fact = f"kernel.{option}={pattern_text!r} has a group {unknown_groups[0]!r}; its groups are {', '.join(groups)}"
+        similar_group = nearest_name(unknown_groups[0], groups)
+        raise ConfigError(fact, f"did you mean {similar_group}?" if similar_group else "")
     return pattern
 
 
@@ -76,51 +127,127 @@ def compile_any(pattern_text: str, where: str = "") -> re.Pattern[str]:
 
 
 def options_of(pattern: re.Pattern[str]) -> list[str]:
-    """The options that this pattern can be used for, by the names of its groups."""
-    return [option for option, (groups, *_) in LOG_PATTERNS.items() if groups.keys() & pattern.groupindex]
+    """The options that this pattern can be used for, by the names of its groups; one without groups is a step_line."""
+    if not pattern.groupindex:
+        return ["step_line"]
+    names = pattern.groupindex.keys()
+    options = [option for option, log_pattern in LOG_PATTERNS.items() if names & log_pattern.groups.keys()]
+    if "step_line" in options:
+        options = [option for option in options if option != "loss_line"]
+    elif names <= LOG_PATTERNS["step_line"].optional_groups.keys():
+        options = ["step_line", *options]
+    return options
 
 
-def parse_log_line(
-    line: str, pattern: re.Pattern[str], tokens_per_gpu: float, option: str = "step_line"
-) -> dict[str, Any] | None:
-    """What a line of a program's log tells if it matches `pattern`, as a line of a report; else None.
+def times_by_arrival(step_line: str | None) -> bool:
+    """Whether a step_line has no group for a time, so that the arrival of its lines times the steps."""
+    return step_line is not None and not TIME_GROUPS & compile_any(step_line).groupindex.keys()
+
+
+def parse_log_line(line: str, pattern: re.Pattern[str], option: str) -> dict[str, Any] | None:
+    """What a line shows that matches the pattern of an option other than step_line, as a line of a report; else None.
 
     Args:
         pattern: what `compile_pattern` returns for the option.
-        tokens_per_gpu: number of tokens of one step divided by the number of GPUs.
     """
-    match = pattern.search(line)
+    match = pattern.search(without_escapes(line))
     if match is None:
         return None
+    values: dict[str, Any] = {}
     try:
-        value_by_quantity = quantities(option, match.groupdict())
-        if "tokens_per_s_per_gpu" in value_by_quantity:
-            value_by_quantity["seconds"] = tokens_per_gpu / value_by_quantity.pop("tokens_per_s_per_gpu")
-    except (ValueError, ZeroDivisionError):
-        return None
-    if option == "step_line":
-        return {"measured_by": "log", **checked_line({"event": "step", **value_by_quantity})}
-    positive_values = {k: v for k, v in value_by_quantity.items() if is_number(v) and v > 0}
+        values = quantities(option, match)
+    except MisreadError as error:
+        return {"event": OBSERVED_EVENT, "misread": f"kernel.{option}: {error}"}
+    except UnreadableError:
+        if option != "loss_line":
+            return None
+    if option == "loss_line":
+        step = values.get("step", bar_step(match.string))
+        line_values = {"event": OBSERVED_EVENT, "loss": values.get("loss", math.nan)}
+        return line_values if step is None else {**line_values, "step": step}
+    positive_values = {k: v for k, v in values.items() if is_number(v) and v > 0}
     rounded_values = {k: round(v) if k.endswith("_bytes") else v for k, v in positive_values.items()}
     return {"event": OBSERVED_EVENT, **rounded_values} if rounded_values else None
 
 
-def quantities(option: str, text_by_group: Mapping[str, str | None]) -> dict[str, float]:
+def quantities(option: str, match: re.Match[str], decimal_mark: str | None = None) -> dict[str, float]:
     """Quantity -> its value in bytes, seconds or as a fraction, for the groups of an option that have a text.
 
+    A loss that cannot be read is NaN, since it may be one that the program writes in its own way.
+
+    Args:
+        match: of the pattern in a line.
+        decimal_mark: what stands before the decimals in this log, where the line itself does not say it.
+
     Raises:
-        ValueError: a text is not a number.
+        UnreadableError: the text of a group in `groups` is no number.
+        MisreadError: the unit beside a number is another one, or its comma has two readings.
     """
-    groups = {**LOG_PATTERNS[option].groups, **LOG_PATTERNS[option].optional_groups}
-    text_by_known_group = {k: v for k, v in text_by_group.items() if v is not None and k in groups}
-    return {groups[k][0]: _parse_number(text) * groups[k][1] for k, text in text_by_known_group.items()}
+    log_pattern = LOG_PATTERNS[option]
+    groups = {**log_pattern.groups, **log_pattern.optional_groups}
+    text_by_group = {k: v for k, v in match.groupdict().items() if v is not None and k in groups}
+    mark = decimal_mark_in([*text_by_group.values()], "") or decimal_mark or decimal_mark_in([], match.string)
+    value_by_quantity: dict[str, float] = {}
+    for group, text in text_by_group.items():
+        quantity, factor = groups[group]
+        _require_whole(group, match)
+        try:
+            number = read_number(text, mark)
+        except UnreadableError:
+            if group in log_pattern.groups and quantity != "loss":
+                raise
+            if quantity == "loss" and text.strip():
+                value_by_quantity[quantity] = math.nan
+            continue
+        unit = number.unit or unit_beside(match.string, *match.span(group))
+        _require_unit(group, unit, text, groups)
+        value_by_quantity[quantity] = _plausible_reading(group, number, text) * factor
+    return value_by_quantity
 
 
-def _parse_number(text: str) -> float:
-    """The number that a program wrote, such as 5444.9, 7,282 or 4.71K."""
-    number_text = text.strip().replace(",", "")
-    suffix_factor = _FACTOR_BY_SUFFIX.get(number_text[-1:], 1.0)
-    return float(number_text[:-1] if number_text[-1:] in _FACTOR_BY_SUFFIX else number_text) * suffix_factor
+def _require_whole(group: str, match: re.Match[str]) -> None:
+    """Raises MisreadError if a group matches only a part of a number."""
+    start, end = match.span(group)
+    whole_text = whole_number_text(match.string, start, end)
+    if whole_text and group == "step" and ":" in whole_text:
+        whole_text = None
+    suffix = cut_suffix(match.string, end)
+    if suffix and match[group][-1:].isdigit() and group not in LOG_PATTERNS["memory_line"].groups:
+        whole_text = f"{match[group]}{suffix}"
+    if whole_text:
+        fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {whole_text!r:.60}"
+        raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+[KMGBT]?")
+
+
+def _require_unit(group: str, unit: str, text: str, groups: Mapping[str, object]) -> None:
+    """Raises MisreadError if the unit beside a number is another one than that of its group."""
+    if not unit or group not in _UNITS_BY_GROUP or unit in _UNITS_BY_GROUP[group]:
+        return
+    kind, _, own_unit = group.rpartition("_")
+    if own_unit in _BYTES_BY_UNIT:
+        if unit not in ("bytes", "kb", "mb", "gb", "tb"):
+            return
+        fitting_groups = [name for name in groups if name.startswith(kind) and unit in _UNITS_BY_GROUP[name]]
+    else:
+        fitting_groups = [name for name in groups if unit in _UNITS_BY_GROUP.get(name, ())]
+    advice = " or ".join(f"(?P<{name}>...)" for name in fitting_groups)
+    advice = f"use the group {advice}" if fitting_groups else "no group reads it: match another number"
+    raise MisreadError(
+        f"the unit of {text.strip()!r:.40} is {unit}, which the group {group} does not read; {advice}"
+    )
+
+
+def _plausible_reading(group: str, number: LogNumber, text: str) -> float:
+    """The value of a number of this group, where its comma has two readings that of the usual size of the quantity."""
+    if number.other_value is None:
+        return number.value
+    as_decimal, as_thousands = sorted((number.value, number.other_value))
+    if group in _THOUSANDS_GROUPS:
+        return as_thousands
+    if group in _DECIMAL_GROUPS:
+        return as_decimal
+    fact = f"{text.strip()!r:.40} may be {as_decimal:g} or {as_thousands:g}, and nothing else in the line shows which"
+    raise MisreadError(f"{fact}; make the program write a decimal point and no separators")
 
 
 def misread_reason(option: str, values: Mapping[str, float], device_bytes: float = math.inf) -> str | None:
@@ -146,6 +273,7 @@ def nearest_lines(log: str, pattern: str) -> list[str]:
     Lines without a digit cannot hold the time of a step. Of lines that differ in numbers only, the last counts.
     """
     literal_words = {word.lower() for word in _WORD.findall(_NOT_LITERAL.sub(" ", pattern))}
-    line_by_form = {re.sub(r"\d+", "#", line): line for line in log.splitlines() if re.search(r"\d", line)}
+    plain_lines = [line.text for line in split_log(log)]
+    line_by_form = {re.sub(r"\d+", "#", line): line for line in plain_lines if re.search(r"\d", line)}
     latest_lines = [*line_by_form.values()][::-1]
     return sorted(latest_lines, key=lambda line: -len(literal_words & {*_WORD.findall(line.lower())}))[:2]

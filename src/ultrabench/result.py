@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from ultrabench.step_time import ci95_rel
+
 
 class Status(StrEnum):
     """How an attempt ended; `rejected` and `skipped` are for candidates that were never attempted."""
@@ -173,7 +175,12 @@ class RunResult:
     began_on: tuple[str, ...] = ()
     """Hosts on which the failure began; empty where that is unknown or where no node can be at fault."""
     measured_by: str | None = None
-    """Where the steps come from: report (the program's report file) or log (its log, read by a pattern)."""
+    """Where the steps come from: report (the program's report file), log (times or rates in its log) or arrival (of the
+    lines of its log)."""
+    arrival_error_s: float = 0.0
+    """How much the time of a step may be wrong because its line was seen later than written; 0 unless arrival timed it."""
+    log_doubts: dict[str, str] = field(default_factory=dict)
+    """Code -> sentence of each doubt about how steps were read from a log."""
     source_mfu: float | None = None
     """MFU as the program itself computes it, a fraction: the median of what its log shows in the measured steps."""
     stopped: str | None = None
@@ -251,6 +258,11 @@ class RunResult:
     """Rates of devices and links, for a run that measured these instead of training."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """Facts from which status and cause follow: exit code or signal of each rank, last lines, phase."""
+
+    @property
+    def step_time_ci95_rel(self) -> float | None:
+        """Half-width of the 95 % interval of the median step time, relative to the median; None if it is unknown."""
+        return ci95_rel(self.step_times_s, self.arrival_error_s)
 
     @property
     def environment(self) -> tuple[object, ...]:

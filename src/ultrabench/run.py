@@ -230,6 +230,11 @@ def command_text(value: object) -> str:
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
+def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
+    """The steps that a program is asked for: one more where arrival times them, since the first line has no time."""
+    return measure.warmup_steps + measure.max_steps + kernel.times_by_arrival
+
+
 def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
@@ -240,7 +245,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     Raises:
         ConfigError: a `{word}` is unknown, or a known one has quotes, spaces or its group in the braces.
     """
-    words = words_of(spec) | key._asdict() | {"steps": measure.warmup_steps + measure.max_steps}
+    words = words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]

@@ -19,17 +19,20 @@ def _order_statistic(n: int) -> int:
     return sum(2 * tail_probability <= 0.05 for tail_probability in accumulate(probabilities))
 
 
-def ci95_rel(step_times_s: Sequence[float]) -> float | None:
+def ci95_rel(step_times_s: Sequence[float], error_s: float = 0.0) -> float | None:
     """Half-width of the 95 % interval of the median step time, relative to the median.
 
     The interval needs no assumption about the distribution: it lies between two order statistics, whose ranks
     follow from the binomial distribution. The result is None below 6 samples and when the median is 0.
+
+    Args:
+        error_s: how much each time may be wrong in either direction, in seconds; it widens the interval.
     """
     n = len(step_times_s)
     if n < MIN_SAMPLES or not (median_s := median(step_times_s)):
         return None
     sorted_times_s, k = sorted(step_times_s), _order_statistic(n)
-    return (sorted_times_s[n - k] - sorted_times_s[k - 1]) / 2 / median_s
+    return ((sorted_times_s[n - k] - sorted_times_s[k - 1]) / 2 + error_s) / median_s
 
 
 def extreme_medians_s(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -4,92 +4,39 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import ConfigError, ShapeError, nearest_name
+from ultrabench.errors import ConfigError, ShapeError, misspelled_name
 from ultrabench.model_shape import RENAMED, ModelShape, RopeScaling
 from ultrabench.record import field_types, from_dict, value_from
+from ultrabench.sweep.config.model_types import (
+    CLASSES,
+    DEFAULTS,
+    EXPERT_SIZES,
+    FIXED_VALUES,
+    GATED_TYPES,
+    MODEL_TYPES,
+    OTHER_TYPES,
+    ROPE_KEYS,
+    SAME_SIZE_KEYS,
+    TEXT_VALUES,
+    TRAINED_VALUES,
+    is_harmless,
+)
 
-DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")),
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": None,
-    "head_dim": None, "sliding_window": None, "use_sliding_window": None,
-}  # fmt: skip
-"""The keys that models of all types read -> the usual value of an absent key; None if there is none."""
-_WINDOW_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096}
-MODEL_TYPES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW_DEFAULTS},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, **_WINDOW_DEFAULTS},
-    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": None, "num_experts_per_tok": None},
-    "olmoe": {"rms_norm_eps": 1e-5, "num_experts": None, "num_experts_per_tok": None, "norm_topk_prob": False},
-    "qwen3_moe": {
-        "num_key_value_heads": 4, **_WINDOW_DEFAULTS, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
-        "decoder_sparse_step": 1, "norm_topk_prob": False,
-    },
-    "glm4_moe": {
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "qk_norm": False,
-        "partial_rotary_factor": 0.5, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
-        "n_shared_experts": None, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 1,
-    },
-    "dots1": {
-        "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "num_experts": None,
-        "num_experts_per_tok": None, "moe_intermediate_size": None, "n_shared_experts": None,
-        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
-    },
-}  # fmt: skip
-"""model_type -> the keys that models of this type read beside DEFAULTS, with their values where a key is absent.
-
-Sizes of experts have no such value: a file without them is more likely incomplete than meant for the usual model.
-
-Only models of these types can be trained. The layers for multi-token prediction (num_nextn_predict_layers) are
-read and left out, as transformers leaves them out in training.
-Source: LlamaConfig, MistralConfig and so on of transformers, which also give the values of DEFAULTS.
-"""
-FIXED_VALUES: dict[str, dict[str, Any]] = {
-    "qwen2": {"attention_bias": True},
-    "qwen3": {"qk_norm": True},
-    "olmoe": {"qk_norm": True, "qk_norm_across_heads": True},
-    "qwen3_moe": {"qk_norm": True},
-    "glm4_moe": {"scoring_func": "sigmoid"},
-    "dots1": {"scoring_func": "sigmoid", "qk_norm": True},
-}
-"""model_type -> what is the same in all models of this type, whatever their keys say.
-
-Source: Qwen2Attention, Glm4MoeTopkRouter and so on of transformers.
-"""
-EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-"""The sizes that a file of a model_type which reads them must have."""
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
 """Keys of multi-head latent attention, whose sizes no ModelShape can have."""
 _MAX_VALUE_CHARS = 60
 """Number of characters of a value in a message."""
-_MIN_TYPO_SIMILARITY = 0.9
-"""Similarity of difflib from which a key is a typing error of another one: num_local_expert, not num_hidden_layers."""
 _UNSTATED_FEATURES = {"gpt_oss": "its attention has sinks"}
 """model_type -> what no key says of a model that ultrabench does not train."""
 SIZES_ADVICE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
-"""What a user can do with a model that ultrabench does not train."""
-TRAINED_VALUES: dict[str, Any] = {
-    "hidden_act": "silu", "rope_type": "llama3", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
-    **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm"), False),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
-    **dict.fromkeys(("shared_expert_intermediate_size", "router_jitter_noise"), 0), "mlp_only_layers": [],
-    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), 1),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "n_embd", "no_rope_layers")), "num_nextn_predict_layers": 0,
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv")),
-    "quantization_config": {},
-    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
-}  # fmt: skip
-"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null, and 0 for null.
-
-MODEL_TYPES names the types whose models may have other values of some of these keys.
-"""
+"""What a user can do with a model that ultrabench does not train, but whose sizes are those of a ModelShape."""
+OTHER_MODEL_ADVICE = "choose another model, since ultrabench knows no sizes that stand for this one"
+"""What a user can do with a model that ultrabench neither trains nor can describe by sizes."""
 _MODEL_ADVICE = "give the path of a config.json, or a name (see ultrabench configs model)"
 """What a user can do whose model was not found."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)")
@@ -148,25 +95,24 @@ def read_checkpoint_config(location: str) -> ModelShape:
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The shape of the model in a config.json; keys that do not change the model are ignored.
+    """The shape of the model in a config.json.
 
     Raises:
-        ConfigError: a key makes the model one that ultrabench does not train; the message names the key.
+        ConfigError: a key makes the model one that ultrabench does not train, or may do so because it is unknown; the
+            message names the key.
     """
+    file_keys = [*values]
     model_type, values = values.get("model_type"), {**values, **_rope_settings(values)}
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        fact_texts = [f"{key} is {_abbreviated(values[key])}" for key in _untrained_settings(values)]
-        fact_texts += filter(None, [_UNSTATED_FEATURES.get(str(model_type))])
-        facts_text, similar_type = f" ({', '.join(fact_texts)})", nearest_name(str(model_type), MODEL_TYPES)
-        hint = f" did you mean {similar_type}?" if similar_type and not fact_texts else ""
-        unsupported = f"unsupported model_type {model_type!r}{facts_text if fact_texts else ''};{hint}"
-        rule = f"ultrabench trains {', '.join(MODEL_TYPES)}"
-        raise ConfigError(f"model={where}: {unsupported} {rule}", _remedy(values))
+        raise _unsupported_type(model_type, values, where)
     defaults, fixed_values = {**DEFAULTS, **MODEL_TYPES[model_type]}, FIXED_VALUES.get(model_type, {})
+    _require_known_class(values, model_type, where)
     for key, trained_value in _untrained_settings(values, {*defaults, *fixed_values}).items():
         rule = f"ultrabench trains {model_type} models only with {key} {trained_value}"
-        raise ConfigError(f"model={where}: {key} is {_abbreviated(values[key])}; {rule}", _remedy(values))
+        remedy = _remedy(values, model_type, {key})
+        raise ConfigError(f"model={where}: {key} is {_abbreviated(values[key])}; {rule}", remedy)
     _require_sizes(values, defaults, where)
+    _require_known_keys(values, file_keys, model_type, where)
     key_by_field = {
         field: key for key, field in RENAMED.items() if field in defaults and values.get(key) is not None
     }
@@ -198,11 +144,93 @@ def _abbreviated(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE_CHARS else f"{start} ..."
 
 
-def _remedy(values: Mapping[str, Any]) -> str:
-    """What a user can do with a model that ultrabench does not train, as far as its sizes are those of a ModelShape."""
+def _unsupported_type(model_type: object, values: Mapping[str, Any], where: str) -> ConfigError:
+    """The error for a model_type that ultrabench does not train."""
+    untrained_keys = _untrained_settings(values)
+    fact_texts = [f"{key} is {_abbreviated(values[key])}" for key in untrained_keys]
+    fact_texts += filter(None, [_UNSTATED_FEATURES.get(str(model_type))])
+    similar_type = None
+    if not fact_texts and str(model_type) not in OTHER_TYPES:
+        similar_type = misspelled_name(str(model_type), MODEL_TYPES)
+    facts_text = f" ({', '.join(fact_texts)})" if fact_texts else ""
+    hint = f" did you mean {similar_type}?" if similar_type else ""
+    fact = f"model={where}: unsupported model_type {model_type!r}{facts_text};{hint}"
+    return ConfigError(
+        f"{fact} ultrabench trains {', '.join(MODEL_TYPES)}", _remedy(values, str(model_type), untrained_keys)
+    )
+
+
+def _remedy(values: Mapping[str, Any], model_type: str, untrained_keys: Collection[str]) -> str:
+    """What a user can do with a model that ultrabench does not train, as far as its sizes are those of a ModelShape.
+
+    Args:
+        untrained_keys: the keys for which it is not trained.
+    """
     if any(values.get(key) for key in _LATENT_ATTENTION_KEYS):
         return "choose another model, since ultrabench has no sizes for multi-head latent attention"
-    return SIZES_ADVICE
+    has_known_sizes = model_type in MODEL_TYPES or model_type in GATED_TYPES
+    return (
+        SIZES_ADVICE if has_known_sizes and SAME_SIZE_KEYS.issuperset(untrained_keys) else OTHER_MODEL_ADVICE
+    )
+
+
+def _require_known_class(values: Mapping[str, Any], model_type: str, where: str) -> None:
+    """Raises ConfigError if the class of a model is not known for its type, or may be one of its own code."""
+    classes = values.get("architectures") or []
+    names = classes if isinstance(classes, list) else [classes]
+    known_text = " or ".join(CLASSES[model_type])
+    for name in names:
+        if name not in CLASSES[model_type]:
+            fact = f"model={where}: architectures has {_abbreviated(name)}"
+            raise ConfigError(
+                f"{fact}; ultrabench trains {model_type} models only as {known_text}", OTHER_MODEL_ADVICE
+            )
+    if values.get("auto_map") and not names:
+        fact = f"model={where}: auto_map is {_abbreviated(values['auto_map'])}, so the model may have code of its own"
+        rule = f"and architectures does not say that it is {known_text}"
+        raise ConfigError(f"{fact}, {rule}", "add architectures if it is, else choose another model")
+
+
+def _require_known_keys(
+    values: Mapping[str, Any], file_keys: Iterable[str], model_type: str, where: str
+) -> None:
+    """Raises ConfigError for a key of which it is not known what it does to models of this type.
+
+    Args:
+        file_keys: the keys of the file itself; `values` has those of its rotations as well.
+    """
+    read_keys = {*DEFAULTS, *MODEL_TYPES[model_type]}
+    known_keys = {
+        *read_keys,
+        *TRAINED_VALUES,
+        *(key for key, field in RENAMED.items() if field in read_keys),
+        "layer_types",
+    }
+    text_values = TEXT_VALUES.get(model_type, {})
+    for key in file_keys:
+        if (
+            values[key] is None
+            or key in known_keys
+            or is_harmless(key)
+            or values[key] in text_values.get(key, ())
+        ):
+            continue
+        fact = f"model={where}: {key} is {_abbreviated(values[key])}"
+        if key in text_values:
+            rule = f"ultrabench trains {model_type} models only with {key} {' or '.join(text_values[key])}"
+        else:
+            rule = f"ultrabench knows no such key of {model_type} models, so it may change the model"
+        intended_key = misspelled_name(key, known_keys)
+        remedy = f"did you mean {intended_key}?" if intended_key else "remove the key if it changes nothing"
+        raise ConfigError(f"{fact}; {rule}", remedy)
+    rope_values = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    known_rope_keys = {*ROPE_KEYS, *field_types(RopeScaling)}
+    for key in rope_values if isinstance(rope_values, dict) else ():
+        if key not in known_rope_keys and rope_values[key] is not None:
+            fact = f"model={where}: rope_scaling has {key} {_abbreviated(rope_values[key])}"
+            raise ConfigError(
+                f"{fact}; ultrabench knows no such key of rotations", "remove it if it changes nothing"
+            )
 
 
 def _require_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
@@ -213,8 +241,7 @@ def _require_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any], where
             continue
         if all(values.get(key) is None for key in keys):
             unread_keys = values.keys() - {*EXPERT_SIZES, *RENAMED, *defaults}
-            similar_keys = (nearest_name(key, unread_keys, _MIN_TYPO_SIMILARITY) for key in keys)
-            misspelled = next(filter(None, similar_keys), None)
+            misspelled = next((key for key in unread_keys if misspelled_name(key, keys)), None)
             hint = f"is {misspelled} a misspelling?" if misspelled else "add it"
             raise ConfigError(f"model={where} lacks {' or '.join(keys)} (a size of its experts); {hint}")
 

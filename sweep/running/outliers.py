@@ -139,6 +139,7 @@ def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None
             yield Doubt("foreign_load", reason)
         if result.foreign_gpu_processes:
             yield Doubt("foreign_gpu_processes", f"also on its GPUs: {result.foreign_gpu_processes}")
+    yield from (Doubt(code, sentence) for code, sentence in result.log_doubts.items())
     if result.throttled is not None:
         yield Doubt("throttled", f"throttled: {result.throttled}")
     ranks_by_time = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])

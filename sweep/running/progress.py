@@ -10,7 +10,6 @@ from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.result import INTERRUPTED, OUTER_FAILURES, PENDING, RUNNING, UNSETTLED, Status, outcome_order
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
-from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
@@ -200,7 +199,7 @@ def progress_of(
         width_by_run={
             run_id: half_width
             for run_id, a in attempt_by_run.items()
-            if a.ok and a.ok.ci_reached is False and (half_width := ci95_rel(a.ok.step_times_s)) is not None
+            if a.ok and a.ok.ci_reached is False and (half_width := a.ok.step_time_ci95_rel) is not None
         },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         nodes_not_used=blame.node_lines,

@@ -10,7 +10,6 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.result import Doubt, Status, doubt_text
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Repeat, Standing, merge_environments, standings
-from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.outliers import control_times, gemm_rates, rate_doubts, suspect_attempts
@@ -113,7 +112,7 @@ def standings_of(
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
                     suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
-                    control_ratio=control_ratio(attempt, control_times_s), ci95_rel=ci95_rel(timed_result.step_times_s) if timed_result else None,
+                    control_ratio=control_ratio(attempt, control_times_s), ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
                 )
             )  # fmt: skip
     standings_by_cell: dict[CellKey, list[Standing]] = standings(repeats)  # type: ignore[assignment]

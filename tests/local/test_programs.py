@@ -66,6 +66,89 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert "has results that were read from logs with other patterns" in refused.stderr
 
 
+TRAINS = """
+import os, sys, time
+assert os.environ["PYTHONUNBUFFERED"] == "1"
+num_steps, form = int(sys.argv[1]), sys.argv[2]
+for step in range(1, num_steps + 1):
+    time.sleep(0.3)
+    if form == "bar":  # as tqdm draws it, twice a step
+        bar = f"\\r{step}/{num_steps} [00:0{step % 10}<00:01,  9.99it/s"
+        print(bar + "]", end="")
+        print(bar + f", loss={10 / step:.4f}]", end="")
+    elif form == "micro":
+        print(f"micro-batch of step {step}")
+        print(f"step {step} took 0.15 s, loss {'nan.0' if len(sys.argv) > 3 and step == 4 else 1 / step}")
+    elif form == "buffered":
+        sys.stdout = open(1, "w", buffering=8192, closefd=False) if step == 1 else sys.stdout
+        print(f"{{'loss': {10 / step}}}")
+    elif step % 2 == 0:  # a line for two steps
+        print(f"\\x1b[32mstep {step}\\x1b[0m | loss {10 / step}")
+"""
+
+
+def trained(bench, form, pattern, gas=1):
+    """The row of a run of TRAINS, of 2 + 6 steps."""
+    (bench.folder / "program.py").write_text(TRAINS)
+    words = [
+        "kernel=command", f"kernel.command=[python,program.py,'{{steps}}',{form}]", "model=tiny", "name=t",
+        "measure.warmup_steps=2", "measure.min_steps=6", "measure.max_steps=6", f"kernel.step_line='{pattern}'", *AT_ONCE,
+        *axes(nodes=1, tp=1, pp=1, gbs=2 * gas, mbs=1, gas=gas, zero_stage=0),
+    ]  # fmt: skip
+    launched = bench.done("sweep", "launch", *words)
+    assert launched.returncode != 2, launched.stderr
+    row, *repeats = (row for row in bench.rows() if row["status"] not in ("cancelled", "rejected"))
+    assert all(
+        repeat["suspect_codes"] == row["suspect_codes"] for repeat in repeats
+    )  # a suspect is measured again
+    return row, launched.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern", "num_times"),
+    [("bar", r"[0-9]+/[0-9]+ \[", 6), ("lines", r"step (?P<step>[0-9]+) . loss (?P<loss>[0-9.]+)", 2)],
+)
+def test_the_arrival_of_lines_times_steps(bench, form, pattern, num_times):
+    """The program is asked for one step more than are measured, and the interval contains the error of the arrival."""
+    row, errors = trained(bench, form, pattern)
+    assert (row["status"], row["measured_by"]) == ("ok", "arrival"), errors
+    assert len(row["step_times_s"]) == num_times
+    assert 0.25 * 0.9 < row["step_time_s"] < 0.6 * bench.slowness
+    if num_times >= 6:
+        assert row["step_time_ci95_rel"] * row["step_time_s"] >= 0.03
+
+
+def test_lines_that_arrive_at_once_time_nothing(bench):
+    row, _ = trained(bench, "buffered", "loss.: (?P<loss>[0-9.]+)")
+    assert (row["status"], row["cause"]) == ("invalid", "unmeasured")
+    assert "9 lines of kernel.step_line arrived at once, so that they time nothing" in row["reason"]
+
+
+TOOK = r"step [0-9]+ took (?P<seconds>\S+) s, loss (?P<loss>\S+)"
+
+
+def test_times_of_micro_batches_make_a_run_suspect(bench):
+    row, errors = trained(bench, "micro", TOOK, gas=2)
+    assert (row["status"], row["measured_by"]) == ("ok", "log"), errors
+    assert row["suspect_codes"] == ["micro_batches"]
+
+
+def test_a_loss_that_is_no_number_makes_a_run_invalid(bench):
+    row, _ = trained(bench, "micro,bad", TOOK)
+    assert (row["status"], row["cause"]) == ("invalid", "non_finite_loss")
+    assert "loss is nan at step 4" in row["reason"]
+
+
+def test_a_rate_that_is_taken_for_a_time_stops_the_sweep(bench):
+    row, errors = trained(bench, "bar", r"(?P<seconds>[0-9.]+)it/s")
+    assert (row["status"], row["cause"]) == ("invalid", "unmeasured")
+    assert (
+        "the unit of '9.99' is step/s, which the group seconds does not read; use the group (?P<steps_per_s>...)"
+        in row["reason"]
+    )
+    assert "fix the program or the patterns for its log" in errors
+
+
 NEEDS_A_TOKEN = """
 import json, os, sys
 open(sys.argv[1], "a").write(f"{os.environ['HF_TOKEN']} {os.environ['PLAIN']}\\n")

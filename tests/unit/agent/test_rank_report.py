@@ -14,7 +14,9 @@ from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import MAX_KEPT_STEPS, AttemptProgress
-from ultrabench.log_patterns import nearest_lines, parse_log_line
+from ultrabench.log_lines import LogLine
+from ultrabench.log_patterns import nearest_lines
+from ultrabench.log_steps import StepReader
 from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import Status
@@ -100,8 +102,8 @@ def test_sixty_thousand_steps_are_judged_at_once_and_stay_a_line_of_bounded_leng
 
 @pytest.mark.parametrize("text", ["step inf s", "step nan s", "step 1e999 s", "step 0 s", "step -3 s"])
 def test_a_logged_step_has_to_take_a_number_of_seconds(text):
-    step = parse_log_line(text, re.compile(r"step (?P<seconds>\S+) s"), 1.0)
-    assert step["fault"].startswith("step seconds=")
+    (dropped,) = StepReader(re.compile(r"step (?P<seconds>\S+) s")).read(LogLine(text))
+    assert dropped.kind == "no_time"
 
 
 def read_all(lines):

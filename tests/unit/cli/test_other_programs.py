@@ -121,3 +121,86 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     assert "line 2 matches, but MFU 40 is above 1; for a percentage, use the group (?P<percent>...)" in err
     code, _, err = ultrabench("kernel", "try-log", "took (?P<secs>.)", "train.log")
     assert (code, "is not a kernel, and has no group" in err, err.count("\n")) == (2, True, 1)
+
+
+LOGS = {
+    "comma": (
+        r"time (?P<seconds>[\d.,]+) s loss (?P<loss>[\d.,]+)",
+        "time 1,25 s loss 3,5\ntime 0,750 s loss 3,125\n",
+        "1  1.25 s  3.5\n 2  0.75 s  3.125",
+        "median 1 s a step, from 0.75 to 1.25 s",
+    ),
+    "nan": (
+        r"time (?P<seconds>\S+) loss (?P<loss>\S+)",
+        "time 0.4 loss 3.0\ntime 0.5 loss N/A\n",
+        "1  0.4 s  3\n 2  0.5 s  nan",
+        "the loss of 1 line is not finite or not a number, first of line 2: such a run is invalid",
+    ),
+    "bar": (
+        r"(?P<seconds>[\d.]+)s/it",
+        "\r1/9 [00:01, 0.5s/it]\rloss 2.9 1/9 [00:01, 0.5s/it]\r2/9 [00:01, 0.6s/it]\n",
+        "2  0.5 s\n 4  0.6 s",
+        "1 matching line ignored:\nline 3 matches, but step 1 has counted already: loss 2.9 1/9",
+    ),
+    "rate": (
+        r"(?P<samples_per_s>[\d.,]+) samples/s",
+        "1,234 samples/s\n1,235 samples/s\n",
+        "1  1234 samples/s\n 2  1235 samples/s",
+        "a run computes the time of a step from samples_per_s: gbs / samples_per_s",
+    ),
+    "arrival": (
+        r"'loss': (?P<loss>[\d.]+)",
+        "{'loss': 9.5}\n{'loss': 9.25}\n{'eval_loss': 9.1}\n",
+        "1  9.5  1\n 2  9.25  1",
+        "a run times steps by the arrival of these lines: 2 lines give 1 time",
+    ),
+    "micro-batches": (
+        r"took (?P<milliseconds>[\d.]+)",
+        "".join(f"micro {n} iter {n // 2} took 50{n} ms\n" for n in range(4)),
+        "1  0.5 s\n 2  0.501 s",
+        "2 lines show the same step: they are those of micro-batches or of several ranks",
+    ),
+    "evaluation": (
+        r"step: (?P<step>\d+) .*tps: (?P<tokens_per_s_per_gpu>\S+)",
+        "step: 1 tps: 10\nvalidate step: 2 tps: 99\nstep: 3 tps: 11\n",
+        "1  1  10 tokens/s/GPU\n 2  2  99 tokens/s/GPU",
+        "1 of 3 lines that count contain a word for evaluation; let the pattern match lines of training only",
+    ),
+    "elapsed": (
+        r"elapsed (?P<seconds>\S+)",
+        "".join(f"step {n} elapsed {n}.5 s\n" for n in range(1, 8)),
+        "1  1.5 s\n 2  2.5 s",
+        "each time is about 1 s longer than the one before: they are probably those since the start",
+    ),
+}  # fmt: skip
+"""Name of a log -> a pattern, the log, the beginning of the table's rows, and a part of what is said."""
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_try_log_shows_values_with_units_and_what_it_drops(ultrabench, tmp_path, name):
+    pattern, log, rows, line = LOGS[name]
+    (tmp_path / "train.log").write_text(log)
+    code, out, err = ultrabench("kernel", "try-log", pattern, "train.log")
+    assert (code, line in err) == (0, True), err
+    squeezed = [" ".join(text.split()) for text in out.splitlines()]
+    start = squeezed.index(" ".join(rows.splitlines()[0].split()))
+    assert squeezed[start : start + 2] == [" ".join(text.split()) for text in rows.splitlines()]
+
+
+def test_try_log_refuses_a_rate_as_a_time(ultrabench, tmp_path):
+    (tmp_path / "train.log").write_text("\r1/9 [00:01, 2.5it/s]\r2/9 [00:01, 2.6it/s]\n")
+    code, out, err = ultrabench("kernel", "try-log", r"(?P<seconds>[\d.]+)it/s", "train.log")
+    assert (code, out) == (1, "")
+    assert (
+        "the unit of '2.5' is step/s, which the group seconds does not read; use the group (?P<steps_per_s>...)"
+        in err
+    )
+    found = as_json(ultrabench, "kernel", "try-log", r"(?P<steps_per_s>[\d.]+)it/s", "train.log")
+    assert [row["steps_per_s"] for row in found["step_line"]["lines"]] == [2.5, 2.6]
+
+
+def test_a_pattern_without_groups_is_not_taken_for_the_name_of_a_kernel(ultrabench, tmp_path):
+    (tmp_path / "train.log").write_text("iter 1\niter 2\niter 3\n")
+    assert len(as_json(ultrabench, "kernel", "try-log", r"iter \d", "train.log")["step_line"]["lines"]) == 3
+    code, _, err = ultrabench("kernel", "try-log", "torchtitn", "train.log")
+    assert (code, "did you mean torchtitan?" in err) == (2, True)

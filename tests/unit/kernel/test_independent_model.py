@@ -36,7 +36,7 @@ CONFIGS = {
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, "rope_scaling": SCALED},
     "mistral": {"model_type": "mistral", "sliding_window": SEQ_LEN},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1000.0}, "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", **EXPERTS, "num_local_experts": 8},
+    "mixtral": {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8},
     "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "num_experts": 8, "norm_topk_prob": True},
     "qwen3-moe-step": {"model_type": "qwen3_moe", **EXPERTS, "num_experts": 8, "decoder_sparse_step": 2},
     "glm": {"model_type": "glm4_moe", "head_dim": 16, **SHARED, "attention_bias": True, "routed_scaling_factor": 2.5},

@@ -99,7 +99,10 @@ PUBLISHED = {
 
 
 def write(path, change=(), without=(), base=LLAMA):
+    """Writes a config.json; one whose change names another type has no class, unless the change names one."""
     values = {k: v for k, v in {**base, **dict(change)}.items() if k not in without}
+    if "model_type" in dict(change) and "architectures" not in dict(change):
+        values.pop("architectures", None)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(values))
     return str(path)
@@ -263,6 +266,63 @@ REFUSED = [
 def test_what_would_be_another_model_or_lacks_a_size_is_refused_by_its_key(base, without, change, line):
     with refused(line):
         load_model(write("m.json", change, (without,), base))
+
+
+OWN_CODE = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+NO_SIZES = "choose another model, since ultrabench knows no sizes that stand for this one"
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "line"),
+    [
+        # Classes.
+        *((LLAMA, {"architectures": classes}, f'architectures has "{name}"; ultrabench trains llama models only as LlamaForCausalLM or ')
+          for classes, name in [
+              (["LlamaForTokenClassification"], "LlamaForTokenClassification"), (["LlamaModel"], "LlamaModel"),
+              (["LlamaForCausalLM", "OwnHead"], "OwnHead"), ("OwnForCausalLM", "OwnForCausalLM"),
+          ]),
+        (QWEN_MOE, {"architectures": ["Qwen3ForCausalLM"]}, "ultrabench trains qwen3_moe models only as Qwen3MoeForCausalLM; choose another model"),
+        # Code of their own.
+        *((LLAMA, {"auto_map": OWN_CODE, "architectures": classes}, 'auto_map is {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}, so the model')
+          for classes in (None, [])),
+        # Unknown keys.
+        (LLAMA, {"num_kv_heads": 8}, "num_kv_heads is 8; ultrabench knows no such key of llama models, so it may change the model; remove"),
+        (LLAMA, {"intermediate_sizes_of_layers": [4096] * 32}, "intermediate_sizes_of_layers is [4096, "),
+        (LLAMA, {"draft_vocab_size": 4000}, "draft_vocab_size is 4000"), (LLAMA, {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+        (QWEN, {"vision_config": {"depth": 2}}, 'vision_config is {"depth": 2}'), (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_"),
+        (LLAMA, {"num_key_value_head": 4}, "num_key_value_head is 4; ultrabench knows no such key of llama models, so it may change the model; did you mean num_key_value_heads?"),
+        (LLAMA, {"moe_intermediate_size": 1024}, "moe_intermediate_size is 1024; ultrabench trains llama models only with moe_intermediate_size 0"),
+        (QWEN, {"norm_topk_prob": True}, "norm_topk_prob is true; ultrabench knows no such key of qwen3 models"),
+        (QWEN2, {"use_mrope": True}, "use_mrope is true; ultrabench trains qwen2 models only with use_mrope false"),
+        (DOTS, {"scoring_func": "softmax"}, "ultrabench trains dots1 models only with scoring_func sigmoid or noaux_tc"),
+        (LLAMA, {"rope_scaling": {**SCALING, "mrope_section": [2, 3]}}, "rope_scaling has mrope_section [2, 3]"),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "attention_factor": 1.2}}, "rope_scaling has attention_factor 1.2"),
+        # Types.
+        (LLAMA, {"model_type": "llama4"}, "unsupported model_type 'llama4'; ultrabench trains llama, "), (LLAMA, {"model_type": "olmo"}, "'olmo'; ultrabench trains"),
+        (LLAMA, {"model_type": "qwen3_own"}, "'qwen3_own'; ultrabench trains"), (LLAMA, {"model_type": "mistal"}, "did you mean mistral? ultrabench trains"),
+        # Advice.
+        (LLAMA, {"model_type": "opt", "hidden_act": "relu"}, NO_SIZES), (LLAMA, {"num_local_experts": 8}, NO_SIZES), (LLAMA, {"model_type": "own"}, NO_SIZES),
+        *((LLAMA, {"model_type": name, "hidden_act": "gelu"}, NO_SIZES) for name in ("starcoder2", "nemotron", "gpt_neox", "phi", "arcee", "apertus")),
+        (LLAMA, {"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "to benchmark its sizes only"), (LLAMA, {"mlp_bias": True}, "to benchmark its sizes only"),
+    ],
+)  # fmt: skip
+def test_what_may_be_another_model_is_refused_by_its_class_or_key(base, change, line):
+    with refused(line):
+        load_model(write("m.json", change, base=base))
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (LLAMA, {"auto_map": OWN_CODE}), (LLAMA, {"architectures": None}), (LLAMA, {"architectures": ["LLaMAForCausalLM"]}),
+        (LLAMA, {"is_llama_config": True, "rope_interleaved": False}), (LLAMA, {"unsloth_version": "2025.1", "_attn_implementation": "sdpa"}),
+        (LLAMA, {"transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048, "temperature": 0.6}), (LLAMA, {"num_kv_heads": None}),
+        (LLAMA, {"quantization_config": {}, "pruned_heads": {}, "id2label": {"0": "LABEL_0"}, "eos_token_id": [1, 2]}),
+        (DOTS, {"scoring_func": "noaux_tc", "topk_method": "noaux_tc", "n_group": 1}), (QWEN_MOE, {"n_shared_experts": 0, "shared_expert_intermediate_size": 0}),
+    ],
+)  # fmt: skip
+def test_keys_that_are_known_to_change_nothing_are_taken(base, change):
+    assert load_model(write("m.json", change, base=base)) == load_model(write("m.json", base=base))
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])

@@ -12,7 +12,9 @@ import pytest
 from tests.configs import refused
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.log_lines import LogLine, split_log
 from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED_EVENT, compile_pattern, parse_log_line
+from ultrabench.log_steps import StepReader, StepSize
 from ultrabench.sweep.config.load import load_config
 
 ON_CPUS = (
@@ -38,17 +40,22 @@ PEAKS = {
 """Peaks of reserved and allocated bytes."""
 
 
+SIZE = StepSize(tokens=4096, samples=1, gpus=1)
+
+
 def read_log(kernel, lines):
-    """What the agent reads in the log of a rank: its steps, and the progress with the rest."""
+    """What is read in the log of a rank: the lines of its steps, and the progress with the rest."""
     progress, steps = RankProgress(), []
     for option in LOG_PATTERNS:
         if text := getattr(kernel, option):
             pattern = compile_pattern(option, text)
-            for line in filter(None, (parse_log_line(line, pattern, 4096, option) for line in lines)):
-                if line["event"] == OBSERVED_EVENT:
-                    progress.record_observed(line)
-                else:
-                    steps.append(line)
+            if option == "step_line":
+                reader = StepReader(pattern)
+                steps = [step for line in split_log("\n".join(lines)) for step in reader.read(line)]
+                steps += reader.finish()
+                continue
+            for line in filter(None, (parse_log_line(line, pattern, option) for line in lines)):
+                progress.record_observed(line)
     return steps, progress
 
 
@@ -57,11 +64,8 @@ def test_published_logs_tell_time_loss_memory_and_mfu(name):
     kernel = load_config([f"kernel={name}", "model=8B"]).kernel
     lines = [line for line in (LOGS / f"{name}.txt").read_text().splitlines() if line[0] != "#"]
     steps, progress = read_log(kernel, lines)
-    read = [
-        {"event": "step", "measured_by": "log", "seconds": pytest.approx(s), "loss": n}
-        for s, n in STEPS[name]
-    ]
-    assert steps == read
+    read = [(SIZE.seconds(step.values), step.values["loss"]) for step in steps]
+    assert read == [(pytest.approx(seconds), loss) for seconds, loss in STEPS[name]]
     assert (progress.memory_report["reserved_bytes"], progress.memory_report.get("allocated_bytes")) == PEAKS[
         name
     ]
@@ -74,7 +78,7 @@ def test_published_logs_tell_time_loss_memory_and_mfu(name):
 def test_a_line_of_torchtitan_without_memory_and_mfu_is_a_step():
     kernel = load_config(["kernel=torchtitan", "model=8B"]).kernel
     (step,), progress = read_log(kernel, [ON_CPUS.replace("mfu: 0.00%", "mfu: N/A")])
-    assert (step["seconds"], step["loss"]) == (pytest.approx(4096 / 39), 6.2993)
+    assert (SIZE.seconds(step.values), step.values["loss"]) == (pytest.approx(4096 / 39), 6.2993)
     assert (progress.memory_report, progress.mfus) == ({}, [])
 
 
@@ -100,14 +104,15 @@ def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(step_rank, ran
     ],
 )  # fmt: skip
 def test_the_group_names_the_unit_of_memory(text, option, quantities):
-    line = parse_log_line(text, compile_pattern("memory_line", option), 1.0, "memory_line")
+    line = parse_log_line(text, compile_pattern("memory_line", option), "memory_line")
     assert line == (quantities and {"event": OBSERVED_EVENT, **quantities})
 
 
 @pytest.mark.parametrize(
     ("option", "pattern", "line"),
     [
-        ("step_line", "(?P<loss>.)", "lacks a group; add one of .*milliseconds"),
+        ("step_line", "(?P<secs>.)", r"kernel\.step_line=.* has a group 'secs'; its groups are seconds, milliseconds"),
+        ("loss_line", "(?P<step>.)", r"kernel\.loss_line=.* lacks a group; add one of \(\?P<loss>"),
         ("memory_line", "(?P<gib>.)", r"kernel\.memory_line=.* lacks a group; add one of .*reserved_gib"),
         ("mfu_line", "(?P<mfu>.)", r"kernel\.mfu_line=.* lacks a group; add one of .*fraction.*percent"),
         ("mfu_line", "(", r"kernel\.mfu_line='\(' is not a regular expression"),
@@ -118,6 +123,14 @@ def test_a_pattern_needs_a_group_that_says_what_it_reads(option, pattern, line):
         KernelConfig(name="x", kind="command", command=("x",), **{option: pattern})
 
 
+def test_the_loss_is_read_by_one_pattern():
+    patterns = {"step_line": r"(?P<seconds>\S+) s, loss (?P<loss>\S+)", "loss_line": "loss (?P<loss>.)"}
+    with refused("kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"):
+        KernelConfig(name="x", kind="command", command=("x",), **patterns)
+
+
 def test_a_time_that_is_no_time_is_not_a_step():
     for text in ("tps: 0", "tps: ,"):
-        assert parse_log_line(text, re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"), 10.0) is None
+        reader = StepReader(re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"))
+        (dropped,) = reader.read(LogLine(text))
+        assert (dropped.kind, reader.num_counted) == ("unreadable", 0)
