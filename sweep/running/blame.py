@@ -63,6 +63,8 @@ def _places(num_hosts: int, num_stages: int) -> tuple[Place, ...]:
 
 
 class _Layout(msgspec.Struct):
+    """The part of a claimed layout that says how many pipeline stages it has."""
+
     pp: int = 1
 
 
@@ -213,7 +215,6 @@ class Blame:
 
     trials: Mapping[str, Sequence[Trial]] = field(default_factory=dict)
     """run_id -> the rows of the run."""
-    starts: Sequence[FailedStart] = ()
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Node that must not be used again -> the reason, the surest first."""
     start_failures: Mapping[str, str] = field(default_factory=dict)
@@ -336,7 +337,6 @@ def decide_blame(
         excluded = {node: reasons[node] for node in names[: policy.max_excluded]}
     return Blame(
         trials=trials_by_run,
-        starts=starts,
         excluded=excluded,
         start_failures=_start_failures(starts, excluded, policy) if has_other_nodes else {},
         program_failures=table.program_failures,
