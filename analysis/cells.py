@@ -17,6 +17,8 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, Status, outcome_order, tier
 from ultrabench.routing import routing_text
+from ultrabench.sweep.config.files import files
+from ultrabench.sweep.config.load import load_hardware
 from ultrabench.sweep.config.sweep_config import WEAK
 from ultrabench.sweep.running.outliers import busy_peak, low_peak
 from ultrabench.variant import option_texts
@@ -32,6 +34,10 @@ class Cell:
     model_mark: str | None = None
     """First digits of model_id where the table has another model of this name; else None."""
     nodes: int
+    gpus: int | None = None
+    """Number of ranks; None where it is unknown."""
+    partial_gpus: int | None = None
+    """The number of ranks where they fill no whole number of nodes; else None."""
     run_id: str | None = None
     status: str | None
     """ok when a run won the cell, else the most common status; None while runs are pending."""
@@ -57,6 +63,8 @@ class Cell:
     """Peak of reserved memory, the largest of all ranks."""
     peak_mem_reserved_rank0_bytes: int | None = None
     """Peak of reserved memory of rank 0 alone, as other benchmarks publish it."""
+    peak_mem_allocated_bytes: int | None = None
+    """Peak of allocated memory, the largest of all ranks."""
     num_runs: int
     """Number of runs of the cell that have ended."""
     num_oom: int = 0
@@ -151,6 +159,44 @@ def model_marks(table: pa.Table) -> list[str | None]:
         model_id[: num_digits[name]] if model_id is not None and name in num_digits else None
         for name, model_id in zip(model_names, row_model_ids, strict=True)
     ]
+
+
+def partial_gpus(table: pa.Table) -> list[int | None]:
+    """For each row its number of GPUs where they fill no whole number of nodes, else None.
+
+    A node has as many GPUs as the file of the hardware says, or at least as many as a row of it uses per node.
+    """
+    columns = [table[name].to_pylist() for name in ("hardware", "nodes", "gpus")]
+    gpus_of_node: dict[str | None, float] = {}
+    for hardware, nodes, gpus in zip(*columns, strict=True):
+        if hardware not in gpus_of_node:
+            has_file = hardware in files("hardware")
+            gpus_of_node[hardware] = load_hardware(hardware).gpus_per_node if has_file else 0
+        if nodes and gpus:
+            gpus_of_node[hardware] = max(gpus_of_node[hardware], gpus / nodes)
+    return [
+        gpus if gpus and nodes and gpus < nodes * gpus_of_node[hardware] else None
+        for hardware, nodes, gpus in zip(*columns, strict=True)
+    ]
+
+
+def nodes_text(nodes: int, partial_gpus: int | None) -> str:
+    """A text such as `2 nodes`, or `1 node (4 GPUs)` where the GPUs fill no whole number of nodes."""
+    return counted(nodes, "node") + (f" ({counted(partial_gpus, 'GPU')})" if partial_gpus else "")
+
+
+def left_out(table: pa.Table) -> list[str]:
+    """A line that counts the rows which no ranking has, since they name no model or no number of nodes."""
+    rows = table.select(["kernel", "model", "nodes"]).to_pylist()
+    training_rows = [row for row in rows if row["kernel"] != "probe"]
+    num_without_model = sum(row["model"] is None for row in training_rows)
+    num_without_nodes = sum(row["model"] is not None and row["nodes"] is None for row in training_rows)
+    counts = ((num_without_model, "without a model"), (num_without_nodes, "without a number of nodes"))
+    texts = [f"{number:,} {reason}" for number, reason in counts if number]
+    if not texts:
+        return []
+    todo = "give model, and nodes or gpus and gpus_per_node"
+    return [f"left out of rankings: {', '.join(texts)} (of {counted(len(rows), 'row')}); {todo}"]
 
 
 def _num_digits(model_ids: Collection[str]) -> int:
@@ -274,7 +320,9 @@ def _same_model(cell: Cell, other: Cell) -> bool:
 
 def _workload(cell: Cell) -> tuple[object, ...]:
     """The model, nodes, routing and batch of a cell, which must be equal in two cells that are compared."""
-    return (cell.num_params or cell.model, cell.nodes, cell.routing, cell.seq_len, cell.gbs)
+    return (
+        cell.num_params or cell.model, cell.nodes, cell.partial_gpus, cell.routing, cell.seq_len, cell.gbs,
+    )  # fmt: skip
 
 
 def layout_words(row: Mapping[str, Any], shown_axes: Collection[str] = ()) -> tuple[str, str]:
@@ -321,7 +369,7 @@ def caveats(table: pa.Table) -> list[str]:
         f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"
         for examples, description in examples_by_text
         if examples
-    ] + [*low_peak_in(table), *Environments(table).notes]
+    ] + [*left_out(table), *low_peak_in(table), *Environments(table).notes]
 
 
 def low_peak_in(table: pa.Table) -> list[str]:
@@ -352,7 +400,13 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         wins_text = "may win any cell" if include_suspects else "win only cells without other results"
         layouts_text += f". Suspect ({wins_text}): {num_suspect:,} of {counted(len(rows), 'row')}"
     return NOTE * is_plan + ". ".join(
-        (f"Layouts: {layouts_text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
+        (
+            f"Layouts: {layouts_text}",
+            *left_out(table),
+            *low_peak_in(table),
+            *Environments(table).notes,
+            made_with(table),
+        )
     )
 
 

@@ -14,7 +14,9 @@ from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.sweep.plan_table import read_failure
 
-_OTHER_SUFFIXES = (".csv", ".json", ".jsonl", ".yaml", ".yml")
+_TABLE_SUFFIXES = (".csv", ".tsv", ".md", ".json", ".jsonl")
+"""Suffixes of files that `ultrabench import` may read."""
+_OTHER_SUFFIXES = (*_TABLE_SUFFIXES, ".yaml", ".yml")
 """A source with one of these suffixes is refused as a file that is no result table, even if it does not exist."""
 
 
@@ -52,7 +54,7 @@ def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str
         return _printable(path.stem), path_prefix, table
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_SUFFIXES)):
         remedy = "give a sweep or a .parquet file of ultrabench collect or import"
-        if source.endswith(".csv"):
+        if source.endswith(_TABLE_SUFFIXES):
             remedy = f"convert it first: ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is not a parquet file", remedy)
     sweep_folder = find_sweep(source, results_dir)

@@ -177,7 +177,7 @@ def _key_columns(sides: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
     ]
     size_columns = known_names(name for name in MODEL if name != "model") or ["model"]
     has_variant = any(row["variant"] is not None for rows in sides for row in rows)
-    workload_columns = [*size_columns, *known_names(("nodes", "seq_len", "gbs")), *varied_columns]
+    workload_columns = [*size_columns, *known_names(("nodes", "gpus", "seq_len", "gbs")), *varied_columns]
     return workload_columns, [*known_names(AXES), *["variant"] * has_variant]
 
 

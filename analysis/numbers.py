@@ -42,10 +42,14 @@ def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
     return f"MFU uses the FLOPs formula {', '.join(sorted(formulas))}{experts_text}"
 
 
-def memory(reserved_bytes: float | None, rank0_bytes: float | None = None) -> str | None:
-    """Memory as a text in MiB or GiB; it says so if only that of rank 0 is known. None when both are unknown."""
+def memory(
+    reserved_bytes: float | None, rank0_bytes: float | None = None, allocated_bytes: float | None = None
+) -> str | None:
+    """Memory as a text in MiB or GiB; it says so if only that of rank 0 or allocated memory is known. None if all are unknown."""
     if reserved_bytes is None:
-        return None if rank0_bytes is None else f"{memory(rank0_bytes)} (rank 0)"
+        if rank0_bytes is not None:
+            return f"{memory(rank0_bytes)} (rank 0)"
+        return None if allocated_bytes is None else f"{memory(allocated_bytes)} (allocated)"
     gib = reserved_bytes / GIB
     if round(gib * 1024) < 1024:
         return f"{gib * 1024:.0f} MiB"
@@ -59,8 +63,9 @@ def scale_end(values: Iterable[float | None]) -> float:
     return next((end for end in round_ends if end >= largest), largest)
 
 
-_FRACTION_ENDINGS = ("mfu", "hfu", "p_oom", "_rel", "_share")
 _UNIT_BY_ENDING = {
+    **dict.fromkeys(("mfu", "hfu", "p_oom", "_rel", "_share", "foreign_load"), "fraction"),
+    "_bytes": "B",
     "_bytes_per_s": "B/s",
     "_bytes_per_s_per_node": "B/s",
     "_flops_per_s": "FLOP/s",
@@ -68,8 +73,16 @@ _UNIT_BY_ENDING = {
     "_hz": "Hz",
     "power_w_mean": "W",
     "_j_per_step": "J",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_gpu": "tokens/s",
+    "_s": "s",
 }
-"""Endings of columns -> the unit of their values."""
+"""Endings of columns -> the unit of their values; of several endings of a column the first counts."""
+
+
+def unit_of(column: str) -> str:
+    """The unit of the values of a column of results, as its name gives it; empty for plain numbers and texts."""
+    return next((unit for ending, unit in _UNIT_BY_ENDING.items() if column.endswith(ending)), "")
 
 
 def with_unit(column: str, value: Any) -> str | None:
@@ -78,13 +91,15 @@ def with_unit(column: str, value: Any) -> str | None:
         return "all ranks"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None if value is None else str(value)
-    if column.endswith(_FRACTION_ENDINGS):
-        return percent(value)
-    if column.endswith("_bytes"):
-        return memory(value)
-    if unit := next((unit for ending, unit in _UNIT_BY_ENDING.items() if column.endswith(ending)), None):
-        return count(value, unit)
-    if "tokens_per_s" in column:
-        return f"{value:,.0f}"
-    number_text = str(value) if isinstance(value, int) else f"{value:.4g}"
-    return f"{number_text} s" if column.endswith("_s") else number_text
+    match unit_of(column):
+        case "fraction":
+            return percent(value)
+        case "B":
+            return memory(value)
+        case "tokens/s":
+            return f"{value:,.0f}"
+        case "" | "s" as unit:
+            number_text = str(value) if isinstance(value, int) else f"{value:.4g}"
+            return f"{number_text} {unit}".rstrip()
+        case unit:
+            return count(value, unit)

@@ -43,11 +43,11 @@ def predicted_results(plan: pa.Table, source_name: str) -> pa.Table:
     has_room_by_cell = has_room.groupby([runs[column] for column in CellKey._fields], dropna=False)
     lacks_room = is_fitting & ~has_room & has_room_by_cell.transform("any")
     rows = runs.assign(
-        sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0,
+        sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0, attempt=0, is_final=True,
         status=is_fitting.map({True: Status.OK.value, False: Status.OOM.value}),
         step_time_s=runs["predicted_step_time_s"].where(is_fitting),
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),
         suspect=lacks_room.map({True: NO_ROOM, False: None}), suspect_codes=lacks_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
-    frame, _ = with_derived_columns(rows, {model: model for model in runs["model"]})
-    return typed_table(frame, SCHEMA.names)
+    derived = with_derived_columns(rows, {model: model for model in runs["model"]}, {})
+    return typed_table(derived.frame, SCHEMA.names)

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import Cell, model_marks
+from ultrabench.analysis.cells import Cell, model_marks, partial_gpus
 from ultrabench.analysis.environments import COLUMNS as ENVIRONMENT_COLUMNS
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
@@ -19,7 +19,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES
-from ultrabench.result import SLOWER, Status, tier
+from ultrabench.result import SIZE_DOUBT_CODES, SLOWER, Status, tier
 from ultrabench.standing import Repeat, Standing, standings
 from ultrabench.sweep.candidate import expected_rate
 
@@ -84,12 +84,13 @@ _COMMON_COLUMNS = (
 
 PANEL_COLUMNS = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
 """Columns that are equal in all cells of a panel, unless gbs grows with the nodes."""
-_CELL_KEY = [*dict.fromkeys((*PANEL_COLUMNS, "num_params", *MODEL, "nodes"))]
+_CELL_KEY = [*dict.fromkeys((*PANEL_COLUMNS, "num_params", *MODEL, "nodes", "gpus"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _SOURCE_COLUMNS = ("source", "model", "hardware", "kernel", "precision", "seq_len")
-"""Columns by which a suspect imported row is assigned to the cell of other rows of its source."""
+"""Columns by which an imported row of suspect size is assigned to the cell of other rows of its source."""
 _CELL_COLUMNS = (
-    *PANEL_COLUMNS, "model", "model_id", "model_mark", "nodes", "num_params", "num_active_params", "scaling",
+    *PANEL_COLUMNS, "model", "model_id", "model_mark", "nodes", "gpus", "partial_gpus", "num_params", "num_active_params",
+    "scaling",
 )  # fmt: skip
 """Columns that a cell has from any of its rows."""
 _SORT_COLUMNS = (
@@ -98,11 +99,11 @@ _SORT_COLUMNS = (
 """Columns that rows are sorted by first, so that their order in the files makes no difference."""
 _WINNER_COLUMNS = (
     "mfu", "flops_formula", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes",
-    "peak_mem_reserved_rank0_bytes", "peak_source", "step_time_ci95_rel", "ci_reached", "env_id",
+    "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes", "peak_source", "step_time_ci95_rel", "ci_reached", "env_id",
 )  # fmt: skip
 """Columns that a cell has from its best run."""
 _FURTHER_COLUMNS = (
-    "run_id", "status", "rule", "reason", "suspect", "stopped", "sweep", "allocation",
+    "run_id", "status", "rule", "reason", "suspect", "suspect_codes", "stopped", "sweep", "allocation",
     "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 )  # fmt: skip
 """Further columns that rankings need."""
@@ -157,13 +158,15 @@ class Ranking:
         self._compared_column = EXPECTED_RATE if is_plan else rank_by
         needed_columns = (*_CELL_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS)
         kept_columns = dict.fromkeys((*needed_columns, *_FURTHER_COLUMNS, "is_final", rank_by, *more_columns))
-        read_columns = {*kept_columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark"}
+        read_columns = {*kept_columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark", "partial_gpus"}
         is_final_run = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
         final_rows = table.select([*read_columns]).filter(is_final_run)
         final_rows = final_rows.sort_by([(name, "ascending") for name in _SORT_COLUMNS])
         self.environments = Environments(final_rows)
         mark_array = pa.array(model_marks(final_rows), pa.string())
-        self._table = final_rows.append_column("model_mark", mark_array).select([*kept_columns])
+        final_rows = final_rows.append_column("model_mark", mark_array)
+        gpus_array = pa.array(partial_gpus(final_rows), pa.int64())
+        self._table = final_rows.append_column("partial_gpus", gpus_array).select([*kept_columns])
         self.options = varied_options(self._table)
         """Option beside the layout that varies in the table -> its value in each row."""
         self.frame = self._ranking_frame()
@@ -329,14 +332,18 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
 def _cell_keys(frame: pd.DataFrame) -> pd.DataFrame:
     """The columns of _CELL_KEY of each row, whose values name its cell.
 
-    A suspect imported row gets the model sizes and batch of the first row of its source and model that is not suspect,
-    so it belongs to that cell: its publisher ranked it there, and a different size may be why it is suspect.
+    An imported row that is suspect for its model sizes or batch gets those of the first row of its source and model
+    that is not suspect, so it belongs to that cell: its publisher ranked it there.
     """
-    workload = frame[[name for name in _CELL_KEY if name not in (*_SOURCE_COLUMNS, "nodes")]]
+    workload = frame[[name for name in _CELL_KEY if name not in (*_SOURCE_COLUMNS, "nodes", "gpus")]]
     source_keys = [frame[name] for name in _SOURCE_COLUMNS]
     is_suspect_import = frame["source"].notna() & frame["suspect"].notna()
+    has_other_size = frame["suspect_codes"].map(
+        lambda codes: codes is None or not SIZE_DOUBT_CODES.isdisjoint(codes)
+    )
     trusted_by_source = workload.mask(is_suspect_import).groupby(source_keys, dropna=False)
-    return frame[_CELL_KEY].assign(**workload.where(~is_suspect_import, trusted_by_source.transform("first")))
+    moves = is_suspect_import & has_other_size.astype(bool)
+    return frame[_CELL_KEY].assign(**workload.where(~moves, trusted_by_source.transform("first")))
 
 
 def _values_or_none(frame: pd.DataFrame, column: str) -> list[Any]:

@@ -24,8 +24,9 @@ How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kern
   Measurements of a run in one environment are repeats; in two, they compete. Within a sweep, a driver update makes no
   new environment.
 - Models with one name and different `model_id` have separate cells, named with the first digits of the id.
-- A suspect imported row (with a `source`) belongs to the cell of its source's other rows for that model, even if its
-  sizes or batch differ from theirs.
+- GPUs that fill no whole number of nodes, such as 4 of 8, have a cell of their own.
+- An imported row (with a `source`) that is suspect for its sizes or batch belongs to the cell of its source's other rows
+  for that model.
 """
 
 import pyarrow as pa
@@ -66,7 +67,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("cluster", TEXT, "Name of the site (cluster=NAME). Attempts of a launch with Slurm that names none have Slurm's ClusterName."),
         column("hardware", TEXT, "Name of the node type."),
         column("gpu_name", TEXT, "Name of the accelerator, as its driver reports it."),
-        column("nodes", INT, "Nodes of the run."),
+        column("nodes", INT, "Nodes of the run; all their GPUs are used unless gpus is smaller."),
         column("gpus_per_node", INT, "Ranks per node."),
         column("gpus", INT, "Ranks in total."),
     ),
@@ -105,7 +106,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("seq_len", INT, "Tokens of a sequence."),
         column("precision", TEXT, "Arithmetic of forward and backward; fp8: only linear layers without the head, the rest is bf16."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
-        column("variant", TEXT, "Environment variables, flags, words, container and interpreter that the sweep varies, as JSON; see docs/reference/configuration.md."),
+        column("variant", TEXT, "Environment variables, flags, words, container and interpreter that the sweep varies, as JSON; see docs/reference/configuration.md. option.NAME: column NAME of an imported table."),
         column("first_values", TEXT, "First listed value of each axis with several values, as JSON: the baseline of effects."),
     ),
     "Outcome": (
@@ -130,7 +131,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("step_times_s", FLOATS, "Times of the measured steps in order, without the warm-up."),
         column("step_time_ci95_rel", FLOAT, "Half the 95 % interval of step_time_s, as a fraction of it; needs 6 steps. With measured_by=arrival it contains the delay with which lines are seen."),
         column("num_steps_measured", INT, "Length of step_times_s."),
-        column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s."),
+        column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s, or as an imported table gives it; so are the other speeds."),
         column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
         column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, in the precision of the row."),
         column("hfu", FLOAT, "Executed FLOPs over the peak; null for programs other than kernel=embedded, for compiled layers that recompute, and if measure.warmup_steps=1."),
@@ -139,7 +140,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("peak_source", TEXT, "Source of the peak; measured: on this machine."),
         column("peak_core_share", FLOAT, "On CPUs: fraction of the cores that was free when peak_flops_per_s was measured; null: all."),
         column("source_mfu", FLOAT, "MFU that the program printed (kernel.mfu_line) or its publisher computed."),
-        column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
+        column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu; as an imported table gives it, by the table's own formula."),
         column("power_w_mean", FLOAT, "Mean power of a GPU during the measured steps."),
         column("energy_j_per_step", FLOAT, "power_w_mean * gpus * step_time_s: GPUs only, without hosts and network."),
         column("tokens_per_j", FLOAT, "gbs * seq_len / energy_j_per_step."),

@@ -7,6 +7,7 @@ import hashlib
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,7 +17,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis.cells import layout_words
+from ultrabench.analysis.cells import layout_words, left_out
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, TEXT
@@ -108,6 +109,16 @@ def tracked_runs(table: pa.Table, *, has_ranks: bool = True) -> list[TrackedRun]
     return [
         _tracked_run(row, board_row, has_ranks) for row, board_row in pairs if row["status"] not in NOT_TRIED
     ]
+
+
+def not_exported(table: pa.Table) -> list[str]:
+    """Lines that count the rows which no exported run stands for: layouts that were not tried, and incomplete rows."""
+    rows = table.select(["run_id", "status", "model", "nodes"]).to_pylist()
+    complete_rows = [row for row in rows if row["model"] is not None and row["nodes"] is not None]
+    statuses = {row["run_id"]: row["status"] for row in complete_rows if row["status"] in NOT_TRIED}
+    counts = Counter(status or "pending or running" for status in statuses.values())
+    texts = [f"{number:,} {status}" for status, number in counts.most_common()]
+    return [*([f"not exported: {', '.join(texts)}"] if texts else []), *left_out(table)]
 
 
 def csv_text(runs: Sequence[TrackedRun]) -> str:

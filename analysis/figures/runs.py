@@ -153,6 +153,7 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
         if frame.groupby("model")[column].nunique().max() > 1:
             setting_texts = frame[column].map(cells.SETTINGS[column], na_action="ignore")
             panels += " | " + setting_texts.fillna(f"unknown {column}")
+    panels += [f" | {gpus:.0f} GPUs" if gpus == gpus else "" for gpus in frame["partial_gpus"].astype(float)]
     # Under weak scaling gbs grows with the nodes, so runs are compared by their batch on one node.
     compared_batch = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
     sort_columns = ["num_params", "model", *PANEL_COLUMNS[:-1], "compared_batch", "panel", "nodes", *AXES]

@@ -1,20 +1,22 @@
 """Completes imported rows: what follows from their other columns, and why they may be in doubt."""
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from ultrabench.analysis.importing.given_rates import compare_rates, flops_ranges
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import sizes_of
 from ultrabench.analysis.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import BATCH, DEGREES, NEUTRAL, details_of
-from ultrabench.model_shape import ModelShape
+from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_model
 from ultrabench.sweep.running.outliers import rate_doubts
@@ -35,32 +37,46 @@ Doubts = list[tuple[str, pd.Series]]
 """Pairs of a doubt's code and its sentence for each row that has it; the sentence may be null for other rows."""
 
 
-def with_derived_columns(rows: pd.DataFrame, models: Mapping[str, str]) -> tuple[pd.DataFrame, Doubts]:
-    """The rows with all columns that follow from those of the table, and reasons to doubt them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """The rows of a table with all columns that follow from those that it gives."""
 
-    Sizes that the table lacks are those of the row's model. The batch is dp*mbs*gas. Parameters and FLOPs are
-    counted by our formulas, tied weights once. `tokens_per_step` is not a column of results, but conditions of a
-    TableMap may use it. All numbers are floats.
+    frame: pd.DataFrame
+    """All numbers are floats. `tokens_per_step` is not a column of results, but conditions of a TableMap may use it."""
+    doubts: Doubts
+    notes: list[str]
+    """Sentences about what was assumed."""
+
+
+def with_derived_columns(
+    rows: pd.DataFrame, models: Mapping[str, str], half_digits: Mapping[str, pd.Series]
+) -> Derived:
+    """The rows with the columns that follow from those of the table, and reasons to doubt them.
+
+    What the table gives is kept, also where it contradicts what follows; only the batch is always dp*mbs*gas.
+    Sizes that the table lacks are those of the row's model. Parameters and FLOPs are counted by our formulas, tied
+    weights once.
 
     Args:
         models: name of a model in the table -> our name of it.
+        half_digits: column -> for each row half a unit of the last digit of its number.
     """
     type_by_column = {column.name: float if column.type in (INT, FLOAT) else object for column in SCHEMA}
     frame = rows.reindex(columns=[*type_by_column, "tokens_per_step"]).astype(type_by_column)
     doubts = [*_fill_model(frame, models)]
-    for name, expression in _DERIVED_COUNTS:
-        values = _evaluated(frame, expression)
-        frame[name] = frame[name].where(frame[name].notna(), values.where((values % 1 == 0) & (values != 0)))
+    shapes = _shapes(frame)
+    for name in _PARAM_COLUMNS:
+        counts = pd.Series({row: getattr(shape, name) for row, shape in shapes.items()}, dtype=float)
+        frame[name] = counts.reindex(frame.index).fillna(frame[name])
+    _fill_counts(frame)
     _fill_pipeline_and_shards(frame)
-    batch_sizes = _evaluated(frame, _BATCH_PRODUCT)
-    wrong_gbs = frame["gbs"][batch_sizes.notna() & (batch_sizes != frame["gbs"])]
-    sentences = "batch does not match the layout: gbs=" + _texts(wrong_gbs)
-    sentences += f", {_BATCH_PRODUCT}=" + _texts(batch_sizes[wrong_gbs.index])
-    frame.loc[wrong_gbs.index, "gbs"] = batch_sizes
+    doubts.append(("other_batch", _checked_batch(frame)))
     frame["tokens_per_step"] = _evaluated(frame, "gbs * seq_len")
-    _fill_speed(frame)
-    frame["schema_version"], frame["attempt"], frame["is_final"] = RESULTS_SCHEMA_VERSION, 0, True
-    return frame, [*doubts, ("other_batch", sentences), *_impossible_doubts(frame)]
+    _fill_peak(frame)
+    contradictions, notes = _fill_speed(frame, shapes, half_digits)
+    doubts += [("contradiction", sentences) for sentences in contradictions]
+    frame["schema_version"] = RESULTS_SCHEMA_VERSION
+    return Derived(frame=frame, doubts=[*doubts, *_impossible_doubts(frame)], notes=notes)
 
 
 def typed_table(frame: pd.DataFrame, columns: list[str]) -> pa.Table:
@@ -90,17 +106,65 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
                 sentences += is_grouped.map({True: " (GQA)", False: ""}) + f", {model_name} has {model_value}"
                 yield f"other_{subject}", sentences
                 frame.loc[is_of_model & frame[column].isna(), column] = model_value
-    for row, shape in _shapes(frame).items():
-        frame.loc[row, _PARAM_COLUMNS] = [getattr(shape, name) for name in _PARAM_COLUMNS]
 
 
 def _shapes(frame: pd.DataFrame) -> dict[Any, ModelShape]:
     """Row -> shape of its model, without rows where a size is unknown or sizes contradict each other."""
-    shape_by_row = {}
-    for row, columns in zip(frame.index, typed_table(frame, [*MODEL]).to_pylist(), strict=True):
+    model_numbers = frame.groupby([*MODEL], sort=False, dropna=False).ngroup()
+    first_rows = frame.loc[~model_numbers.duplicated().to_numpy()]
+    shape_by_number = {}
+    for number, columns in enumerate(typed_table(first_rows, [*MODEL]).to_pylist()):
         with contextlib.suppress(ConfigError):
-            shape_by_row[row] = shape_of(columns)
-    return shape_by_row
+            shape_by_number[number] = shape_of(columns)
+    numbered_rows = zip(frame.index, model_numbers, strict=True)
+    return {row: shape_by_number[number] for row, number in numbered_rows if number in shape_by_number}
+
+
+def _fill_counts(frame: pd.DataFrame) -> None:
+    """Fills the counts of nodes, GPUs and batch that follow from others.
+
+    GPUs that fill no whole number of nodes count as on the fewest nodes that hold them; gpus_per_node is then their
+    number on each, null if they cannot be spread equally.
+    """
+    for name, expression in _DERIVED_COUNTS[:2]:
+        _fill_count(frame, name, expression)
+    for hardware_name in {*frame["hardware"].dropna()} & files("hardware").keys():
+        has_no_size = (frame["hardware"] == hardware_name) & frame["gpus_per_node"].isna()
+        has_no_size &= frame["nodes"].isna() | frame["gpus"].isna()
+        frame.loc[has_no_size, "gpus_per_node"] = load_hardware(hardware_name).gpus_per_node
+    _fill_count(frame, *_DERIVED_COUNTS[0])
+    num_slots = frame["gpus_per_node"].where(frame["gpus_per_node"] > 0)
+    num_nodes = np.ceil((frame["gpus"] / num_slots).where(frame["gpus"] > 0))
+    frame["nodes"] = frame["nodes"].fillna(pd.Series(num_nodes, frame.index))
+    is_partial = frame["gpus"] < frame["nodes"] * num_slots
+    gpus_of_node = frame["gpus"] / frame["nodes"]
+    frame.loc[is_partial, "gpus_per_node"] = gpus_of_node.where(gpus_of_node % 1 == 0)
+    for name, expression in _DERIVED_COUNTS[2:]:
+        _fill_count(frame, name, expression)
+
+
+def _fill_count(frame: pd.DataFrame, name: str, expression: str) -> None:
+    values = _evaluated(frame, expression)
+    frame[name] = frame[name].where(frame[name].notna(), values.where((values % 1 == 0) & (values != 0)))
+
+
+def _checked_batch(frame: pd.DataFrame) -> pd.Series:
+    """Sets gbs to dp*mbs*gas, and returns a sentence for each row with another gbs."""
+    batch_sizes = _evaluated(frame, _BATCH_PRODUCT)
+    wrong_gbs = frame["gbs"][batch_sizes.notna() & (batch_sizes != frame["gbs"])]
+    sentences = "batch does not match the layout: gbs=" + _texts(wrong_gbs)
+    sentences += f", {_BATCH_PRODUCT}=" + _texts(batch_sizes[wrong_gbs.index])
+    is_in_tokens = wrong_gbs == (batch_sizes * frame["seq_len"])[wrong_gbs.index]
+    sentences += is_in_tokens.map({True: " (perhaps gbs is in tokens: give it unit: tokens)", False: ""})
+    frame.loc[wrong_gbs.index, "gbs"] = batch_sizes
+    split_batch = _evaluated(frame, "dp * mbs")
+    has_rest = (
+        frame["gas"].isna() & (split_batch > 0) & (frame["gbs"] % split_batch != 0) & frame["gbs"].notna()
+    )
+    rest_sentences = "batch does not match the layout: gbs=" + _texts(frame["gbs"][has_rest])
+    rest_sentences += " is no multiple of dp*mbs=" + _texts(split_batch[has_rest])
+    all_sentences: pd.Series = pd.concat([sentences, rest_sentences]).astype(object)
+    return all_sentences
 
 
 def _fill_pipeline_and_shards(frame: pd.DataFrame) -> None:
@@ -109,30 +173,75 @@ def _fill_pipeline_and_shards(frame: pd.DataFrame) -> None:
     schedules = (frame["virtual_stages"] > 1).map({True: "interleaved", False: "1f1b"})
     frame.loc[has_unknown_schedule, "pp_schedule"] = schedules
     shards = frame["dp_shard"].where(frame["dp_shard"] != 0).fillna(_evaluated(frame, "dp * cp"))
-    frame.loc[frame["zero_stage"].notna(), "zero_shards"] = shards.where(frame["zero_stage"] != 0, 1)
+    shards = shards.where(frame["zero_stage"] != 0, 1).where(frame["zero_stage"].notna())
+    frame["zero_shards"] = frame["zero_shards"].fillna(shards)
 
 
-def _fill_speed(frame: pd.DataFrame) -> None:
-    """Fills the peak rate, and of ok rows step time, speeds and mfu, as far as the table gives one of them."""
+def _fill_peak(frame: pd.DataFrame) -> None:
+    """Fills the peak rates of known hardware."""
     rows_by_hardware: Any = frame[frame["peak_flops_per_s"].isna()].groupby(["hardware", "precision"])
     for (name, precision), rows in rows_by_hardware:
         hardware = load_hardware(name) if name in files("hardware") else None
         if hardware and (peak := hardware.peak_flops_per_s.get(precision)):
             frame.loc[rows.index, ["peak_flops_per_s", "peak_source"]] = peak, hardware.source
-    gpu_tokens_per_s = frame["tokens_per_s_per_gpu"].fillna(_evaluated(frame, "tokens_per_s / gpus"))
-    gpu_tokens_per_s = gpu_tokens_per_s.fillna(_evaluated(frame, "tokens_per_step / step_time_s / gpus"))
-    is_positive = gpu_tokens_per_s.between(0, math.inf, inclusive="neither")
-    has_speed = (frame["status"] == "ok") & (frame["gpus"] != 0) & is_positive
-    frame.loc[has_speed, "tokens_per_s_per_gpu"] = gpu_tokens_per_s
-    frame.loc[has_speed, "tokens_per_s"] = _evaluated(frame, "tokens_per_s_per_gpu * gpus")
-    step_time_s = _evaluated(frame, "tokens_per_step / tokens_per_s")
-    frame.loc[has_speed, "step_time_s"] = frame["step_time_s"].fillna(step_time_s)
-    shapes = _shapes(frame[has_speed & (frame["seq_len"] > 0)])
-    token_flops = {row: shape.flops_per_token(int(frame["seq_len"][row])) for row, shape in shapes.items()}
-    flops_per_s = pd.Series(token_flops, dtype=float) * gpu_tokens_per_s.reindex([*token_flops])
-    frame.loc[flops_per_s.index, "model_flops_per_s_per_gpu"] = flops_per_s
-    frame.loc[flops_per_s.index, "flops_formula"] = "palm"
-    frame.loc[flops_per_s.index, "mfu"] = flops_per_s / frame["peak_flops_per_s"]
+
+
+def _fill_speed(
+    frame: pd.DataFrame, shapes: Mapping[Any, ModelShape], half_digits: Mapping[str, pd.Series]
+) -> tuple[list[pd.Series], list[str]]:
+    """Fills step time, speeds, FLOP per second and mfu of ok rows as far as they follow from those of the table.
+
+    Returns sentences about numbers that contradict others of their row, and what was assumed.
+    """
+    formulas = frame["flops_formula"].where(frame["flops_formula"].isin([*FLOPS_FORMULAS]), "palm")
+    facts = zip(frame.index, frame["seq_len"], frame["recompute"], formulas, strict=True)
+    keys = [(shapes.get(row), seq_len, recompute, formula) for row, seq_len, recompute, formula in facts]
+    ranges_by_key: dict[Any, list[tuple[float, float]]] = {}
+    flops_by_key: dict[Any, float] = {}
+    for key in dict.fromkeys(keys):
+        shape, seq_len, recompute, formula = key
+        ranges_by_key[key], flops_by_key[key] = [], np.nan
+        if shape is not None and seq_len > 0:
+            known_recompute = recompute if isinstance(recompute, str) else None
+            ranges_by_key[key] = flops_ranges(shape, int(seq_len), known_recompute)
+            flops_by_key[key] = shape.flops_per_token(int(seq_len), formula)
+    formula_flops = pd.Series([flops_by_key[key] for key in keys], frame.index, float)
+    rates = compare_rates(frame, half_digits, [ranges_by_key[key] for key in keys], formula_flops)
+    has_speed = (frame["status"] == "ok") & (frame["gpus"] != 0) & rates.gpu_tokens_per_s.notna()
+    gpu_tokens_per_s = rates.gpu_tokens_per_s.where(has_speed)
+    tokens_per_s = gpu_tokens_per_s * frame["gpus"]
+    _fill(frame, "tokens_per_s_per_gpu", gpu_tokens_per_s)
+    _fill(frame, "tokens_per_s", tokens_per_s)
+    _fill(frame, "step_time_s", frame["tokens_per_step"] / tokens_per_s)
+    mfu_is_given = frame["mfu"].notna() & frame["flops_formula"].isna()
+    is_palm = np.isclose(
+        frame["mfu"], gpu_tokens_per_s * formula_flops / frame["peak_flops_per_s"], rtol=1e-3
+    )
+    flops_per_s = gpu_tokens_per_s * formula_flops
+    _fill(frame, "model_flops_per_s_per_gpu", flops_per_s)
+    _fill(frame, "mfu", flops_per_s / frame["peak_flops_per_s"])
+    has_formula = flops_per_s.notna() & (~mfu_is_given | is_palm)
+    frame.loc[has_formula, "flops_formula"] = formulas[has_formula]
+    notes = []
+    if num_assumed := int((rates.follows_from_flops & has_speed).sum()):
+        used = " and ".join(sorted({*formulas[rates.follows_from_flops & has_speed]}))
+        fact = f"speeds of {counted(num_assumed, 'row')} follow from FLOP/s or MFU by the formula {used}"
+        notes.append(f"{fact}; if the table counts otherwise, set constants.flops_formula")
+    is_ok = frame["status"] == "ok"
+    has_rate = frame["tokens_per_s_per_gpu"] > 0
+    if num_timeless := int((is_ok & has_rate & frame["step_time_s"].isna()).sum()):
+        why = "since mbs, gas (or gbs) or seq_len is missing"
+        todo = "they rank by speed; compare and predict validate need the batch"
+        notes.append(f"{counted(num_timeless, 'row')} with a speed but no step time, {why}: {todo}")
+    if num_rateless := int((is_ok & ~has_rate & (frame["step_time_s"] > 0)).sum()):
+        why = "since GPUs, mbs, gas (or gbs) or seq_len is missing"
+        todo = "give them, or rank with --rank-by step_time_s"
+        notes.append(f"{counted(num_rateless, 'row')} with a step time but no speed, {why}: {todo}")
+    return rates.doubts, notes
+
+
+def _fill(frame: pd.DataFrame, name: str, values: pd.Series) -> None:
+    frame[name] = frame[name].fillna(values)
 
 
 def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
@@ -142,11 +251,19 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
         values = (frame if column in _COUNT_COLUMNS else ok_rows)[column]
         yield "impossible_value", values[values <= 0].map(f"impossible value: {column}={{:.4g}}".format)
     yield "unknown_model", pd.Series("unknown model", frame.index[frame["model"].isna()])
-    yield "unknown_step_time", pd.Series("unknown step time", ok_rows.index[ok_rows["step_time_s"].isna()])
+    has_no_speed = ~(ok_rows["step_time_s"] > 0) & ~(ok_rows["tokens_per_s_per_gpu"] > 0)
+    yield "unknown_step_time", pd.Series("unknown step time", ok_rows.index[has_no_speed])
     num_ranks = _evaluated(frame, _RANKS_PRODUCT).dropna()
     other_ranks = num_ranks[num_ranks != frame["gpus"][num_ranks.index]]
+    num_slots = _evaluated(frame, "nodes * gpus_per_node").dropna()
+    crowded = num_slots[num_slots < frame["gpus"][num_slots.index]]
+    sentences = "more GPUs than the nodes have: gpus=" + _texts(frame["gpus"][crowded.index])
+    yield "other_gpus", sentences + ", nodes*gpus_per_node=" + _texts(crowded)
     sentences = "number of GPUs does not match the layout: gpus=" + _texts(frame["gpus"][other_ranks.index])
     yield "other_gpus", sentences + f", {_RANKS_PRODUCT}=" + _texts(other_ranks)
+    source_mfu = frame["source_mfu"][frame["source_mfu"] > 1]
+    sentences = "impossible value: source_mfu=" + source_mfu.map("{:.4g}".format).astype(object)
+    yield "impossible_value", sentences + " is above 1 (perhaps it is in per cent: give it unit: '%')"
     for row, mfu in frame["mfu"][frame["mfu"] > 1].items():
         yield from ((doubt.code, pd.Series({row: doubt.sentence})) for doubt in rate_doubts(mfu))
     for hardware_name in {*frame["hardware"].dropna()} & files("hardware").keys():

@@ -10,24 +10,21 @@ from typing import Annotated, Any
 import pandas as pd
 
 from ultrabench.allowed import one_of, require_allowed
-from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA, TEXT
+from ultrabench.analysis.importing.number_texts import COMMA, POINT
+from ultrabench.analysis.importing.units import UNITS, require_unit_of
+from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, INT, SCHEMA, TEXT, TEXTS, TIME
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.record import from_dict, value_from
 from ultrabench.sweep.config.files import files, read_yaml
 
-UNIT_FACTORS = {
-    "%": 1e-2, "us": 1e-6, "ms": 1e-3, "min": 60.0, "h": 3600.0,
-    "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
-    "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "GiB/s": 2.0**30, "Gbit/s": 1.25e8, "GFLOP/s": 1e9, "TFLOP/s": 1e12,
-    "PFLOP/s": 1e15, "MHz": 1e6, "GHz": 1e9, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12,
-}  # fmt: skip
-"""Unit of a table -> factor to our unit of the same quantity (s, bytes, bytes/s, FLOP/s, Hz, 1)."""
-
 _COMPARISON_BY_SIGN: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
-TYPE_BY_COLUMN = {column.name: column.type for column in SCHEMA if column.type in (TEXT, INT, FLOAT, BOOL)}
-"""Column of results that a table can give -> its type; the other columns hold lists and times."""
+_TABLE_TYPES = (TEXT, INT, FLOAT, BOOL, FLOATS, TEXTS, TIME)
+TYPE_BY_COLUMN = {column.name: column.type for column in SCHEMA if column.type in _TABLE_TYPES}
+"""Column of results that a table can give -> its type. A list is a JSON array in the table, a time is in ISO 8601."""
+Decimal = Annotated[str, one_of(POINT, COMMA)]
+"""The sign before the decimals of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +33,10 @@ class Source:
 
     column: str
     """The column of the table."""
-    unit: Annotated[str, one_of(*UNIT_FACTORS)] | None = None
-    """The unit of the table; None means that it is ours."""
+    unit: Annotated[str, one_of(*UNITS)] | None = None
+    """The unit of the table; None means the one that header or cells name, else ours."""
+    decimal: Decimal | None = None
+    """The sign of decimals; None means that of the map."""
     pattern: str | None = None
     """A regular expression with one group; the value is the text of the group, or null where it is not found."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -76,15 +75,27 @@ class TableMap:
     """Name of a model in the table -> name for model=NAME, whose sizes fill those that a row lacks."""
     doubts: dict[str, DoubtRule] = field(default_factory=dict)
     """Reason to doubt a row -> when and with which code; it becomes part of the column `suspect`."""
+    decimal: Decimal | None = None
+    """The sign of decimals in all columns; None means that each column shows its own."""
+    options: tuple[str, ...] = ()
+    """Columns of the table by which rows of one layout are different candidates."""
+    ignore: tuple[str, ...] = ()
+    """Columns of the table in which repeats of one candidate may differ."""
 
     def __post_init__(self) -> None:
         require_known("column of results", TYPE_BY_COLUMN, *self.columns, *self.constants)
+        if contradictory := {*self.options} & {*self.ignore}:
+            raise ConfigError(f"{min(contradictory)} is in `options` and in `ignore`; keep it in one of them")
         python_types: dict[Any, type] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
         column_sources = ((name, source) for name, sources in self.columns.items() for source in sources)
         mapped_values = ((name, value) for name, source in column_sources for value in source.values.values())
         for name, value in (*mapped_values, *self.constants.items()):
             if value is not None:
-                value_from(python_types[TYPE_BY_COLUMN[name]], value, name)
+                value_from(python_types.get(TYPE_BY_COLUMN[name], object), value, name)
+        for name, sources in self.columns.items():
+            for source in sources:
+                if source.unit is not None:
+                    require_unit_of(name, source.unit)
         compared_columns = [condition(text)[0] for rule in self.doubts.values() for text in rule.when]
         require_known("column of results", {*TYPE_BY_COLUMN, "tokens_per_step"}, *compared_columns)
 
@@ -104,7 +115,8 @@ def read_map(path: Path) -> TableMap:
         if not isinstance(doubts, dict):
             raise ConfigError("`doubts` must map reasons to conditions")
         doubts = {reason: _rule_record(rule) for reason, rule in doubts.items()}
-        return from_dict(TableMap, {**map_fields, "columns": columns, "doubts": doubts}, where="")
+        names = {key: _as_list(map_fields[key]) for key in ("options", "ignore") if map_fields.get(key)}
+        return from_dict(TableMap, {**map_fields, **names, "columns": columns, "doubts": doubts}, where="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; see docs/guide/results.md") from error
 

@@ -33,7 +33,8 @@ function tally(runs) {
 
 function memoryOf(row) {
   const maxBytes = value("peak_mem_reserved_bytes", row), rank0Bytes = value("peak_mem_reserved_rank0_bytes", row);
-  return maxBytes !== null ? memory(maxBytes) : rank0Bytes !== null ? `${memory(rank0Bytes)} (rank 0)` : "";
+  const allocatedBytes = value("peak_mem_allocated_bytes", row);
+  return maxBytes !== null ? memory(maxBytes) : rank0Bytes !== null ? `${memory(rank0Bytes)} (rank 0)` : allocatedBytes !== null ? `${memory(allocatedBytes)} (allocated)` : "";
 }
 
 // Fills the button of a cell with the best of the runs that are shown, in the order of their standing.
@@ -53,7 +54,7 @@ function fillCell(button, cell, runs) {
   button.style.color = colour ? (isDark(colour) ? "#fff" : "#111") : "";
   button.classList.toggle("empty", bestRow < 0);
   button.classList.toggle("predicted", bestRow >= 0 && cellData.predicted);
-  const place = `${cellData.model} on ${counted(cellData.nodes, "node")}`;
+  const place = `${cellData.model} on ${cellData.place}`;
   button.setAttribute("aria-label", `${place}: ${textLines.map(([content]) => content).filter(Boolean).join(", ")}`);
 }
 
@@ -62,12 +63,12 @@ function buildHeatmap(container, onOpen) {
   const buttons = [];
   for (const panel of new Set(pageData.cells.map((cell) => cell.panel))) {
     const panelCells = pageData.cells.map((cell, index) => ({ ...cell, index })).filter((cell) => cell.panel === panel);
-    const nodes = [...new Set(panelCells.map((cell) => cell.nodes))].sort(compareValues);
+    const places = [...new Map(panelCells.map((cell) => [cell.place, cell])).values()].sort((a, b) => a.nodes - b.nodes || (a.partial_gpus ?? Infinity) - (b.partial_gpus ?? Infinity)).map((cell) => cell.place);
     const models = [...new Set(panelCells.map((cell) => JSON.stringify([cell.num_params, cell.model, cell.num_active_params])))].map(JSON.parse).sort((a, b) => a[0] - b[0]);
-    const headRow = element("tr", {}, element("th", { scope: "col" }, "model"), ...nodes.map((numNodes) => element("th", { scope: "col" }, counted(numNodes, "node"))));
+    const headRow = element("tr", {}, element("th", { scope: "col" }, "model"), ...places.map((place) => element("th", { scope: "col" }, place)));
     const bodyRows = models.map(([numParams, name, numActive]) => {
       const label = element("th", { scope: "row" }, name, element("span", { class: "small" }, numParams === null ? "" : `${withPrefix(numParams)} parameters${numActive === null || numActive === numParams ? "" : `, ${withPrefix(numActive)} active`}`));
-      return element("tr", {}, label, ...nodes.map((numNodes) => element("td", {}, ...panelCells.filter((cell) => cell.model === name && cell.num_params === numParams && cell.nodes === numNodes).map(makeButton))));
+      return element("tr", {}, label, ...places.map((place) => element("td", {}, ...panelCells.filter((cell) => cell.model === name && cell.num_params === numParams && cell.place === place).map(makeButton))));
     });
     function makeButton(cell) {
       buttons[cell.index] = element("button", { type: "button", "aria-controls": "runs", onclick: () => onOpen(cell.index) });

@@ -20,6 +20,7 @@ from ultrabench.analysis.cells import (
     layout_words,
     low_peak_in,
     made_with,
+    nodes_text,
     repeats_failed,
     set_apart,
 )
@@ -228,6 +229,8 @@ def _panel_texts(cells: Sequence[Cell]) -> list[list[str]]:
         for cell in cells
     ]
     texts_of_cells = set_apart(settings, (*setting_names, "num_params"))
+    for cell, cell_texts in zip(cells, texts_of_cells, strict=True):
+        cell_texts += [f"{cell.partial_gpus} GPUs"] * bool(cell.partial_gpus)
     labels = [(cell.title, cell.nodes, *texts_of_cells[n]) for n, cell in enumerate(cells)]
     return [  # cells of models with one name and other shapes have equal labels, and get numbers
         [*cell_texts, f"#{labels[: n + 1].count(labels[n])}"] if labels.count(labels[n]) > 1 else cell_texts
@@ -238,7 +241,15 @@ def _panel_texts(cells: Sequence[Cell]) -> list[list[str]]:
 def _cells_json(cells: Sequence[Cell]) -> list[Row]:
     """The cells as the page reads them; `panel` numbers the panel of a cell, `apart` names it."""
     panels = [*dict.fromkeys(cell.panel for cell in cells)]
-    copied_fields = ("nodes", "num_params", "num_active_params", "reason", "ranked_by", "predicted")
+    copied_fields = (
+        "nodes",
+        "partial_gpus",
+        "num_params",
+        "num_active_params",
+        "reason",
+        "ranked_by",
+        "predicted",
+    )
     documents = []
     for cell, panel_texts in zip(cells, _panel_texts(cells), strict=True):
         hardware, kernel, precision, _, seq_len, batch = cell.panel
@@ -248,6 +259,7 @@ def _cells_json(cells: Sequence[Cell]) -> list[Row]:
             "setting": setting_texts,
             "apart": panel_texts,
             "of_peak": peak_suffix(cell.precision),
+            "place": nodes_text(cell.nodes, cell.partial_gpus),
         }
         values_by_field = {name: getattr(cell, name) for name in copied_fields} | texts_by_field
         documents.append({"model": cell.title, **values_by_field, "panel": panels.index(cell.panel)})

@@ -7,6 +7,7 @@ env.NAME              an environment variable of the program; None means that it
 flags.NAME            the name of a group of arguments that is added to the command
 words.NAME            a word of the user, which the command uses in braces
 container, python     where the program runs
+option.NAME           a column of an imported table in which rows of one layout differ
 
 It holds only options for which the sweep lists several values, so that runs of other sweeps have an empty one.
 """
@@ -22,6 +23,8 @@ JOB_OPTIONS = ("container", "python")
 """Options that all runs of an allocation share, since its agents run in the container or by the interpreter."""
 ENV, FLAGS, WORDS = "env", "flags", "words"
 """The groups of options whose names a user chooses; the name of such an option is GROUP.NAME."""
+OPTION = "option"
+"""The group of options that imported tables have; no sweep lists them."""
 CELL_OPTIONS = ("seq_len", "gbs", "precision")
 """Options that change what is computed, so that runs with other values are in other cells."""
 

@@ -37,7 +37,7 @@ def export(
     if kind != "csv":
         require_library(kind)
     from ultrabench.analysis.collect import open_results
-    from ultrabench.analysis.export.tracked_runs import csv_text, tracked_runs
+    from ultrabench.analysis.export.tracked_runs import csv_text, not_exported, tracked_runs
     from ultrabench.analysis.export.trackers import log_results, open_tracker
     from ultrabench.cli.tables import output_console, print_json, say, warn
 
@@ -58,4 +58,4 @@ def export(
         destination = tracker.destination_text
     if json_:
         print_json({"kind": kind, "runs": len(runs), "where": destination})
-    say(f"exported {counted(len(runs), 'run')} to {destination}")
+    say(f"exported {counted(len(runs), 'run')} to {destination}", *not_exported(result_table))

@@ -56,7 +56,7 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout per model and node count."""
-    from ultrabench.analysis.cells import compared_with, notes, require_comparable
+    from ultrabench.analysis.cells import compared_with, left_out, notes, require_comparable
     from ultrabench.analysis.collect import distinct_names, open_results
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
@@ -73,6 +73,7 @@ def heatmap(
     if json_:
         print_json([cell.to_json() for cell in cells])
     if json_ and output is None:
+        say(*left_out(result_table))
         return
     from ultrabench.analysis.figures.heatmap import figure
 
@@ -83,7 +84,8 @@ def heatmap(
     draw(output_path, lambda: figure(cells, title=name, notes=notes_text, compared_name=other_name))
     num_tied = sum(bool(cell.as_good_as_best) for cell in cells)
     tied_text = f"; in {num_tied} of them, several layouts tie for best: see ultrabench sweep top"
-    say(f"drew {counted(len(cells), 'cell')} to {output_path}{tied_text if num_tied else ''}")
+    drawn_text = f"drew {counted(len(cells), 'cell')} to {output_path}{tied_text if num_tied else ''}"
+    say(drawn_text, *left_out(result_table))
 
 
 def plot(

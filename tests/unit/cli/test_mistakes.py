@@ -17,6 +17,7 @@ MISTAKES = [
     ("configs modl", "unknown config group 'modl'; did you mean model?"),
     ("doctor --deep sweep=quick", "--deep runs its own sweep (acceptance); leave out sweep=quick"),
     ("heatmap nope.parquet", "cannot read nope.parquet: no such file"),
+    ("heatmap x.jsonl", "x.jsonl is not a parquet file; convert it first: ultrabench import x.jsonl"),
     ("heatmap x.csv", "x.csv is not a parquet file; convert it first: ultrabench import x.csv"),
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
     ("kernel check dp=128", "the check runs at most 64"),

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import caveats, layout_words, model_text, set_apart
+from ultrabench.analysis.cells import caveats, layout_words, left_out, model_text, nodes_text, set_apart
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
-from ultrabench.errors import counted
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import SLOWER, state
 from ultrabench.routing import routing_text
@@ -38,6 +37,7 @@ def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool,
     cell_runs = [runs for runs in leaderboard(result_table, rank_by=rank_by) if runs]
     if as_json:
         print_json([row for runs in cell_runs for row in runs[: limit or len(runs)]])
+        say(*left_out(result_table))
         return
     cell_settings = set_apart([runs[0] for runs in cell_runs], CELL_COLUMNS)
     for runs, setting_texts in zip(cell_runs, cell_settings, strict=True):
@@ -91,7 +91,8 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
 
 def cell_text(row: Row) -> str:
     """The model and nodes of a run, and the routing of its experts, such as `tiny-moe on 1 node, routing balanced`."""
-    text = f"{model_text(row['model'], row['model_mark'])} on {counted(row['nodes'], 'node')}"
+    place = nodes_text(row["nodes"], row["partial_gpus"])
+    text = f"{model_text(row['model'], row['model_mark'])} on {place}"
     return ", ".join(filter(None, (text, routing_text(row["routing"]))))
 
 
@@ -101,7 +102,8 @@ def number_texts(row: Row) -> dict[str, str | Text | None]:
     text_by_column |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
     if text_by_column["MFU"]:
         text_by_column["MFU"] = f"{text_by_column['MFU']}{peak_suffix(row['precision'])}"
-    text_by_column["memory"] = memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"])
+    peaks = ("peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes")
+    text_by_column["memory"] = memory(*(row[name] for name in peaks))
     if text_by_column["step"] and row["step_time_ci95_rel"] is not None:
         text_by_column["step"] = f"{text_by_column['step']} +- {percent(row['step_time_ci95_rel'])}"
     return text_by_column | {"status": _status_text(row)}

@@ -1,0 +1,187 @@
+"""The units of a table: which ones a column of results may have, and those that headers and cells name."""
+
+import re
+
+from ultrabench.analysis.numbers import unit_of
+from ultrabench.errors import ConfigError
+
+COUNT, TOKEN_RATE, FRACTION = "", "tokens/s", "fraction"
+_COUNT_FACTORS = {
+    "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30,
+}  # fmt: skip
+TOKENS = "tokens"
+"""Unit of a global batch that is divided by seq_len."""
+UNITS: dict[str, tuple[str, float]] = {
+    "%": (FRACTION, 1e-2),
+    "us": ("s", 1e-6), "ms": ("s", 1e-3), "s": ("s", 1.0), "min": ("s", 60.0), "h": ("s", 3600.0),
+    "KB": ("B", 1e3), "MB": ("B", 1e6), "GB": ("B", 1e9), "TB": ("B", 1e12),
+    "KiB": ("B", 2.0**10), "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30), "TiB": ("B", 2.0**40),
+    "MB/s": ("B/s", 1e6), "GB/s": ("B/s", 1e9), "TB/s": ("B/s", 1e12), "GiB/s": ("B/s", 2.0**30), "Gbit/s": ("B/s", 1.25e8),
+    "GFLOP/s": ("FLOP/s", 1e9), "TFLOP/s": ("FLOP/s", 1e12), "PFLOP/s": ("FLOP/s", 1e15),
+    "MHz": ("Hz", 1e6), "GHz": ("Hz", 1e9), "kW": ("W", 1e3), TOKENS: (TOKENS, 1.0),
+    **{unit: (COUNT, factor) for unit, factor in _COUNT_FACTORS.items()},
+}  # fmt: skip
+"""Unit of a table -> ultrabench's unit of the same quantity, and the factor to it."""
+
+_ALIASES = {
+    "s": {
+        "s": "s", "sec": "s", "secs": "s", "second": "s", "seconds": "s", "s/step": "s", "s/it": "s", "s/iter": "s", "ms": "ms",
+        "msec": "ms", "msecs": "ms", "millisecond": "ms", "milliseconds": "ms", "ms/step": "ms", "us": "us", "min": "min",
+        "mins": "min", "minutes": "min", "h": "h", "hr": "h", "hrs": "h", "hours": "h",
+    },
+    "B": {
+        "kb": "KB", "mb": "MB", "gb": "GB", "tb": "TB", "kib": "KiB", "mib": "MiB", "gib": "GiB", "tib": "TiB",
+    },
+    "B/s": {"mb/s": "MB/s", "gb/s": "GB/s", "tb/s": "TB/s", "gib/s": "GiB/s", "gbit/s": "Gbit/s"},
+    "FLOP/s": {
+        f"{prefix}{ending}": f"{prefix.upper()}FLOP/s"
+        for prefix in "gtp"
+        for ending in ("flops", "flop/s", "flops/s", "flop/s/gpu", "flops/s/gpu", "flops/gpu", "flop", "flop/s/device")
+    },
+    "Hz": {"mhz": "MHz", "ghz": "GHz"},
+    "W": {"kw": "kW"},
+    FRACTION: {"%": "%", "pct": "%", "percent": "%", "per cent": "%"},
+    TOKEN_RATE: {"k": "thousand", "m": "million"},
+    COUNT: {"b": "billion", "bn": "billion", "ki": "Ki", "mi": "Mi", **{unit: unit for unit in _COUNT_FACTORS}},
+}  # fmt: skip
+"""ultrabench's unit of a quantity -> lower-case text in headers and cells -> the unit that it means."""
+_TOKEN_WORDS, _SECOND_WORDS = ("tok", "toks", "token", "tokens", "t"), ("s", "sec", "second")
+_NAMES = {
+    **{
+        alias: our_unit
+        for our_unit, aliases in _ALIASES.items()
+        for alias in aliases
+        if our_unit not in (COUNT, TOKEN_RATE)
+    },
+    **{f"{tokens}/{time}": TOKEN_RATE for tokens in _TOKEN_WORDS for time in _SECOND_WORDS},
+    **{f"{tokens}/{time}": "tokens in another time" for tokens in _TOKEN_WORDS for time in ("min", "minute", "h", "hour", "day")},
+    **{
+        f"{thing}/{time}": "another rate"
+        for thing in ("samples", "sample", "seqs", "seq", "sequences", "steps", "step", "it", "iter", "iters", "batches")
+        for time in (*_SECOND_WORDS, "min")
+    },
+    **{
+        f"{time}/{part}": "time of a part of a step"
+        for time in ("s", "ms", "us")
+        for part in ("microbatch", "micro-batch", "micro batch", "mb", "layer", "token", "sample", "sequence")
+    },
+    "tps": TOKEN_RATE, "tgs": TOKEN_RATE,
+}  # fmt: skip
+"""Lower-case text that stands in the brackets of a header -> ultrabench's unit of its quantity."""
+_OF_WHAT = re.compile(r"/(?:gpu|device|gcd|rank|card|node|step|it|iter|iteration|batch)s?$")
+"""What a unit in a header is of, beside its quantity."""
+_PER_GPU = re.compile(r"(?:/|per)[ _-]?(?:gpu|device|gcd|card|accelerator|chip)(?![a-z])", re.IGNORECASE)
+_PER_OTHER = re.compile(r"(?:/|per)[ _-]?(?:node|host|dp[ _-]?rank|replica|rank)(?![a-z])", re.IGNORECASE)
+_OF_ALL = re.compile(r"(?<![a-z])(?:total|global|aggregate|overall|all gpus|cluster)(?![a-z])", re.IGNORECASE)
+"""Words in a header that say of how many GPUs a rate is."""
+_AMBIGUOUS_PREFIXES = {
+    "k": ("1,000", "1,024", "thousand", "Ki"),
+    "m": ("1,000,000", "1,048,576", "million", "Mi"),
+}
+_SAFE_LAST_WORDS = frozenset(
+    {"%", "pct", "percent", "ms", "us", *_ALIASES["B"], *_ALIASES["FLOP/s"]} - {"tflop", "gflop", "pflop"}
+)
+"""Units that the last word of a header names, also without brackets."""
+
+
+def require_unit_of(our_column: str, unit: str) -> None:
+    """Raises ConfigError if a column of results holds another quantity than one with this unit."""
+    units = units_of(our_column)
+    if unit not in units:
+        quantity = unit_of(our_column)
+        own = {COUNT: "a number", TOKEN_RATE: "tokens/s", FRACTION: "a fraction"}.get(
+            quantity, f"in {quantity}"
+        )
+        choice = f"its units: {', '.join(units)}" if units else "it takes no unit"
+        raise ConfigError(f"{our_column} with unit={unit!r}: {our_column} is {own}; {choice}")
+
+
+def units_of(our_column: str) -> list[str]:
+    """The units that the source of a column of results may have."""
+    our_unit = unit_of(our_column)
+    if our_column == "gbs":
+        return [TOKENS, *_COUNT_FACTORS]
+    if our_unit in (COUNT, TOKEN_RATE):
+        return [*_COUNT_FACTORS]
+    return [unit for unit, (base, _) in UNITS.items() if base == our_unit]
+
+
+def header_unit(our_column: str, header: str) -> str | None:
+    """The unit that the header of a column names, such as ms for `step (ms)`; None if it names none.
+
+    Raises:
+        ConfigError: what stands in its brackets is a unit of another quantity than that of the column of results.
+    """
+    our_unit = unit_of(our_column)
+    if "reserved" in our_column and "alloc" in header.lower() and "reserv" not in header.lower():
+        fact = f"the header {header!r} names allocated memory, which is less than {our_column}"
+        raise ConfigError(f"{fact}; map it to peak_mem_allocated_bytes")
+    _require_same_scope(our_column, header)
+    aliases = _ALIASES.get(our_unit, {})
+    for bracket_text in re.findall(r"[(\[]([^)\]]*)[)\]]", header):
+        text = bracket_text.strip().lower().replace(" per ", "/").removeprefix("in ").replace("\u00b5", "u")
+        text = _OF_WHAT.sub("", text.replace(" /", "/").replace("/ ", "/"))
+        if our_unit == TOKEN_RATE and (match := re.match(r"([km]) ?(t.*)", text)) and match[2] in _NAMES:
+            return aliases[match[1]]
+        if (
+            our_unit == COUNT
+            and "params" not in our_column
+            and len(text) < 3
+            and text not in ("%", "ms", "us", "ki", "mi")
+        ):
+            continue  # such as hidden (h), batch (b) or micro-batch (mb)
+        if text in aliases:
+            return aliases[text]
+        if _NAMES.get(text, our_unit) not in (our_unit, TOKENS):
+            fact = f"the header {header!r} names {bracket_text}, which is no unit of {our_column}"
+            raise ConfigError(f"{fact}; map the column that holds {our_column}")
+    last_word = re.split(r"[\s_,.:()\[\]-]+", header.strip().lower().rstrip(")]"))[-1]
+    return aliases.get(last_word) if last_word in _SAFE_LAST_WORDS else None
+
+
+def _require_same_scope(our_column: str, header: str) -> None:
+    """Raises ConfigError if a header says that its rate is of another number of GPUs than that of the column of results."""
+    if "tokens_per_s" not in our_column and our_column != "model_flops_per_s_per_gpu":
+        return
+    is_per_gpu = our_column.endswith("_per_gpu")
+    if not is_per_gpu and _PER_GPU.search(header):
+        todo = f"map it to {our_column}_per_gpu"
+    elif is_per_gpu and _OF_ALL.search(header) and not _PER_GPU.search(header):
+        todo = "map it to tokens_per_s" if "tokens" in our_column else "map the rate of one GPU"
+    elif _PER_OTHER.search(header):
+        todo = "map a rate of one GPU or of all GPUs"
+    else:
+        return
+    scope = "one GPU" if is_per_gpu else "all GPUs"
+    raise ConfigError(
+        f"the header {header!r} is of other GPUs than {our_column}, which is the rate of {scope}; {todo}"
+    )
+
+
+def cell_unit(our_column: str, text: str, expected_unit: str | None) -> str:
+    """The unit that a cell names behind its number.
+
+    Args:
+        expected_unit: the unit of the whole column in its map or header.
+
+    Raises:
+        ConfigError: it is no unit of this column, is ambiguous, or contradicts the expected unit.
+    """
+    aliases, text_key = _ALIASES.get(unit_of(our_column), {}), text.lower().replace("\u00b5", "u")
+    is_count = unit_of(our_column) in (COUNT, TOKEN_RATE)
+    if is_count and text_key in _AMBIGUOUS_PREFIXES and text_key not in aliases:
+        small, large, *prefix_units = _AMBIGUOUS_PREFIXES[text_key]
+        if "params" in our_column:
+            return prefix_units[0]
+        if expected_unit in prefix_units:
+            return str(expected_unit)
+        raise ConfigError(
+            f"is {small} or {large} times the number; write unit: {' or unit: '.join(prefix_units)}"
+        )
+    if text_key not in aliases:
+        units = ", ".join(units_of(our_column))
+        raise ConfigError(f"has the unit {text}; " + (f"known: {units}" if units else "it takes no unit"))
+    unit = aliases[text_key]
+    if expected_unit is not None and UNITS[unit][1] != UNITS[expected_unit][1]:
+        raise ConfigError(f"is in {unit}, but its column in {expected_unit}; correct one of them")
+    return unit
