@@ -23,10 +23,12 @@ from ultrabench.sweep.config.sweep_config import RetryPolicy
 
 MIN_SUSPECTING_RUNS = 2
 """Number of different runs that must suspect a node before it is excluded; one run alone may be wrong."""
-MAX_CHANCE = 0.1
-"""A node is excluded only if its failures come by chance with at most this probability, where nodes fail alike.
+MIN_RUNS_AGAINST_WORKING_NODE = 3
+"""The same number for a node on which runs were ok before: flaky programs fail on it, too, seldom three times in a row."""
+MAX_CHANCE = 0.05
+"""Where failures also come elsewhere, or runs are ok on the node since, the largest p-value at which it is excluded.
 
-The bound is loose, since a wrong exclusion costs one node of many, and can be lifted by later results.
+It is multiplied by the number of such failures, since each of them begins a series that is tested.
 """
 MIN_DISJOINT_SETS = 3
 """Number of disjoint sets of nodes on which a run must fail in the same way until that is the program's.
@@ -172,41 +174,50 @@ class NodeRecord:
     """run_ids of the runs that failed because of it, as far as the comparison shows."""
     num_ok_since: int
     """Number of attempts that were ok on it after the first of these failures."""
+    has_worked: bool
+    """Whether any run was ok on it."""
     num_failed_elsewhere: int
-    """Number of runs that failed on another node in such a way."""
+    """Number of runs that failed on other nodes, and that were ok elsewhere or failed as those on this node did."""
     num_ok_elsewhere: int
     """Number of attempts that were ok without it."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the node is excluded."""
-        return len(self.failed_runs) >= MIN_SUSPECTING_RUNS and self.chance <= MAX_CHANCE
+        """Whether the node is excluded: enough runs failed on it, others are ok without it, and that is not chance."""
+        if not self.num_ok_elsewhere:
+            return False  # nothing can be compared
+        if self.num_failed_elsewhere or self.num_ok_since:
+            return len(self.failed_runs) >= MIN_SUSPECTING_RUNS and self.p_value <= MAX_CHANCE
+        return len(self.failed_runs) >= (
+            MIN_RUNS_AGAINST_WORKING_NODE if self.has_worked else MIN_SUSPECTING_RUNS
+        )
 
     @property
-    def chance(self) -> float:
-        """How many nodes fail so often by chance, if this one fails as often as the others.
+    def p_value(self) -> float:
+        """The probability of so many failures on this node if all nodes fail alike, times the number of failures.
 
-        It is the binomial tail with the rate of the other nodes (plus half a failure, as by Jeffreys), times the number
-        of all such failures, each of which could have begun such a series. It is 0 where all evidence points at the node.
+        It is that of Fisher's exact test, one-sided, of the table node or others x failed or ok.
         """
-        num_failed, num_others = len(self.failed_runs), self.num_failed_elsewhere + self.num_ok_elsewhere
-        if not self.num_failed_elsewhere and not self.num_ok_since:
-            return 0.0
-        rate = (self.num_failed_elsewhere + 0.5) / (num_others + 1)
-        num_runs = num_failed + self.num_ok_since
-        tail = sum(
-            comb(num_runs, k) * rate**k * (1 - rate) ** (num_runs - k)
-            for k in range(num_failed, num_runs + 1)
+        num_failed, num_failed_elsewhere = len(self.failed_runs), self.num_failed_elsewhere
+        num_here = num_failed + self.num_ok_since
+        num_elsewhere = num_failed_elsewhere + self.num_ok_elsewhere
+        num_all_failed = num_failed + num_failed_elsewhere
+        num_ways = sum(
+            comb(num_here, k) * comb(num_elsewhere, num_all_failed - k)
+            for k in range(num_failed, min(num_here, num_all_failed) + 1)
         )
-        return tail * (num_failed + self.num_failed_elsewhere)
+        return num_all_failed * num_ways / comb(num_here + num_elsewhere, num_all_failed)
 
     @property
     def text(self) -> str:
-        """The row in words, such as `2 runs failed there (1a2b, 3c4d), 0 were ok there since; elsewhere ...`."""
+        """The row in words, such as `2 runs failed there (1a2b, 3c4d), 0 attempts were ok there since; elsewhere ...`."""
         names = ", ".join(run_id[:8] for run_id in self.failed_runs[:NUM_NAMED_RUNS])
         names += ", ..." if len(self.failed_runs) > NUM_NAMED_RUNS else ""
-        text = f"{counted(len(self.failed_runs), 'run')} failed there ({names}), {self.num_ok_since} ok there since"
-        return f"{text}; elsewhere {self.num_failed_elsewhere} failed, {self.num_ok_elsewhere} ok"
+        failed_text = f"{counted(len(self.failed_runs), 'run')} failed there ({names})"
+        ok_text = f"{counted(self.num_ok_since, 'attempt')} ok there since"
+        elsewhere_text = f"{counted(self.num_failed_elsewhere, 'run')} failed"
+        elsewhere_text += f", {counted(self.num_ok_elsewhere, 'attempt')} ok"
+        return f"{failed_text}, {ok_text}; elsewhere {elsewhere_text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +242,7 @@ class Blame:
         """Node that jobs do not use, or only if they must -> a line that says why."""
         excluded = {node: f"node {node} is excluded: {reason}" for node, reason in self.excluded.items()}
         avoided = {
-            node: f"jobs use other nodes than {node} first: {reason}"
-            for node, reason in self.start_failures.items()
+            node: f"node {node} is used last: {reason}" for node, reason in self.start_failures.items()
         }
         return excluded | avoided
 
@@ -257,9 +267,15 @@ class Blame:
         return tuple(sorted({host for t in trials if t.may_be_local for host in t.began_on}))
 
     def came_from_excluded(self, attempt: AttemptState) -> bool:
-        """Whether an attempt failed on nodes only that are excluded by now, so that it says nothing about its run."""
+        """Whether an attempt failed on nodes only that are excluded by now, so that it says nothing about its run.
+
+        It does say something where the run was tried on such nodes again, since it can use no others.
+        """
         trial = trial_of(attempt)
-        return bool(trial and not trial.is_ok and trial.began_on and trial.began_on <= self.excluded.keys())
+        if trial is None or trial.is_ok or not trial.began_on or not trial.began_on <= self.excluded.keys():
+            return False
+        others = (t for t in self.trials.get(trial.run_id, ()) if not t.is_ok and t.key != trial.key)
+        return all(trial.began_on.isdisjoint(other.began_on) for other in others)
 
 
 def policy_of(state: SweepState) -> RetryPolicy | None:
@@ -379,10 +395,11 @@ class _Table:
         repeated_on = defaultdict[str, frozenset[str]](frozenset)
         inconstant = set[str]()
         for run_id, trials in trials_by_run.items():
-            located = [t for t in trials if not t.is_ok and t.began_on and not t.is_proof]
+            unproven = [t for t in trials if not t.is_ok and not t.is_proof]
             was_ok = any(t.is_ok for t in trials)
-            for failure in {t.failure for t in located}:
-                node_sets = [t.began_on for t in located if t.failure == failure]
+            for failure in {t.failure for t in unproven if t.began_on}:
+                # Where it is not known where a failure began, it was somewhere on the nodes of the attempt.
+                node_sets = [t.began_on or frozenset(t.hosts) for t in unproven if t.failure == failure]
                 disjoint_sets = _disjoint_sets(node_sets)
                 if was_ok:
                     inconstant.add(failure)
@@ -428,7 +445,8 @@ class _Table:
         is_working = any(not self.working.isdisjoint(nodes) for nodes in disjoint_sets)
         return len(disjoint_sets) >= (2 if is_working else MIN_DISJOINT_SETS)
 
-    def _num_ok_since(self, host: str, since: float) -> int:
+    def _num_runs_ok_since(self, host: str, since: float) -> int:
+        """The number of runs that were ok on a node, at any place, since a time."""
         return len({t.run_id for t in self._ok_trials_by_host.get(host, ()) if t.started_at >= since})
 
     def _is_confined(self, failure: str) -> bool:
@@ -439,7 +457,7 @@ class _Table:
                 runs_by_host[host].add(trial.run_id)
                 first_at[host] = min(trial.started_at, first_at.get(host, trial.started_at))
         are_bad = all(
-            len(runs) >= MIN_SUSPECTING_RUNS and not self._num_ok_since(host, first_at[host])
+            len(runs) >= MIN_SUSPECTING_RUNS and not self._num_runs_ok_since(host, first_at[host])
             for host, runs in runs_by_host.items()
         )
         ok_elsewhere = {t.run_id for t in self._rows if t.is_ok and runs_by_host.keys().isdisjoint(t.hosts)}
@@ -462,13 +480,19 @@ class _Table:
         return trials_by_host
 
     @cached_property
+    def _located_failures(self) -> Sequence[tuple[Trial, bool]]:
+        """The failed attempts of which it is known where they began, and whether they count against these nodes."""
+        blaming_keys = {trial.key for trials in self._blamed_trials.values() for trial in trials}
+        return [(t, t.key in blaming_keys) for t in self.failures if t.began_on and not t.is_proof]
+
+    @cached_property
     def _likely_bad(self) -> frozenset[str]:
         """Nodes on which several runs failed and none was ok since; they say nothing about how often nodes fail by chance."""
         return frozenset(
             host
             for host, trials in self._blamed_trials.items()
             if len({t.run_id for t in trials}) >= MIN_SUSPECTING_RUNS
-            and not self._num_ok_since(host, min(t.started_at for t in trials))
+            and not self._num_runs_ok_since(host, min(t.started_at for t in trials))
         )
 
     def records(self) -> Iterable[NodeRecord]:
@@ -486,19 +510,21 @@ class _Table:
         # All attempts in which some node was at one of these places, without those in which this node took part.
         num_ok = sum(num for held, num in self._num_ok_by_places.items() if not places.isdisjoint(held))
         num_ok_with_it = sum(not places.isdisjoint(t.places) for t in ok_here)
+        failed_runs = {trial.run_id for trial in blamed_trials}
+        failures, not_compared = {trial.failure for trial in blamed_trials}, {node, *self._likely_bad}
         failed_elsewhere = {
             trial.run_id
-            for host, trials in self._blamed_trials.items()
-            for trial in trials
-            if host not in {node, *self._likely_bad}
+            for trial, is_blaming in self._located_failures
+            for host in trial.began_on - not_compared
+            if (is_blaming or trial.failure in failures)
             and host in trial.hosts
             and trial.place_of(host) in places
         }
-        failed_runs = {trial.run_id for trial in blamed_trials}
         return NodeRecord(
             node=node,
             failed_runs=tuple(sorted(failed_runs)),
             num_ok_since=num_ok_since,
+            has_worked=bool(ok_here),
             num_failed_elsewhere=len(failed_elsewhere),
             num_ok_elsewhere=num_ok - num_ok_with_it,
         )
