@@ -1,7 +1,8 @@
 """Makes one table of results from the journals of sweeps, and writes and reads it as parquet."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,8 @@ from ultrabench.analysis.planned import PREDICTED, is_predicted, predicted_resul
 from ultrabench.analysis.rows import Warn, sweep_table
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, TEXTS, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.store.folder import SweepFolder, find_sweep
+from ultrabench.store.damage import read_each
+from ultrabench.store.folder import SweepFolder, find_sweep, newest_first, sweep_dirs
 from ultrabench.sweep.plan_table import read_failure
 
 _TABLE_SUFFIXES = (".csv", ".tsv", ".md", ".json", ".jsonl")
@@ -27,9 +29,26 @@ def collect(folders: Sequence[SweepFolder], warn: Warn) -> pa.Table:
         warn: called with one line for each thing that cannot be read; everything else is still collected.
 
     Raises:
-        SweepFolderError: a folder is no sweep folder, or was written with a newer schema.
+        SweepFolderError: none of the folders can be read.
     """
-    return pa.concat_tables([sweep_table(folder, warn) for folder in folders]).combine_chunks()
+    return merged(readable_tables(folders, warn).values())
+
+
+def merged(tables: Iterable[pa.Table]) -> pa.Table:
+    """The rows of all these result tables, one after another."""
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def readable_tables(
+    folders: Iterable[SweepFolder], warn: Warn, *, may_be_empty: bool = False
+) -> dict[SweepFolder, pa.Table]:
+    """Folder -> the result rows of its sweep; each sweep that cannot be read gives a warning.
+
+    Raises:
+        SweepFolderError: no sweep can be read, unless `may_be_empty`.
+    """
+    read = partial(sweep_table, warn=warn)
+    return read_each(folders, read, warn, path_of=lambda folder: folder.path, may_be_empty=may_be_empty)
 
 
 def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str, str, pa.Table]:
@@ -57,8 +76,14 @@ def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str
         if source.endswith(_TABLE_SUFFIXES):
             remedy = f"convert it first: ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is not a parquet file", remedy)
-    sweep_folder = find_sweep(source, results_dir)
-    return _printable(sweep_folder.name), f"{sweep_folder.path}/", collect([sweep_folder], warn)
+    folders = [find_sweep(source, results_dir)]
+    if source is None:  # one that cannot be read is passed over, so that the others are seen
+        folders = [SweepFolder(path.absolute()) for path in newest_first(sweep_dirs(results_dir))]
+    for folder in folders:
+        table_by_folder = readable_tables([folder], warn, may_be_empty=folder != folders[-1])
+        if table_by_folder:
+            break
+    return _printable(folder.name), f"{folder.path}/", table_by_folder[folder]
 
 
 def _printable(name: str) -> str:

@@ -25,6 +25,7 @@ from ultrabench.analysis.schema import SIZES
 from ultrabench.analysis.significance import ALPHA
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
+from ultrabench.store.damage import read_each
 from ultrabench.store.folder import sweep_dirs
 
 CELL = ("model", "nodes", *PANEL_COLUMNS)
@@ -137,7 +138,7 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
             of a folder without sweeps, its parquet files are the nights.
 
     Raises:
-        SweepFolderError: there is no such sweep, or a folder holds none.
+        SweepFolderError: no source can be read, or a folder holds none.
     """
     source_by_path, nights = dict[Path, str](), list[Night]()
     for source in sources:
@@ -151,8 +152,11 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
             remedy = "give a sweep, its .parquet file, or a folder of either"
             raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
         source_by_path |= {path.resolve(): str(path) for path in night_paths}
-    for source in source_by_path.values():
-        table = open_results(source, results_dir, warn)[-1]
+
+    def read(source: str) -> pa.Table:
+        return open_results(source, results_dir, warn)[-1]
+
+    for table in read_each(source_by_path.values(), read, warn, path_of=Path).values():
         for sweep in table["sweep"].unique().to_pylist():
             night_table = table.filter(pc.equal(table["sweep"], sweep)) if sweep else table
             started_at = pc.min(night_table["started_at"]).as_py()

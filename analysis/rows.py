@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
 from ultrabench.device_rates import link_measurements, preflight_rates, summary
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
-from ultrabench.result import Doubt, RunResult, Status, doubt_text
+from ultrabench.result import DATES_TEXT, Doubt, RunResult, Status, doubt_text, is_date
 from ultrabench.run import RunSpec
 from ultrabench.store.claim import unrecorded_attempts
 from ultrabench.store.folder import SweepFolder
@@ -78,9 +78,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
     sweep = read_sweep_json(folder)
-    if not folder.plan.exists():
-        warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
-    plan = read_plan(folder.plan) if folder.plan.exists() else SCHEMA.empty_table()
+    plan = _readable_plan(folder, warn)
     state = fold(read_journal(folder.journal, warn))
     if missing := unrecorded_attempts(folder.claims, state):
         silence = (
@@ -91,7 +89,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     programs: list[_ProgramKey] = [*zip(*(plan[name].to_pylist() for name in _PROGRAM_COLUMNS), strict=True)]
     columns_by_program = _columns_by_program(sweep, programs, shapes_of(sweep, state))
     numbered_rows = [*_numbered_rows(sweep, plan, map(columns_by_program.__getitem__, programs), state, warn)]
-    row_columns = _column_arrays([row for _, row in numbered_rows])
+    row_columns = _column_arrays([row for _, row in numbered_rows], warn)
     candidate_numbers = pa.array([number for number, _ in numbered_rows], pa.int64())
     plan_columns = _plan_columns(plan, programs, columns_by_program)
     plan_columns = {name: column.take(candidate_numbers) for name, column in plan_columns.items()}
@@ -110,6 +108,18 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
+def _readable_plan(folder: SweepFolder, warn: Warn) -> pa.Table:
+    """The plan of a sweep; empty, with a warning, where there is none that can be read."""
+    try:
+        if folder.plan.exists():
+            return read_plan(folder.plan, warn=warn)
+        fault = f"{folder.name}: no plan.parquet"
+    except (SweepFolderError, OSError) as error:
+        fault = f"{folder.name}: {error}"
+    warn(f"{fault}; candidates that were never attempted are missing")
+    return SCHEMA.empty_table()
+
+
 def _first_values(config: Mapping[str, Any]) -> str | None:
     """The column `first_values` of a sweep with this resolved configuration; None where it cannot be read."""
     with contextlib.suppress(ConfigError, LookupError, TypeError, ValueError, AttributeError):
@@ -126,11 +136,34 @@ def _first_values(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _column_arrays(rows: Sequence[Row]) -> dict[str, pa.Array]:
-    """Name -> array of each column that a row has."""
+def _column_arrays(rows: Sequence[Row], warn: Warn = lambda message: None) -> dict[str, pa.Array]:
+    """Name -> array of each column that a row has; a value that its column cannot hold is null, with a warning."""
     column_names = frozenset[str]().union(*rows)
     struct_type = pa.struct([column for column in SCHEMA if column.name in column_names])
-    return dict(zip(struct_type.names, pa.array(rows, struct_type).flatten(), strict=True))
+    try:
+        struct_array = pa.array(rows, struct_type)
+    except _UNFIT:
+        fitting_rows = [_fitting_values(row, warn) for row in rows]
+        struct_array = pa.array(fitting_rows, struct_type)
+    return dict(zip(struct_type.names, struct_array.flatten(), strict=True))
+
+
+_UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError, KeyError)
+"""What pyarrow raises for a value that a column cannot hold."""
+
+
+def _fitting_values(row: Row, warn: Warn) -> Row:
+    """The values of a row that its columns can hold; each other one gives a warning."""
+    fitting_row = Row()
+    for name, value in row.items():
+        try:
+            pa.array([value], SCHEMA.field(name).type)
+            fitting_row[name] = value
+        except _UNFIT:
+            warn(
+                f"run {row.get('run_id')}: {name}={value!r:.60} is no {SCHEMA.field(name).type}; it is left out"
+            )
+    return fitting_row
 
 
 def _columns_by_program(
@@ -188,6 +221,15 @@ def _numbered_rows(
     runs = [*runs_of(sweep, rows_of(plan, RUN_COLUMNS, is_kept=is_run), state)] if has_untried else []
     skip_by_run = skips(runs, state)
 
+    for attempt in recorded_state.attempts.values():
+        if (
+            attempt.result
+            and attempt.result.started_at is not None
+            and not is_date(attempt.result.started_at)
+        ):
+            fact = f"attempt {attempt.key} has started_at={attempt.result.started_at:g}, which is no date"
+            warn(f"{fact} of {DATES_TEXT}; its start counts as unknown")
+
     def outcome_columns(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         allocation_columns = columns_by_allocation.get(attempt.allocation or "", {})
         row = _attempt_columns(attempt, allocation_columns, base.get("gpus"))
@@ -200,16 +242,28 @@ def _numbered_rows(
         speed_facts = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
         return row | doubt_columns(suspicion.doubts(attempt, *speed_facts, base["precision"]))
 
+    def readable_columns(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
+        try:
+            return outcome_columns(base, attempt, shape)
+        except (ArithmeticError, ValueError, TypeError, LookupError, AttributeError) as error:
+            fault = f"{type(error).__name__}: {error}"
+            warn(f"attempt {attempt.key} has values that are impossible ({fault}); only its status is shown")
+            end_columns = (
+                {"status": attempt.result.status, "reason": attempt.result.reason} if attempt.result else {}
+            )
+            is_final = {"is_final": attempt.key in final_keys}
+            return attempt.key._asdict() | {"allocation": attempt.allocation} | is_final | end_columns
+
     for number, (base, candidate) in enumerate(zip(shared_columns, candidates, strict=True)):
         run_attempts = attempts.pop(run_id := candidate["run_id"], [])
         if not run_attempts:
             yield number, _status_columns(candidate, skip_by_run.get(run_id))
             continue
         for attempt in run_attempts:
-            yield number, outcome_columns(base | candidate, attempt, shapes.get(candidate["model"]))
+            yield number, readable_columns(base | candidate, attempt, shapes.get(candidate["model"]))
     for attempt in (attempt for run_attempts in attempts.values() for attempt in run_attempts):
         base, shape = _claimed_run(sweep, attempt, warn)
-        yield None, base | outcome_columns(base, attempt, shape)
+        yield None, base | readable_columns(base, attempt, shape)
 
 
 def _shared_columns(sweep: SweepJson, kernel: KernelConfig, run_facts: Row, shape: ModelShape | None) -> Row:
@@ -325,7 +379,7 @@ def _result_columns(result: RunResult, gpus: int | None) -> Row:
     row["variables"] = _json_text(result.variables) if result.variables else None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
-    if result.started_at is not None:
+    if is_date(result.started_at):
         row["started_at"] = datetime.fromtimestamp(result.started_at, UTC)
     if result.checkpoint_bytes and result.checkpoint_save_s and result.hostnames:
         bytes_per_s_per_node = result.checkpoint_bytes / result.checkpoint_save_s / len(result.hostnames)

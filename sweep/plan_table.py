@@ -3,7 +3,7 @@
 import functools
 import json
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import compress
 from pathlib import Path
@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.json import ParseOptions, read_json
 
-from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.layout import AXES, NEUTRAL, Layout
+from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict
 from ultrabench.run import RunSpec
@@ -25,9 +25,11 @@ from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.predict.predict import Prediction
+from ultrabench.variant import Value
 
 Row = dict[str, Any]
 """Column name -> value."""
+Warn = Callable[[str], None]
 _COLUMN_BY_FIELD = {f.name: "predicted_" * (f.name != "p_oom") + f.name for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 RUN_COLUMNS = [
@@ -112,18 +114,30 @@ def read_failure(error: Exception) -> str:
     return str(error).partition("\n")[0].rpartition("'<Buffer>': ")[2]
 
 
-def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+_TEXT_COLUMNS = ("decision", "run_id", "model", "precision", "variant", "predicted_limited_by", *TEXT_AXES)
+"""Columns of texts among RUN_COLUMNS; the others are numbers."""
+_COUNT_COLUMNS = ("nodes", "gpus_per_node", "seq_len", "gbs")
+"""Columns of positive integers of a run."""
+
+
+def read_plan(
+    path: Path, columns: Sequence[str] | None = None, warn: Warn = lambda message: None
+) -> pa.Table:
     """The rows of a plan.parquet in the plan's order, with all columns or only some.
 
+    Args:
+        columns: columns to read, at least those of RUN_COLUMNS; None means all.
+        warn: called with one line if rows are left out because they are damaged.
+
     Raises:
-        SweepFolderError: the file is missing or cannot be read.
+        SweepFolderError: the file is missing, cannot be read or is not a plan.
     """
     try:
         # read_table would import pandas, which takes longer, and pyarrow takes no name that is not UTF-8
         parquet_file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
         # A thread of pyarrow that lets go of the bytes while Python exits ends the process with SIGABRT.
         table = parquet_file.read(columns=columns, use_threads=False)
-        return _with_added_columns(table, (*AXES, *_OLDER_VALUES) if columns is None else columns)
+        table = _with_added_columns(table, (*AXES, *_OLDER_VALUES) if columns is None else columns)
     except FileNotFoundError:
         remedy = "wait if a launch is starting, else launch the sweep again"
         raise SweepFolderError(f"{path} is missing; {remedy}") from None
@@ -132,6 +146,76 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         raise SweepFolderError(
             f"cannot read {path}: {reason}; to write it again, launch the sweep again"
         ) from error
+    _require_plan(path, table)
+    return _without_damaged_rows(path, table, warn)
+
+
+def _require_plan(path: Path, table: pa.Table) -> None:
+    """Raises SweepFolderError unless the table has the columns of RUN_COLUMNS with texts and numbers in them."""
+    if missing_names := [name for name in RUN_COLUMNS if name not in table.column_names]:
+        more_text = f" and {len(missing_names) - 1} more" if len(missing_names) > 1 else ""
+        fact = f"{path} lacks the column {missing_names[0]}{more_text}"
+    elif wrong_names := [name for name in RUN_COLUMNS if not _has_kind(name, table.schema.field(name).type)]:
+        fact = f"{path}: column {wrong_names[0]} has type {table.schema.field(wrong_names[0]).type}"
+    else:
+        return
+    raise SweepFolderError(
+        f"{fact}; it is not the plan of a sweep: to write it again, launch the sweep again"
+    )
+
+
+def _has_kind(name: str, column_type: pa.DataType) -> bool:
+    """Whether a column of this type may hold the values of one of RUN_COLUMNS; one without values has no type."""
+    if pa.types.is_null(column_type):
+        return True
+    if name in _TEXT_COLUMNS:
+        return bool(pa.types.is_string(column_type) or pa.types.is_large_string(column_type))
+    checks = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return any(check(column_type) for check in checks)
+
+
+def _without_damaged_rows(path: Path, table: pa.Table, warn: Warn) -> pa.Table:
+    """The table without rows whose values cannot be those of a candidate, of which `warn` names the first."""
+
+    @functools.cache
+    def variant_fault(text: str | None) -> str | None:
+        try:
+            _VARIANT.decode(text or "{}")
+        except (msgspec.DecodeError, UnicodeError):
+            return f"variant={text!r:.60} is not a JSON object of options"
+        return None
+
+    @functools.cache
+    def run_fault(*values: Any) -> str | None:
+        counts, axis_values = values[: len(_COUNT_COLUMNS)], values[len(_COUNT_COLUMNS) :]
+        for name, count in zip(_COUNT_COLUMNS, counts, strict=True):
+            if not isinstance(count, int) or count < 1:
+                return f"{name}={count} is not a positive integer"
+        value_by_axis = dict(zip(AXES, axis_values, strict=True))
+        try:
+            from_dict(Layout, value_by_axis)
+        except (ConfigError, ValueError, TypeError, ArithmeticError) as error:
+            return f"its layout is impossible: {error}"
+        return None
+
+    columns = (*_COUNT_COLUMNS, *AXES)
+    runs_values: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in columns), strict=True)
+    keys = zip(*(table[name].to_pylist() for name in ("run_id", "decision", "variant")), strict=True)
+    fault_by_row = dict[int, str]()
+    for row, ((run_id, decision, variant), run_values) in enumerate(zip(keys, runs_values, strict=True)):
+        fault = variant_fault(variant) or (run_fault(*run_values) if decision == "run" else None)
+        fault = fault or (None if run_id else "it has no run_id")
+        if fault:
+            fault_by_row[row] = f"run {run_id}: {fault}"
+    if not fault_by_row:
+        return table
+    first_fault = next(iter(fault_by_row.values()))
+    warn(f"{path}: skipped {counted(len(fault_by_row), 'damaged row')}, such as {first_fault}")
+    return table.filter(pa.array([row not in fault_by_row for row in range(len(table))]))
+
+
+_VARIANT = msgspec.json.Decoder(dict[str, Value])
+"""Decodes the text of the column variant."""
 
 
 def _with_added_columns(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
@@ -143,9 +227,9 @@ def _with_added_columns(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
     return plan
 
 
-def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
+def read_rows(path: Path, *, runs_only: bool = False, warn: Warn = lambda message: None) -> list[Row]:
     """The rows of `read_plan`; with `runs_only`, only runs and what `runs_of` reads of them."""
-    table = read_plan(path, RUN_COLUMNS if runs_only else None)
+    table = read_plan(path, RUN_COLUMNS if runs_only else None, warn)
     is_run_by_row = (decision == "run" for decision in table["decision"].to_pylist()) if runs_only else None
     return [*rows_of(table, is_kept=is_run_by_row)]
 

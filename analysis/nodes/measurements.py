@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from ultrabench.device_rates import NODE_RATES, preflight_rates
-from ultrabench.result import Status
+from ultrabench.result import Status, is_date
 from ultrabench.store.events import DECODERS, Line, Preflight
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
@@ -125,6 +125,8 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     }
     for _, end_event in end_by_attempt.values():
         result = end_event.result
+        if not is_date(result.started_at):  # as in the rows of sweep_table
+            result = msgspec.structs.replace(result, started_at=None)
         yield {
             **columns_by_allocation.get(end_event.allocation or "", sweep_columns),
             "allocation": end_event.allocation,

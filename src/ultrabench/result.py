@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ultrabench.step_time import ci95_rel
 
@@ -135,6 +135,16 @@ CIRCUMSTANTIAL_CAUSES = frozenset({AGENT_GONE, "gpu_unavailable"})
 
 TRANSIENT_CAUSES = frozenset({"port_taken", "compile_cache", "stale_file"})
 """Causes that pass by themselves, so that they say nothing about a node, and the run is tried once more."""
+
+
+LATEST_DATE_S = 9223372036.0
+"""The latest date that tables of results hold, in April 2262, in seconds since 1970."""
+DATES_TEXT = "the years 1970 to 2262"
+
+
+def is_date(seconds: float | None) -> TypeGuard[float]:
+    """Whether a number of seconds since 1970 is a date that tables of results hold; a damaged one may be any number."""
+    return seconds is not None and 0 <= seconds <= LATEST_DATE_S
 
 
 class Doubt(NamedTuple):

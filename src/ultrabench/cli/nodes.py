@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
+from ultrabench.store.damage import one_line_if_damaged, read_each
 from ultrabench.store.folder import SweepFolder, find_sweep, sweep_dirs
 
 if TYPE_CHECKING:  # for other commands this would be a slow import
@@ -40,7 +42,7 @@ def nodes(
     if as_exclude_list and json_:
         raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
     folders = _folders(sweeps, results_dir)
-    attempt_rows = _attempt_rows(folders, is_strict=bool(sweeps))
+    attempt_rows = _attempt_rows(folders)
     if since:
         attempt_rows = [row for row in attempt_rows if (row["started_at"] or 0.0) >= since.timestamp()]
         if not attempt_rows:
@@ -78,20 +80,16 @@ def _folders(sweep_names: list[str] | None, results_dir: Path) -> list[SweepFold
     return [SweepFolder(sweep_path.absolute()) for sweep_path in sweep_paths]
 
 
-def _attempt_rows(folders: list[SweepFolder], is_strict: bool) -> "list[Row]":
-    """The rows of sweeps; unless `is_strict`, those that cannot be read give a warning."""
-    from ultrabench.analysis.nodes.measurements import Row, journal_rows
+def _attempt_rows(folders: list[SweepFolder]) -> "list[Row]":
+    """The rows of sweeps; those that cannot be read give a warning, unless there is no other one."""
+    from ultrabench.analysis.nodes.measurements import journal_rows
     from ultrabench.cli.tables import warn
 
-    rows = list[Row]()
-    for folder in folders:
-        try:
-            rows += journal_rows(folder, warn)
-        except (UltrabenchError, OSError) as error:
-            if is_strict:
-                raise
-            warn(f"{folder.name}: {error}")
-    return rows
+    def read(folder: SweepFolder) -> "list[Row]":
+        return [*journal_rows(folder, warn)]
+
+    rows_by_folder = read_each(folders, read, warn, path_of=lambda folder: folder.path)
+    return [*chain.from_iterable(rows_by_folder.values())]
 
 
 def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
@@ -103,7 +101,10 @@ def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
 
     decoders = {name: DECODERS[name] for name in EVENTS_OF_BLAME}
     for folder in folders:
-        with contextlib.suppress(UltrabenchError, OSError):  # `_attempt_rows` has warned
+        with (
+            contextlib.suppress(UltrabenchError),
+            one_line_if_damaged(folder.path),
+        ):  # `_attempt_rows` has warned
             state = fold(read_journal(folder.journal, lambda warning: None, decoders))
             for node, line in latest_blame(state).node_lines.items():
                 yield folder.name, node, line

@@ -29,12 +29,13 @@ Sweeps = Annotated[
 def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the results of sweeps in one parquet file."""
     from ultrabench.analysis.cells import caveats
-    from ultrabench.analysis.collect import collect, parquet
+    from ultrabench.analysis.collect import merged, parquet, readable_tables
     from ultrabench.cli.tables import say, warn
 
     given_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
     folders = [*{folder.path.resolve(): folder for folder in given_folders}.values()]
-    result_table = collect(folders, warn)
+    table_by_folder = readable_tables(folders, warn)
+    folders, result_table = [*table_by_folder], merged(table_by_folder.values())
     output_path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     write_result(output_path, parquet(result_table))
     rows_text = f"{counted(len(result_table), 'row')} ({counted(len(result_table['attempt'].drop_null()), 'attempt')})"

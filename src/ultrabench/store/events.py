@@ -14,7 +14,7 @@ import ultrabench
 from ultrabench.allowed import at_least, require_allowed, require_safe_names
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import non_default_values
-from ultrabench.result import RunResult
+from ultrabench.result import RunResult, is_date
 from ultrabench.run import AttemptKey, AttemptRecord
 
 SCHEMA_VERSION = 2
@@ -255,7 +255,7 @@ class Line(msgspec.Struct, frozen=True):
     seq: int
     """Number of the line among those of its writer, counted from 0."""
     time: float
-    """When the line was written, in seconds since 1970, by the clock of its writer."""
+    """When the line was written, in seconds since 1970, by the clock of its writer; 0 if that is no date."""
     checksum: int = 0
     """CRC-32 of the whole line, which orders lines of one writer and number that differ."""
 
@@ -364,7 +364,7 @@ def decode(text: bytes, path: object = "the journal", decoders: Decoders | None 
         event = replace(event, code=next(codes, EndCode.OTHER))
     allocation = getattr(event, "allocation", None) or None  # empty where the event has none
     require_safe_names((allocation, *_SAFE_NAMES_OF[head.event](event)))
-    return Line(event, head.writer, head.seq, head.time, checksum)
+    return Line(event, head.writer, head.seq, head.time if is_date(head.time) else 0.0, checksum)
 
 
 _CODE_BY_REASON_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}

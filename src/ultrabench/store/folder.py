@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -175,7 +176,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     if sweep is not None:
         paths = Path(sweep), results_dir / sweep
         for path in paths:
-            if (path / "sweep.json").is_file():
+            if _may_be_sweep(path):
                 return SweepFolder(path.absolute())
         for path in paths:
             if (path / "journal").is_dir():
@@ -187,18 +188,34 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     if not folders:
         problem_text = f"no sweep {sweep!r}: there is no sweep" if sweep else "no sweep"
         raise SweepFolderError(f"{problem_text} in {results_dir}/; start one with: ultrabench sweep launch")
-    return SweepFolder(max(sorted(folders), key=last_written_s).absolute())
+    return SweepFolder(newest_first(folders)[0].absolute())
 
 
 def sweep_dirs(results_dir: Path) -> list[Path]:
     """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed and does not count."""
-    return [sweep_json.parent for sweep_json in results_dir.glob("[!.]*/sweep.json")]
+    return [folder for folder in sorted(results_dir.glob("[!.]*")) if _may_be_sweep(folder)]
+
+
+def _may_be_sweep(folder: Path) -> bool:
+    """Whether a folder has a sweep.json, or may not be searched for one."""
+    try:
+        (folder / "sweep.json").lstat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def newest_first(folders: Iterable[Path]) -> list[Path]:
+    """The folders of sweeps, the one that was written last first."""
+    return sorted(sorted(folders), key=last_written_s, reverse=True)
 
 
 def last_written_s(folder: Path) -> float:
     """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
-    times_s = [path.lstat().st_mtime for path in folder.glob("journal/*.jsonl")]
-    return max(times_s, default=(folder / "sweep.json").stat().st_mtime)
+    times_s = [mtime_s(path, follow_symlinks=False) for path in folder.glob("journal/*.jsonl")]
+    return max(times_s, default=mtime_s(folder / "sweep.json"))
 
 
 def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> list[str]:
@@ -219,9 +236,9 @@ def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> li
     return launchers
 
 
-def mtime_s(path: Path) -> float:
-    """Time stamp of a file in seconds since 1970; 0 if the file is gone."""
+def mtime_s(path: Path, *, follow_symlinks: bool = True) -> float:
+    """Time stamp of a file in seconds since 1970; 0 if the file is gone or cannot be seen."""
     try:
-        return path.stat().st_mtime
+        return path.stat(follow_symlinks=follow_symlinks).st_mtime
     except OSError:
         return 0.0

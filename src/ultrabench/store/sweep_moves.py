@@ -3,10 +3,9 @@
 import json
 import secrets
 import shutil
-from pathlib import Path
 
 from ultrabench.errors import SweepFolderError
-from ultrabench.store.folder import SweepFolder, write_whole
+from ultrabench.store.folder import SweepFolder, try_to_write, write_whole
 
 
 def require_own_folder(folder: SweepFolder) -> SweepFolder:
@@ -54,13 +53,22 @@ def rename_sweep(folder: SweepFolder, new_name: str) -> SweepFolder:
     if renamed_folder.path.exists() or renamed_folder.path.is_symlink():
         raise SweepFolderError(f"{renamed_folder.path} exists; choose another name, or remove it first")
     try:
-        folder.path.rename(renamed_folder.path)
-        _write_name_in_json(renamed_folder.sweep_json, new_name)
+        json_text = folder.sweep_json.read_text()
+        new_text = json.dumps(json.loads(json_text) | {"sweep": new_name}, indent=1) + "\n"
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        fact = f"cannot rename {folder.path}: {folder.sweep_json.name} cannot be read ({error})"
+        raise SweepFolderError(f"{fact}; see ultrabench sweep status {folder.display_name}") from error
+    try:
+        try_to_write(
+            folder.path.parent
+        )  # so that the folder can be renamed after its sweep.json has the new name
+        write_whole(folder.sweep_json, new_text)
+        try:
+            folder.path.rename(renamed_folder.path)
+        except OSError:
+            write_whole(folder.sweep_json, json_text)
+            raise
     except OSError as error:
-        raise SweepFolderError(f"cannot rename {folder.path}: {error.strerror}; make it writable") from error
+        remedy = "make it and the folder that holds it writable"
+        raise SweepFolderError(f"cannot rename {folder.path}: {error.strerror}; {remedy}") from error
     return renamed_folder
-
-
-def _write_name_in_json(sweep_json: Path, new_name: str) -> None:
-    json_value = json.loads(sweep_json.read_text())
-    write_whole(sweep_json, json.dumps(json_value | {"sweep": new_name}, indent=1) + "\n")

@@ -12,13 +12,14 @@ from ultrabench.analysis.numbers import percent
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
 from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn
-from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.launchers.allocation_ends import live_allocations, open_allocations
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.local import GRACE_S
 from ultrabench.record import value_from
 from ultrabench.standing import Standing
-from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, sweep_dirs
+from ultrabench.store.damage import one_line_if_damaged, read_each
+from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, newest_first, sweep_dirs
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
@@ -66,12 +67,11 @@ class SweepSummary:
 
 def show_sweeps(results_dir: Path, as_json: bool) -> None:
     """Prints a line for each sweep, the one that was written last first; one that cannot be read gives a warning."""
-    summaries = []
-    for path in sorted(sweep_dirs(results_dir), key=last_written_s, reverse=True):
-        try:
-            summaries.append(_sweep_summary(SweepFolder(path.absolute())))
-        except (UltrabenchError, OSError) as error:
-            warn(f"{path.name}: {error}")
+    folders = [SweepFolder(path.absolute()) for path in newest_first(sweep_dirs(results_dir))]
+    summary_by_folder = read_each(
+        folders, _sweep_summary, warn, path_of=lambda folder: folder.path, may_be_empty=True
+    )
+    summaries = [*summary_by_folder.values()]
     if as_json:
         print_json([summary.as_json() for summary in summaries])
     elif summaries:
@@ -84,7 +84,7 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
 def _sweep_summary(folder: SweepFolder) -> SweepSummary:
     """Reads a sweep and summarizes it."""
     sweep_json, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
-    runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True), state)]
+    runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True, warn=warn), state)]
     progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
     return SweepSummary(
         folder=folder, num_cells=len(by_cell(runs)), progress=progress, activity=activity(folder, progress, state),
@@ -137,6 +137,7 @@ def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
     """
     value_from(Annotated[str, SWEEP_NAME], new_name, "NEW")
     folder = require_own_folder(folder)
+    read_sweep_json(folder)  # a damaged one could not get the new name
     _require_idle(folder, "renamed")
     _confirm(f"Exported files keep the old name. Rename {folder.path} to {new_name}?", yes)
     _require_idle(folder, "renamed")
@@ -160,7 +161,8 @@ def _require_idle(folder: SweepFolder, participle: str) -> None:
     Args:
         participle: what is done to the sweep in words of the message, such as `deleted`.
     """
-    state = fold(read_journal(folder.journal))
+    with one_line_if_damaged(folder.path):
+        state = fold(read_journal(folder.journal))
     user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder)]
     if not user_texts and open_allocations(state):
         config = launched_config(folder, state)

@@ -14,7 +14,7 @@ from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import SLOWER, state
 from ultrabench.routing import routing_text
-from ultrabench.store.folder import find_sweep
+from ultrabench.store.folder import SweepFolder
 
 SHOWN_AS = {
     "mfu": "MFU", "tokens_per_s_per_gpu": "tokens/s/GPU", "peak_mem_reserved_bytes": "memory", "step_time_s": "step",
@@ -33,7 +33,7 @@ DEFAULT_LIMIT = 10
 
 def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool, results_dir: Path) -> None:
     """Prints at most `limit` runs of each cell, the best first; by default 10 in a table, and all as JSON."""
-    source_name, _, result_table = open_results(source, results_dir, warn)
+    source_name, path_prefix, result_table = open_results(source, results_dir, warn)
     cell_runs = [runs for runs in leaderboard(result_table, rank_by=rank_by) if runs]
     if as_json:
         print_json([row for runs in cell_runs for row in runs[: limit or len(runs)]])
@@ -46,7 +46,7 @@ def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool,
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
     if not (source or "").endswith(".parquet"):
-        notes.append(_details_hint(find_sweep(source, results_dir).display_name, rank_by, len(cell_runs)))
+        notes.append(_details_hint(SweepFolder(Path(path_prefix)).display_name, rank_by, len(cell_runs)))
     if not len(result_table):
         notes.append(f"{source_name} has no rows")
     say(*caveats(result_table), *notes)
