@@ -151,7 +151,7 @@ class AgentGroup:
         that has too little space for another run is lost.
         """
         self._cleanups = {0: self.order("finish", keep_all=keep_all)}
-        deadline_s = self.listen(0.0) + LOGS_RETRY_S + CLEANING_S
+        deadline_s = self.listen(0.0) + 2 * LOGS_RETRY_S + CLEANING_S
         while len(self._cleanups.keys() | self._leavers) < len(self.hosts) and not self.outage:
             if self.listen(POLL_S) > deadline_s:
                 break

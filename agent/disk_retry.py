@@ -38,12 +38,17 @@ class DiskRetry:
         self._touch_future: Future[None] | None = None
 
     def retry(
-        self, action: Callable[[], T], limit_s: float = DISK_RETRY_S, subject: str = "the results folder"
+        self,
+        action: Callable[[], T],
+        limit_s: float = DISK_RETRY_S,
+        subject: str = "the results folder",
+        free_space: Callable[[], Any] | None = None,
     ) -> T:
         """What `action` returns; it is repeated for `limit_s` seconds while the disk fails in a way that may pass.
 
         Args:
             subject: the folder or the work that a message names if there is no answer.
+            free_space: called once after the first failure, before anybody waits.
 
         Raises:
             ClusterError: the disk kept failing.
@@ -58,6 +63,10 @@ class DiskRetry:
             error = future.exception()
             if error is None or not may_pass(error):
                 return future.result()
+            if free_space is not None:
+                free_space()
+                clock, free_space = RunningClock(), None
+                continue
             if clock() + pause_s > limit_s:
                 raise ClusterError(f"{error}; retried for {limit_s:g} s") from error
             log_line(f"{error}; retrying in {pause_s:g} s")

@@ -1,5 +1,6 @@
 """The leading agent: it runs the tasks of the allocation, watches their ranks and writes the journal."""
 
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ultrabench.agent.diagnose.suspects import evidence_of_ranks
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
-from ultrabench.errors import ClusterError
+from ultrabench.errors import ClusterError, DiskError
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
@@ -271,7 +272,13 @@ class Leader:
         step_times_s = rank.measured_step_times_s(task.measure)
         event_fields = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
         median_step_time_s = median(step_times_s) if step_times_s else None
-        self._write(Phase(**event_fields, steps=len(step_times_s) or None, step_time_s=median_step_time_s))
+        phase = Phase(**event_fields, steps=len(step_times_s) or None, step_time_s=median_step_time_s)
+
+        def write_unless_full() -> None:  # `sweep status` alone reads it, and a run does not wait for that
+            with contextlib.suppress(DiskError):
+                self._journal.write(phase)
+
+        self._node.disk.retry(write_unless_full)
 
     def _result_if_too_slow(self, task: Task, rank: RankProgress) -> RunResult | None:
         """The end of a run that is clearly slower than the best of its cell; None while it may still win.
@@ -297,7 +304,9 @@ class Leader:
         key_fields = {**task.key._asdict(), "allocation": self._allocation.name}
         event_type = Result if result.status == Status.OK else Failed
         spec_fields = {} if is_claimed else to_dict(task.spec)
-        self._write(event_type(**key_fields, source=source, spec=spec_fields, result=result))
+        event = event_type(**key_fields, source=source, spec=spec_fields, result=result)
+        # What the run itself has left may be what fills the disk.
+        self._node.disk.retry(partial(self._journal.write, event), free_space=self._node.remove_state)
 
     def _measure(self, task: Task, task_index: int) -> RunResult:
         """Starts the ranks of a task, watches and kills them, and returns the result."""

@@ -140,7 +140,9 @@ def make_plan(
             candidates += chunk_candidates
             report_progress(len(candidates), num_candidates)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
-        fill_in(candidates[0].spec, AttemptKey(candidates[0].run_id, 0, 0), config.measure)
+        first_of_variant = {frozenset(c.spec.variant.items()): c for c in reversed(candidates)}
+        for candidate in reversed(first_of_variant.values()):
+            fill_in(candidate.spec, AttemptKey(candidate.run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_run_order)
     if config.max_runs is not None:

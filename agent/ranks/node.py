@@ -367,6 +367,7 @@ class Node:
         self._report_sources, self._sent_progress, self._exits, self._hang_evidence = [], {}, {}, iter(())
         self._unread_logs = {}
         host, problem = self.identity.host, None
+        self.remove_state()  # before the logs wait for space
         try:
             if too_large_names := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
                 limit_text = f"over the limit of {cleanup.MAX_TRACE_BYTES >> 20:,} MiB"
@@ -379,11 +380,23 @@ class Node:
             return FileCleanup(problem=str(error), is_stuck=True)
         return FileCleanup(problem=problem, space_shortage=self._space_shortage())
 
-    def _remove_files(self) -> None:
-        shutil.rmtree(self._run_folder, ignore_errors=True)
+    def remove_state(self) -> None:
+        """Removes the checkpoint and the shared memory of the current run, whose processes are gone.
+
+        A disk that does not answer is not waited for here, but when `finish` removes all files.
+        """
+        if self._has_killed:
+            with contextlib.suppress(ClusterError):
+                self.disk.retry(self._remove_state, LOGS_RETRY_S)
+
+    def _remove_state(self) -> None:
         if self._task.checkpoint and self.identity.node_index == 0:
             shutil.rmtree(self._task.checkpoint, ignore_errors=True)
         self._shared_memory_cleanup.remove()
+
+    def _remove_files(self) -> None:
+        shutil.rmtree(self._run_folder, ignore_errors=True)
+        self._remove_state()
 
     def _keep_logs(self, keep_all: bool) -> list[str]:
         """Copies what is kept of a run; returns the names of files that are too large."""

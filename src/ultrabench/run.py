@@ -15,8 +15,9 @@ from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
+from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
-from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group
+from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group, variables_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +244,8 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     because the command may be a shell that replaces it.
 
     Raises:
-        ConfigError: a `{word}` is unknown, or a known one has quotes, spaces or its group in the braces.
+        ConfigError: a `{word}` is unknown, a known one has quotes, spaces or its group in the braces, or no process can
+            take the command.
     """
     words = words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
 
@@ -263,6 +265,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     flags = (table.get(str(words.get(word)), table.get(ANY, ())) for word, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
     command = [_IN_BRACES.sub(value_text, part) for part in parts]
+    require_command(command, {**spec.kernel.env, **variables_of(spec.variant)})
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
 
 

@@ -15,6 +15,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
+from ultrabench.process_text import require_process_texts, require_variables
 from ultrabench.record import T, field_types, from_dict, missing_fields, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redact_env
@@ -57,6 +58,10 @@ CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_pe
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
 
 
+_OWN_PATHS = ("name", "results_dir")
+"""Settings that name the folder of a sweep, which may be no UTF-8."""
+
+
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     """The sweep that Hydra `overrides` describe; `model=NAME` means `sweep.models=[NAME]`.
 
@@ -67,6 +72,9 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     if len(model_overrides) > 1:
         rule = "model=NAME means sweep.models=[NAME]; give only one of them, such as sweep.models=[tiny,mini]"
         raise ConfigError(f"{' '.join(model_overrides)}: {rule}")
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        require_process_texts({key: value}, own_paths=_OWN_PATHS)
     options = parts_of(overrides)
     try:
         tree = compose_tree(overrides)
@@ -98,6 +106,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     """
     tree = tree | {"cluster": tree.get("cluster") or {}}
     _require_settings(tree)
+    require_process_texts(tree, own_paths=_OWN_PATHS)
+    for group in ("kernel", "sweep"):
+        if isinstance(variables := tree[group].get("env"), dict):
+            require_variables(variables, f"{group}.env")
     names, cluster, sweep = tree["names"], tree["cluster"], tree["sweep"]
     kernel, secrets = dict(tree["kernel"]), dict[str, str]()
     if isinstance(kernel.get("env"), dict):

@@ -108,6 +108,10 @@ class LauncherConfig:
 
     def __post_init__(self) -> None:
         require_allowed(self, "launcher.")
+        for pattern in self.environment:
+            if not pattern or "=" in pattern:
+                rule = "the name of a variable is not empty and has no '='"
+                raise ConfigError(f"launcher.environment: {pattern!r:.60}; {rule}: give names only")
         for key in self.sbatch:
             if not re.fullmatch(r"[a-z][a-z-]*", key):
                 raise ConfigError(
@@ -217,7 +221,7 @@ class SweepConfig:
     """Largest number of runs, which are chosen to cover many pairs of axis values; None means all runs."""
     scaling: Annotated[str, one_of("strong", WEAK)] = "strong"
     """Whether gbs is the same on all numbers of nodes, or grows with them from that of the smallest number."""
-    repeats: Count = 1
+    repeats: Annotated[int, between(1, 1000)] = 1
     trace: bool = False
     """Whether each run profiles some more steps after the measured ones."""
     profile: Profile

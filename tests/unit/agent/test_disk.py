@@ -75,6 +75,29 @@ def test_an_agent_gives_up_a_disk_that_nobody_mends(capfd):
     assert "No space left on device" in capfd.readouterr().err
 
 
+def test_space_is_freed_once_and_before_anybody_waits(tmp_path, capfd):
+    """The disk is full until its space is freed, and the clock starts again then."""
+    has_space, calls = [], []
+
+    def write():
+        calls.append("write")
+        if not has_space:
+            full()
+        return "written"
+
+    def free_space():
+        calls.append("free")
+        has_space.append(True)
+
+    assert DiskRetry(1.0).retry(write, 0.0, free_space=free_space) == "written"
+    assert calls == ["write", "free", "write"]
+    assert "retrying" not in capfd.readouterr().err
+    calls.clear()
+    with pytest.raises(ClusterError):
+        DiskRetry(1.0).retry(full, 0.0, free_space=lambda: calls.append("free"))
+    assert calls == ["free"]
+
+
 def test_a_log_on_the_full_disk_does_no_harm(monkeypatch):
     monkeypatch.setattr(os, "write", full)
     log_line("a line that nobody will read")

@@ -205,7 +205,7 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
         ("sweep.gbs=0", "gbs=0; must be 1 to 1,073,741,824"),
         ("sweep.recompute=[some]", "sweep.recompute='some'; must be none, attention, selective, full or every2"),
         ("sweep.recompute=[every1]", "sweep.recompute='every1'; must be none"),
-        ("repeats=0", "repeats=0; must be >= 1"), ("repeats=2.5", "repeats=2.5 is not an integer"),
+        ("repeats=0", "repeats=0; must be 1 to 1,000"), ("repeats=2.5", "repeats=2.5 is not an integer"),
         ("name=a/b", "starts with a letter, a digit or"),
         *((f"name={name}", "must be a text of at most 100 ASCII characters") for name in (".hidden", "-x", "50%", "x" * 101, "x.parquet", '"a\\tb"')),
         ("hardware.gpus_per_node=0", "hardware.gpus_per_node=0; must be >= 1"),
