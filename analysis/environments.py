@@ -5,14 +5,15 @@ environment, whose hash is `env_id`. Runs of one layout in two environments are 
 repeats of one run.
 """
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 import pyarrow as pa
 
+from ultrabench.analysis.options import variant_in
 from ultrabench.standing import merge_environments
+from ultrabench.variant import one_line, value_text
 
 CHOSEN = ("env", "kernel_digest", "kernel_version")
 """Columns with what the user chose: the variables of kernel.env, and the program."""
@@ -80,7 +81,7 @@ class Environments:
         for column in columns:
             values = {other_id: self._row_by_id[other_id][column] for other_id in env_ids}
             if column in _VARIABLE_COLUMNS:
-                variables = {other_id: json.loads(text or "{}") for other_id, text in values.items()}
+                variables = {other_id: variant_in(text) for other_id, text in values.items()}
                 texts += _variable_texts(variables, env_id)
             else:
                 name = _LABEL_BY_COLUMN.get(column, column.removesuffix("_version"))
@@ -132,7 +133,10 @@ def _variable_texts(variables_by_id: Mapping[str, Mapping[str, str]], env_id: st
     names = sorted({name for variables in variables_by_id.values() for name in variables})
     differing_names = [name for name in names if len({v.get(name) for v in variables_by_id.values()}) > 1]
     values = variables_by_id[env_id]
-    return [f"{name}={values[name]}" if name in values else f"{name} unset" for name in differing_names]
+    return [
+        f"{one_line(name)}={value_text(values[name])}" if name in values else f"{one_line(name)} unset"
+        for name in differing_names
+    ]
 
 
 def differing(table_a: pa.Table, table_b: pa.Table) -> dict[str, tuple[str, str]]:

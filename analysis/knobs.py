@@ -9,7 +9,7 @@ import pandas as pd
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.options import variant_in
 from ultrabench.layout import AXES, NEUTRAL, USUAL, default_schedule, default_virtual_stages, details_of
-from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, UNSET
+from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, UNSET, one_line
 
 BESIDE_LAYOUT = (*CELL_OPTIONS, *KERNEL_OPTIONS)
 """Columns of the results that are knobs, too."""
@@ -56,7 +56,7 @@ def in_order(name: str, values: Iterable[Any]) -> list[Any]:
 
 def value_text(name: str, value: Any) -> str:
     """The value of a knob as people read it, such as `8`, `all ranks` or `unset`."""
-    return with_unit(name, value) or UNSET
+    return one_line(with_unit(name, value) or UNSET)
 
 
 def _layout_knobs(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ option.NAME           a column of an imported table in which rows of one layout 
 It holds only options for which the sweep lists several values, so that runs of other sweeps have an empty one.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 Value = str | int | float | bool | None
@@ -67,9 +68,32 @@ def program_options(variant: Variant) -> tuple[tuple[str, Value], ...]:
 
 def option_texts(variant: Variant) -> list[str]:
     """The short texts of a variant, such as `NCCL_ALGO=Ring`."""
-    return [f"{k.partition('.')[2] or k}={value_text(v)}" for k, v in sorted(variant.items())]
+    return [f"{one_line(k.partition('.')[2] or k)}={value_text(v)}" for k, v in sorted(variant.items())]
+
+
+MAX_LABEL_LENGTH = 40
+"""Largest number of characters of a value in labels."""
 
 
 def value_text(value: Value) -> str:
-    """The value of an option as short texts show it."""
-    return UNSET if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
+    """The value of an option as short texts show it: on one line, and cut if it is long.
+
+    Two values never have the same text only because both are cut: a cut one ends with a digest of the whole value.
+    """
+    if value is None:
+        return UNSET
+    return (str(value).lower() if isinstance(value, bool) else one_line(str(value))) or "''"
+
+
+def one_line(text: str) -> str:
+    """A text of the user as a label: line breaks and control characters as escapes, cut to MAX_LABEL_LENGTH."""
+    label = text if text.isprintable() else "".join(map(_printable, text))
+    if len(label) <= MAX_LABEL_LENGTH:
+        return label
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:6]
+    return f"{label[: MAX_LABEL_LENGTH - 10]}...#{digest}"
+
+
+def _printable(character: str) -> str:
+    """The character, or its escape such as `\\n` if it is not printable."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

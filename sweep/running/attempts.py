@@ -311,7 +311,11 @@ class _AttemptFinder:
         environment_counts = Counter(a.ok.environment for a in all_attempts if a.ok)
         usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
         last_index, num_suspect, num_unusual = -1, 0, 0
-        for repeat in range(len(attempts_by_repeat) + num_repeats):
+        end_repeat, first_new_repeat = (
+            len(attempts_by_repeat) + num_repeats,
+            max(attempts_by_repeat, default=-1) + 1,
+        )
+        for repeat in range(min(first_new_repeat, end_repeat)):
             attempts = attempts_by_repeat.get(repeat, [])
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
@@ -328,7 +332,9 @@ class _AttemptFinder:
             last_index += 1
             if last_index == counted_index:
                 return None if oks else self._retry(run, repeat, attempts)
-        return None
+        # Repeats of which nothing was tried all count, so that the one wanted is found without looking at each.
+        repeat = first_new_repeat + counted_index - last_index - 1
+        return self._retry(run, repeat, []) if repeat < end_repeat else None
 
     def _retry(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
         """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""
