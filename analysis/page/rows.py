@@ -1,12 +1,13 @@
 """The results as the document that the scripts of the page read: ranked rows in compact columns, and the cells."""
 
 import functools
+import itertools
 import json
 import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -114,26 +115,32 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     values_by_option = varied_options(valid_table)
     options_of_rows = in_rows(values_by_option, range(len(valid_table)))
     contenders = Environments(valid_table).contenders(valid_table["run_id"].to_pylist())
-    valid_rows = valid_table.select(_ROW_COLUMNS).to_pylist()
-    rows = [
-        row | ranks_by_attempt.get(_attempt_key(row), _NO_RANK) | {"contender": contender, "options": options}
-        for row, contender, options in zip(valid_rows, contenders, options_of_rows, strict=True)
-    ]
+    rows: list[Row] = valid_table.select(_ROW_COLUMNS).to_pylist()
+    for row, contender, options in zip(rows, contenders, options_of_rows, strict=True):
+        row |= ranks_by_attempt.get(_attempt_key(row), _NO_RANK)
+        row |= {"contender": contender, "options": options}
     row_order = sorted(range(len(rows)), key=lambda n: _rank_sort_key(rows[n]))
-    page_rows = _with_cells([rows[n] for n in row_order])
+    page_rows = [rows[n] for n in row_order]
+    _add_cells(page_rows)
     page_table = valid_table.select(shown_columns).take(pa.array(row_order, pa.int64()))
-    columns = {name: _json_values(page_table[name]) for name in shown_columns if name != "variant"}
-    columns |= _derived_columns(page_rows, _memory_by_run(valid_table))
-    columns |= {
-        name: _option_values([row["options"][name] for row in page_rows]) for name in values_by_option
-    }
+    # Each column is encoded before the next one is read, since the values of all are several GB of objects.
+    columns_in_order = itertools.chain(
+        ((name, _json_values(page_table[name])) for name in shown_columns if name != "variant"),
+        _derived_columns(page_rows, _memory_by_run(valid_table)),
+        ((name, _option_values([row["options"][name] for row in page_rows])) for name in values_by_option),
+    )
+    num_rows, columns = len(page_rows), dict[str, dict[str, Any]]()
+    for name, values in columns_in_order:
+        columns.pop(name, None)
+        if any(value is not None for value in values):
+            columns[name] = encoded_column(values)
     return {
         "public": public,
         "notice": notice,
         "outcomes": OUTCOMES[bool(notice)],
         "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
-        "num_rows": len(page_rows),
-        "columns": {name: encoded_column(values) for name, values in columns.items() if {*values} - {None}},
+        "num_rows": num_rows,
+        "columns": columns,
         "cells": _cells_json(cells),
         "formula": formula_of_cells(cells),
         "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
@@ -215,10 +222,11 @@ def _cells_and_ranks(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...]
     return cells, ranks_by_attempt
 
 
-def _with_cells(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with the index of its run's cell, also where the row itself is not ranked."""
+def _add_cells(rows: Sequence[Row]) -> None:
+    """Gives each row the index of its run's cell, also where the row itself is not ranked."""
     cell_index_by_run = {_run_key(row): row["cell"] for row in rows if row["rank"] is not None}
-    return [row | {"cell": cell_index_by_run.get(_run_key(row))} for row in rows]
+    for row in rows:
+        row["cell"] = cell_index_by_run.get(_run_key(row))
 
 
 def _panel_texts(cells: Sequence[Cell]) -> list[list[str]]:
@@ -270,8 +278,10 @@ def _rank_sort_key(row: Row) -> tuple[bool, int, int]:
     return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
-def _derived_columns(rows: Sequence[Row], memory_by_run: Mapping[str, Row]) -> dict[str, list[Any]]:
-    """The columns of the page that are not in the schema.
+def _derived_columns(
+    rows: Sequence[Row], memory_by_run: Mapping[str, Row]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Name and values of the columns of the page that are not in the schema.
 
     Args:
         memory_by_run: what `_memory_by_run` returns.
@@ -289,18 +299,18 @@ def _derived_columns(rows: Sequence[Row], memory_by_run: Mapping[str, Row]) -> d
 
     allocations = [(row["sweep"], row["allocation"]) for row in rows]
     allocation_numbers = {allocation: number for number, allocation in enumerate(dict.fromkeys(allocations))}
-    return {
-        **{name: [row[name] for row in rows] for name in (*_NO_RANK, "contender")},
-        "state": [state(row["status"], row["attempt"]) for row in rows],
-        "place": [allocation_numbers[allocation] for allocation in allocations],
-        "doubt": ["yes" if row["suspect"] else "no" for row in rows],
-        "layout": [*map(words_of_row, rows)],
-        "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
-        "predict": [None if row["rank"] is None else predict_words(row, profile_files) for row in rows],
-        **{f"predicted_{part}_bytes": [memory.get(part) for memory in memories] for part in MEMORY_PARTS},
-        "rank_mem_bytes": [memory.get("limit") for memory in memories],
-        "extrapolated": [memory.get("extrapolated") for memory in memories],
-    }
+    for name in (*_NO_RANK, "contender"):
+        yield name, [row[name] for row in rows]
+    yield "state", [state(row["status"], row["attempt"]) for row in rows]
+    yield "place", [allocation_numbers[allocation] for allocation in allocations]
+    yield "doubt", ["yes" if row["suspect"] else "no" for row in rows]
+    yield "layout", [*map(words_of_row, rows)]
+    yield "launch", [None if row["rank"] is None else launch_words(row) for row in rows]
+    yield "predict", [None if row["rank"] is None else predict_words(row, profile_files) for row in rows]
+    for part in MEMORY_PARTS:
+        yield f"predicted_{part}_bytes", [memory.get(part) for memory in memories]
+    yield "rank_mem_bytes", [memory.get("limit") for memory in memories]
+    yield "extrapolated", [memory.get("extrapolated") for memory in memories]
 
 
 def _memory_by_run(table: pa.Table) -> dict[str, Row]:
@@ -312,7 +322,13 @@ def _memory_by_run(table: pa.Table) -> dict[str, Row]:
     model and layout are known in full.
     """
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
-    runs, _ = measured_runs(table.filter(is_measured))
+    measured_table = table.filter(is_measured)
+    # The repeats of a run have one prediction.
+    run_keys = [
+        *zip(*(measured_table[name].to_pylist() for name in ("run_id", "kernel", "hardware")), strict=True)
+    ]
+    first_rows = dict(zip(reversed(run_keys), range(len(run_keys) - 1, -1, -1), strict=True))
+    runs, _ = measured_runs(measured_table.take(pa.array(sorted(first_rows.values()), pa.int64())))
     memory_by_run = {}
     for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
         profiled_runs = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
