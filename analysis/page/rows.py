@@ -109,6 +109,8 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _SORT_COLUMNS])
     ranking = Ranking(table, more_columns=EFFECT_COLUMNS)
     cells, ranks_by_attempt = _cells_and_ranks(ranking)
+    effects = _effects_json(ranking)
+    del ranking  # its frame is as large as the rows that follow
     shown_columns = _shown_columns(table, public)
     is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
     valid_table = table.filter(pc.invert(is_rejected))
@@ -148,7 +150,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "parts": [*MEMORY_PARTS],
-        "effects": _effects_json(ranking),
+        "effects": effects,
         "nodes": _nodes_json(table, public),
         "rejected": _rejected_counts(table.filter(is_rejected).select(_REJECTED_COLUMNS).to_pylist()),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
