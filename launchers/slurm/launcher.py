@@ -362,7 +362,7 @@ class SlurmLauncher:
         log_path = self._folder.allocations / allocation_name / JOB_LOG
         return JobEnd(
             status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=lost_hosts,
-            unstarted_hosts=unstarted_hosts(log_path, job.nodes) if agent_gone else (),
+            unstarted_hosts=unstarted_hosts(log_path, job.nodes) if agent_gone else (), never_started=agent_gone,
         )  # fmt: skip
 
     def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
