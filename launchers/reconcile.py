@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import shlex
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -195,10 +196,16 @@ class Reconciler:
             sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,
             git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
         )  # fmt: skip
-        for allocation in new_allocations:
-            allocation.write()
-            self.recorder.record_planned(allocation)
-            journal.write(Submitting(allocation=allocation.name, token=token))
+        try:
+            for allocation in new_allocations:
+                allocation.write()
+            for allocation in new_allocations:
+                self.recorder.record_planned(allocation)
+                journal.write(Submitting(allocation=allocation.name, token=token))
+        except OSError:  # such as a full disk: nothing was submitted, and the next try makes new folders
+            for allocation in new_allocations:
+                shutil.rmtree(allocation.folder, ignore_errors=True)
+            raise
         try:
             job_by_name = self.launcher.submit(new_allocations, bad_hosts, self._say_once)
         except NotTakenError as refusal:

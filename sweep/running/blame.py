@@ -237,6 +237,8 @@ class Blame:
     """run_id -> the rows of the run."""
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Node that must not be used again -> the reason, the surest first."""
+    over_limit: tuple[str, ...] = ()
+    """Nodes that would be excluded, too, if retry.max_excluded were larger."""
     start_failures: Mapping[str, str] = field(default_factory=dict)
     """Node on which nothing started, and which is not excluded -> the reason."""
     program_failures: Mapping[str, str] = field(default_factory=dict)
@@ -369,7 +371,7 @@ def decide_blame(
     for trial in sorted(rows, key=lambda trial: tuple(trial.key)):
         trials_by_run[trial.run_id].append(trial)
     table = _Table(trials_by_run)
-    excluded = dict[str, str]()
+    excluded, over_limit = dict[str, str](), tuple[str, ...]()
     if has_other_nodes:
         proven = {h: t.reason for t in table.failures if t.is_proof for h in sorted(t.suspects)}
         records = {record.node: record for record in table.records() if record.is_suspect}
@@ -377,11 +379,13 @@ def decide_blame(
         suspected = {record.node: record.text for record in ranked}
         reasons = suspected | dict(reported) | proven
         order = [*sorted(reported.keys() | proven.keys()), *suspected]
-        names = [node for node in dict.fromkeys(order) if node not in policy.forgive]
+        names = [node for node in dict.fromkeys(order) if node not in policy.forgiven]
         excluded = {node: reasons[node] for node in names[: policy.max_excluded]}
+        over_limit = tuple(names[policy.max_excluded :])
     return Blame(
         trials=trials_by_run,
         excluded=excluded,
+        over_limit=over_limit,
         start_failures=_start_failures(starts, excluded, policy) if has_other_nodes else {},
         program_failures=table.program_failures,
         repeated_on=table.repeated_on,
@@ -394,7 +398,7 @@ def _start_failures(
 ) -> dict[str, str]:
     """Node on which nothing started -> the reason. One start is enough to prefer other nodes, which are tried next."""
     reasons = {node: f"nothing started there: {s.reason}" for s in starts for node in sorted(s.failed_on)}
-    return {node: reason for node, reason in reasons.items() if node not in {*excluded, *policy.forgive}}
+    return {node: reason for node, reason in reasons.items() if node not in {*excluded, *policy.forgiven}}
 
 
 def _disjoint_sets(node_sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:

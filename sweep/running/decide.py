@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ultrabench.run import AttemptKey
-from ultrabench.store.allocation import is_in_window
+from ultrabench.store.allocation import is_in_window, offset_text, utc_offset_s
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_place
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
@@ -84,7 +84,12 @@ def decide(
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window
     if not is_in_window(window, now_s):
-        return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
+        return Actions(
+            wait=True,
+            notes=(
+                f"outside the window {window} ({offset_text(utc_offset_s(now_s))}): no jobs are submitted",
+            ),
+        )
     todo = sorted(attempts_left.todo, key=lambda t: len(starts.row_by_place[t.candidate.place].allocations))
     attempts_left = replace(attempts_left, todo=tuple(todo))
     return _submit_actions(plan, state, jobs_seen, limits, launch.by, attempts_left)
@@ -116,7 +121,12 @@ def _submit_actions(
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes
         gpu_hours_so_far = gpu_hours_with_job
-    return Actions(submit=tuple(chosen_jobs), bad_nodes=attempts.blame.node_lines, wait=True)
+    notes: tuple[str, ...] = ()
+    if over_limit := attempts.blame.over_limit:
+        num_excluded = plan.config.retry.max_excluded
+        fact = f"retry.max_excluded={num_excluded} is reached, so that jobs still use {','.join(over_limit)}"
+        notes = (f"{fact}: these nodes failed, too. Raise it, or have the nodes repaired",)
+    return Actions(submit=tuple(chosen_jobs), bad_nodes=attempts.blame.node_lines, wait=True, notes=notes)
 
 
 def _dead_end(
