@@ -87,7 +87,9 @@ LIMITS = JobLimits(max_jobs=2, max_nodes=8, max_gpu_hours=None)
 def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupted=None):
     """How an allocation ends, in the words of the agent."""
     limits = {"limit_s": 0.0 if late else float("inf"), "warning_s": 0.0}
-    allocation = SimpleNamespace(name="n1", window=window, kernel_digest="digest", **limits)
+    allocation = SimpleNamespace(
+        name="n1", window=window, utc_offset_s=None, kernel_digest="digest", **limits
+    )
     identity = SimpleNamespace(host="gpu01", job=None, owner_facts=lambda name: {})
     node = SimpleNamespace(allocation=allocation, identity=identity, kernel_digest=lambda: "other")
     node.disk = SimpleNamespace(retry=lambda action: action())
