@@ -28,7 +28,7 @@ from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import DISK_SLOW, LOCATED_STATUSES, SLOWER, STOPPED, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
-from ultrabench.store.allocation import is_in_window
+from ultrabench.store.allocation import is_in_window, window_text
 from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.events import (
     Claimed,
@@ -225,8 +225,10 @@ class Leader:
             return Ending("the sweep is paused", EndCode.PAUSED)
         if self._task_results and all(result.cause == UNMEASURED for _, result in self._task_results):
             return Ending("its program could not be measured")  # the launcher decides whether other tasks run
-        if not is_in_window(self._allocation.window, time.time()):
-            return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
+        allocation, now_s = self._allocation, time.time()
+        if not is_in_window(allocation.window, now_s, allocation.utc_offset_s):
+            window = window_text(allocation.window, allocation.utc_offset_s, now_s)
+            return Ending(f"outside the window {window}", EndCode.OUTSIDE_WINDOW)
         return self._mismatch(self._node.identity.host, self._node.disk.retry(self._node.kernel_digest))
 
     def _run(self, task: Task) -> None:

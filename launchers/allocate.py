@@ -1,10 +1,11 @@
 """Makes the allocations that agents read, and groups the jobs that can be submitted together."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ultrabench.run import Task
-from ultrabench.store.allocation import Allocation
+from ultrabench.store.allocation import Allocation, utc_offset_s
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -58,6 +59,7 @@ def make_allocations(
             preflight=config.launcher.preflight,
             control=job.control,
             window=config.launcher.window,
+            utc_offset_s=utc_offset_s(time.time()) if config.launcher.window else None,
             by=origin,
             tasks=tuple(_task(plan, folder, attempt, job) for attempt in job.attempts),
         )

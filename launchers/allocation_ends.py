@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ultrabench.launchers.job_log import telling_line
 from ultrabench.launchers.launcher import Allocations, Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
-from ultrabench.result import STOPPED, RunResult, Status
+from ultrabench.result import NOT_STARTED, STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, EndCode, Failed, Start
@@ -21,6 +21,7 @@ from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
 from ultrabench.sweep.running.attempts import NO_LAUNCH, Launch
+from ultrabench.variant import job_options
 
 GRACES_UNTIL_SEEN = 1.5
 """Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
@@ -269,11 +270,13 @@ class EndRecorder:
         name = allocation.name
         owned_keys = [key for key in allocation.tasks if self._is_owned(key, name, state)]
         end = observed_end or JobEnd(reason=f"the agents of {name} ended ({allocation.ended})")
-        if end.unstarted_hosts and not allocation.agents:
+        if end.never_started and not allocation.agents:
             _, log_line = telling_line(self._sweep.folder.allocations / name)
             end = replace(
                 end, reason=f"{end.reason}; its log says: {log_line[:200]}" if log_line else end.reason
             )
+            if not state.cancelled:
+                self._record_unstarted(allocation, state, end)
         self._record_lost(owned_keys, state, name, end)
         if observed_end is not None:
             self._write_end(allocation, end, "launcher")
@@ -297,6 +300,7 @@ class EndRecorder:
         planned_event = AllocationPlanned(
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
             control=allocation.control, tasks=tuple(task.key for task in allocation.tasks),
+            variant=job_options(allocation.tasks[0].spec.variant) if allocation.tasks else {},
         )  # fmt: skip
         self._sweep.journal.write(planned_event)
 
@@ -336,22 +340,41 @@ class EndRecorder:
             return attempt.allocation == name
         return self._sweep.owner_of(str(key)) == name
 
+    def _record_unstarted(self, allocation: AllocationState, state: SweepState, end: JobEnd) -> None:
+        """Records the first run of an allocation that started no agent as tried, so that others come before it."""
+        first_key = next(iter(allocation.tasks), None)
+        if first_key is None or first_key.run_id not in self._run_by_id or first_key in state.attempts:
+            return
+        result = RunResult(status=Status.LOST, cause=NOT_STARTED, reason=end.reason)
+        self._write_failed(first_key, allocation.name, result)
+
+    def record_unstartable(self, failures: Mapping[AttemptKey, str]) -> None:
+        """Records attempts as failed whose variant cannot start, each with its reason."""
+        for key, reason in failures.items():
+            self._write_failed(key, None, RunResult(status=Status.CRASH, cause=NOT_STARTED, reason=reason))
+
     def _record_lost(self, keys: Collection[AttemptKey], state: SweepState, name: str, end: JobEnd) -> None:
         attempts = [state.attempts.get(key) or AttemptState(key=key) for key in keys]
         self._record_failed([attempt for attempt in attempts if attempt.result is None], name, end)
 
     def _record_failed(self, attempts: Iterable[AttemptState], name: str, end: JobEnd) -> None:
-        source = "slurm" if self._launcher.origin["cluster"] else "launcher"
         hosts = end.failed_hosts
         for attempt in attempts:
-            key, run = attempt.key, self._run_by_id.get(attempt.key.run_id)
-            spec = to_dict(run.spec) if run else {}
             result = attempt.result or RunResult(status=end.status, hostnames=hosts)
             result = replace(
                 result, status=end.status, reason=end.reason, cause=end.cause, suspect_hosts=hosts
             )
-            event = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
-            self._sweep.journal.write(event)
+            self._write_failed(attempt.key, name, result)
+
+    def _write_failed(self, key: AttemptKey, name: str | None, result: RunResult) -> None:
+        source, run = (
+            "slurm" if self._launcher.origin["cluster"] else "launcher",
+            self._run_by_id.get(key.run_id),
+        )
+        spec = to_dict(run.spec) if run else {}
+        self._sweep.journal.write(
+            Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
+        )
 
     def _write_end(self, allocation: AllocationState, end: JobEnd, source: str) -> None:
         end_event = AllocationEnded(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 from ultrabench import processes
@@ -113,7 +114,8 @@ class LocalLauncher:
 
     def _vanished_end(self, allocation: AllocationState) -> JobEnd:
         has_kills = bool(allocation.agents) and num_oom_kills() > self._oom_kills_before
-        return vanished_end(allocation.name, self._held_s(allocation), has_kills=has_kills)
+        end = vanished_end(allocation.name, self._held_s(allocation), has_kills=has_kills)
+        return replace(end, never_started=not allocation.agents)
 
     def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""

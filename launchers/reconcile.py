@@ -4,12 +4,13 @@ import functools
 import math
 import os
 import shlex
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, may_pass
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted, may_pass
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible_to
 from ultrabench.launchers.job_log import telling_line
@@ -140,6 +141,12 @@ class Reconciler:
     def _act(self, actions: Actions, state: SweepState, jobs_seen: JobsSeen) -> bool:
         """Carries out the decided actions; returns whether there is anything to wait for."""
         self.stop_reason, self.over_budget = actions.stop_reason, actions.over_budget
+        if actions.unstartable:
+            for reason in dict.fromkeys(actions.unstartable.values()):
+                num_runs = len({key.run_id for key, text in actions.unstartable.items() if text == reason})
+                self.say(f"{counted(num_runs, 'run')} failed: {reason}")
+            self.recorder.record_unstartable(actions.unstartable)
+            return True
         if actions.dead_end:
             raise ClusterError(self._dead_end_message(actions.dead_end))
         if actions.end_jobs:
@@ -189,10 +196,16 @@ class Reconciler:
             sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,
             git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
         )  # fmt: skip
-        for allocation in new_allocations:
-            allocation.write()
-            self.recorder.record_planned(allocation)
-            journal.write(Submitting(allocation=allocation.name, token=token))
+        try:
+            for allocation in new_allocations:
+                allocation.write()
+            for allocation in new_allocations:
+                self.recorder.record_planned(allocation)
+                journal.write(Submitting(allocation=allocation.name, token=token))
+        except OSError:  # such as a full disk: nothing was submitted, and the next try makes new folders
+            for allocation in new_allocations:
+                shutil.rmtree(allocation.folder, ignore_errors=True)
+            raise
         try:
             job_by_name = self.launcher.submit(new_allocations, bad_hosts, self._say_once)
         except NotTakenError as refusal:

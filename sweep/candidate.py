@@ -11,7 +11,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, LIKELY_OOM, Prediction
-from ultrabench.variant import CELL_OPTIONS, JOB_OPTIONS, Value
+from ultrabench.variant import CELL_OPTIONS, Place, place_of
 
 
 class CellKey(NamedTuple):
@@ -70,9 +70,9 @@ class Candidate:
         )
 
     @property
-    def place(self) -> tuple[Value, ...]:
+    def place(self) -> Place:
         """The container and the interpreter of the allocations in which it runs."""
-        return tuple(self.spec.variant.get(name) for name in JOB_OPTIONS)
+        return place_of(self.spec.variant)
 
     @property
     def valid(self) -> bool:

@@ -164,7 +164,7 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     The report contains the times of its begin and end by the clock of the node. By the clock of this host the
     job began after `earliest_s`, and its report existed before `latest_s`. No time stamps of files are used.
     """
-    node_name, start_window, utc_offset = report["host"], config.launcher.window, time.strftime("%z")
+    node_name = report["host"]
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
     clock_error_s, direction = max((ahead_s, "ahead of"), (behind_s, "behind"))
@@ -176,10 +176,7 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
         clock_finding,
         (clock_error_s > CLOCK_FAIL_S, FAIL, remedy),
         (clock_error_s > CLOCK_WARN_S, WARN, remedy),
-        (start_window and report["utc_offset"] != utc_offset, WARN,
-         f"launcher.window={start_window} is read as local time: set TZ in launcher.setup=",
-         f"{node_name} has the time zone {report['utc_offset']}, this host {utc_offset}"),
-    )  # fmt: skip
+    )
 
 
 JOB_LIMIT_S = 600.0

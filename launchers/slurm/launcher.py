@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.host_list import expand_hosts
 from ultrabench.launchers.launcher import Allocations, NotTakenError, Say, own_origin
 from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
 from ultrabench.launchers.slurm.query import (
@@ -31,7 +32,7 @@ from ultrabench.launchers.slurm.refusal import (
     limit_of,
 )
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
-from ultrabench.launchers.slurm.site import Site, usable_nodes
+from ultrabench.launchers.slurm.site import Site, partition_nodes
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
 from ultrabench.store.allocation import JOB_LOG, Allocation
@@ -199,7 +200,11 @@ class SlurmLauncher:
         remedy = (
             "fix launcher.* (ultrabench doctor says how) or the cluster, then launch again; results are kept"
         )
-        if bad_hosts:
+        if unknown_hosts := self._unknown_hosts() if "node name" in complaint.lower() else ():
+            names = ",".join(unknown_hosts)
+            fact += f"; launcher.exclude={self._config.launcher.exclude} names nodes that Slurm does not list: {names}"
+            remedy = f"remove {names} from launcher.exclude, then launch again; results are kept"
+        elif bad_hosts:
             remedy = f"to use excluded nodes again, set retry.forgive=[{','.join(bad_hosts)}], or {remedy}"
         return ConfigError(
             "; ".join(filter(None, (fact, exceeded_limit, limit and f"{limit.matter}: {limit.remedy}"))),
@@ -209,11 +214,14 @@ class SlurmLauncher:
     def _spare_enough(self, bad_hosts: Sequence[str], num_nodes: int, say: Say) -> Sequence[str]:
         """The first of `bad_hosts`, as far as the partition has enough other nodes for a job of `num_nodes`.
 
-        sbatch would refuse a job that excludes too many, or the job would wait for ever.
+        sbatch would refuse a job that excludes too many, or the job would wait for ever. Nodes that Slurm does not list are
+        left out.
         """
         if not bad_hosts:
             return ()
-        usable_hosts = usable_nodes(self._config.launcher)
+        known_hosts, usable_hosts = partition_nodes(self._config.launcher)
+        # sbatch refuses names of nodes that were removed from the cluster, which no job can get anyway.
+        bad_hosts = [host for host in bad_hosts if not known_hosts or host in known_hosts]
         num_excluded = len(bad_hosts)
         while usable_hosts and num_excluded and len(usable_hosts - {*bad_hosts[:num_excluded]}) < num_nodes:
             num_excluded -= 1
@@ -223,6 +231,14 @@ class SlurmLauncher:
             )
             say(f"{','.join(used_again)} cannot be avoided: {fact}")
         return bad_hosts[:num_excluded]
+
+    def _unknown_hosts(self) -> tuple[str, ...]:
+        """The nodes of launcher.exclude that Slurm does not list; none if it does not say."""
+        known_hosts = partition_nodes(self._config.launcher).known
+        with contextlib.suppress(ConfigError):
+            excluded_hosts = expand_hosts(self._config.launcher.exclude or "")
+            return tuple(host for host in excluded_hosts if known_hosts and host not in known_hosts)
+        return ()
 
     def _exceeded_limit(self, allocation: Allocation) -> str | None:
         """The limit that a job exceeds even if no other job runs; None if Slurm shows none, or does not answer."""
@@ -272,6 +288,7 @@ class SlurmLauncher:
         began_at = time.monotonic()
         self._sought_since = {n: self._sought_since.get(n, began_at) for n in unended_names}
         self._ended_at = {n: self._ended_at.get(n, began_at) for n in allocations.keys() - unended_names}
+        self._unanswered -= {name for name, allocation in allocations.items() if allocation.agents}
         answer = self.query.jobs(self._prefix, fresh=bool(self._unanswered))
         listed_jobs = defaultdict[str, list[SlurmJob]](list)
         for job in answer.jobs.values():
@@ -362,7 +379,7 @@ class SlurmLauncher:
         log_path = self._folder.allocations / allocation_name / JOB_LOG
         return JobEnd(
             status=status, reason=reason, held_s=held_s, agent_gone=agent_gone, failed_hosts=lost_hosts,
-            unstarted_hosts=unstarted_hosts(log_path, job.nodes) if agent_gone else (),
+            unstarted_hosts=unstarted_hosts(log_path, job.nodes) if agent_gone else (), never_started=agent_gone,
         )  # fmt: skip
 
     def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ultrabench.errors import ClusterError, ConfigError, counted, unknown_name
 from ultrabench.host_list import expand_hosts
@@ -262,9 +263,18 @@ class Site:
             raise ClusterError(f"cannot query Slurm: {reason}", remedy) from error
 
 
-def usable_nodes(launcher_config: LauncherConfig) -> frozenset[str]:
-    """The nodes that jobs of a launcher may get now or later; empty if Slurm does not say."""
-    partition = launcher_config.partition
+class PartitionNodes(NamedTuple):
+    """The nodes of the partition of a launcher's jobs; both sets are empty if Slurm does not say."""
+
+    known: frozenset[str]
+    """All nodes that Slurm lists there, whatever their state."""
+    usable: frozenset[str]
+    """Nodes that jobs may get now or later."""
+
+
+def partition_nodes(launcher_config: LauncherConfig) -> PartitionNodes:
+    """The nodes of the partition of a launcher's jobs, by one query of sinfo."""
+    partition = launcher_config.sbatch.get("partition") or launcher_config.partition
     options = ["--noheader", "--Node", "--exact", "--format=%N|%T|%P"]
     options += [f"--partition={partition}"] if partition else []
     with contextlib.suppress(CommandError, ConfigError):
@@ -276,8 +286,9 @@ def usable_nodes(launcher_config: LauncherConfig) -> frozenset[str]:
             for name, state, in_partition in rows
             if _UP_STATE.fullmatch(state) and is_in_partition(in_partition)
         }
-        return frozenset(up_nodes - {*expand_hosts(launcher_config.exclude or "")})
-    return frozenset()
+        usable_nodes = frozenset(up_nodes - {*expand_hosts(launcher_config.exclude or "")})
+        return PartitionNodes(frozenset(name for name, _, _ in rows), usable_nodes)
+    return PartitionNodes(frozenset(), frozenset())
 
 
 def _partition(scontrol_facts: Mapping[str, str], sinfo_rows: Sequence[Sequence[str]]) -> Partition:

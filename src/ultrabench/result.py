@@ -104,7 +104,7 @@ CAUSES = (
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow", "disk_error", "download_failed",
-    "compile_cache", "stale_file", "no_interface",
+    "compile_cache", "stale_file", "no_interface", "not_started",
 )  # fmt: skip
 """All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
 
@@ -122,6 +122,9 @@ EXITED_EARLY = "exited_early"
 
 NODE_FAILURE = "node_failure"
 """Cause of a failure that the node itself, or Slurm, reports."""
+
+NOT_STARTED = "not_started"
+"""Cause of an attempt whose job started no agent: lost while it is open why, a crash where its variant is at fault."""
 
 AGENT_GONE = "agent_gone"
 """Cause of a node_fail or a lost run that only the end of an agent shows, which the run itself may have caused."""

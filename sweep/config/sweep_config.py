@@ -22,6 +22,7 @@ from ultrabench.allowed import (
 )
 from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.hardware import Hardware
+from ultrabench.host_list import expand_hosts
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
@@ -150,6 +151,12 @@ class RetryPolicy:
         require_known("cause in retry.causes", CAUSES, *self.causes)
         if missing := sorted({*ATTEMPT_KEYS} - self.attempts.keys()):
             raise ConfigError(f"retry.attempts lacks {', '.join(missing)}; give a number for each status")
+        _ = self.forgiven  # raises ConfigError for what is no list of hosts
+
+    @property
+    def forgiven(self) -> frozenset[str]:
+        """The nodes that are never excluded; `forgive` may hold ranges such as gpu[01-04]."""
+        return frozenset(host for text in self.forgive for host in expand_hosts(text))
 
     def kind(self, result: RunResult) -> str:
         """The name under which a failure is counted: its cause, OUTSIDE, or its status."""

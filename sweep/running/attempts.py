@@ -21,8 +21,9 @@ from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.blame import Blame, blame_of, policy_of
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
-from ultrabench.sweep.running.searched_cell import outcomes
+from ultrabench.sweep.running.searched_cell import outcomes, places_not_started
 from ultrabench.sweep.running.standings import standings_of
+from ultrabench.variant import place_text
 
 MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
@@ -64,14 +65,24 @@ def unpromising_reasons(runs: Iterable[Candidate], state: SweepState) -> dict[st
     if not is_adaptive(state):
         return {}
     max_p_oom = float(state.config.get("max_p_oom", 1.0))
-    reason_by_run = dict[str, str]()
-    for cell in outcomes(runs, state, max_p_oom):
+    reason_by_run, searched_ids, searched_runs = dict[str, str](), set[str](), [*runs]
+    for cell in outcomes(searched_runs, state, max_p_oom):
+        searched_ids |= {run.run_id for run in (*cell.runs, *cell.other_runs)}
         reason_by_run |= reasons(cell.runs, cell.tried)
         if cell.other_runs and cell.is_over():
             begun_ids = cell.tried_others.begun_ids
             unpromising_ids = (run.run_id for run in cell.other_runs if run.run_id not in begun_ids)
             reason_by_run |= dict.fromkeys(unpromising_ids, _OTHER_VARIANT_REASON)
-    return reason_by_run
+    return reason_by_run | _unstarted_reasons(searched_runs, searched_ids, state)
+
+
+def _unstarted_reasons(
+    runs: Sequence[Candidate], searched_ids: Set[str], state: SweepState
+) -> dict[str, str]:
+    """run_id -> why a run that the search passes over is left out; those that were tried have a status."""
+    begun_ids = {key.run_id for key in state.attempts}
+    passed_over = (run for run in runs if run.run_id not in searched_ids | begun_ids)
+    return {run.run_id: f"no job of {place_text(run.place)} has started an agent" for run in passed_over}
 
 
 _OTHER_VARIANT_REASON = (
@@ -255,7 +266,8 @@ def _begun_and_proposed(
     begun_ids = {r.run_id for r in runs if any(a.key.repeat < repeats for a in attempts.get(r.run_id, ()))}
     begun_ids |= ids_under_way
     waiting_attempts = finder.todo_of([run for run in runs if run.run_id in begun_ids], range(repeats))
-    busy_cells = {t.candidate.cell for t in waiting_attempts}
+    unstarted_places = places_not_started(runs, attempts)
+    busy_cells = {t.candidate.cell for t in waiting_attempts if t.candidate.place not in unstarted_places}
     for cell in outcomes(runs, finder.state, config.max_p_oom):
         if cell.runs[0].cell not in busy_cells:
             proposed_runs = propose(cell.runs, cell.tried, config.batch) or cell.next_variants()

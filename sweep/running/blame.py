@@ -10,16 +10,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import from_dict
-from ultrabench.result import CIRCUMSTANTIAL_CAUSES, LOCATED_STATUSES, TRANSIENT_CAUSES, RunResult, Status
+from ultrabench.result import (
+    CIRCUMSTANTIAL_CAUSES,
+    LOCATED_STATUSES,
+    NOT_STARTED,
+    TRANSIENT_CAUSES,
+    RunResult,
+    Status,
+)
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import RetryPolicy
+from ultrabench.variant import Place as JobPlace
+from ultrabench.variant import place_of
 
 MIN_SUSPECTING_RUNS = 2
 """Number of different runs that must suspect a node before it is excluded; one run alone may be wrong."""
@@ -228,6 +237,8 @@ class Blame:
     """run_id -> the rows of the run."""
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Node that must not be used again -> the reason, the surest first."""
+    over_limit: tuple[str, ...] = ()
+    """Nodes that would be excluded, too, if retry.max_excluded were larger."""
     start_failures: Mapping[str, str] = field(default_factory=dict)
     """Node on which nothing started, and which is not excluded -> the reason."""
     program_failures: Mapping[str, str] = field(default_factory=dict)
@@ -307,19 +318,38 @@ def _reported_nodes(state: SweepState) -> dict[str, str]:
 
 
 def failed_starts(state: SweepState) -> list[FailedStart]:
-    """The allocations that started nothing on known nodes, without those on whose nodes others started later."""
+    """The allocations that started nothing on known nodes, as far as these nodes may be at fault.
+
+    Left out are those on whose nodes others started later, and those of variants that can start nowhere.
+    """
     last_start_by_host = defaultdict[str, float](float)
     for attempt in state.attempts.values():
         for host in attempt.result.hostnames if attempt.result else ():
             last_start_by_host[host] = max(last_start_by_host[host], attempt.time or 0.0)
-    starts = []
+    starts, bad_places = [], _unstartable_places(state)
     for allocation in state.allocations.values():
+        if place_of(allocation.variant) in bad_places:
+            continue
         for end in allocation.ends.values():
             submitted_at = allocation.submitting_at or 0.0
             failed_on = frozenset(h for h in end.failed_on if last_start_by_host[h] <= submitted_at)
             if failed_on:
                 starts.append(FailedStart(allocation=allocation.name, failed_on=failed_on, reason=end.reason))
     return sorted(starts, key=lambda start: start.allocation)
+
+
+class _VariantSpec(msgspec.Struct):
+    """The part of a spec that says in which container and by which interpreter a run runs."""
+
+    variant: dict[str, Any] = {}
+
+
+def _unstartable_places(state: SweepState) -> set[JobPlace]:
+    """The places whose runs failed because their container or interpreter cannot start."""
+    results = ((attempt, attempt.result) for attempt in state.attempts.values())
+    unstarted = [a for a, r in results if r and r.cause == NOT_STARTED and r.status == Status.CRASH]
+    specs = (attempt.spec_as(_VariantSpec) for attempt in unstarted)
+    return {place_of(spec.variant) for spec in specs if spec}
 
 
 def decide_blame(
@@ -341,7 +371,7 @@ def decide_blame(
     for trial in sorted(rows, key=lambda trial: tuple(trial.key)):
         trials_by_run[trial.run_id].append(trial)
     table = _Table(trials_by_run)
-    excluded = dict[str, str]()
+    excluded, over_limit = dict[str, str](), tuple[str, ...]()
     if has_other_nodes:
         proven = {h: t.reason for t in table.failures if t.is_proof for h in sorted(t.suspects)}
         records = {record.node: record for record in table.records() if record.is_suspect}
@@ -349,11 +379,13 @@ def decide_blame(
         suspected = {record.node: record.text for record in ranked}
         reasons = suspected | dict(reported) | proven
         order = [*sorted(reported.keys() | proven.keys()), *suspected]
-        names = [node for node in dict.fromkeys(order) if node not in policy.forgive]
+        names = [node for node in dict.fromkeys(order) if node not in policy.forgiven]
         excluded = {node: reasons[node] for node in names[: policy.max_excluded]}
+        over_limit = tuple(names[policy.max_excluded :])
     return Blame(
         trials=trials_by_run,
         excluded=excluded,
+        over_limit=over_limit,
         start_failures=_start_failures(starts, excluded, policy) if has_other_nodes else {},
         program_failures=table.program_failures,
         repeated_on=table.repeated_on,
@@ -366,7 +398,7 @@ def _start_failures(
 ) -> dict[str, str]:
     """Node on which nothing started -> the reason. One start is enough to prefer other nodes, which are tried next."""
     reasons = {node: f"nothing started there: {s.reason}" for s in starts for node in sorted(s.failed_on)}
-    return {node: reason for node, reason in reasons.items() if node not in {*excluded, *policy.forgive}}
+    return {node: reason for node, reason in reasons.items() if node not in {*excluded, *policy.forgiven}}
 
 
 def _disjoint_sets(node_sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:

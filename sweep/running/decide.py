@@ -2,26 +2,22 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ultrabench.store.allocation import is_in_window
-from ultrabench.store.events import EndCode
+from ultrabench.run import AttemptKey
+from ultrabench.store.allocation import is_in_window, offset_text, utc_offset_s
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_place
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
+from ultrabench.sweep.running.starts import Starts, keys_by_allocation, starts_of, telling_allocations
 
-MAX_ALLOCATIONS_WITHOUT_RUN = 3
-"""The sweep stops after this many allocations in a row that ended without having claimed a run, on disjoint nodes.
-
-Of those on the same nodes, one counts, as long as others may be tried: max_jobs may have been queued for them before.
-"""
 MAX_ALLOCATIONS_WITHOUT_REQUESTED = 3
-"""The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts."""
-ENDS_ALLOWED_WITHOUT_RUN = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
-"""Codes of ends that do not count for MAX_ALLOCATIONS_WITHOUT_RUN. They do count for MAX_ALLOCATIONS_WITHOUT_REQUESTED,
-since allocations could end like this for ever where the clocks of nodes differ."""
+"""The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts.
+
+Ends in ENDS_ALLOWED_WITHOUT_RUN count, too, since allocations could end like this for ever where the clocks of nodes differ.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +47,8 @@ class Actions:
     """Why nothing more is submitted although something is left to do."""
     over_budget: bool = False
     """Whether the next job costs more than what is left of the budget."""
+    unstartable: Mapping[AttemptKey, str] = field(default_factory=dict)
+    """Attempts that fail because their container or interpreter cannot start -> the reason."""
     dead_end: DeadEnd | None = None
     notes: tuple[str, ...] = ()
     """Messages for the user."""
@@ -75,11 +73,25 @@ def decide(
     if state.paused:
         command = f"ultrabench sweep resume {shlex.quote(plan.config.name)}"
         return Actions(stop_reason=f"paused; resume with: {command}")
-    if dead_end := _dead_end(state, limits, launch):
+    starts = starts_of(state, launch)
+    if reasons := starts.unstartable(limits):
+        failures = {
+            t.key: reasons[t.candidate.place] for t in attempts_left.todo if t.candidate.place in reasons
+        }
+        if failures:
+            return Actions(unstartable=failures, wait=True)
+    if dead_end := _dead_end(state, limits, launch, starts, attempts_left):
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window
     if not is_in_window(window, now_s):
-        return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
+        return Actions(
+            wait=True,
+            notes=(
+                f"outside the window {window} ({offset_text(utc_offset_s(now_s))}): no jobs are submitted",
+            ),
+        )
+    todo = sorted(attempts_left.todo, key=lambda t: len(starts.row_by_place[t.candidate.place].allocations))
+    attempts_left = replace(attempts_left, todo=tuple(todo))
     return _submit_actions(plan, state, jobs_seen, limits, launch.by, attempts_left)
 
 
@@ -109,41 +121,44 @@ def _submit_actions(
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes
         gpu_hours_so_far = gpu_hours_with_job
-    return Actions(submit=tuple(chosen_jobs), bad_nodes=attempts.blame.node_lines, wait=True)
+    notes: tuple[str, ...] = ()
+    if over_limit := attempts.blame.over_limit:
+        num_excluded = plan.config.retry.max_excluded
+        fact = f"retry.max_excluded={num_excluded} is reached, so that jobs still use {','.join(over_limit)}"
+        notes = (f"{fact}: these nodes failed, too. Raise it, or have the nodes repaired",)
+    return Actions(submit=tuple(chosen_jobs), bad_nodes=attempts.blame.node_lines, wait=True, notes=notes)
 
 
-def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:
+def _dead_end(
+    state: SweepState, limits: JobLimits, launch: Launch, starts: Starts, attempts: AttemptsLeft
+) -> DeadEnd | None:
     """The evidence that the latest allocations of this launch were useless; None when there is none.
 
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    allocations = [a for a in state.allocations.values() if a.submission[0] == launch.name]
-    ran_names = {attempt.allocation for attempt in state.attempts.values()}
-    # An allocation that still runs proves that some nodes work as soon as it has claimed a run.
-    telling = (a for a in allocations if a.ended is not None or a.name in ran_names)
-    telling_allocations = sorted(
-        (a for a in telling if a.name not in launch.excused), key=lambda allocation: allocation.submission
-    )
-    num_without_run = num_without_requested_run = num_in_a_row = 0
-    useless_nodes = frozenset[str]()
-    for allocation in telling_allocations:
-        task_attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
-        ran_keys = {attempt.key for attempt in task_attempts if attempt.allocation == allocation.name}
-        requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control] or allocation.tasks
-        if ran_keys:
-            num_without_run, num_in_a_row, useless_nodes = 0, 0, frozenset()
-        elif allocation.end is None or allocation.end.code not in ENDS_ALLOWED_WITHOUT_RUN:
-            failed_on = frozenset(allocation.end.failed_on if allocation.end else ())
-            num_without_run += not failed_on or failed_on.isdisjoint(useless_nodes)
-            num_in_a_row += 1
-            useless_nodes |= failed_on
-        num_without_requested_run = 0 if ran_keys & {*requested_keys} else num_without_requested_run + 1
-    max_in_a_row = MAX_ALLOCATIONS_WITHOUT_RUN + limits.max_jobs
-    if num_without_run >= MAX_ALLOCATIONS_WITHOUT_RUN or num_in_a_row >= max_in_a_row:
-        num_useless, missing_run = num_in_a_row, "anything"
-    elif num_without_requested_run >= MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs:
-        num_useless, missing_run = num_without_requested_run, "any run except control layouts"
-    else:
+    open_places = {attempt.candidate.place for attempt in attempts.todo}
+    if useless_allocations := starts.dead_end(limits, open_places):
+        return DeadEnd(
+            num_allocations=len(useless_allocations),
+            missing_run="anything",
+            allocation=useless_allocations[-1],
+        )
+    num_without_requested_run = 0
+    latest_allocation: AllocationState | None = None
+    ran_keys_by_name = keys_by_allocation(state)
+    for allocation in telling_allocations(state, launch, ran_keys_by_name):
+        ran_keys = ran_keys_by_name.get(allocation.name, frozenset())
+        if allocation.variant and not ran_keys:
+            continue  # where the sweep has several variants, these are counted for each of them
+        latest_allocation = allocation
+        requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control]
+        is_useful = not ran_keys.isdisjoint(requested_keys or allocation.tasks)
+        num_without_requested_run = 0 if is_useful else num_without_requested_run + 1
+    max_allocations = MAX_ALLOCATIONS_WITHOUT_REQUESTED * limits.max_jobs
+    if latest_allocation is None or num_without_requested_run < max_allocations:
         return None
-    return DeadEnd(num_allocations=num_useless, missing_run=missing_run, allocation=telling_allocations[-1])
+    return DeadEnd(
+        num_allocations=num_without_requested_run, missing_run="any run except control layouts",
+        allocation=latest_allocation,
+    )  # fmt: skip

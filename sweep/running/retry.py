@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ultrabench.log_patterns import LOG_PATTERNS
-from ultrabench.result import STATUSES, UNMEASURED, RunResult, Status
+from ultrabench.result import NOT_STARTED, STATUSES, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
@@ -47,6 +47,8 @@ def decide_retry(
     last_attempt, last_result = ended_attempts[-1]
     if nodes_text := blame.program_failures.get(last_result.fingerprint or ""):
         return RetryDecision(retry=False, why=f"the same failure came on {nodes_text}")
+    if last_result.status == Status.CRASH and last_result.cause == NOT_STARTED:
+        return RetryDecision(retry=False, why="its container or interpreter cannot start")
     kind = _kind(last_attempt, last_result, policy, blame)
     same_kind_keys = [a.key for a, result in ended_attempts if _kind(a, result, policy, blame) == kind]
     if kind == OUTSIDE:
@@ -116,7 +118,10 @@ def breaker_reason(
         for _, key in keys_by_end
         if not blame.came_from_excluded(state.attempts[key])
     )
-    counted_results = [r for r in results if r and not STATUSES[r.status].passed_over]
+    # Jobs that start nothing are counted by their nodes and variants.
+    counted_results = [
+        r for r in results if r and not STATUSES[r.status].passed_over and r.cause != NOT_STARTED
+    ]
     measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
     if any(r.cause == UNMEASURED and r.kernel_digest not in measured_digests for r in counted_results):
         problem = "the first run of this program could not be measured, and others would fail in the same way"

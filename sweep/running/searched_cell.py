@@ -12,7 +12,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.record import from_dict
-from ultrabench.result import Status
+from ultrabench.result import NOT_STARTED, Status
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate, by_cell
 from ultrabench.sweep.predict.network import LINK_RATE_COLUMNS, network
@@ -20,7 +20,7 @@ from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import MIN_GAIN, TriedRuns, propose
 from ultrabench.sweep.running import outliers
-from ultrabench.variant import Value
+from ultrabench.variant import Place, Value
 
 NUM_BEST_LAYOUTS = 3
 """Number of layouts of a cell with which other variants are tried."""
@@ -61,14 +61,31 @@ def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> 
     """For each cell its runs, and how those that were tried ended, for the adaptive search.
 
     The step time of a run is the median over all its measurements, also those that were stopped as slower. What is
-    predicted is that of `with_measured_links`.
+    predicted is that of `with_measured_links`. Runs whose container or interpreter has not started in spite of tries are left
+    out, if their cell has others: a search that begins with them would never come to these.
     """
     attempts_by_run, link_rates = state.by_run(), outliers.preflight_rates(state)
-    for cell_runs in by_cell(runs).values():
+    searched_runs = [*runs]
+    unstarted_places = places_not_started(searched_runs, attempts_by_run)
+    for cell_runs in by_cell(searched_runs).values():
+        startable_runs = [run for run in cell_runs if run.place not in unstarted_places]
+        cell_runs = startable_runs or cell_runs
         usual_runs, other_runs = split_by_variant(with_measured_links(cell_runs, state.config, link_rates))
         tried = _tried(usual_runs, attempts_by_run, max_p_oom)
         tried_others = _tried(other_runs, attempts_by_run, max_p_oom)
         yield SearchedCell(usual_runs, tried, other_runs, tried_others)
+
+
+def places_not_started(
+    runs: Iterable[Candidate], attempts_by_run: Mapping[str, Sequence[AttemptState]]
+) -> frozenset[Place]:
+    """The places of which jobs were tried, and none has started an agent."""
+    unstarted_places, started_places = set[Place](), set[Place]()
+    for run in runs:
+        for attempt in attempts_by_run.get(run.run_id, ()):
+            is_unstarted = attempt.result is not None and attempt.result.cause == NOT_STARTED
+            (unstarted_places if is_unstarted else started_places).add(run.place)
+    return frozenset(unstarted_places - started_places)
 
 
 def _tried(

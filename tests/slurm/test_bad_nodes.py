@@ -49,8 +49,9 @@ def test_after_a_job_that_starts_no_agent_the_next_ones_use_other_nodes(sweeps):
     finally:
         del os.environ["REAL_PYTHON"]
     assert process.returncode == 0, process.stderr
-    rows = sweeps.assert_each_ran_once(runs=8)
-    assert "gpu01" not in {host for row in rows for host in row["hostnames"]}
+    rows = sweeps.assert_each_ran_once(runs=8, allowed=frozenset({"lost"}))
+    assert {row["cause"] for row in rows if row["status"] == "lost"} == {"not_started"}
+    assert "gpu01" not in {host for row in rows for host in row["hostnames"] or ()}
     line = "node gpu01 is used last: nothing started there: "
     assert line in process.stderr
     assert line in sweeps.run("sweep", "status", "t")

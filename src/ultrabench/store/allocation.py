@@ -45,7 +45,9 @@ class Allocation:
     control: str | None = None
     """run_id of the control run, if it is the first task."""
     window: str | None = None
-    """Local time of day in which runs may start, such as 19:00-07:00."""
+    """Time of day in which runs may start, such as 19:00-07:00, in the launcher's time zone."""
+    utc_offset_s: int | None = None
+    """Seconds by which the launcher's clock is ahead of UTC; None in files of earlier versions, which mean local time."""
     by: dict[str, str] = field(default_factory=dict)
     """Who submitted it and where: {user, cluster, host}; cluster is empty for local processes."""
     tasks: tuple[Task, ...]
@@ -92,14 +94,36 @@ def read_allocation(folder: Path) -> Allocation:
         raise SweepFolderError(f"cannot read {folder}/allocation.json: {error}") from error
 
 
-def is_in_window(window: str | None, now_s: float) -> bool:
-    """Whether `now_s` (seconds since 1970) is inside a window such as 19:00-07:00 of local time.
+def utc_offset_s(now_s: float) -> int:
+    """Seconds by which the clock of this process is ahead of UTC at `now_s` (seconds since 1970)."""
+    return time.localtime(now_s).tm_gmtoff
+
+
+def offset_text(offset_s: int) -> str:
+    """An offset as messages name it, such as UTC+02:00."""
+    hours, minutes = divmod(abs(offset_s) // 60, 60)
+    return f"UTC{'-' if offset_s < 0 else '+'}{hours:02}:{minutes:02}"
+
+
+def window_text(window: str | None, offset_s: int | None, now_s: float) -> str:
+    """A window as messages name it, with both time zones where the launcher's differs from that of this process."""
+    local_offset_s = utc_offset_s(now_s)
+    if offset_s is None or offset_s == local_offset_s:
+        return str(window)
+    return f"{window} {offset_text(offset_s)}, the time zone of the launcher; here it is {offset_text(local_offset_s)}"
+
+
+def is_in_window(window: str | None, now_s: float, offset_s: int | None = None) -> bool:
+    """Whether `now_s` (seconds since 1970) is inside a window such as 19:00-07:00.
 
     The first minute belongs to the window and the last does not. A window with equal ends is the whole day.
+
+    Args:
+        offset_s: seconds by which the clock that the window means is ahead of UTC; None means the local one.
     """
     if window is None:
         return True
     begin_minute, end_minute = (60 * int(text[:2]) + int(text[3:]) for text in window.split("-"))
-    local_time = time.localtime(now_s)
-    minute = 60 * local_time.tm_hour + local_time.tm_min
+    offset_s = utc_offset_s(now_s) if offset_s is None else offset_s
+    minute = int(now_s + offset_s) // 60 % 1440
     return (minute - begin_minute) % 1440 < ((end_minute - begin_minute) % 1440 or 1440)

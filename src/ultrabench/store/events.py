@@ -96,6 +96,8 @@ class AllocationPlanned:
     """Attempts that the allocation may run, in this order."""
     control: str | None = None
     """run_id of its control run, if it begins with one."""
+    variant: dict[str, Any] = field(default_factory=dict)
+    """The container and the interpreter of its agents, where the sweep lists several."""
     by: dict[str, str] = field(default_factory=dict)
     """Who submits it: {user, cluster, host}; cluster is empty for local processes."""
 

@@ -59,6 +59,8 @@ class JobEnd:
     """The hosts that failed, as the batch system reports."""
     unstarted_hosts: tuple[str, ...] = ()
     """The hosts of a job that failed before an agent wrote a line, or those of them that its log names."""
+    never_started: bool = False
+    """Whether an allocation without agents failed, so that its first run counts as tried."""
 
     @property
     def cause(self) -> str | None:

@@ -76,6 +76,8 @@ class AllocationState:
     """The job of the allocation: {host} locally, {job_id, name} on Slurm."""
     control: str | None = None
     """run_id of its control run, if it begins with one."""
+    variant: dict[str, Any] = field(default_factory=dict)
+    """The container and the interpreter of its agents, where the sweep lists several."""
     agents: tuple[events.LeadingAgent, ...] = ()
     """Leading agents that started, the latest start last."""
     preflight: dict[str, Any] = field(default_factory=dict)

@@ -64,7 +64,12 @@ class Played:
 
 def open_played(path):
     """A sweep of the control of one node and two other runs, which was launched."""
-    sweep = open_sweep(path, replace(PLAN, candidates=(CONTROL, *OTHERS)))
+    return open_launched(path, replace(PLAN, candidates=(CONTROL, *OTHERS)))
+
+
+def open_launched(path, plan):
+    """The sweep of a plan, which was launched."""
+    sweep = open_sweep(path, plan)
     sweep.folder.create()
     sweep.folder.sweep_json.write_text("{}")
     sweep.journal.write(events.Launched(generation=1, config={}))
@@ -79,7 +84,8 @@ def sweep(tmp_path):
 class Agents:
     """The leading agent of an allocation, as far as others can see it."""
 
-    def __init__(self, sweep, name=NAME, job=JOB):
+    def __init__(self, sweep, name=NAME, job=JOB, specs=SPECS):
+        self.specs = specs
         self.name, self.job, self.claims = name, job, sweep.folder.claims
         self.journal = JournalWriter(sweep.folder.journal, "agent")
         self.me = {"allocation": name, "host": "gpu01", "job": to_dict(job)}
@@ -93,12 +99,12 @@ class Agents:
     def claim(self, key, journaled=True):
         assert claim(self.claims, str(key), self.me)
         if journaled:
-            self.journal.write(sweep_folder.claimed(SPECS[key.run_id], key, self.name, job=self.job))
+            self.journal.write(sweep_folder.claimed(self.specs[key.run_id], key, self.name, job=self.job))
 
     def ok(self, key):
         self.claim(key)
         result = sweep_folder.ended(duration_s=9.0)
-        self.journal.write(sweep_folder.finished(SPECS[key.run_id], key, result, allocation=self.name))
+        self.journal.write(sweep_folder.finished(self.specs[key.run_id], key, result, allocation=self.name))
 
     def end(self, code=events.EndCode.OTHER, ran=()):
         """Ends after runs that went well."""

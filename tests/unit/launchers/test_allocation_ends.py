@@ -26,13 +26,16 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
-from ultrabench.result import STOPPED, Status
+from ultrabench.result import NOT_STARTED, STOPPED, Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import AllocationEnded, Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.blame import blame_of
-from ultrabench.sweep.running.decide import MAX_ALLOCATIONS_WITHOUT_RUN, decide
+from ultrabench.sweep.running.decide import decide
+from ultrabench.sweep.running.starts import MAX_ALLOCATIONS_WITHOUT_RUN
 
 sweep = played.sweep
 
@@ -341,3 +344,112 @@ def test_slurm_says_why_agents_were_ended_by_a_signal(sweep, status, cause):
     assert state.attempts[ok].ok
     assert [*blame_of(state, sweep.config.retry).excluded] == [*failed_hosts]
     assert any(reason in note for note in notes) == (status != "cancelled")
+
+
+# jobs that start no agent
+
+FATAL = "FATAL: could not open image bad.sif: no such file"
+
+
+def sweep_of_containers(path, containers):
+    """A launched sweep of two layouts in each of these containers."""
+    words = [
+        "launcher=slurm",
+        "model=tiny",
+        "kernel=command",
+        "sweep.nodes=[1]",
+        "sweep.mbs=[1,2]",
+        "sweep.gas=null",
+    ]
+    words += ["sweep.gbs=8", "sweep.tp=1", "sweep.pp=1", "sweep.zero_stage=[0]", "sweep.seq_len=64"]
+    words += ["kernel.command=[python,train.py]", f"+sweep.container=[{','.join(containers)}]"]
+    words += ["launcher.srun=['--container-image={container}']", "launcher.pack=1", "measure.confirm=1"]
+    words += ["launcher.control=false", "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}", "hardware=cpu"]
+    sweep = played.open_launched(path, make_plan(load_config(words)))
+    return sweep, {run.run_id: run for run in sweep.plan.runs}
+
+
+class Containers(Played):
+    """Slurm whose nodes start the agents of good containers only; each job gets the next node that is not excluded."""
+
+    def __init__(self, sweep, max_jobs, num_nodes=8):
+        super().__init__(max_jobs=max_jobs)
+        self.sweep, self.nodes = sweep, [f"gpu{number:02}" for number in range(1, num_nodes + 1)]
+        self.containers = []
+
+    def submit(self, allocations, avoid, say):
+        for index, allocation in enumerate(allocations):
+            container = allocation.tasks[0].spec.variant.get("container", "the only one, bad")
+            self.containers.append(container)
+            free_nodes = [node for node in self.nodes if node not in avoid] or self.nodes
+            if "bad" in container:
+                (allocation.folder / "job.log").write_text(f"{FATAL}\n")
+                host = free_nodes[index % len(free_nodes)]
+                self.ended_jobs[allocation.name] = JobEnd(
+                    reason="Slurm ended job 7_0: FAILED", agent_gone=True, never_started=True,
+                    unstarted_hosts=(host,), held_s=3.0,
+                )  # fmt: skip
+            else:
+                specs = {task.run_id: task.spec for task in allocation.tasks}
+                Agents(self.sweep, allocation.name, specs=specs).start().end(ran=keys(allocation))
+        return super().submit(allocations, avoid, say)
+
+
+@pytest.mark.parametrize("max_jobs", [1, 2, 8])
+@pytest.mark.parametrize(
+    "containers", [("bad.sif", "good.sif"), ("good.sif", "bad.sif"), ("bad.sif", "good.sif", "bad2.sif")]
+)
+@pytest.mark.parametrize("num_nodes", [1, 8])
+def test_a_container_that_cannot_start_is_passed_over_and_its_runs_fail(
+    tmp_path, max_jobs, containers, num_nodes
+):
+    sweep, run_by_id = sweep_of_containers(tmp_path / "s", containers)
+    launcher, notes = Containers(sweep, max_jobs, num_nodes), []
+    reconciler = played.reconciler_of(sweep, launcher, say=notes.append)
+    state = reconciler.run()
+    assert reconciler.stop_reason is None
+    last = {run_id: attempts[-1].result for run_id, attempts in state.by_run().items()}
+    assert {run_by_id[i].place[0] for i, result in last.items() if result.status == Status.OK} == {"good.sif"}
+    bad_results = [result for i, result in last.items() if run_by_id[i].place[0] != "good.sif"]
+    assert len(last) == len(run_by_id)
+    assert {(result.status, result.cause) for result in bad_results} == {(Status.CRASH, NOT_STARTED)}
+    assert all(FATAL in result.reason and "container=bad" in result.reason for result in bad_results)
+    assert any(note.startswith("2 runs failed: container=bad.sif: ") for note in notes)
+    num_bad_jobs = sum("bad" in container for container in launcher.containers)
+    assert num_bad_jobs <= (3 + 2 * max_jobs) * (len(containers) - 1)
+
+
+def test_a_job_that_started_no_agent_is_an_attempt_of_its_first_run(tmp_path):
+    sweep, _ = sweep_of_containers(tmp_path / "s", ("bad.sif", "good.sif"))
+    launcher = Containers(sweep, max_jobs=1)
+    reconciler = played.reconciler_of(sweep, launcher)
+    reconciler.run_once()
+    state, _ = reconciler.run_once()
+    [attempt] = [a for a in state.attempts.values() if a.result.status != Status.OK]
+    assert attempt.key == keys(launcher.taken[0])[0]
+    assert (attempt.result.status, attempt.result.cause) == (Status.LOST, NOT_STARTED)
+    assert attempt.result.reason == f"Slurm ended job 7_0: FAILED; its log says: {FATAL}"
+    assert launcher.containers == ["bad.sif", "good.sif"]
+
+
+@pytest.mark.parametrize(
+    "containers", [("bad.sif", "bad2.sif"), ("bad.sif", "bad2.sif", "bad3.sif", "bad4.sif")]
+)
+@pytest.mark.parametrize("max_jobs", [1, 8])
+def test_a_launch_whose_containers_all_cannot_start_gives_up_after_few_jobs(tmp_path, max_jobs, containers):
+    sweep, _ = sweep_of_containers(tmp_path / "s", containers)
+    launcher = Containers(sweep, max_jobs)
+    with pytest.raises(ClusterError, match=r"allocations in a row ended without running anything \(.*FATAL"):
+        played.reconciler_of(sweep, launcher).run()
+    assert len(launcher.taken) <= max(3, len(containers)) + 2 * (max_jobs - 1)
+
+
+def test_a_cancelled_job_that_had_not_started_is_no_attempt(sweep):
+    launcher = Played(max_jobs=1)
+    reconciler = played.reconciler_of(sweep, launcher)
+    reconciler.run_once()
+    end = JobEnd(reason="Slurm ended job 7_0: FAILED", never_started=True, unstarted_hosts=("gpu01",))
+    launcher.ended_jobs[launcher.taken[-1].name] = end
+    sweep.journal.write(Cancel(generation=2))
+    reconciler.run_once()
+    assert statuses(sweep) == {}

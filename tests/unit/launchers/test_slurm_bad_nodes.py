@@ -63,7 +63,11 @@ def test_an_exclusion_that_leaves_too_few_nodes_is_never_sent(
 ):
     """The surest comes first, and the last is used again first."""
     scripts, notes = [], []
-    monkeypatch.setattr(slurm_module, "usable_nodes", lambda config: frozenset(expand_hosts(usable)) - {""})
+    usable_nodes = frozenset(expand_hosts(usable)) - {""}
+    nodes = site.PartitionNodes(
+        frozenset("ab") | {*expand_hosts("gpu[01-08]")} if usable else frozenset(), usable_nodes
+    )
+    monkeypatch.setattr(slurm_module, "partition_nodes", lambda config: nodes)
     monkeypatch.setattr(
         slurm_module, "array_script", lambda allocations, config, exclude, module: scripts.append([*exclude])
     )
@@ -79,17 +83,17 @@ def test_the_nodes_that_jobs_may_get_are_those_of_the_partition_that_are_up_with
     table = "gpu01|idle|hopper*\ngpu01|idle|debug\ngpu02|down*|hopper*\ngpu03|allocated|hopper*\ngpu09|idle|debug\n"
     asked = []
     monkeypatch.setattr(site, "ask", lambda *words: asked.append(words) or table)
-    assert site.usable_nodes(with_launcher().launcher) == {"gpu01", "gpu03"}
-    assert site.usable_nodes(with_launcher(exclude="gpu[02-03]").launcher) == {"gpu01"}
+    assert site.partition_nodes(with_launcher().launcher).usable == {"gpu01", "gpu03"}
+    assert site.partition_nodes(with_launcher(exclude="gpu[02-03]").launcher).usable == {"gpu01"}
     assert not any("--partition" in word for word in asked[-1])
-    site.usable_nodes(with_launcher(partition="debug").launcher)
+    site.partition_nodes(with_launcher(partition="debug").launcher)
     assert "--partition=debug" in asked[-1]
 
     def silent(*words):
         raise CommandError("no answer")
 
     monkeypatch.setattr(site, "ask", silent)
-    assert site.usable_nodes(with_launcher().launcher) == frozenset()
+    assert site.partition_nodes(with_launcher().launcher).usable == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -109,3 +113,33 @@ def test_lists_of_hosts_are_read_as_slurm_writes_them(text, hosts):
 def test_what_is_no_list_of_hosts_is_refused(text):
     with pytest.raises(ConfigError, match="hosts"):
         expand_hosts(text)
+
+
+def test_a_node_that_slurm_no_longer_lists_needs_no_exclusion(slurm, monkeypatch):
+    """sbatch refuses a job that excludes an unknown name."""
+    scripts, notes = [], []
+    nodes = site.PartitionNodes(frozenset({"gpu01", "gpu02", "gpu03"}), frozenset({"gpu01", "gpu02"}))
+    monkeypatch.setattr(slurm_module, "partition_nodes", lambda config: nodes)
+    monkeypatch.setattr(
+        slurm_module, "array_script", lambda allocations, config, exclude, module: scripts.append([*exclude])
+    )
+    monkeypatch.setattr(slurm_module, "submit", lambda path, script, environment: "57")
+    slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], ["gpu06", "gpu02", "gpu03"], notes.append)
+    assert (scripts, notes) == ([["gpu02", "gpu03"]], [])
+
+
+def test_a_wrong_name_in_launcher_exclude_is_said(slurm, monkeypatch):
+    nodes = site.PartitionNodes(frozenset({"gpu01", "gpu02"}), frozenset({"gpu01", "gpu02"}))
+    monkeypatch.setattr(slurm_module, "partition_nodes", lambda config: nodes)
+    monkeypatch.setattr(slurm_module, "array_script", lambda allocations, config, exclude, module: "")
+
+    def refuse(path, script, environment):
+        raise CommandError("Batch job submission failed: Invalid node name specified")
+
+    monkeypatch.setattr(slurm_module, "submit", refuse)
+    slurm.launcher._config = with_launcher(exclude="gpu[02,06]")
+    with pytest.raises(
+        ConfigError, match=r"exclude=gpu\[02,06\] names nodes that Slurm does not list: gpu06"
+    ) as refused:
+        slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], print)
+    assert "remove gpu06 from launcher.exclude" in str(refused.value)

@@ -2,7 +2,7 @@
 
 The sources of all rooms that run a sweep are changed as they are imported: every text of several words has other
 words. Then many states of a sweep are decided, whose sentences come from the agent itself, and what is decided is
-printed without its sentences. With --plant the brake of the launcher reads a sentence of the agent, as it once did.
+printed without its sentences. With --plant the rule that judges starts reads a sentence of the agent, as it once did.
 """
 
 import ast
@@ -40,12 +40,12 @@ class Reworder(ast.NodeTransformer):
 class Loader(importlib.machinery.SourceFileLoader):
     def source_to_code(self, data, path, *, _optimize=-1):
         text = data.decode()
-        if "--plant" in sys.argv and self.name.endswith("running.decide"):
+        if "--plant" in sys.argv and self.name.endswith("running.starts"):
             text, planted = re.subn(*PLANTED, text)
             assert planted == 1
         tree = ast.parse(text)
         # The planted reader has the words of before, as code that reads the words of another module has.
-        kept_modules = (*KEPT, "running.decide") if "--plant" in sys.argv else KEPT
+        kept_modules = (*KEPT, "running.starts") if "--plant" in sys.argv else KEPT
         if "--reword" in sys.argv and not self.name.endswith(kept_modules):
             tree = ast.fix_missing_locations(Reworder().visit(tree))
         return compile(tree, path, "exec")
@@ -87,7 +87,9 @@ LIMITS = JobLimits(max_jobs=2, max_nodes=8, max_gpu_hours=None)
 def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupted=None):
     """How an allocation ends, in the words of the agent."""
     limits = {"limit_s": 0.0 if late else float("inf"), "warning_s": 0.0}
-    allocation = SimpleNamespace(name="n1", window=window, kernel_digest="digest", **limits)
+    allocation = SimpleNamespace(
+        name="n1", window=window, utc_offset_s=None, kernel_digest="digest", **limits
+    )
     identity = SimpleNamespace(host="gpu01", job=None, owner_facts=lambda name: {})
     node = SimpleNamespace(allocation=allocation, identity=identity, kernel_digest=lambda: "other")
     node.disk = SimpleNamespace(retry=lambda action: action())

@@ -11,7 +11,7 @@ from ultrabench.cli.sweep.show import show_run
 from ultrabench.hardware import Peak
 from ultrabench.launchers.open_sweep import sweep_json_of
 from ultrabench.record import canonical_json
-from ultrabench.result import Status
+from ultrabench.result import NOT_STARTED, Status
 from ultrabench.store.events import Launched
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
@@ -170,3 +170,19 @@ def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in skipped)
     show_run(skipped[0]["run_id"], str(tmp_path), as_json=False, results_dir=tmp_path)
     assert skipped[0]["reason"] in capsys.readouterr().out
+
+
+def test_a_search_whose_usual_container_does_not_start_goes_on_with_the_other_one():
+    words = ("sweep.nodes=[8]", "sweep.batch=3", "launcher=slurm", "+sweep.container=[a.sif,b.sif]")
+    command = "launcher.srun=['--container-image={container}']"
+    plan = make_plan(load_config([*WORDS, *words, command]))
+    first_todo = next_attempts(plan, state_of((), plan)).todo
+    assert {t.candidate.place for t in first_todo} == {("a.sif", None)}
+    state = state_of((), plan)
+    unstarted = ended(Status.LOST, cause=NOT_STARTED)
+    state.attempts[first_todo[0].key] = AttemptState(key=first_todo[0].key, result=unstarted)
+    todo = next_attempts(plan, state).todo
+    assert [t.key.attempt for t in todo if t.candidate.place == ("a.sif", None)] == [1]
+    assert sum(t.candidate.place == ("b.sif", None) for t in todo) == 3
+    reasons = unpromising_reasons(plan.runs, state)
+    assert "no job of container=a.sif has started an agent" in set(reasons.values())

@@ -203,11 +203,18 @@ def list_sweeps(json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
 
 
 @sweep_app.command()
-def rm(sweep: OneSweep, yes: Yes = False, results_dir: ResultsDir = RESULTS) -> None:
+def rm(
+    sweep: OneSweep,
+    yes: Yes = False,
+    cluster_gone: bool = typer.Option(
+        False, "--cluster-gone", help="Do not ask Slurm for its jobs, since the cluster no longer exists."
+    ),
+    results_dir: ResultsDir = RESULTS,
+) -> None:
     """Delete a sweep and its results, unless it has active jobs."""
     from ultrabench.cli.sweep.sweeps import run_rm
 
-    run_rm(find_sweep(sweep, results_dir), yes)
+    run_rm(find_sweep(sweep, results_dir), yes, cluster_gone)
 
 
 @sweep_app.command()

@@ -1,7 +1,10 @@
 """`ultrabench sweep status` shows the progress of a sweep."""
 
+import errno
+import os
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from rich.console import Group
 from rich.live import Live
@@ -23,6 +26,7 @@ REASON_BY_ACTIVITY = {
     "done": None,
     "followed": None,
     "waiting": "The launcher waits to submit jobs: the latest was {refusal}",
+    "disk": "The launcher waits for the results folder: {disk}",
     "starting": "The launch has not written its plan yet.",
     "paused": "Paused. To continue: ultrabench sweep resume {sweep}",
     "cancelled": "Cancelled. Results are kept; run the launch command again to continue.",
@@ -32,6 +36,8 @@ REASON_BY_ACTIVITY = {
 """What a sweep does -> why nothing new starts in it; None where it is over, or a launcher submits its jobs."""
 MAX_START_S = 90.0
 """Seconds without a new line in the journal after which a launch has failed that has not written its plan."""
+PROBE_BYTES = 65536
+"""Bytes that are written to find out whether a disk is full: more than the files of an allocation."""
 WATCH_INTERVAL_S = 1.0
 """Seconds between two looks of `sweep status --watch`."""
 
@@ -73,7 +79,13 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
             read_plan_ns = plan_ns
         progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
         reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state)]
-        yield progress, reason and reason.format(sweep=folder.display_name, refusal=_refusal(state))
+        yield (
+            progress,
+            reason
+            and reason.format(
+                sweep=folder.display_name, refusal=_refusal(state), disk=disk_problem(folder.path)
+            ),
+        )
         if not (watch and (progress.left or is_starting)):
             return
         time.sleep(WATCH_INTERVAL_S)
@@ -86,8 +98,38 @@ def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) ->
     if state.paused or state.cancelled:
         return "paused" if state.paused else "cancelled"
     if living_launchers(folder):
+        if disk_problem(folder.path):
+            return "disk"
         return "waiting" if _refusal(state) else "followed"
     return "unfollowed" if progress.num_at_work or progress.num_waiting else "stopped"
+
+
+def disk_problem(path: Path) -> str | None:
+    """What keeps files from being written to a folder: a disk that is full, over its quota or read-only; else None.
+
+    A file without a name is written where the file system can do that, since only a write meets a quota. It leaves nothing.
+    """
+    try:
+        statistics = os.statvfs(path)
+    except OSError:
+        return None
+    if statistics.f_flag & os.ST_RDONLY:
+        return f"{path} is on a read-only file system"
+    try:
+        descriptor = os.open(path, os.O_TMPFILE | os.O_WRONLY)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"cannot write to {path} ({error.strerror})"
+        is_full = statistics.f_blocks and not statistics.f_bavail  # EACCES: the folder of another user
+        return f"the disk of {path} is full" if is_full and error.errno != errno.EACCES else None
+    try:
+        os.write(descriptor, bytes(PROBE_BYTES))
+        os.fsync(descriptor)
+    except OSError as error:
+        return f"cannot write to {path} ({error.strerror})"
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def _refusal(state: SweepState) -> str | None:

@@ -12,7 +12,7 @@ from ultrabench.analysis.numbers import percent
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
 from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn
-from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.launchers.allocation_ends import live_allocations, open_allocations
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.local import GRACE_S
@@ -111,18 +111,21 @@ def _mfu(run: Candidate, standing: Standing) -> float | None:
     return None if standing.rate is None else run.mfu(standing.rate)
 
 
-def run_rm(folder: SweepFolder, yes: bool) -> None:
+def run_rm(folder: SweepFolder, yes: bool, is_cluster_gone: bool = False) -> None:
     """Deletes a sweep for good.
+
+    Args:
+        is_cluster_gone: whether the user says that its batch system no longer exists, so that none of its jobs lives.
 
     Raises:
         SweepFolderError: its jobs may live, it is no folder of its own, or it could not be deleted.
         typer.Abort: the answer is no.
     """
     folder = require_own_folder(folder)
-    _require_idle(folder, "deleted")
+    _require_idle(folder, "deleted", is_cluster_gone)
     attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
     _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
-    _require_idle(folder, "deleted")  # a launch may have begun meanwhile
+    _require_idle(folder, "deleted", is_cluster_gone)  # a launch may have begun meanwhile
     remove_sweep(folder)
     say(f"deleted {folder.path}")
 
@@ -155,18 +158,37 @@ def _confirm(question: str, yes: bool) -> None:
     typer.confirm(question, abort=True, err=True)
 
 
-def _require_idle(folder: SweepFolder, participle: str) -> None:
+QUIET_S = 900.0
+"""Seconds without a sign of life of agents after which none lives, where the batch system cannot be asked any more."""
+
+
+def _require_idle(folder: SweepFolder, participle: str, is_cluster_gone: bool = False) -> None:
     """Raises SweepFolderError if a launcher follows a sweep, or a job of it may live.
 
     Args:
         participle: what is done to the sweep in words of the message, such as `deleted`.
+        is_cluster_gone: whether the user says that its batch system no longer exists; then the journal must be silent.
     """
     with one_line_if_damaged(folder.path):
         state = fold(read_journal(folder.journal))
+    if is_cluster_gone and (silent_s := time.time() - last_written_s(folder.path)) < QUIET_S:
+        fact = f"an agent or a launcher of {folder.name} wrote to its journal {silent_s:.0f} s ago"
+        raise SweepFolderError(f"{fact}; --cluster-gone needs {QUIET_S / 60:g} minutes of silence")
     user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder)]
-    if not user_texts and open_allocations(state):
+    if not user_texts and open_allocations(state) and not is_cluster_gone:
         config = launched_config(folder, state)
-        launcher = choose_launcher(config, folder)  # it must know the cluster, to tell its jobs from others
+        try:
+            launcher = choose_launcher(
+                config, folder
+            )  # it must know the cluster, to tell its jobs from others
+        except ClusterError as error:
+            num_open = counted(len(open_allocations(state)), "job")
+            fact = f"{error.fact}; {num_open} of {folder.name} may still run or wait"
+            option = " If that cluster no longer exists: ultrabench sweep rm --cluster-gone"
+            way_out = f"{option} {folder.display_name}" if participle == "deleted" else ""
+            raise ClusterError(
+                f"{fact}. Run this on a node of the cluster, or after `module load slurm`.{way_out}"
+            ) from error
         jobs = live_allocations(launcher, state, GRACE_S + config.launcher.grace_s + launcher.look_pause_s)
         user_texts = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
     if user_texts:
