@@ -9,8 +9,9 @@ cublasGetStatusString), HIP of ROCm 7 and its HSA runtime, NVML 12, glibc 2.39 (
 Linux 6.12 (mm/oom_kill.c), Slurm 25.05 (slurmstepd).
 """
 
+import builtins
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ultrabench.agent.diagnose.log_lines import quoted
@@ -52,7 +53,7 @@ FAMILIES = (
     _family("CUDA, ECC", "ecc_error",
             r"uncorrectable (?:NVLink )?ECC", r"cudaErrorECCUncorrectable|CUDA_ERROR_ECC_UNCORRECTABLE"),
     _family("CUDA and driver, lost GPU", "xid",
-            r"fallen off the bus|GPU is lost|GpuIsLost|Unable to determine the device handle",
+            r"fallen off the bus|GpuIsLost|Unable to determine the device handle|GPU is lost\. +Reboot",
             r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable|over nvlink or a hardware error"),
     _family("AMD driver, RAS", "ecc_error", r"uncorrectable hardware error|RAS.*poison consumption"),
     _family("CUDA, device", "gpu_unavailable",
@@ -75,7 +76,7 @@ FAMILIES = (
             r"(?i:\b(?:cuda|hip|xpu)\b.{0,60}?\b(?:error|failure|failed)\b.{0,60}?\bout of memory)",
             rf"(?:CUDA|HIP|XPU|MPS backend) {_OUT_OF_MEMORY}",
             r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|cudaMalloc\w* failed: out of memory"),
-    _family("torch, memory of a GPU", "cuda_oom", r"(?:torch|cuda)\.OutOfMemoryError|^OutOfMemoryError\b",
+    _family("torch, memory of a GPU", "cuda_oom", r"(?:torch|cuda|cupy\.cuda\.memory)\.OutOfMemoryError|^OutOfMemoryError\b",
             r"NVML_SUCCESS == .*INTERNAL ASSERT FAILED at .*CUDACachingAllocator",
             r"would exceed allowed memory\. \(out of memory\)"),
     _family("CUDA libraries, memory of a GPU", "cuda_oom",
@@ -126,31 +127,48 @@ FAMILIES = (
     _family("torch, aborted data loader", "abort", r"killed by signal: Aborted"),
     _family("torch, killed data loader", "killed",
             r"killed by signal: (?:Killed|Terminated|Hangup|Interrupt)|^KeyboardInterrupt\b"),
+    _family("torchrun, ended from outside", "killed", r"SignalException: Process \d+ got signal: (?:1|2|15)\b"),
     _family("port", "port_taken", r"Address already in use|EADDRINUSE"),
     _family("torch, watchdog of NCCL", "nccl_timeout",
             r"caught collective operation timeout|watchdog .*timed? ?out|\[PG .*Timeout\(ms\)=\d+\) ran for",
-            r"Heartbeat monitor timed out|watchdog got stuck for|collective operation timeout"),
+            r"Heartbeat monitor timed out|watchdog got stuck for|collective operation timeout",
+            r"dump signal due to a collective timeout|debug info, due to (?:collective timeout|ProcessGroupNCCL watchdog hang)"),
     _family("NCCL and RCCL", "nccl_error",
             r"NCCL [Ee]rror|[nr]ccl(?:System|Remote|Internal|UnhandledCuda)Error|NCCL (?:communicator was aborted|WARN)",
             r"Some NCCL operations have failed or timed out|ibv_\w+ failed|RCCL [Ee]rror"),
-    _family("gloo", "gloo_error", r"gloo/|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for"),
+    _family("gloo", "gloo_error", r"gloo/\S+\.(?:cc|h):\d+|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for"),
     _family("sockets", "connection_error",
             r"Connection (?:reset|closed|refused|aborted|timed out|was likely closed)|Dist(?:Network|Store)Error",
             r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout",
-            r"client socket has (?:failed|timed out)"),
+            r"client socket has (?:failed|timed out)",
+            r"^(?:BrokenPipe|Connection(?:Aborted|Refused|Reset)?)Error\b"),
+    _family("torchrun, rendezvous", "connection_error", r"\.Rendezvous(?:Closed|Connection|GracefulExit|Timeout)Error\b"),
+    _family("JAX, distributed service", "connection_error",
+            r"Terminating process because the (?:JAX|coordinat\w+)|distributed service detected fatal errors",
+            r"(?:JAX|[Cc]oordination|distributed) service.{0,60}(?:heartbeat|timed? ?out|unavailable|disconnect)"),
 )  # fmt: skip
 """Texts and their causes. Roots come before their consequences; of several families that match, the first one counts."""
 
-_EXCEPTION_TYPE = re.compile(r"[\w.]*?(\w+)(?::|$)")
-_OWN_TYPES = frozenset({
-    "IndentationError", "IndexError", "KeyError", "NameError", "NotImplementedError",
-    "RecursionError", "StopIteration", "SyntaxError", "TypeError", "UnboundLocalError", "ZeroDivisionError",
-    "OutOfResources",
+_EXCEPTION_TYPE = re.compile(r"(?:(\w+)\.)?(?:\w+\.)*(\w+)(?::|$)")
+_PROGRAM_ERRORS = (
+    ArithmeticError, AttributeError, BufferError, LookupError, NameError, NotImplementedError, RecursionError, ReferenceError,
+    StopAsyncIteration, StopIteration, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+"""Exceptions of Python for faults of a program; their messages quote what the program has, in any words."""
+_PATH_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Exceptions of Python that a path causes; their messages quote the path."""
+_PATH_CAUSES = frozenset({"compile_cache", "disk_full", "disk_error", "stale_file", "missing_library"})
+"""The causes that the message of one of _PATH_ERRORS can show."""
+_TRITON_OUT_OF_RESOURCES = "OutOfResources"
+"""Triton's exception for a GPU kernel that needs more shared memory or registers than the GPU has."""
+_PACKAGES_OF_RUNS = frozenset({
+    "accelerate", "asyncio", "colossalai", "concurrent", "cupy", "cupy_backends", "cupyx", "deepspeed", "grpc", "horovod",
+    "jax", "jaxlib", "lightning", "lightning_fabric", "megatron", "mpi4py", "multiprocessing", "nccl", "paddle",
+    "pytorch_lightning", "ray", "socket", "ssl", "tensorflow", "torch", "torch_xla", "transformer_engine", "zmq",
 })  # fmt: skip
-"""Exceptions for faults of a program, whose messages quote what the program has, in any words.
-
-The last one is Triton's: a GPU kernel needs more shared memory or registers than the GPU has.
-"""
+"""Packages whose exceptions can say that ranks of a run lost each other; others talk to services, such as data bases."""
+_MISSING_SYMBOL = re.compile(r"AttributeError: /\S+: undefined symbol: ")
+_QUOTED_TEXT = re.compile(r"(?<!\w)(?:'[^']*'|\"[^\"]*\")(?!\w)")
 _ASSERTION = re.compile(r"(?:[\w.]*\.)?AssertionError\b|.*[Aa]ssertion [`'].*[`'] failed")
 _REQUEST = re.compile(r"[Tt]ried to allocate (?:more than 1EB|(\d+(?:\.\d+)?) ([GTPE]iB|bytes))")
 ABSURD_GIB = 2.0**20
@@ -166,19 +184,52 @@ def _ranked_cause(line: str) -> tuple[int, Cause] | None:
     """The place in FAMILIES of the first family that a line shows, and its cause; None if it shows none."""
     if _ASSERTION.match(line):
         return _ASSERTION_RANK, CAUSE_BY_NAME["assertion"]
-    exception_type = _EXCEPTION_TYPE.match(line)
-    if exception_type and exception_type[1] in _OWN_TYPES:
-        return None
-    if xid := xid_of(line):
+    exception_match = _EXCEPTION_TYPE.match(line)
+    package, type_name = exception_match.groups() if exception_match else (None, "")
+    builtin_type = None if package else _builtin_exception(type_name)
+    if xid := xid_of(line) if builtin_type is None else None:
         fatal_name = "ecc_error" if xid.is_memory_error else "xid"
         name_by_class = {XidClass.FATAL: fatal_name, XidClass.APPLICATION: "illegal_memory_access"}
         name = name_by_class.get(xid.xid_class)
         return (_DRIVER_RANK, CAUSE_BY_NAME[name]) if name else None
-    pair = next(((n, family) for n, family in enumerate(FAMILIES) if family.pattern.search(line)), None)
+    is_of_program = builtin_type is not None and issubclass(builtin_type, _PROGRAM_ERRORS)
+    if type_name == _TRITON_OUT_OF_RESOURCES or (is_of_program and not _is_symbol_error(builtin_type, line)):
+        return None
+    quotes = _quotes_of(line) if builtin_type is not None and not issubclass(builtin_type, OSError) else []
+    pair = next(((n, family) for n, family in enumerate(FAMILIES) if _shows(family, line, quotes)), None)
     if pair is None:
         return None
     cause = CAUSE_BY_NAME[pair[1].cause]
+    is_about_path = builtin_type is not None and issubclass(builtin_type, _PATH_ERRORS)
+    if is_about_path and cause.name not in _PATH_CAUSES:
+        return None
+    if cause.status == Status.COMM_ERROR and package is not None and package not in _PACKAGES_OF_RUNS:
+        return None
     return None if cause.status == Status.OOM and _is_absurd_request(line) else (pair[0], cause)
+
+
+def _builtin_exception(name: str) -> type[BaseException] | None:
+    """Python's exception with this name; None if it has none."""
+    value = getattr(builtins, name, None) if name else None
+    return value if isinstance(value, type) and issubclass(value, BaseException) else None
+
+
+def _is_symbol_error(exception_type: type[BaseException] | None, line: str) -> bool:
+    """Whether a line is that of ctypes about a symbol which a library lacks."""
+    return exception_type is AttributeError and bool(_MISSING_SYMBOL.match(line))
+
+
+def _quotes_of(line: str) -> list[tuple[int, int]]:
+    """Where the quoted texts of a line begin and end; they are what the program has, not what happened."""
+    return [match.span() for match in _QUOTED_TEXT.finditer(line)]
+
+
+def _shows(family: Family, line: str, quotes: Sequence[tuple[int, int]]) -> bool:
+    """Whether a line shows the family outside its quoted texts."""
+    if not quotes:
+        return family.pattern.search(line) is not None
+    spans = (match.span() for match in family.pattern.finditer(line))
+    return any(not any(start <= s and e <= end for start, end in quotes) for s, e in spans)
 
 
 def _is_absurd_request(line: str) -> bool:

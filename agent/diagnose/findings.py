@@ -14,7 +14,7 @@ from ultrabench.agent.diagnose.rank_cause import (
     cause_of_rank,
     signal_of,
 )
-from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause, may_follow, tier_of
 from ultrabench.agent.ranks.rank_progress import SURE_STATES, RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
@@ -83,6 +83,16 @@ class Finding(NamedTuple):
         return "\n".join(line for line in lines if line_kind(line) is not LineKind.STACK)
 
     @property
+    def tier(self) -> int:
+        """Smaller for failures that come first, as `Cause.tier` says."""
+        return tier_of(self.cause, self.line)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the failure of another rank may have caused this one."""
+        return may_follow(self.cause, self.line)
+
+    @property
     def traceback(self) -> str:
         """A text with the frames of the failure."""
         return "\n".join(self.failure.frames) if self.failure else self.rank.last_text
@@ -92,7 +102,7 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first.
 
     The root is the earliest failure, by the times in the logs if all of those that compete have one, else by the order in
-    which the ranks ended. What the failure of another rank may have caused comes after all others (`Cause.tier`).
+    which the ranks ended. What the failure of another rank may have caused comes after all others (`Finding.tier`).
     """
     rank_findings = [finding for rank in ranks if (finding := _finding(rank))]
     early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
@@ -106,8 +116,8 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
 
 
 def _sorted_findings(rank_findings: list[Finding]) -> list[Finding]:
-    first_tier = min((finding.cause.tier for finding in rank_findings), default=0)
-    first_failures = [finding.failure for finding in rank_findings if finding.cause.tier == first_tier]
+    first_tier = min((finding.tier for finding in rank_findings), default=0)
+    first_failures = [finding.failure for finding in rank_findings if finding.tier == first_tier]
     have_times = all(failure and failure.time_s is not None for failure in first_failures)
     cause_names = [*CAUSE_BY_NAME]
 
@@ -115,7 +125,7 @@ def _sorted_findings(rank_findings: list[Finding]) -> list[Finding]:
         time_s = finding.failure.time_s if have_times and finding.failure else None
         end_s = finding.rank.failed_at_s or 0.0
         return (
-            finding.cause.tier,
+            finding.tier,
             time_s or 0.0,
             end_s,
             cause_names.index(finding.cause.name),

@@ -104,15 +104,36 @@ _LAUNCHER = re.compile(rf"[\w.]*(?:{'|'.join(_LAUNCHER_TYPES)})\b")
 _NCCL_MESSAGE = re.compile(r"NCCL [Ee]rror|nccl\w+Error")
 _NCCL_LINE = re.compile(r"nccl[A-Z]\w+: |Last error:")
 _MORE_MESSAGE = re.compile(r"raised:$|\bin DataLoader worker process|\breplica \d+ on device")
-_FATAL = re.compile(
-    r"(?:^|\])\[[EF]\d*[ \]].*(?:watchdog|Watchdog|[Hh]eartbeat monitor|taking the entire process down)"
-    r"|^\[F\d*[ \]]|^F\d{4} |^terminate called|^libc\+\+abi: |^\s*what\(\):  "
-    r"|^Fatal Python error: |^(?:\S+: )?(?:free|malloc|realloc|munmap_chunk)\(\): |double free or corruption"
-    r"|corrupted (?:size vs|double-linked)|stack smashing detected|: Assertion [`'].*' failed|^Assertion [`'].*' failed"
-    r"|Memory access fault by GPU|HW Exception by GPU|aborting with error : HSA_STATUS"
-    r"|Detected \d+ oom.kill event|Out of memory: Killed process"
-    r"|error while loading shared libraries|symbol lookup error|\bCaught signal \d+ \("
+_FATAL_LINES = (
+    (
+        "ProcessGroupNCCL",
+        r"(?:^|\])\[[EF]\d*[ \]].*(?:[Ww]atchdog|[Hh]eartbeat monitor|taking the entire process down)",
+    ),
+    (None, r"^\[F\d*[ \]]|^F\d{4} "),  # glog
+    ("terminate called", r"^terminate called"),
+    ("libc++abi: ", r"^libc\+\+abi: "),
+    ("what():  ", r"^\s*what\(\):  "),
+    ("Fatal Python error: ", r"^Fatal Python error: "),
+    ("free(): ", r"^(?:\S+: )?free\(\): "),
+    ("alloc(): ", r"^(?:\S+: )?(?:malloc|realloc)\(\): "),
+    ("munmap_chunk(): ", r"^(?:\S+: )?munmap_chunk\(\): "),
+    ("double free or corruption", r"double free or corruption"),
+    ("corrupted size vs", r"corrupted size vs"),
+    ("corrupted double-linked", r"corrupted double-linked"),
+    ("stack smashing detected", r"stack smashing detected"),
+    ("Assertion `", r"(?:: |^)Assertion `.*' failed"),
+    ("Assertion '", r"(?:: |^)Assertion '.*' failed"),
+    ("Memory access fault by GPU", r"Memory access fault by GPU"),
+    ("HW Exception by GPU", r"HW Exception by GPU"),
+    ("aborting with error : HSA_STATUS", r"aborting with error : HSA_STATUS"),
+    ("kill event", r"Detected \d+ oom.kill event"),
+    ("Out of memory: Killed process", r"Out of memory: Killed process"),
+    ("error while loading shared libraries", r"error while loading shared libraries"),
+    ("symbol lookup error", r"symbol lookup error"),
+    ("Caught signal ", r"\bCaught signal \d+ \("),
 )
+"""Lines with which libraries end a process: a text that each of them has, None if it has only digits, and the pattern."""
+_FATAL = re.compile("|".join(pattern for _, pattern in _FATAL_LINES))
 _SIGNAL_BY_WORDS = {
     "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Killed": signal.SIGKILL,
     "Bus error": signal.SIGBUS, "Floating point exception": signal.SIGFPE, "Illegal instruction": signal.SIGILL,
@@ -138,6 +159,11 @@ _SIGNAL_HINTS = ("exit", "ignal", *(words[1:7] for words in _SIGNAL_BY_WORDS))
 _DRIVER_TEXT = re.compile(
     r"NVRM: .*(?:fallen off the bus|uncorrectable|GPU is lost)|uncorrectable hardware error"
 )
+_DRIVER_WORDS = ("NVRM: ", "Xid (", "uncorrectable hardware error")
+WORDS = (
+    TRACEBACK_TEXT.removeprefix("("), "(core dumped)", *_DRIVER_WORDS, *(word for word, _ in _FATAL_LINES if word),
+)  # fmt: skip
+"""Texts of which every failure has one that may stand anywhere in a log; those that count only at its end have none."""
 
 
 class _Process:
@@ -183,9 +209,14 @@ class LogParser:
                 process = self._processes[prefix] = _Process()
             self._take(process, text.rstrip())
 
-    def skip(self, num_lines: int) -> None:
-        """Takes note of lines that are left out, because none of them looks like a failure."""
-        self._count(num_lines)
+    def skip(self, num_lines: int, sample: Sequence[str]) -> None:
+        """Takes note of lines that are left out, because none of them looks like a failure.
+
+        Args:
+            sample: some of these lines, which show how many of them are progress.
+        """
+        kinds = [line_kind(self._prefixes.split(line)[1]) for line in sample]
+        self._count(round(num_lines * kinds.count(LineKind.PROGRESS) / max(1, len(kinds))))
         self._processes.clear()
 
     def record(self, tail: str) -> LogRecord:
@@ -255,8 +286,9 @@ class LogParser:
         kind = line_kind(text)
         if kind in (LineKind.STACK, LineKind.BLANK):
             return True
-        is_message = _EXCEPTION.match(text) or not (is_logged(text) or kind is LineKind.NOISE)
-        if not is_message or xid_of(text) or _DRIVER_TEXT.search(text) or TRACEBACK_TEXT in text:
+        is_exception = _EXCEPTION.match(text) is not None
+        is_other_line = is_logged(text) or kind is LineKind.NOISE or xid_of(text) or _DRIVER_TEXT.search(text)
+        if (is_other_line and not is_exception) or TRACEBACK_TEXT in text:
             return False
         process.has_message, process.previous_block = True, block
         process.message_budget = MESSAGE_LINES if text.endswith(":") else 0
@@ -308,8 +340,10 @@ class LogParser:
 
     def _is_failure_line(self, process: _Process, text: str) -> bool:
         """Takes a line that shows a failure by itself; False if it does not."""
-        xid = xid_of(text)
-        if (xid and xid.xid_class is not XidClass.INFORMATIONAL) or _DRIVER_TEXT.search(text):
+        is_exception = _EXCEPTION.match(text) is not None  # its message may quote a line of the driver
+        xid = None if is_exception else xid_of(text)
+        is_of_driver = xid is not None and xid.xid_class is not XidClass.INFORMATIONAL
+        if is_of_driver or (not is_exception and _DRIVER_TEXT.search(text)):
             self._add_or_join(FailureKind.DRIVER, text)
             return True
         if self._add_signal(text):
@@ -317,7 +351,7 @@ class LogParser:
         if xid is None and _FATAL.search(text):
             self._add_or_join(FailureKind.FATAL, text)
             return True
-        if _EXCEPTION.match(text):
+        if is_exception:
             if process.next_is_ignored:
                 process.next_is_ignored = False
                 return True

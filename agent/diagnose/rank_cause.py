@@ -19,13 +19,19 @@ from ultrabench.agent.diagnose.log_lines import (
     split_lines,
 )
 from ultrabench.agent.diagnose.log_record import Failure, FailureKind, LogRecord, record_of
-from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause, may_follow
 from ultrabench.result import Status
 
 SHELL_SIGNAL_BASE = 128
 """A shell, and every program like it, ends with this number plus the signal that ended its child."""
 MAX_LINES_AFTER = 8
 """Lines of progress after a failure up to which the program seems to have ended with it."""
+MAX_LINES_AFTER_UNCAUGHT = 20
+"""As MAX_LINES_AFTER, for exit code 1, with which an uncaught exception ends Python.
+
+The lines are those of other processes that write to the log, and what C libraries had in their buffers. Python has none
+(PYTHONUNBUFFERED), so that more lines mean that the program caught the exception.
+"""
 MAX_LINES_BEFORE_EXIT = 3
 """As MAX_LINES_AFTER, for exit codes other than 1, which a program that has caught its exception may choose."""
 NEGATED_SIGNALS = frozenset({
@@ -38,8 +44,6 @@ MAX_PLAIN_LINES_AFTER = 3
 """As MAX_LINES_AFTER, for a line that is neither an exception nor a fatal line of a library."""
 _OUTER_SIGNALS = frozenset(CAUSE_BY_NAME["killed"].signals)
 """Signals that come from outside; of them a log knows nothing."""
-_CONSEQUENCES = frozenset({"killed", "exited_early"})
-"""Causes, besides errors of communication, that another failure may have."""
 
 
 class RankCause(NamedTuple):
@@ -50,6 +54,11 @@ class RankCause(NamedTuple):
     """The line that shows it."""
     failure: Failure | None = None
     """The failure in its log that shows it; None if only its exit does."""
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the failure of another process, or of another rank, may have caused this one."""
+        return may_follow(self.cause, self.line)
 
 
 def signal_of(code: int) -> int | None:
@@ -151,8 +160,9 @@ def _candidates(record: LogRecord, max_lines_after: float) -> list[Failure]:
 def _cause_by_log(code: int, record: LogRecord) -> RankCause | None:
     """What the log shows as the cause of this exit code; None if nothing in it is decisive."""
     number = signal_of(code)
-    # Only an uncaught exception ends Python with 1; what follows it in the log, Python and others had written before.
-    max_lines_after = float("inf") if code == 1 else MAX_LINES_BEFORE_EXIT if number is None else 0
+    max_lines_after = MAX_LINES_BEFORE_EXIT if number is None else 0
+    if code == 1:
+        max_lines_after = MAX_LINES_AFTER_UNCAUGHT
     candidates = _candidates(record, max_lines_after)
     while candidates and candidates[-1].kind is FailureKind.THREAD and _has_main_failure(candidates):
         candidates.pop()  # a thread that fails after the exception that ends the program
@@ -161,10 +171,20 @@ def _cause_by_log(code: int, record: LogRecord) -> RankCause | None:
     root = _root(candidates, record)
     if root is None:
         return None
-    is_weak = number not in (None, signal.SIGABRT) and root.cause.status == Status.COMM_ERROR
-    if is_weak and root.failure and _lines_to_end(record, root.failure):
+    if number is not None and root.cause.status == Status.COMM_ERROR and not _aborts(root, record, number):
         return None
     return root
+
+
+def _aborts(root: RankCause, record: LogRecord, number: int) -> bool:
+    """Whether an error of communication ended a process that a signal ended: a library wrote it and aborted at once.
+
+    A library may also abort behind an exception, but a segmentation fault behind one is another fault.
+    """
+    if root.failure is None:
+        return False
+    is_fatal_line = root.failure.kind is FailureKind.FATAL
+    return number == signal.SIGABRT or (is_fatal_line and not _lines_to_end(record, root.failure))
 
 
 def _has_main_failure(candidates: Sequence[Failure]) -> bool:
@@ -179,14 +199,14 @@ def _root(candidates: Sequence[Failure], record: LogRecord) -> RankCause | None:
     episode = [causes[-1]]
     for earlier in reversed(causes[:-1]):
         gap_lines = _gap_lines(record, earlier.failure, episode[0].failure)
-        may_follow = all(_is_consequence(later) for later in episode)
+        may_follow = all(later.may_follow for later in episode)
         if gap_lines and not (may_follow and gap_lines <= MAX_GAP_LINES):
             break
         episode.insert(0, earlier)
     if driver_cause := _driver_cause(record, episode[0].failure):
         return driver_cause
     hardware = next((c for c in episode if c.cause.status == Status.NODE_FAIL), None)
-    own = next((n for n, c in enumerate(episode) if not _is_consequence(c)), None)
+    own = next((n for n, c in enumerate(episode) if not c.may_follow), None)
     timeout = next((n for n, c in enumerate(episode) if c.cause.name == "nccl_timeout"), None)
     if hardware:
         return hardware
@@ -194,13 +214,6 @@ def _root(candidates: Sequence[Failure], record: LogRecord) -> RankCause | None:
         return episode[0]
     # What a rank shows after its communication was given up follows from that.
     return episode[timeout] if timeout is not None and timeout < own else episode[own]
-
-
-def _is_consequence(rank_cause: RankCause) -> bool:
-    """Whether the failure of another process, or of another rank, may have caused this one."""
-    line = rank_cause.line
-    is_pipe = line.startswith(("BrokenPipeError", "EOFError", "ConnectionResetError"))
-    return rank_cause.cause.status == Status.COMM_ERROR or rank_cause.cause.name in _CONSEQUENCES or is_pipe
 
 
 def _gap_lines(record: LogRecord, earlier: Failure | None, later: Failure | None) -> int:

@@ -1,9 +1,15 @@
 """The causes of failures: the status of each, and what follows from it. `families.py` has the texts that show them."""
 
+import re
 from dataclasses import dataclass
-from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR2
+from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGSEGV, SIGTERM, SIGUSR2
 
 from ultrabench.result import CIRCUMSTANTIAL_CAUSES, Status
+
+FIRST_TIER_OF_CONSEQUENCES = 3
+"""The smallest tier of causes that the failure of another process, or of another rank, may have."""
+_ENDED_STREAM = re.compile(r"EOFError\b")
+"""An exception of a program whose input another process closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,10 @@ class Cause:
         Hardware is first, since its faults cause others. Then come failures of a rank itself, and then ends that
         something else may have caused: kills, exits without a word, ranks that left early, and communication last.
         """
-        tier_by_name = {"foreign_memory": 1, "killed": 3, "abort": 3, "exit_code": 4, "exited_early": 5}
+        tier_by_name = {
+            "foreign_memory": 1, "killed": FIRST_TIER_OF_CONSEQUENCES, "abort": FIRST_TIER_OF_CONSEQUENCES,
+            "exit_code": 4, "exited_early": 5,
+        }  # fmt: skip
         tier_by_status = {Status.NODE_FAIL: 0, Status.COMM_ERROR: 6}
         return tier_by_name.get(self.name, tier_by_status.get(self.status, 1))
 
@@ -63,7 +72,7 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
     Cause("nccl_usage", Status.CRASH, "NCCL rejected a call"),
     Cause("bus_error", Status.CRASH, "bus error, often caused by a full /dev/shm", signals=(SIGBUS,)),
     Cause("segfault", Status.CRASH, "segmentation fault", signals=(SIGSEGV,)),
-    Cause("killed", Status.CRASH, "killed from outside", signals=(SIGKILL, SIGTERM, SIGINT, SIGHUP, SIGUSR2)),
+    Cause("killed", Status.CRASH, "killed from outside", signals=(SIGKILL, SIGTERM, SIGINT, SIGHUP, SIGUSR2, SIGPIPE)),
     Cause("signal", Status.CRASH, "killed by a signal"),
     Cause("abort", Status.CRASH, "aborted", signals=(SIGABRT,)),
     Cause("exception", Status.CRASH, "exception"),
@@ -76,3 +85,14 @@ CAUSE_BY_NAME = {cause.name: cause for cause in (
     Cause("connection_error", Status.COMM_ERROR, "a connection failed"),
 )}  # fmt: skip
 """Name -> cause. Where ranks failed at the same time, the first one in this order counts."""
+
+
+def tier_of(cause: Cause, line: str) -> int:
+    """The tier of a failure with this cause, which this line shows."""
+    is_exception = cause.name == "exception"
+    return FIRST_TIER_OF_CONSEQUENCES if is_exception and _ENDED_STREAM.match(line) else cause.tier
+
+
+def may_follow(cause: Cause, line: str) -> bool:
+    """Whether the failure of another process, or of another rank, may have caused this one."""
+    return tier_of(cause, line) >= FIRST_TIER_OF_CONSEQUENCES

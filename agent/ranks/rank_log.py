@@ -4,12 +4,13 @@ Most of a log is progress. So blocks of it are searched for the few words that e
 these, and the end, are read line by line.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ultrabench.agent.diagnose.log_lines import split_lines
-from ultrabench.agent.diagnose.log_record import LogParser, LogRecord, tail_of
+from ultrabench.agent.diagnose.log_record import WORDS, LogParser, LogRecord, tail_of
 from ultrabench.agent.ranks.cleanup import file_size_bytes
 from ultrabench.rank_report import read_or_nothing
 
@@ -23,13 +24,13 @@ BYTES_BEFORE, BYTES_AFTER = 8 * 2**10, 24 * 2**10
 """Bytes of an excerpt before and after a word."""
 NUM_FIRST_EXCERPTS, NUM_LAST_EXCERPTS = 8, 32
 """Excerpts that are read line by line: the first and the last ones."""
+SAMPLE_BYTES = 8 * 2**10
+"""Bytes in the middle of a part that is left out, which show how much of it is progress."""
 BYTES_PER_LINE = 100
 """Length of a line that is assumed where lines are not counted."""
-WORDS = (
-    b"most recent call last)", b"terminate called", b"Fatal Python error", b"ProcessGroupNCCL", b"Xid (",
-    b"by GPU node-", b"HSA_STATUS_ERROR", b"oom_kill", b"(core dumped)",
-)  # fmt: skip
-"""Words of failures that may stand anywhere in a log; those that count only at its end are not among them."""
+_WORDS = [word.encode() for word in WORDS]
+_GLOG_FATAL = re.compile(rb"F\d{3,4} ")
+"""The date of a fatal line of glog, for which no word stands."""
 
 
 class Span(NamedTuple):
@@ -48,11 +49,18 @@ def read_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> LogRecord:
     num_bytes, parser, lines, position = file_size_bytes(path), LogParser(), list[str](), 0
     for span in _excerpts(path, num_bytes, max_bytes):
         if span.start > position:
-            parser.skip(max(1, (span.start - position) // BYTES_PER_LINE))
-        text = read_or_nothing(path, span.start, span.end - span.start).decode(errors="replace")
-        lines, position = split_lines(text), span.end
+            sample_start = max(position, (position + span.start - SAMPLE_BYTES) // 2)
+            sample_text = _text_of(path, Span(sample_start, min(span.start, sample_start + SAMPLE_BYTES)))
+            # The first and the last line of the sample may be cut.
+            sample_lines = split_lines(sample_text)[1:-1]
+            parser.skip((span.start - position) // BYTES_PER_LINE, sample_lines)
+        lines, position = split_lines(_text_of(path, span)), span.end
         parser.feed(lines)
     return parser.record(tail_of(lines))
+
+
+def _text_of(path: Path, span: Span) -> str:
+    return read_or_nothing(path, span.start, span.end - span.start).decode(errors="replace")
 
 
 def _excerpts(path: Path, num_bytes: int, max_bytes: int) -> Iterator[Span]:
@@ -79,15 +87,16 @@ def _excerpts(path: Path, num_bytes: int, max_bytes: int) -> Iterator[Span]:
 def _positions(path: Path, searched: Span) -> list[int]:
     """Where words stand in a part of a log, in order; words that one excerpt shows together are one position."""
     positions = list[int]()
-    longest_word = max(map(len, WORDS))
+    longest_word = max(map(len, _WORDS))
     for block_start in range(searched.start, searched.end, BLOCK_BYTES):
         block_end = min(searched.end, block_start + BLOCK_BYTES)
         block = read_or_nothing(path, block_start, block_end - block_start + longest_word)
         block_positions = list[int]()
-        for word in WORDS:
+        for word in _WORDS:
             position = block.find(word)
             while position >= 0:
                 block_positions.append(block_start + position)
                 position = block.find(word, position + BYTES_AFTER // 2)
+        block_positions += [block_start + match.start() for match in _GLOG_FATAL.finditer(block)]
         positions += sorted(block_positions)
     return positions

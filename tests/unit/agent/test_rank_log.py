@@ -37,14 +37,30 @@ NOISE_LINES = [
     "wandb: ERROR Error while calling W&B API: Connection refused",
     "WARNING: CUDA out of memory in the evaluation, which is left out",
 ]
+NOTES_AFTER = [f"gpu01:{n}:99 [0] NCCL INFO comm 0x7f{n:04x} rank 0 nranks 8 - Abort COMPLETE" for n in range(1, 3000)] + [
+    "[W1124 10:00:00.1 socket.cpp:697] [c10d] The client socket has failed to connect to [gpu01]:22456 (errno: 22)",
+    "wandb: ERROR Error while calling W&B API: Connection refused",
+    "WARNING: CUDA out of memory in the evaluation, which is left out",
+]  # fmt: skip
+"""What libraries and loggers write while a process ends; steps behind an exception would mean that it was caught."""
 HALF_BYTES = 5 * 10**6
 
 
 @pytest.fixture(scope="module")
 def noise():
     """Five megabytes of progress, with warnings that mean nothing."""
-    lines = random.Random(7).sample(NOISE_LINES, len(NOISE_LINES))
-    text = "\n".join(lines).encode() + b"\n"
+    return shuffled(NOISE_LINES)
+
+
+@pytest.fixture(scope="module")
+def notes_after():
+    """Five megabytes of what libraries and loggers write while a process ends."""
+    return shuffled(NOTES_AFTER)
+
+
+def shuffled(lines):
+    """HALF_BYTES of these lines, in an order by chance."""
+    text = "\n".join(random.Random(7).sample(lines, len(lines))).encode() + b"\n"
     return (text * (HALF_BYTES // len(text) + 1))[:HALF_BYTES].rpartition(b"\n")[0] + b"\n"
 
 
@@ -60,12 +76,14 @@ def ended(progress, number, code, record):
 
 
 @pytest.mark.parametrize("example", TEXTS, ids=lambda example: example["name"])
-def test_a_text_in_the_middle_of_a_log_is_the_cause(example, noise, tmp_path):
+def test_a_text_in_the_middle_of_a_log_is_the_cause(example, noise, notes_after, tmp_path):
     chance = random.Random(example["name"])
     num_ranks = chance.choice((2, 4, 8, 16, 32, 64))
     culprit = chance.randrange(num_ranks)
     text = (STACK if example["traceback"] else "") + "\n".join(example["text"]) + "\n"
-    for log in (planted(tmp_path, noise, text), planted(tmp_path, b"step\n", text)):
+    for before, after in ((noise, notes_after), (b"step\n", b"step\n")):
+        log = tmp_path / "rank.log"
+        log.write_bytes(before + text.encode() + after)
         progress = AttemptProgress(num_ranks, [f"gpu{n:02}" for n in range(max(1, num_ranks // 8))])
         for number in chance.sample(range(num_ranks), num_ranks):
             code, peer_text = chance.choice(PEERS)
@@ -97,6 +115,7 @@ WARNED = (
     "[W1124 10:00:00.1 socket.cpp:697] [c10d] The client socket has failed to connect to [gpu01]:22456.\n"
 )
 PROGRESS = "iteration 3/200 | loss 2.5\n"
+REMOTE_ERROR = f"{STACK}torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited\n"
 CHILD_FAILED = f"{STACK}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n{'=' * 60}\ntrain.py FAILED\n"
 RICH = """\
 \u256d\u2500\u2500 Traceback (most recent call last) \u2500\u2500\u256e
@@ -127,7 +146,7 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"[rank3]: {STACK}{OOM}\n{CHILD_FAILED}", 1, "cuda_oom"),
         (f"{STACK}{OOM}\n{STACK}ConnectionResetError: [Errno 104] Connection reset by peer\n", 1, "cuda_oom"),
         (f"{STACK}{OOM}\n{PROGRESS * 9}{STACK}BrokenPipeError: [Errno 32] Broken pipe\n", 1, "cuda_oom"),
-        (f"{STACK}KeyError: 'lr'\n{PROGRESS * 99}", 1, "exception"),
+        (f"{STACK}KeyError: 'lr'\n{PROGRESS * 12}", 1, "exception"),
         (f"{STACK}KeyError: 'lr'\nwandb: Network error (ConnectionError), entering retry loop.\n", 1, "exception"),
         ("".join(f"gpu02: {line}\n" for line in f"{STACK}{OOM}".splitlines())
          + "gpu02: [2025-11-24 10:00:00,1] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 1200\n" * 12, 1, "cuda_oom"),
@@ -147,6 +166,9 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"{STACK}{OOM}\nsmaller batch\n{STACK}KeyError: 'lr'\n", 1, "exception"),
         (f"{STACK}{OOM}\n{PROGRESS * 30}", -11, "segfault"),
         (f"{STACK}{OOM}\n{PROGRESS * 30}", 3, "exit_code"),
+        (f"{STACK}{OOM}\nreducing to mbs=4\n{PROGRESS * 300}early stop\n", 1, "exit_code"),
+        (f"{STACK}ImportError: No module named 'apex'\nusing torch\n{PROGRESS * 99}diverged\n", 1, "exit_code"),
+        (f"{STACK}ConnectionResetError: [Errno 104] Connection reset by peer\n{PROGRESS * 99}diverged\n", 1, "exit_code"),
         (f"{STACK}{OOM}\n", -11, "cuda_oom"), (f"{STACK}{OOM}\n{PROGRESS}", -11, "segfault"),
         (f"{STACK}{OOM}\nWARNING: retrying with a smaller batch\n", -11, "segfault"),
         (f"{STACK}{OOM}\ntraining failed, bye\n", 3, "cuda_oom"),
@@ -180,6 +202,8 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (WARNED + PROGRESS * 30, -11, "segfault"), (WARNED, -11, "segfault"), (WARNED, -6, "abort"),
         (WARNED + "train: error: unknown option --foo\n", 2, "exit_code"),
         ("ERROR: Connection refused\ntrainer: validation failed\n", 3, "exit_code"),
+        (REMOTE_ERROR, -11, "segfault"), (REMOTE_ERROR, 139, "segfault"), (f"{REMOTE_ERROR}cleaning up\n", -11, "segfault"),
+        (f"{STACK}RuntimeError: [pair.cc:534] Connection closed by peer\n", -11, "segfault"), (REMOTE_ERROR, -6, "nccl_error"),
         (TIMEOUT, -6, "nccl_timeout"), (TIMEOUT, -11, "nccl_timeout"),
         (f"{TIMEOUT}{STACK}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory.\n", 1,
          "nccl_timeout"),
@@ -217,6 +241,69 @@ def test_what_decides_in_a_log(text, code, cause):
 )
 def test_a_counted_kill_for_lack_of_memory_explains_ends_without_a_reason(text, code, cause):
     assert cause_of(text, code, oom_killed=True) == cause
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "ValueError: metric 'uncorrectable ECC errors' unknown",
+        "ValueError: cannot parse kernel line 'NVRM: Xid (PCI:0000:1b:00): 79'",
+        "ValueError: HTTPError is not a loss name",
+        "ValueError: bad value 'Broken pipe'",
+        "ValueError: mode must be 'oom' or 'CUDA out of memory'",
+        "AttributeError: module 'torch' has no attribute 'NCCL error'",
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff: Connection reset by peer",
+        "RuntimeError: health check: GPU is lost column missing",
+        "RuntimeError: expected a tensor, got 'CUDA out of memory' instead",
+        'Exception: no handler for "NCCL error"',
+        "FileNotFoundError: [Errno 2] No such file or directory: '/data/gloo/train.bin'",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/x/watchdog got stuck for'",
+        "PermissionError: [Errno 13] Permission denied: '/opt/gloo/lib.so'",
+        "IsADirectoryError: [Errno 21] Is a directory: '/srv/gloo/'",
+        "redis.exceptions.ConnectionError: Error 111 connecting to redis:6379. Connection refused.",
+        'psycopg2.OperationalError: connection to server at "db", port 5432 failed: Connection refused',
+        "pymongo.errors.AutoReconnect: db:27017: [Errno 104] Connection reset by peer",
+    ],
+)
+def test_words_that_a_program_quotes_are_no_cause(message):
+    assert cause_of(f"{STACK}{message}\n") == "exception"
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("AttributeError: /opt/lib/libfused.so: undefined symbol: launch", "missing_library"),
+        ("PermissionError: [Errno 30] Read-only file system: '/tmp/x'", "disk_error"),
+        ("OSError: [Errno 12] Cannot allocate memory", "cpu_oom"),
+        ("RuntimeError: [/src/gloo/gloo/transport/tcp/pair.cc:534] unexpected end", "gloo_error"),
+        ("ConnectionResetError", "connection_error"),
+        ("multiprocessing.context.AuthenticationError: Connection refused", "connection_error"),
+        ("cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 1,000 bytes", "cuda_oom"),
+        ("pynvml.NVMLError_GpuIsLost: GPU is lost", "xid"),
+    ],
+)
+def test_exceptions_show_the_causes_that_their_types_can_have(message, cause):
+    assert cause_of(f"{STACK}{message}\n") == cause
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "F1124 10:00:00.000000 7 x.cc:7] Check failed: a == b",
+        "[F1124 10:00:00.5 ProcessGroupNCCL.cpp:1653] [PG ID 0 Rank 0] Terminating the process",
+        "[gpu01:7:0:7] Caught signal 11 (Segmentation fault: address not mapped to object at address (nil))",
+        "terminate called after throwing an instance of 'std::runtime_error'",
+        "malloc(): corrupted top size",
+        "python: x.cc:7: f: Assertion `a == b' failed.",
+        "symbol lookup error: /opt/lib/libx.so: undefined symbol: f",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.",
+        "NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus.",
+    ],
+)
+def test_fatal_lines_are_seen_anywhere_in_a_log(line, noise, notes_after, tmp_path):
+    path = tmp_path / "rank.log"
+    path.write_bytes(noise + f"{line}\n".encode() + notes_after)
+    assert [failure.lines for failure in read_log(path).failures] == [[line]]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,30 @@ def closed_by(peer):
     return raised(NCCL.format(f"socketProgress: Connection closed by remote peer {peer}<44321>"))
 
 
+MPI_ABORT = "MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD with errorcode 1.\n"
+FOLLOWERS = {
+    "shell_sigterm": {"code": 143},
+    "sigterm": {"code": -15},
+    "sigterm_of_agent": {"code": -15, "killed_by_us": True},
+    "sigint": {"code": -2},
+    "interrupt": raised("KeyboardInterrupt"),
+    "sigpipe": {"code": -13},
+    "silent": {"code": 1, "tail": "step 3\n"},
+    "mpi_abort": {"code": 1, "tail": MPI_ABORT},
+    "closed_stream": raised("EOFError"),
+    "closed_pickle": raised("EOFError: Ran out of input"),
+    "reset": raised("ConnectionResetError"),
+    "torchrun": raised("torch.distributed.elastic.multiprocessing.api.SignalException: Process 3054 got signal: 15"),
+    "store": raised("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store "
+                    "has failed. See inner exception for details."),
+    "closed": raised("torch.distributed.elastic.rendezvous.api.RendezvousClosedError"),
+    "left": raised("torch.distributed.elastic.rendezvous.api.RendezvousGracefulExitError"),
+    "jax": {"code": -6, "tail": "F1124 10:00:00.000000 1 client.h:80] Terminating process because the JAX distributed "
+            "service detected fatal errors. This most likely indicates that another task died.\n"},
+}  # fmt: skip
+"""How ranks end because a rank of another host has failed."""
+
+
 def judged(*ranks, hosts=("gpu01", "gpu02"), addresses=None, end=None):
     """The result of an attempt with these ranks, an equal number on each host."""
     progress = AttemptProgress(len(ranks), hosts, address_book=AddressBook(hosts, addresses))
@@ -69,6 +93,22 @@ def judged(*ranks, hosts=("gpu01", "gpu02"), addresses=None, end=None):
 def test_hosts_are_found_by_comparison(ranks, suspects, began_on):
     result = judged(*ranks)
     assert (list(result.suspect_hosts), list(result.began_on)) == (suspects, began_on), result.reason
+
+
+@pytest.mark.parametrize("follower", FOLLOWERS.values(), ids=[*FOLLOWERS])
+def test_ranks_that_only_follow_the_end_of_their_peers_do_not_count(follower):
+    result = judged(follower, follower, NEW, NEW)
+    assert (result.cause, result.suspect_hosts) == ("exception", ("gpu02",)), result.reason
+    assert judged(follower, follower, follower, NEW).began_on == ("gpu02",)
+
+
+@pytest.mark.parametrize(
+    "name", ["RendezvousConnectionError: x", "RendezvousTimeoutError", "RendezvousClosedError"]
+)
+def test_a_rendezvous_that_fails_everywhere_is_an_error_of_communication(name):
+    rank = raised(f"torch.distributed.elastic.rendezvous.api.{name}")
+    result = judged(rank, rank, rank, rank)
+    assert (result.status, result.suspect_hosts) == ("comm_error", ()), result.reason
 
 
 @pytest.mark.parametrize("rank", [NEW, PEER_ERROR, closed_by("gpu01"), {"code": -7}, {"code": -9}, NO_GPU])
