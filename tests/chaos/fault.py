@@ -32,8 +32,11 @@ REFUSALS: dict[str, frozenset[str]] = {
     "partition_away": frozenset(), "submit_limit": frozenset(), "busy_controller": frozenset(),
 }  # fmt: skip
 """Kinds of faults by which Slurm takes no jobs for a while, with the ends that they explain."""
-BAD_NODES: dict[str, frozenset[str]] = {"bad_node": frozenset({"crash"}), "no_agent": frozenset()}
-"""Kinds of faults of one node that nobody has listed; every crash there is explained while it is bad."""
+BAD_NODES: dict[str, frozenset[str]] = {
+    "bad_node": frozenset({"crash"}),
+    "no_agent": frozenset({"lost not_started"}),
+}
+"""Kinds of faults of one node that nobody has listed; every crash there, and every job that starts no agent, is explained."""
 EXPLAINS = FAILURES | INTERFERENCE | MISLEADING | REFUSALS | BAD_NODES
 """Kind of fault -> the true ends of the attempt it hits: a status, or a status and a cause.
 

@@ -185,8 +185,12 @@ def _explained(rows: Rows, records: Rows) -> list[str]:
             continue
         places = {row["allocation"], _key(row).rpartition(".")[0]}
         bad = [record for record in records if record.get("node") in (row.get("began_on") or ())]
-        if row["status"] == "crash" and bad:
+        unstarted = [record for record in records if record["kind"] == "no_agent"]
+        if bad and row["status"] == "crash":
             bad[0]["ends"].append("crash")
+            continue
+        if unstarted and (row["status"], row.get("cause")) == ("lost", "not_started"):
+            unstarted[0]["ends"].append("lost")
             continue
         ends = {row["status"], f"{row['status']} {row.get('cause')}"}
         fits = [o for o in open_ if o[1] in places and ends & EXPLAINS[o[0]["kind"]]]

@@ -119,6 +119,13 @@ def test_a_run_that_fails_on_a_bad_node_only_is_tried_elsewhere():
         assert bool(problems) == bool(complaint), problems
 
 
+def test_a_job_that_starts_no_agent_is_explained_on_a_node_where_none_starts():
+    lost = [row(status="lost", cause="not_started"), row(attempt=1, allocation="n1-2.0")]
+    silent = {"kind": "no_agent", "node": "gpu01", "allocations": []}
+    assert judge(lost, [silent], None, 1, 1) == []
+    assert judge(lost, [], None, 1, 1) != []
+
+
 def test_too_many_jobs():
     table = [row(str(number)) for number in range(10)]
     runs = executions_of(
