@@ -48,6 +48,8 @@ EVENTS_OF_BLAME = (
     "launched", "pause", "cancel", "submitting", "allocation_planned", "allocation_ended", "claimed", "result", "failed",
 )  # fmt: skip
 """The events of a journal from which the table follows."""
+EVENTS_OF_FAILURES = ("allocation_ended", "failed")
+"""The events without which no node is to blame."""
 NUM_NAMED_RUNS = 3
 """Runs that a reason names one by one."""
 
@@ -304,11 +306,20 @@ def latest_blame(state: SweepState) -> Blame:
 
 def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
     """What the journal says about nodes and runs."""
-    statuses = {attempt.result.status for attempt in state.attempts.values() if attempt.result}
-    has_failed = not LOCATED_STATUSES.isdisjoint(statuses)
-    rows = [t for a in state.attempts.values() if (t := trial_of(a))] if has_failed else []
+    rows = [t for a in state.attempts.values() if (t := trial_of(a))] if _has_located_failures(state) else []
     has_other_nodes = state.config.get("launcher", {}).get("name") != "local"
     return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes)
+
+
+def may_blame(state: SweepState) -> bool:
+    """Whether some failure may be a node's: of an attempt, of the start of a job, or as a node or Slurm reports it."""
+    ends = (end for allocation in state.allocations.values() for end in allocation.ends.values())
+    return _has_located_failures(state) or any(end.avoid or end.failed_on for end in ends)
+
+
+def _has_located_failures(state: SweepState) -> bool:
+    statuses = {attempt.result.status for attempt in state.attempts.values() if attempt.result}
+    return not LOCATED_STATUSES.isdisjoint(statuses)
 
 
 def _reported_nodes(state: SweepState) -> dict[str, str]:

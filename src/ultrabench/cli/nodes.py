@@ -1,7 +1,7 @@
 """The command `ultrabench nodes`, which says which nodes of a cluster are slow or failing."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +11,7 @@ import typer
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.store.damage import one_line_if_damaged, read_each
+from ultrabench.store.events import DECODERS
 from ultrabench.store.folder import SweepFolder, find_sweep, sweep_dirs
 
 if TYPE_CHECKING:  # for other commands this would be a slow import
@@ -94,17 +95,18 @@ def _attempt_rows(folders: list[SweepFolder]) -> "list[Row]":
 
 def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
     """Sweep, node and a line that says why jobs of the sweep do not use the node, or only if they must."""
-    from ultrabench.store.events import DECODERS
     from ultrabench.store.journal import read_journal
-    from ultrabench.store.state import fold
-    from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, latest_blame
+    from ultrabench.store.state import SweepState, fold
+    from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, EVENTS_OF_FAILURES, latest_blame, may_blame
 
-    decoders = {name: DECODERS[name] for name in EVENTS_OF_BLAME}
+    def state_of(folder: SweepFolder, event_names: Sequence[str]) -> SweepState:
+        decoders = {name: DECODERS[name] for name in event_names}
+        return fold(read_journal(folder.journal, lambda warning: None, decoders))
+
     for folder in folders:
-        with (
-            contextlib.suppress(UltrabenchError),
-            one_line_if_damaged(folder.path),
-        ):  # `_attempt_rows` has warned
-            state = fold(read_journal(folder.journal, lambda warning: None, decoders))
-            for node, line in latest_blame(state).node_lines.items():
-                yield folder.name, node, line
+        # `_attempt_rows` has warned. Most sweeps blame no node, so that the events of failures say enough.
+        with contextlib.suppress(UltrabenchError), one_line_if_damaged(folder.path):
+            if may_blame(state_of(folder, EVENTS_OF_FAILURES)):
+                state = state_of(folder, EVENTS_OF_BLAME)
+                for node, line in latest_blame(state).node_lines.items():
+                    yield folder.name, node, line
