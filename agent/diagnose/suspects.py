@@ -72,7 +72,7 @@ def _network_evidence(
     named_hosts = set[str]()
     for finding in rank_findings:
         # NCCL begins a line with the name of its own host.
-        named_hosts |= address_book.hosts_in(finding.text) - {finding.rank.host}
+        named_hosts |= address_book.hosts_in(finding.text_about_peers) - {finding.rank.host}
     if len(named_hosts) == 1:
         return HostEvidence(suspect_hosts=(*named_hosts,), began_on=(*named_hosts,))
     silent_ranks = [rank for rank in ranks if rank not in failed_ranks and not rank.done_line]
