@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ultrabench.agent.diagnose.log_lines import LineKind, line_kind, split_lines
 from ultrabench.agent.diagnose.log_record import Failure
 from ultrabench.agent.diagnose.rank_cause import (
+    MAX_LINES_AFTER,
     RankCause,
     cause_of_error,
     cause_of_killed,
@@ -90,6 +91,11 @@ class Finding(NamedTuple):
         """What may name the peers that this rank has lost."""
         warnings = self.failure.warnings if self.failure else []
         return "\n".join([*warnings, self.text])
+
+    @property
+    def ends_log(self) -> bool:
+        """Whether so few lines of progress follow the failure that the program cannot have caught it."""
+        return self.failure is None or self.failure.lines_after <= MAX_LINES_AFTER
 
     @property
     def tier(self) -> int:

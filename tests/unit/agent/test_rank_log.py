@@ -282,6 +282,16 @@ def test_a_counted_kill_for_lack_of_memory_explains_ends_without_a_reason(text, 
     assert cause_of(text, code, oom_killed=True) == cause
 
 
+@pytest.mark.parametrize(("num_steps", "confirmed"), [(0, True), (3, True), (12, False)])
+def test_a_lack_of_memory_with_steps_behind_it_is_not_confirmed(num_steps, confirmed):
+    sizes = "GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has"
+    progress = AttemptProgress(1, ["gpu01"])
+    text = f"{STACK}{OOM} {sizes} 79.00 GiB memory in use.\n{PROGRESS * num_steps}"
+    ended(progress, 0, 1, record_of(text))
+    result = classify(progress, TASK, None)
+    assert (result.cause, result.confirmed) == ("cuda_oom", confirmed)
+
+
 @pytest.mark.parametrize(
     "message",
     [
