@@ -116,6 +116,13 @@ def test_ranks_that_only_follow_the_end_of_their_peers_do_not_count(follower):
     assert judged(follower, follower, follower, NEW).began_on == ("gpu02",)
 
 
+@pytest.mark.parametrize("end", [{"code": 3, "tail": "validation failed\n"}, {"code": -9}, {"code": 1}])
+def test_kills_and_exits_without_a_word_do_not_say_where_it_began(end):
+    result = judged({"code": -15}, {"code": 143}, end, end)
+    assert (result.suspect_hosts, result.began_on) == ((), ("gpu01", "gpu02")), result.reason
+    assert judged(KILLED, KILLED, end, end).suspect_hosts == ("gpu02",)
+
+
 @pytest.mark.parametrize(
     "name", ["RendezvousConnectionError: x", "RendezvousTimeoutError", "RendezvousClosedError"]
 )
