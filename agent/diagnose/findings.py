@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ultrabench.agent.diagnose.log_lines import LineKind, line_kind, split_lines
 from ultrabench.agent.diagnose.log_record import Failure
 from ultrabench.agent.diagnose.rank_cause import (
+    MAX_LINES_AFTER,
     RankCause,
     cause_of_error,
     cause_of_killed,
@@ -34,7 +35,10 @@ OOM_KILL_CAUSES = frozenset({"killed", "exit_code"})
 """Causes of ranks that Linux may have killed, or a child of them, if it counted a kill on their node."""
 OOM_KILL_TEXT = "killed by Linux because the host ran out of memory"
 """What the reason says about a rank that Linux killed."""
-_LOST_CHILD = re.compile(r"exited unexpectedly|terminated abruptly|BrokenProcessPool|died unexpectedly")
+_LOST_CHILD = re.compile(
+    r"exited unexpectedly|terminated abruptly|BrokenProcessPool|died unexpectedly|unexpectedly terminated|SIGKILL"
+    r"|WorkerCrashedError|exit ?code:? -9\b"
+)
 
 INVALID_CAUSES = {"non_finite": "non_finite_loss", "replicas": "replicas_differ", "option": "option_ignored"}
 """Kind of an error of our own kernel -> the cause that makes the run invalid."""
@@ -81,6 +85,17 @@ class Finding(NamedTuple):
         """The lines that say what failed, without stacks."""
         lines = self.failure.lines if self.failure else split_lines(self.rank.last_text)
         return "\n".join(line for line in lines if line_kind(line) is not LineKind.STACK)
+
+    @property
+    def text_about_peers(self) -> str:
+        """What may name the peers that this rank has lost."""
+        warnings = self.failure.warnings if self.failure else []
+        return "\n".join([*warnings, self.text])
+
+    @property
+    def ends_log(self) -> bool:
+        """Whether so few lines of progress follow the failure that the program cannot have caught it."""
+        return self.failure is None or self.failure.lines_after <= MAX_LINES_AFTER
 
     @property
     def tier(self) -> int:
@@ -192,7 +207,8 @@ def cause_by_exit(rank: RankProgress) -> RankCause:
 
 def _is_lost_child(rank_cause: RankCause) -> bool:
     """Whether an exception says that a child of the rank ended without a reason."""
-    return rank_cause.cause.name == "exception" and bool(_LOST_CHILD.search(rank_cause.line))
+    is_exception = rank_cause.cause.name == "exception"
+    return is_exception and (rank_cause.may_follow or bool(_LOST_CHILD.search(rank_cause.line)))
 
 
 def has_filled_gpu(rank: RankProgress, text: str) -> bool | None:

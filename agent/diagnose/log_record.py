@@ -6,6 +6,7 @@ that of a caught exception. `rank_cause.py` decides, from the record and the exi
 
 import re
 import signal
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,6 +38,8 @@ MAX_FRAMES = 24
 """Largest number of innermost frames of a failure that are kept."""
 MESSAGE_LINES = 3
 """Lines that may follow `Last error:` of NCCL or an exception with an empty first line, and belong to it."""
+NUM_WARNINGS = 4
+"""Warnings of NCCL before a failure that are kept."""
 WRAP_COLUMNS = 79
 """Columns after which rich continues a message on the next line."""
 
@@ -73,6 +76,8 @@ class Failure:
     """Lines of progress between it and the next failure, or the end of the log."""
     time_s: float | None = None
     """When it was written, in seconds since the year began, by the node's clock; None if its first line has no time."""
+    warnings: list[str] = field(default_factory=list)
+    """What NCCL warned of shortly before, which may name peers."""
     signal: int | None = None
     """The signal that a line of kind SIGNAL names."""
 
@@ -91,6 +96,8 @@ _PYTHON_FRAME = re.compile(r'\s*(?:\| )*(?:> )?(File "[^"]+", line \d+, in \S+)'
 _RICH_FRAME = re.compile(r"[\u2502|] (/\S+?)\s*:(\d+) in (\S+)")
 _BOX = "\u2502\u256d\u2570\u2503\u250f\u2517"
 _GROUP_MARK = re.compile(r"\s*(?:\+-[+-]*|\|)(?: |$)")  # before each line of an exception group
+_EXCEPTION_GROUP = re.compile(r"(?:\w+\.)*\w*ExceptionGroup: .*\(\d+ sub-exceptions?\)")
+_TABLE_TRACEBACK = re.compile(r"(\s+)traceback *: Traceback ")  # torchrun, of a program with @record
 _IGNORED_HEAD = re.compile(
     r"Exception ignored |Error in atexit\._run_exitfuncs|Error in sys\.excepthook|--- Logging error ---"
     r"|Task exception was never retrieved|Exception ignored in atexit"
@@ -103,6 +110,7 @@ _LAUNCHER_TYPES = (
 _LAUNCHER = re.compile(rf"[\w.]*(?:{'|'.join(_LAUNCHER_TYPES)})\b")
 _NCCL_MESSAGE = re.compile(r"NCCL [Ee]rror|nccl\w+Error")
 _NCCL_LINE = re.compile(r"nccl[A-Z]\w+: |Last error:")
+_NCCL_WARNING = "NCCL WARN"
 _MORE_MESSAGE = re.compile(r"raised:$|\bin DataLoader worker process|\breplica \d+ on device")
 _FATAL_LINES = (
     (
@@ -112,7 +120,7 @@ _FATAL_LINES = (
     (None, r"^\[F\d*[ \]]|^F\d{4} "),  # glog
     ("terminate called", r"^terminate called"),
     ("libc++abi: ", r"^libc\+\+abi: "),
-    ("what():  ", r"^\s*what\(\):  "),
+    (None, r"^\s*what\(\):  "),  # behind `terminate called`
     ("Fatal Python error: ", r"^Fatal Python error: "),
     ("free(): ", r"^(?:\S+: )?free\(\): "),
     ("alloc(): ", r"^(?:\S+: )?(?:malloc|realloc)\(\): "),
@@ -132,7 +140,7 @@ _FATAL_LINES = (
     ("symbol lookup error", r"symbol lookup error"),
     ("Caught signal ", r"\bCaught signal \d+ \("),
 )
-"""Lines with which libraries end a process: a text that each of them has, None if it has only digits, and the pattern."""
+"""Lines with which libraries end a process: a text that each of them has, None if it has none of its own, and the pattern."""
 _FATAL = re.compile("|".join(pattern for _, pattern in _FATAL_LINES))
 _SIGNAL_BY_WORDS = {
     "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Killed": signal.SIGKILL,
@@ -175,6 +183,8 @@ class _Process:
         self.has_message = False
         """Whether the message of the block has begun, so that its traceback is over."""
         self.is_rich = False
+        self.indent = ""
+        """What stands before each line of the block in the table of a launcher."""
         self.is_ignored = False
         """Whether Python itself ignores the exception of the block."""
         self.message_budget = 0
@@ -194,6 +204,7 @@ class LogParser:
         self._prefixes = Prefixes()
         self._processes = dict[str, _Process]()
         self._failures = list[Failure]()
+        self._warnings = deque[str](maxlen=NUM_WARNINGS)
         self._line = ""
         """The current line with its prefix."""
 
@@ -258,17 +269,25 @@ class LogParser:
             return
         if line_kind(text) is LineKind.PROGRESS:
             process.marker, process.next_is_ignored, process.is_chained = FailureKind.EXCEPTION, False, False
+            self._warnings.clear()
             self._count(1)
+        elif _NCCL_WARNING in text:
+            self._warnings.append(text.strip()[:MAX_KEPT_CHARS])
 
     def _begins_traceback(self, process: _Process, text: str) -> bool:
         if is_logged(text):  # a logger shows an exception that was caught
             return False
-        is_chained = process.is_chained or "Original Traceback" in text or "Traceback of" in text
+        previous_lines = process.previous_block.lines if process.previous_block is not None else []
+        is_in_group = bool(_GROUP_MARK.match(text)) and any(map(_EXCEPTION_GROUP.match, previous_lines))
+        is_named = "Original Traceback" in text or "Traceback of" in text
+        is_chained = process.is_chained or is_in_group or is_named
         if is_chained and process.previous_block is not None:
             process.block, process.has_message = process.previous_block, False
         else:
             process.block, process.has_message = Failure(kind=process.marker), False
             process.is_ignored = process.next_is_ignored
+        table_match = _TABLE_TRACEBACK.match(text)
+        process.indent = table_match[1] if table_match else ""
         process.is_rich = any(mark in text for mark in _BOX) or text.startswith(("+-", "+ "))
         process.marker, process.next_is_ignored, process.is_chained = FailureKind.EXCEPTION, False, False
         return True
@@ -277,7 +296,7 @@ class LogParser:
         """Takes a line after the beginning of a traceback: a frame, or the exception, with which the message begins."""
         block = process.block
         assert block is not None
-        text = _GROUP_MARK.sub("", text) if _GROUP_MARK.match(text) else text
+        text = self._without_marks(process, text)
         if frame := _PYTHON_FRAME.match(text) or _RICH_FRAME.match(text):
             is_rich = frame.re is _RICH_FRAME
             block.frames.append('File "{}", line {}, in {}'.format(*frame.groups()) if is_rich else frame[1])
@@ -302,41 +321,44 @@ class LogParser:
         return True
 
     def _continues_message(self, process: _Process, text: str) -> bool:
-        """Takes a line that may belong to the message of an exception; if it does not, the block is over."""
+        """Takes a line that may belong to the message of a failure; if it does not, the block is over."""
         block = process.block
         assert block is not None
+        text = self._without_marks(process, text)
+        if "Original Traceback" in text or "Traceback of" in text:
+            return False
         previous_line = block.lines[-1] if block.lines else ""
-        text = _GROUP_MARK.sub("", text) if _GROUP_MARK.match(text) else text
-        if TRACEBACK_TEXT in text and ("Original Traceback" in text or "Traceback of" in text):
-            return False
-        first_word_end = len(text.partition(" ")[0])
         is_nccl = any(map(_NCCL_MESSAGE.search, block.lines))
-        is_note_of_nccl = is_nccl and process.message_budget > 0 and "NCCL WARN" in text
-        is_plain = line_kind(text) in (LineKind.PROGRESS, LineKind.NOTE) and TRACEBACK_TEXT not in text
-        is_plain = is_plain and not _FATAL.search(text)
-        is_plain = is_plain and (is_note_of_nccl or not is_note(text))
-        is_plain = is_plain and not _IGNORED_HEAD.match(text) and xid_of(text) is None
-        is_plain = is_plain and not text.startswith(CHAIN_TEXTS) and len(block.lines) < MAX_FAILURE_LINES
+        may_warn = is_nccl and process.message_budget > 0
+        if len(block.lines) < MAX_FAILURE_LINES and _may_be_message(text, may_warn=may_warn):
+            num_columns = len(previous_line.rpartition("\n")[2]) + len(text.partition(" ")[0])
+            is_exception = block.kind is not FailureKind.FATAL and _EXCEPTION.match(text) is not None
+            if process.is_rich and num_columns > WRAP_COLUMNS - 1:
+                block.lines[-1] = f"{previous_line}\n{text}"[:MAX_KEPT_CHARS]
+                return True
+            if is_nccl and _NCCL_LINE.match(text):
+                self._add_line(block, text)
+                process.message_budget = MESSAGE_LINES if text.startswith("Last error:") else 0
+                return True
+            if process.message_budget > 0 or is_exception or _MORE_MESSAGE.search(previous_line):
+                self._add_line(block, text)
+                process.message_budget -= 1
+                return True
         if (
-            is_plain
-            and process.is_rich
-            and len(previous_line.rpartition("\n")[2]) + first_word_end > WRAP_COLUMNS - 1
+            text
+            and line_kind(text) is LineKind.NOISE
+            and not _FATAL.search(text)
+            and _signal_match(text) is None
         ):
-            block.lines[-1] = f"{previous_line}\n{text}"[:MAX_KEPT_CHARS]
-        elif is_plain and is_nccl and _NCCL_LINE.match(text):
-            self._add_line(block, text)
-            process.message_budget = MESSAGE_LINES if text.startswith("Last error:") else 0
-        elif is_plain and (
-            process.message_budget > 0 or _EXCEPTION.match(text) or _MORE_MESSAGE.search(previous_line)
-        ):
-            self._add_line(block, text)
-            process.message_budget -= 1
-        elif text and line_kind(text) is LineKind.NOISE and _signal_match(text) is None:
             return True
-        else:
-            process.block, process.is_rich = None, False
-            return False
-        return True
+        process.block, process.is_rich = None, False
+        return False
+
+    @staticmethod
+    def _without_marks(process: _Process, text: str) -> str:
+        """A line of a block without the marks of an exception group and the indent of a launcher's table."""
+        text = text.removeprefix(process.indent)
+        return _GROUP_MARK.sub("", text) if _GROUP_MARK.match(text) else text
 
     def _is_failure_line(self, process: _Process, text: str) -> bool:
         """Takes a line that shows a failure by itself; False if it does not."""
@@ -349,15 +371,22 @@ class LogParser:
         if self._add_signal(text):
             return True
         if xid is None and _FATAL.search(text):
-            self._add_or_join(FailureKind.FATAL, text)
+            block = self._add_or_join(FailureKind.FATAL, text)
+            # A library puts the rank before the first line of its message only.
+            for writer in (process, self._processes.setdefault("", _Process())):
+                if writer is process or writer.block is None:
+                    writer.block, writer.has_message = block, True
+                    writer.message_budget, writer.is_rich, writer.indent = 0, False, ""
             return True
         if is_exception:
             if process.next_is_ignored:
                 process.next_is_ignored = False
                 return True
-            block = Failure(kind=FailureKind.BARE)
+            is_of_launcher = _LAUNCHER.match(text) is not None
+            block = Failure(kind=FailureKind.LAUNCHER if is_of_launcher else FailureKind.BARE)
             self._add_line(block, text)
             self._append(block)
+            process.indent = ""
             process.block, process.has_message, process.previous_block = block, True, block
             process.message_budget, process.is_rich = MESSAGE_LINES if text.endswith(":") else 0, False
             return True
@@ -379,24 +408,37 @@ class LogParser:
         self._append(failure)
         return True
 
-    def _add_or_join(self, kind: FailureKind, text: str) -> None:
-        """Adds a line to the failure of this kind that it follows directly, or else a new failure."""
+    def _add_or_join(self, kind: FailureKind, text: str) -> Failure:
+        """Adds a line to the failure of this kind that it follows directly, or else a new failure; returns it."""
         last = self._failures[-1] if self._failures else None
         if last is not None and last.kind is kind and not last.lines_after:
             self._add_line(last, text)
-            return
+            return last
         failure = Failure(kind=kind)
         self._add_line(failure, text)
         self._append(failure)
+        return failure
 
     def _append(self, failure: Failure) -> None:
-        failure.time_s = time_of(self._line)
+        failure.time_s, failure.warnings = time_of(self._line), [*self._warnings]
         self._failures.append(failure)
 
     @staticmethod
     def _add_line(failure: Failure, text: str) -> None:
         if len(failure.lines) < MAX_FAILURE_LINES:
             failure.lines.append(text.strip()[:MAX_KEPT_CHARS])
+
+
+def _may_be_message(text: str, *, may_warn: bool) -> bool:
+    """Whether a line may belong to the message that it follows: it is no stack, and nothing that begins anew.
+
+    Args:
+        may_warn: whether the message may quote a warning of NCCL.
+    """
+    if line_kind(text) not in (LineKind.PROGRESS, LineKind.NOTE) or text.startswith(CHAIN_TEXTS):
+        return False
+    begins_anew = TRACEBACK_TEXT in text or _FATAL.search(text) or _IGNORED_HEAD.match(text) or xid_of(text)
+    return not begins_anew and (not is_note(text) or (may_warn and _NCCL_WARNING in text))
 
 
 def _signal_match(text: str) -> re.Match[str] | None:

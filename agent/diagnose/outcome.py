@@ -167,7 +167,9 @@ def _failed_result(rank_findings: list[Finding], progress: AttemptProgress) -> R
     check_own_memory = {"cuda_oom": has_filled_gpu, "cpu_oom": has_reached_limit}.get(cause.name)
     failure_id = fingerprint(cause.name, rank.phase, line, root.traceback, progress.hosts)
     confirmed = (
-        bool(check_own_memory and check_own_memory(rank, root.text)) if cause.status == Status.OOM else None
+        bool(check_own_memory and root.ends_log and check_own_memory(rank, root.text))
+        if cause.status == Status.OOM
+        else None
     )
     if confirmed or cause.name == "host_oom":
         evidence = NO_EVIDENCE_ABOUT_HOSTS  # the run needs more memory than it may use, on any node

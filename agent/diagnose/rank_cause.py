@@ -4,6 +4,7 @@ An uncaught exception, a fatal line of a library or a fatal signal decides; warn
 after which the program went on do not.
 """
 
+import re
 import signal
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,6 +43,11 @@ MAX_GAP_LINES = 20
 """Lines of progress between a failure and a consequence of it, such as the error of a peer that shares the log."""
 MAX_PLAIN_LINES_AFTER = 3
 """As MAX_LINES_AFTER, for a line that is neither an exception nor a fatal line of a library."""
+_LAUNCHER_LINE = re.compile(r"\bexitcode\b|exits with return code|exited on signal")
+"""Lines in which launchers name the ends of all their processes."""
+_FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):.*?exitcode *: (-?\d+)", re.DOTALL)
+_CHILD_ENDED = re.compile(r"[\w.]*(?:ChildFailedError|ProcessExitedException)\b")
+"""Exceptions by which launchers say no more than that one of their processes failed."""
 _OUTER_SIGNALS = frozenset(CAUSE_BY_NAME["killed"].signals)
 """Signals that come from outside; of them a log knows nothing."""
 
@@ -238,11 +244,18 @@ def _driver_cause(record: LogRecord, first: Failure | None) -> RankCause | None:
 def _cause_of_child(record: LogRecord) -> RankCause | None:
     """The cause that a shell or a launcher reports of one of its processes; None if none does."""
     failures = [f for f in record.failures if f.kind is FailureKind.SIGNAL]
-    # A launcher ends the other processes by SIGTERM.
-    failures = [f for f in failures if f.signal != signal.SIGTERM] or failures
+    # A launcher ends the other processes by SIGTERM, after the first one has failed.
+    failures = [f for f in failures if f.signal != signal.SIGTERM or not _LAUNCHER_LINE.search(f.lines[0])]
+    if first_match := _FIRST_FAILURE.search(record.tail):
+        first_signal = signal_of(int(first_match[1]))
+        failures = [f for f in failures if f.signal == first_signal or not _LAUNCHER_LINE.search(f.lines[0])]
     launchers = [f for f in record.failures if f.kind is FailureKind.LAUNCHER]
     for failure in (*failures[:1], *launchers[:1]):
-        return RankCause(*cause_of_failure(failure), failure)
+        cause, line = cause_of_failure(failure)
+        is_unknown = failure.kind is FailureKind.LAUNCHER and cause.name == "exception"
+        if is_unknown and _CHILD_ENDED.match(line):
+            cause = CAUSE_BY_NAME["exit_code"]
+        return RankCause(cause, line, failure)
     return None
 
 

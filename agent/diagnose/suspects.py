@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ultrabench.agent.diagnose.addresses import AddressBook
 from ultrabench.agent.diagnose.findings import Finding
 from ultrabench.agent.ranks.rank_progress import RankProgress
-from ultrabench.result import TRANSIENT_CAUSES, Status
+from ultrabench.result import EXITED_EARLY, TRANSIENT_CAUSES, Status
 
 
 class HostEvidence(NamedTuple):
@@ -42,9 +42,17 @@ def host_evidence(
         return NO_EVIDENCE_ABOUT_HOSTS
     if root.status == Status.COMM_ERROR:
         return _network_evidence(rank_findings, ranks, address_book)
-    # A rank that has lost its peers may report a network error, or end without a word; so may the root, if none did more.
-    root_tier = rank_findings[0].tier
-    failed_by_themselves = [f.rank for f in rank_findings if not f.may_follow or f.tier == root_tier]
+    # A rank that has lost its peers may report a network error, or end early without an error.
+    weaker_causes = {EXITED_EARLY} - {root.name}
+    own_findings = [
+        finding
+        for finding in rank_findings
+        if finding.cause.status != Status.COMM_ERROR and finding.cause.name not in weaker_causes
+    ]
+    # Kills and exits without a word do not say which of them came first; next to another failure they follow it.
+    if not rank_findings[0].may_follow:
+        own_findings = [finding for finding in own_findings if not finding.may_follow]
+    failed_by_themselves = [finding.rank for finding in own_findings]
     evidence = evidence_of_ranks(failed_by_themselves, ranks)
     # A lack of memory is the run's, unless it does not lack any on other nodes.
     return evidence._replace(suspect_hosts=()) if root.status == Status.OOM else evidence
@@ -72,7 +80,7 @@ def _network_evidence(
     named_hosts = set[str]()
     for finding in rank_findings:
         # NCCL begins a line with the name of its own host.
-        named_hosts |= address_book.hosts_in(finding.text) - {finding.rank.host}
+        named_hosts |= address_book.hosts_in(finding.text_about_peers) - {finding.rank.host}
     if len(named_hosts) == 1:
         return HostEvidence(suspect_hosts=(*named_hosts,), began_on=(*named_hosts,))
     silent_ranks = [rank for rank in ranks if rank not in failed_ranks and not rank.done_line]

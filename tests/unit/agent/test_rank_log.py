@@ -115,8 +115,37 @@ WARNED = (
     "[W1124 10:00:00.1 socket.cpp:697] [c10d] The client socket has failed to connect to [gpu01]:22456.\n"
 )
 PROGRESS = "iteration 3/200 | loss 2.5\n"
+LOKY = (
+    f"{STACK}joblib.externals.loky.process_executor.TerminatedWorkerError: A worker process managed by the executor was "
+    "unexpectedly terminated.\n\nThe exit codes of the workers are {SIGKILL(-9)}\n"
+)
 REMOTE_ERROR = f"{STACK}torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited\n"
 CHILD_FAILED = f"{STACK}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n{'=' * 60}\ntrain.py FAILED\n"
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/src/train.py", line 7, in <module>
+  |     asyncio.run(main())
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/src/train.py", line 4, in step
+    |     loss.backward()
+    | {}
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "/src/train.py", line 5, in wait
+    | asyncio.exceptions.CancelledError
+    +------------------------------------
+"""
+TABLE = (
+    f"{CHILD_FAILED}Failures:\n[1]:\n  time      : 2026-11-24_10:00:00\n  exitcode  : -6 (pid: 11)\n"
+    "  traceback : To enable traceback see: https://pytorch.org\n----------\nRoot Cause (first observed failure):\n[0]:\n"
+    "  rank      : 0 (local_rank: 0)\n  exitcode  : {first} (pid: 10)\n==========\n"
+)
+RECORDED = (
+    f"{CHILD_FAILED}Root Cause (first observed failure):\n[0]:\n  exitcode  : 1 (pid: 10)\n"
+    '  traceback : Traceback (most recent call last):\n    File "/src/train.py", line 7, in main\n      step()\n  {}\n  \n==========\n'
+)
 RICH = """\
 \u256d\u2500\u2500 Traceback (most recent call last) \u2500\u2500\u256e
 \u2502 /src/train.py:19 in <module>              \u2502
@@ -182,6 +211,13 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"Exception in thread Thread-2 (_pin_memory_loop):\n{STACK}{OOM}\n{STACK}RuntimeError: Pin memory thread exited "
          "unexpectedly\n", 1, "cuda_oom"),
         (f"{STACK}{OOM}\n{PROGRESS}Exception in thread QueueFeederThread:\n{STACK}ValueError: closed\n", 1, "cuda_oom"),
+        # The exceptions of a group are its cause.
+        (GROUP.format(OOM), 1, "cuda_oom"), (GROUP.format("KeyError: 'lr'"), 1, "exception"),
+        # Tables of torchrun: the first observed failure counts, and what the program recorded of it.
+        (f"{CHILD_FAILED}  exitcode  : -15 (pid: 6135) (SIGTERM)\n", 1, "exit_code"),
+        (TABLE.format(first=3), 1, "exit_code"), (TABLE.format(first=-9), 1, "killed"), (TABLE.format(first=-11), 1, "segfault"),
+        (RECORDED.format(OOM), 1, "cuda_oom"), (RECORDED.format("KeyError: 'lr'"), 1, "exception"),
+        ("run.sh: line 7: 481 Terminated      python x.py\n", 1, "killed"),
         # Races in compile caches show in paths, or in frames.
         ('Traceback (most recent call last):\n  File "/env/triton/runtime/cache.py", line 70, in get_group\n    x\n'
          "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "compile_cache"),
@@ -235,12 +271,25 @@ def test_what_decides_in_a_log(text, code, cause):
         (f"{STACK}RuntimeError: DataLoader worker (pid(s) 22048) exited unexpectedly\n", 1, "host_oom"),
         (f"{CHILD_FAILED}  exitcode  : -9 (pid: 48156)\n", 1, "host_oom"),
         (PEERS[0][1], 1, "host_oom"),
+        (f"{STACK}EOFError\n", 1, "host_oom"),
+        (f"{STACK}ConnectionResetError: [Errno 104] Connection reset by peer\n", 1, "host_oom"),
+        (LOKY, 1, "host_oom"),
         (f"{STACK}KeyError: 'lr'\n", 1, "exception"),
         ("", -11, "segfault"),
     ],
 )
 def test_a_counted_kill_for_lack_of_memory_explains_ends_without_a_reason(text, code, cause):
     assert cause_of(text, code, oom_killed=True) == cause
+
+
+@pytest.mark.parametrize(("num_steps", "confirmed"), [(0, True), (3, True), (12, False)])
+def test_a_lack_of_memory_with_steps_behind_it_is_not_confirmed(num_steps, confirmed):
+    sizes = "GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has"
+    progress = AttemptProgress(1, ["gpu01"])
+    text = f"{STACK}{OOM} {sizes} 79.00 GiB memory in use.\n{PROGRESS * num_steps}"
+    ended(progress, 0, 1, record_of(text))
+    result = classify(progress, TASK, None)
+    assert (result.cause, result.confirmed) == ("cuda_oom", confirmed)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def closed_by(peer):
     return raised(NCCL.format(f"socketProgress: Connection closed by remote peer {peer}<44321>"))
 
 
+WATCHDOG = """\
+[E1124 02:07:08.4 ProcessGroupNCCL.cpp:1895] [PG ID 0 Rank 0] Process group watchdog thread terminated with exception: \
+NCCL error: remote process exited or there was a network error, NCCL version 2.21.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+NET/IB : Got completion from peer gpu02-ib0<44206> with status=12 opcode=0 len=0 vendor err 129
+Exception raised from checkForNCCLErrorsInternal at ProcessGroupNCCL.cpp:2132 (most recent call first):
+"""
+WARNED = "gpu01:1:2 [0] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to gpu02-ib0<41111> failed\n"
 MPI_ABORT = "MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD with errorcode 1.\n"
 FOLLOWERS = {
     "shell_sigterm": {"code": 143},
@@ -85,6 +94,11 @@ def judged(*ranks, hosts=("gpu01", "gpu02"), addresses=None, end=None):
         ([closed_by("gpu02")] * 4, ["gpu02"], ["gpu02"]),
         ([closed_by("gpu02"), closed_by("gpu02"), closed_by("gpu01"), closed_by("gpu01")], [], []),
         ([PEER_ERROR] * 4, [], []),
+        ([{"code": -6, "tail": WATCHDOG}] * 2 + [KILLED] * 2, ["gpu02"], ["gpu02"]),
+        ([{"code": -6, "tail": f"[rank0]:{WATCHDOG}"}] * 2 + [KILLED] * 2, ["gpu02"], ["gpu02"]),
+        ([{"code": 1, "tail": f"{WARNED}{TRACE}{NCCL.format('')}\n"}] * 2 + [KILLED] * 2, ["gpu02"], ["gpu02"]),
+        # A warning with steps behind it was no failure.
+        ([{"code": 1, "tail": f"{WARNED}step 3\n{TRACE}{NCCL.format('')}\n"}] * 2 + [KILLED] * 2, [], []),
         ([closed_by("10.0.0.2")] * 2 + [KILLED] * 2, [], []),
         # Few ranks that fail without a word: it began with them.
         ([PEER_ERROR, PEER_ERROR, PEER_ERROR, KILLED], [], ["gpu02"]),
@@ -100,6 +114,13 @@ def test_ranks_that_only_follow_the_end_of_their_peers_do_not_count(follower):
     result = judged(follower, follower, NEW, NEW)
     assert (result.cause, result.suspect_hosts) == ("exception", ("gpu02",)), result.reason
     assert judged(follower, follower, follower, NEW).began_on == ("gpu02",)
+
+
+@pytest.mark.parametrize("end", [{"code": 3, "tail": "validation failed\n"}, {"code": -9}, {"code": 1}])
+def test_kills_and_exits_without_a_word_do_not_say_where_it_began(end):
+    result = judged({"code": -15}, {"code": 143}, end, end)
+    assert (result.suspect_hosts, result.began_on) == ((), ("gpu01", "gpu02")), result.reason
+    assert judged(KILLED, KILLED, end, end).suspect_hosts == ("gpu02",)
 
 
 @pytest.mark.parametrize(
