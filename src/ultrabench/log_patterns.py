@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError, nearest_name
@@ -20,6 +21,9 @@ from ultrabench.rank_report import is_number
 
 TRY_LOG = "ultrabench kernel try-log PATTERN FILE"
 """The command that tests a pattern without a launch."""
+_LOSS_GROUP = "(?P<loss>"
+_NO_NUMBER = re.compile(r"[\[(]?[-+]?(?:nan|inf(?:inity)?|n/a|none|null)[\])]?[,;|]?", re.IGNORECASE)
+"""What programs write in place of a loss that is no number."""
 OBSERVED_EVENT = "observed"
 """Event of what a log shows beside the steps. A user's report cannot have this event, and it is no sign of progress."""
 
@@ -144,13 +148,48 @@ def times_by_arrival(step_line: str | None) -> bool:
     return step_line is not None and not TIME_GROUPS & compile_any(step_line).groupindex.keys()
 
 
+def search_line(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Where a pattern matches a line; a loss that is no number is found, although its group may want digits.
+
+    Without this, a loss that becomes nan would end the steps of a run, or leave them without a loss.
+    """
+    match = pattern.search(text)
+    if "loss" not in pattern.groupindex or (match is not None and match["loss"] is not None):
+        return match
+    any_loss_pattern = _with_any_loss(pattern)
+    any_loss_match = any_loss_pattern.search(text) if any_loss_pattern else None
+    if any_loss_match is None or not _NO_NUMBER.fullmatch(any_loss_match["loss"] or ""):
+        return match
+    return any_loss_match
+
+
+@cache
+def _with_any_loss(pattern: re.Pattern[str]) -> re.Pattern[str] | None:
+    """The pattern with a group `loss` that matches any word; None where that is no regular expression."""
+    head, _, rest = pattern.pattern.partition(_LOSS_GROUP)
+    depth, is_in_set, position = 1, False, 0
+    while depth and position < len(rest):
+        character = rest[position]
+        if character == "\\":
+            position += 1
+        elif character in "[]":
+            is_in_set = character == "["
+        elif not is_in_set:
+            depth += (character == "(") - (character == ")")
+        position += 1
+    try:
+        return re.compile(f"{head}{_LOSS_GROUP}\\S+){rest[position:]}", pattern.flags)
+    except re.error:  # it referred to a group inside the loss
+        return None
+
+
 def parse_log_line(line: str, pattern: re.Pattern[str], option: str) -> dict[str, Any] | None:
     """What a line shows that matches the pattern of an option other than step_line, as a line of a report; else None.
 
     Args:
         pattern: what `compile_pattern` returns for the option.
     """
-    match = pattern.search(without_escapes(line))
+    match = search_line(pattern, without_escapes(line))
     if match is None:
         return None
     values: dict[str, Any] = {}

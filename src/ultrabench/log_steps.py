@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ultrabench.errors import counted
 from ultrabench.log_lines import LogLine, Sighting, bar_step
 from ultrabench.log_numbers import UnreadableError, decimal_mark_in, is_readable, unit_beside
-from ultrabench.log_patterns import LOG_PATTERNS, TIME_GROUPS, MisreadError, quantities
+from ultrabench.log_patterns import LOG_PATTERNS, TIME_GROUPS, MisreadError, quantities, search_line
 
 _COUNTER = re.compile(
     r"\b(global_step|optimizer[ _]step|step|iteration|iter|update)\b\W{0,4}(\d+)\b(?!\.\d)", re.IGNORECASE
@@ -162,7 +162,7 @@ class StepReader:
     def read(self, line: LogLine) -> list[StepLine | DroppedLine]:
         """What a line adds: steps, or why it matches and does not count; nothing if it does not match."""
         self._number += 1
-        match = self.pattern.search(line.text)
+        match = search_line(self.pattern, line.text)
         if match is None:
             return []
         self._decimal_mark = decimal_mark_in(_texts(match), "") or self._decimal_mark

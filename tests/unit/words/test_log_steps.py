@@ -80,6 +80,11 @@ def test_the_times_of_steps(pattern, log, seconds):
         (r"time (?P<seconds>\S+)(?: loss (?P<loss>\S+))?", "time 0.4 loss 3.0\ntime 0.5\ntime 0.6 loss --", [3.0, None, math.nan]),
         (r"loss=(?P<loss>[^ ,}]+).* (?P<seconds>\S+) s", "loss=None, 0.5 s\nloss=tensor(2.5), 0.6 s", [math.nan, math.nan]),
         (r"time (?P<seconds>\S+) loss (?P<loss>\S*)", "time 0.4 loss \ntime 0.5 loss 3.125", [None, 3.125]),
+        # Groups that want digits, with the loss optional or not, and in a set of brackets.
+        (r"time (?P<seconds>[\d.]+)( loss (?P<loss>[\d.]+))?", "time 0.4 loss 3.0\ntime 0.5 loss nan\ntime 0.6 loss -inf", [3.0, math.nan, -math.inf]),
+        (r"time (?P<seconds>[\d.]+) loss (?P<loss>[\d.]+)", "time 0.4 loss 3.0\ntime 0.5 loss NaN,\ntime 0.6 loss N/A", [3.0, math.nan, math.nan]),
+        (r"loss (?P<loss>\d+[.\])]\d+) time (?P<seconds>[\d.]+)", "loss 3.0 time 0.4\nloss nan time 0.5", [3.0, math.nan]),
+        (r"loss (?P<loss>[\d.]+) time (?P<seconds>[\d.]+)", "loss 3.0 time 0.4\nloss of validation time 0.5", [3.0]),
     ],
 )  # fmt: skip
 def test_a_loss_that_cannot_be_read_is_nan_and_keeps_its_step(pattern, log, losses):

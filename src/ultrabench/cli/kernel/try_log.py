@@ -19,6 +19,7 @@ from ultrabench.log_patterns import (
     nearest_lines,
     options_of,
     parse_log_line,
+    search_line,
 )
 from ultrabench.log_steps import DroppedLine, LoggedStep, StepLine, StepReader, log_doubts
 from ultrabench.sweep.config.files import files, read_yaml
@@ -191,7 +192,7 @@ def _observations_found(
     """What the lines of a log show beside steps, and why other matching lines do not count."""
     matched_lines, refused = [], []
     for line_number, line in enumerate(log_lines, start=1):
-        if pattern.search(line.text) is None:
+        if search_line(pattern, line.text) is None:
             continue
         values = dict(parse_log_line(line.text, pattern, option) or {})
         refusal = values.pop("misread", None) or misread_reason(option, values)
@@ -208,7 +209,7 @@ def _mfu_form_text(
     pattern: re.Pattern[str], log_lines: list[LogLine], matched_lines: list[dict[str, Any]]
 ) -> str:
     """A sentence that says whether MFU numbers are read as fractions or percent, and which group gives the other reading."""
-    matches = [*filter(None, (pattern.search(line.text) for line in log_lines))]
+    matches = [*filter(None, (search_line(pattern, line.text) for line in log_lines))]
     if "fraction" in pattern.groupindex:
         texts_after = (match.string[match.end("fraction") :] for match in matches if match["fraction"])
         if any(re.match(r"\s*%", text_after) for text_after in texts_after):
