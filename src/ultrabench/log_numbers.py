@@ -8,7 +8,7 @@ FACTOR_BY_SUFFIX = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 """Suffixes of numbers, such as 4.71K; nanotron writes B for 10^9, older versions of it G."""
 
 _NUMBER = re.compile(
-    r"(?P<sign>[-+]?)(?P<digits>\d[\d.,]*|\.\d+)(?P<exponent>[eE][-+]?\d+)?(?P<suffix>[kKMGBT](?![A-Za-z]))?\s*"
+    r"(?P<sign>[-+]?)(?P<digits>\d[\d.,]*|\.\d+)(?P<exponent>[eE][-+]?\d+)?(?P<suffix> ?[kKMGBT](?![A-Za-z]))?\s*"
     r"(?P<unit>[A-Za-z\u00b5\u03bc%][A-Za-z\u00b5\u03bc%/]*)?"
 )
 """A number with its suffix and its unit."""
@@ -40,6 +40,7 @@ _WORD_BY_SPELLING = {
 """Spelling of a part of a unit, in small letters -> the word for it. MB and MiB are one word: many programs mix them."""
 _RATE_SPELLINGS = {
     "tps": "token/s",
+    "tgs": "token/s/gpu",
     "sps": "sample/s",
     "wps": "token/s",
     "tflops": "flop/s",
@@ -80,7 +81,7 @@ def read_number(text: str, decimal_mark: str | None = None) -> LogNumber:
     if match is None:
         raise UnreadableError(f"{text.strip()!r:.40} is not a number")
     digits, other_digits = _readings(match["digits"].rstrip(".,"), decimal_mark)
-    factor = FACTOR_BY_SUFFIX.get(match["suffix"] or "", 1.0)
+    factor = FACTOR_BY_SUFFIX.get((match["suffix"] or "").strip(), 1.0)
 
     def value_of(digits_text: str) -> float:
         return float(f"{match['sign']}{digits_text}{match['exponent'] or ''}") * factor
@@ -158,7 +159,8 @@ _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _UNIT_AFTER = re.compile(r"\s?(?:MODEL_)?([A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})(?![\w/]|\s*[:=])")
 _UNIT_BEFORE = re.compile(
     r"(?:[\[(]\s*(?P<brackets>[A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})\s*[\])]\s*[:=|]?\s*"
-    r"|(?<![A-Za-z])(?P<label>[A-Za-z]+(?:/[A-Za-z]+){1,2}|tflops|ms|msec|milliseconds|secs?|seconds)\s*[\"']?\s*[:=]\s*[\"']?"
+    r"|(?<![A-Za-z])(?P<label>tflops|ms|msec|milliseconds|secs?|seconds)\s*[\"']?\s*[:=]\s*[\"']?"
+    r"|(?<![A-Za-z/])(?P<rate>[A-Za-z]+(?:/[A-Za-z]+){1,2}|tgs)\s*[\"']?\s*[:=]?\s*[\"']?"
     r"|(?:_|\bin )(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*[\"']?)$",
     re.IGNORECASE,
 )
@@ -167,6 +169,8 @@ _UNIT_BEFORE = re.compile(
 def unit_beside(line: str, start: int, end: int) -> str:
     """The unit of the number at `start:end` of a line, as `unit_words` writes it; empty where none stands beside it."""
     text_after = _PER.sub("/", line[end : end + 40])
+    if re.match(r"m(?![\w/])", text_after):  # minutes; behind a space it may be a label
+        return "min"
     if (after := _UNIT_AFTER.match(text_after)) and (unit := unit_words(after[1])):
         # A smallest value may follow instead: 0.41 min 0.40 max 0.43.
         is_label = after[1] == "min" and re.match(r"\s+[\d.]", text_after[after.end() :])
@@ -177,6 +181,8 @@ def unit_beside(line: str, start: int, end: int) -> str:
 
 _MORE_AFTER = re.compile(r"[eE][-+]?\d|[.,_']?\d|:\d\d(?!\d)")
 _MORE_BEFORE = re.compile(r"\d[.,_']?$|\d[eE][-+]?$|\d:$")
+_DURATION = re.compile(r"\d+ ?[hm] ?\d[\d.]*(?: ?m ?\d[\d.]*)? ?s(?![A-Za-z])|\d+[hm]\d+(?![\w.])")
+"""A duration of several parts, such as 1m02s, 1 m 2 s, 2m 5.3s or 1h02."""
 
 
 def whole_number_text(line: str, start: int, end: int) -> str | None:
@@ -186,6 +192,9 @@ def whole_number_text(line: str, start: int, end: int) -> str | None:
     """
     if not any(map(str.isdigit, line[start:end])):
         return None
+    for duration in _DURATION.finditer(line):
+        if duration.start() <= start and end <= duration.end():
+            return duration[0]
     text_before, text_after = line[:start], line[end:]
     is_list = " " not in line.strip()
     before, after = _MORE_BEFORE.search(text_before), _MORE_AFTER.match(text_after)
@@ -207,8 +216,12 @@ def whole_number_text(line: str, start: int, end: int) -> str | None:
 
 def cut_suffix(line: str, end: int) -> str | None:
     """The suffix such as K that follows the number before position `end`; None if none does."""
-    following = line[end : end + 2]
-    return following[0] if following[:1] in FACTOR_BY_SUFFIX and not following[1:].isalpha() else None
+    following = _SUFFIX_AFTER.match(line[end:])
+    return following[0] if following else None
+
+
+_SUFFIX_AFTER = re.compile(r"[kKMGBT](?![A-Za-z])|\s[kKMGBT](?=\s?(?:tok|samp|seq|FLOP|it/s|step)\w*)")
+"""A suffix directly behind a number, or one before a unit, as in 72.1 k tok/s."""
 
 
 def is_readable(value: float) -> bool:

@@ -103,6 +103,16 @@ def test_a_loss_that_cannot_be_read_is_nan_and_keeps_its_step(pattern, log, loss
         (r"(?P<seconds>[\d.]+),", "CurrSamplesPerSec=12.4, MemAllocated=1.0GB", "use the group (?P<samples_per_s>...)"),
         (r"(?P<tokens_per_s>[\d.]+) tok", "12.4 tok/s/gpu", "use the group (?P<tokens_per_s_per_gpu>...)"),
         (r"(?P<samples_per_s>[\d.]+)", "345.6 tokens/s", "use the group (?P<tokens_per_s>...) or (?P<tokens_per_s_per_gpu>...)"),
+        # Durations of several parts, minutes, and suffixes behind a space.
+        (r"time (?P<seconds>[\d.]+)", "time 1m02s", "only a part of '1m02s'"),
+        (r"time: (?P<seconds>[\d.]+)", "time: 1 m 2 s", "only a part of '1 m 2 s'"),
+        (r"m (?P<seconds>[\d.]+)s", "(2m 5.3s)", "only a part of '2m 5.3s'"),
+        (r"time: (?P<seconds>[\d.]+)", "time: 1m", "the unit of '1' is min"),
+        (r"(?P<tokens_per_s>[\d.]+) k", "72.1 k tok/s", "only a part of '72.1 k'"),
+        # Units before a number need no colon.
+        (r"tok/s/gpu (?P<tokens_per_s>[\d.]+)", "tok/s/gpu 9000", "use the group (?P<tokens_per_s_per_gpu>...)"),
+        (r"tgs (?P<tokens_per_s>[\d.]+)", "loss 3 tgs 9000", "use the group (?P<tokens_per_s_per_gpu>...)"),
+        (r"ms/step (?P<seconds>[\d.]+)", "ms/step 250.5", "use the group (?P<milliseconds>...)"),
         (r"(?P<seconds>[\d.]+)", "0.5 s/sample", "no group reads it"),
         (r"time (?P<seconds>[\d.]+)", "time 1,53 s", "the group seconds matches '1', which is only a part of '1,53'; let it match the whole"),
         (r"time (?P<milliseconds>[\d.]+)", "time 4.71K", "matches '4.71', which is only a part of '4.71K'"),
@@ -150,6 +160,13 @@ def at(times_s, text="step {n} took {seconds} s", seconds=0.5, error_s=0.01):
         LogLine(text.format(n=n, seconds=seconds), Sighting(time_s, error_s))
         for n, time_s in enumerate(times_s)
     ]
+
+
+def test_a_suffix_behind_a_space_and_a_smallest_value_are_read():
+    _, steps, _ = read(r"(?P<tokens_per_s>[\d.]+ M)", "1.2 M tok/s")
+    assert steps[0].values["tokens_per_s"] == pytest.approx(1.2e6)
+    _, steps, _ = read(r"time (?P<seconds>[\d.]+)", "time 0.41 min 0.40 max 0.43\ntime 0.5 m 7 loss 3")
+    assert [step.values["seconds"] for step in steps] == [0.41, 0.5]
 
 
 def test_equal_texts_count_once_within_half_a_step_and_twice_after_it():
