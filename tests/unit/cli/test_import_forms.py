@@ -519,6 +519,27 @@ def test_nodes_beside_fewer_gpus(ultrabench):
     assert "more GPUs than the nodes have: gpus=16, nodes*gpus_per_node=8" in crowded["suspect"]
 
 
+def test_ranks_that_the_nodes_of_known_hardware_cannot_hold(ultrabench):
+    rows = ["small,1,2,1,8,1,8,1", "small,1,2,1,8,1,4,1", "small,1,2,1,8,1,2,1", "small,1,2,1,8,1,8,"]
+    text = csv_of("t,dp,pp", *rows)
+    constants = {"gpus_per_node": None, "pp": None}
+    _, result_rows = imported(
+        ultrabench, text, {"step_time_s": "t", "dp": "dp", "pp": "pp"}, constants=constants
+    )
+    crowded, full, half, unknown_pp = result_rows
+    assert "more GPUs than the nodes have: gpus=16, nodes*gpus_per_node=8" in crowded["suspect"]
+    assert crowded["suspect_codes"] == ["other_gpus"]
+    assert [(row["gpus_per_node"], row["gpus"], row["suspect"]) for row in (full, half)] == [
+        (8, 8, None), (4, 4, None),
+    ]  # fmt: skip
+    assert "gpus=8, dp*tp*pp*cp=16, with unknown degrees as 1" in unknown_pp["suspect"]
+    text = csv_of("t,gpus", "small,1,2,1,8,1,16")
+    _, (row,) = imported(
+        ultrabench, text, {"step_time_s": "t", "gpus": "gpus"}, constants={"gpus_per_node": None}
+    )
+    assert row["suspect_codes"] == ["other_gpus"]
+
+
 def test_rows_that_no_ranking_has_are_counted_in_a_line(ultrabench):
     text = csv_of("each", "small,1,1,1,8,1", ",1,1,1,8,1", "small,,1,1,8,1")
     constants = {"gpus_per_node": None, "hardware": "own"}
