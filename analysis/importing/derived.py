@@ -123,15 +123,18 @@ def _shapes(frame: pd.DataFrame) -> dict[Any, ModelShape]:
 def _fill_counts(frame: pd.DataFrame) -> None:
     """Fills the counts of nodes, GPUs and batch that follow from others.
 
-    GPUs that fill no whole number of nodes count as on the fewest nodes that hold them; gpus_per_node is then their
+    A node of known hardware has no more GPUs than that hardware, whatever the ranks are. GPUs that fill no whole number
+    of nodes count as on the fewest nodes that hold them; gpus_per_node is then their
     number on each, null if they cannot be spread equally.
     """
     for name, expression in _DERIVED_COUNTS[:2]:
         _fill_count(frame, name, expression)
     for hardware_name in {*frame["hardware"].dropna()} & files("hardware").keys():
+        node_size = load_hardware(hardware_name).gpus_per_node
         has_no_size = (frame["hardware"] == hardware_name) & frame["gpus_per_node"].isna()
-        has_no_size &= frame["nodes"].isna() | frame["gpus"].isna()
-        frame.loc[has_no_size, "gpus_per_node"] = load_hardware(hardware_name).gpus_per_node
+        is_crowded = frame["gpus"] > frame["nodes"] * node_size
+        has_no_size &= frame["nodes"].isna() | frame["gpus"].isna() | is_crowded
+        frame.loc[has_no_size, "gpus_per_node"] = node_size
     _fill_count(frame, *_DERIVED_COUNTS[0])
     num_slots = frame["gpus_per_node"].where(frame["gpus_per_node"] > 0)
     num_nodes = np.ceil((frame["gpus"] / num_slots).where(frame["gpus"] > 0))
@@ -261,6 +264,11 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     yield "other_gpus", sentences + ", nodes*gpus_per_node=" + _texts(crowded)
     sentences = "number of GPUs does not match the layout: gpus=" + _texts(frame["gpus"][other_ranks.index])
     yield "other_gpus", sentences + f", {_RANKS_PRODUCT}=" + _texts(other_ranks)
+    known_ranks = frame[[*DEGREES]].fillna(1).prod(axis=1)[frame[[*DEGREES]].isna().any(axis=1)]
+    excess_ranks = known_ranks[known_ranks > frame["gpus"][known_ranks.index]]
+    sentences = "number of GPUs does not match the layout: gpus=" + _texts(frame["gpus"][excess_ranks.index])
+    sentences += f", {_RANKS_PRODUCT}=" + _texts(excess_ranks)
+    yield "other_gpus", sentences + ", with unknown degrees as 1"
     source_mfu = frame["source_mfu"][frame["source_mfu"] > 1]
     sentences = "impossible value: source_mfu=" + source_mfu.map("{:.4g}".format).astype(object)
     yield "impossible_value", sentences + " is above 1 (perhaps it is in per cent: give it unit: '%')"

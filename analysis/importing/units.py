@@ -41,12 +41,13 @@ _ALIASES = {
     "Hz": {"mhz": "MHz", "ghz": "GHz"},
     "W": {"kw": "kW"},
     FRACTION: {"%": "%", "pct": "%", "percent": "%", "per cent": "%"},
-    TOKEN_RATE: {"k": "thousand", "m": "million"},
+    TOKEN_RATE: {"k": "thousand", "m": "million", "thousand": "thousand", "million": "million"},
     COUNT: {"b": "billion", "bn": "billion", "ki": "Ki", "mi": "Mi", **{unit: unit for unit in _COUNT_FACTORS}},
 }  # fmt: skip
 """ultrabench's unit of a quantity -> lower-case text in headers and cells -> the unit that it means."""
-_TOKEN_WORDS, _SECOND_WORDS = ("tok", "toks", "token", "tokens", "t"), ("s", "sec", "second")
-_NAMES = {
+_TOKEN_WORDS, _SECOND_WORDS = ("tok", "toks", "token", "tokens", "t"), ("s", "sec", "second", "seconds")
+_LONG_TIME_WORDS = ("min", "minute", "h", "hr", "hour", "day")
+_QUANTITY_BY_NAME = {
     **{
         alias: our_unit
         for our_unit, aliases in _ALIASES.items()
@@ -54,22 +55,33 @@ _NAMES = {
         if our_unit not in (COUNT, TOKEN_RATE)
     },
     **{f"{tokens}/{time}": TOKEN_RATE for tokens in _TOKEN_WORDS for time in _SECOND_WORDS},
-    **{f"{tokens}/{time}": "tokens in another time" for tokens in _TOKEN_WORDS for time in ("min", "minute", "h", "hour", "day")},
+    **{f"{tokens}/{time}": "tokens in another time" for tokens in _TOKEN_WORDS for time in _LONG_TIME_WORDS},
     **{
         f"{thing}/{time}": "another rate"
-        for thing in ("samples", "sample", "seqs", "seq", "sequences", "steps", "step", "it", "iter", "iters", "batches")
-        for time in (*_SECOND_WORDS, "min")
+        for thing in (
+            "samples", "sample", "seqs", "seq", "sequences", "sequence", "steps", "step", "it", "its", "iter", "iters",
+            "iterations", "iteration", "batches", "batch", "updates", "examples", "images", "epochs",
+        )
+        for time in (*_SECOND_WORDS, *_LONG_TIME_WORDS)
     },
     **{
         f"{time}/{part}": "time of a part of a step"
-        for time in ("s", "ms", "us")
-        for part in ("microbatch", "micro-batch", "micro batch", "mb", "layer", "token", "sample", "sequence")
+        for time in _ALIASES["s"]
+        if "/" not in time
+        for part in (
+            "microbatch", "micro-batch", "micro batch", "mb", "layer", "token", "tok", "tokens", "sample", "samples", "seq",
+            "sequence", "epoch",
+        )
     },
     "tps": TOKEN_RATE, "tgs": TOKEN_RATE,
 }  # fmt: skip
-"""Lower-case text that stands in the brackets of a header -> ultrabench's unit of its quantity."""
+"""Lower-case text of a unit in a header -> ultrabench's unit of its quantity."""
+_PREFIXED_TOKEN_RATE = re.compile(r"(thousand|million|[km]) ?(t.*)")
+"""A number of tokens, and the token rate that it multiplies."""
 _OF_WHAT = re.compile(r"/(?:gpu|device|gcd|rank|card|node|step|it|iter|iteration|batch)s?$")
 """What a unit in a header is of, beside its quantity."""
+_OF_DEVICE = re.compile(r"/(?:gpu|device|gcd|card|accelerator|chip|rank|node)s?(?=/)")
+"""The devices in a unit such as tokens/GPU/s."""
 _PER_GPU = re.compile(r"(?:/|per)[ _-]?(?:gpu|device|gcd|card|accelerator|chip)(?![a-z])", re.IGNORECASE)
 _PER_OTHER = re.compile(r"(?:/|per)[ _-]?(?:node|host|dp[ _-]?rank|replica|rank)(?![a-z])", re.IGNORECASE)
 _OF_ALL = re.compile(r"(?<![a-z])(?:total|global|aggregate|overall|all gpus|cluster)(?![a-z])", re.IGNORECASE)
@@ -79,9 +91,10 @@ _AMBIGUOUS_PREFIXES = {
     "m": ("1,000,000", "1,048,576", "million", "Mi"),
 }
 _SAFE_LAST_WORDS = frozenset(
-    {"%", "pct", "percent", "ms", "us", *_ALIASES["B"], *_ALIASES["FLOP/s"]} - {"tflop", "gflop", "pflop"}
+    {"%", "pct", "percent", *_ALIASES["B"], *_ALIASES["FLOP/s"], *_ALIASES["s"]}
+    - {"tflop", "gflop", "pflop", "s", "h", "min", "second"}
 )
-"""Units that the last word of a header names, also without brackets."""
+"""Units that the last word of a header names, also without brackets; `min` may mean the minimum, `h` a hidden size."""
 
 
 def require_unit_of(our_column: str, unit: str) -> None:
@@ -119,10 +132,7 @@ def header_unit(our_column: str, header: str) -> str | None:
     _require_same_scope(our_column, header)
     aliases = _ALIASES.get(our_unit, {})
     for bracket_text in re.findall(r"[(\[]([^)\]]*)[)\]]", header):
-        text = bracket_text.strip().lower().replace(" per ", "/").removeprefix("in ").replace("\u00b5", "u")
-        text = _OF_WHAT.sub("", text.replace(" /", "/").replace("/ ", "/"))
-        if our_unit == TOKEN_RATE and (match := re.match(r"([km]) ?(t.*)", text)) and match[2] in _NAMES:
-            return aliases[match[1]]
+        text = _unit_text(bracket_text)
         if (
             our_unit == COUNT
             and "params" not in our_column
@@ -130,13 +140,56 @@ def header_unit(our_column: str, header: str) -> str | None:
             and text not in ("%", "ms", "us", "ki", "mi")
         ):
             continue  # such as hidden (h), batch (b) or micro-batch (mb)
-        if text in aliases:
-            return aliases[text]
-        if _NAMES.get(text, our_unit) not in (our_unit, TOKENS):
-            fact = f"the header {header!r} names {bracket_text}, which is no unit of {our_column}"
-            raise ConfigError(f"{fact}; map the column that holds {our_column}")
+        if unit := _named_unit(our_column, header, bracket_text):
+            return unit
+    if our_unit != COUNT:
+        for rate_text in _rate_texts(header):
+            if unit := _named_unit(our_column, header, rate_text):
+                return unit
     last_word = re.split(r"[\s_,.:()\[\]-]+", header.strip().lower().rstrip(")]"))[-1]
     return aliases.get(last_word) if last_word in _SAFE_LAST_WORDS else None
+
+
+def _unit_text(text: str) -> str:
+    """The unit that a text in a header names, in lower case, per step and of whatever number of GPUs."""
+    text = text.strip().lower().removeprefix("in ").replace("\u00b5", "u")
+    text = re.sub(r"[ _-]per[ _-]| ?/ ?", "/", text)
+    return _OF_WHAT.sub("", _OF_DEVICE.sub("", text))
+
+
+def _rate_texts(header: str) -> list[str]:
+    """The words of a header that are quotients outside brackets, such as `it/s`, and names of token rates such as `tps`."""
+    text = re.sub(r"[(\[][^)\]]*[)\]]", " ", header).strip().lower()
+    text = re.sub(r"(?<![a-z])(thousand|million|[km])[ _-](?=t\w*(?:/| ?per))", r"\1", text)
+    text = re.sub(r"[ _-]per[ _-]| ?/ ?", "/", text)
+    words = [word for word in re.split(r"[\s_,.:-]+", text) if word]
+    quotients = [word for word in words if "/" in word]
+    names = [word for word in words[-1:] if re.fullmatch(r"[km]?(?:tps|tgs)", word)]
+    return [*quotients, *names]
+
+
+def _named_unit(our_column: str, header: str, text: str) -> str | None:
+    """The unit of a column of results that a text of its header names; None if it names none or ours.
+
+    Raises:
+        ConfigError: it is a unit of another quantity.
+    """
+    our_unit, unit_text = unit_of(our_column), _unit_text(text)
+    aliases = _ALIASES.get(our_unit, {})
+    unprefixed_text = unit_text
+    match = _PREFIXED_TOKEN_RATE.fullmatch(unit_text)
+    if match and _QUANTITY_BY_NAME.get(match[2]) == TOKEN_RATE:
+        if our_unit == TOKEN_RATE:
+            return aliases[match[1]]
+        unprefixed_text = match[2]
+    if unit_text in aliases:
+        return aliases[unit_text]
+    last_quotient = "/".join(unprefixed_text.split("/")[-2:])  # of such names as throughput/samples_per_s
+    quantity = _QUANTITY_BY_NAME.get(unprefixed_text) or _QUANTITY_BY_NAME.get(last_quotient, our_unit)
+    if quantity not in (our_unit, TOKENS):
+        fact = f"the header {header!r} names {text}, which is no unit of {our_column}"
+        raise ConfigError(f"{fact}; map the column that holds {our_column}")
+    return None
 
 
 def _require_same_scope(our_column: str, header: str) -> None:

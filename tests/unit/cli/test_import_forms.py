@@ -210,6 +210,18 @@ def test_numbers_are_read_as_their_column_writes_them(ultrabench, cells, source,
         ("t (ms/micro-batch)", ["900"], {"step_time_s": "t (ms/micro-batch)"}, "names ms/micro-batch, which is no unit"),
         ("max_alloc (GB)", ["61"], {"peak_mem_reserved_bytes": "max_alloc (GB)"},
          "names allocated memory, which is less than peak_mem_reserved_bytes; map it to peak_mem_allocated_bytes"),
+        ("it/s", ["0.7", "0.6", "0.5"], {"step_time_s": "it/s"}, "the header 'it/s' names it/s, which is no unit of step_time_s"),
+        ("step/s", ["0.7"], {"step_time_s": "step/s"}, "names step/s, which is no unit of step_time_s"),
+        ("Steps per second", ["0.7"], {"step_time_s": "Steps per second"}, "names steps/second, which is no unit of step_time_s"),
+        ("train/iterations_per_sec", ["0.7"], {"step_time_s": "train/iterations_per_sec"}, "iterations/sec, which is no unit"),
+        ("tps", ["9000"], {"step_time_s": "tps"}, "names tps, which is no unit of step_time_s"),
+        ("ktok/s", ["9"], {"step_time_s": "ktok/s"}, "names ktok/s, which is no unit of step_time_s"),
+        ("ms/token", ["9"], {"step_time_s": "ms/token"}, "names ms/token, which is no unit of step_time_s"),
+        ("sec_per_sample", ["9"], {"step_time_s": "sec_per_sample"}, "names sec/sample, which is no unit of step_time_s"),
+        ("samples/s", ["9"], {"tokens_per_s": "samples/s"}, "names samples/s, which is no unit of tokens_per_s"),
+        ("Throughput samples/GPU/s", ["9"], {"tokens_per_s_per_gpu": "Throughput samples/GPU/s"}, "names samples/gpu/s, which is no"),
+        ("s/it", ["9"], {"tokens_per_s": "s/it"}, "names s/it, which is no unit of tokens_per_s"),
+        ("tokens/day", ["9"], {"tokens_per_s": "tokens/day"}, "names tokens/day, which is no unit of tokens_per_s"),
         ("b", ["64"], {"mbs": {"column": "b", "unit": "GB"}}, "mbs with unit='GB': mbs is a number; its units: thousand"),
         ("t", ["64"], {"step_time_s": {"column": "t", "unit": "TFLOP/s"}}, "step_time_s is in s; its units: us, ms, s, min, h"),
         ("t", ["64"], {"source_mfu": {"column": "t", "unit": "thousand"}}, "source_mfu is a fraction; its units: %"),
@@ -238,6 +250,21 @@ def test_what_could_be_read_wrongly_is_refused(ultrabench, header, cells, column
         ("tput (k tok/s)", "2.5", "tokens_per_s", {}, 2500.0),
         ("Throughput (tok/s/GPU)", "2500", "tokens_per_s_per_gpu", {}, 2500.0),
         ("time (ms per step)", "2500", "step_time_s", {}, 2.5),
+        ("ktok/s", "72", "tokens_per_s", {}, 72000.0),
+        ("k tokens per second", "72", "tokens_per_s", {}, 72000.0),
+        ("Mtok/s", "1.5", "tokens_per_s", {}, 1_500_000.0),
+        ("ktok/s/GPU", "2.5", "tokens_per_s_per_gpu", {}, 2500.0),
+        ("tok/GPU/s", "2500", "tokens_per_s_per_gpu", {}, 2500.0),
+        ("train/tokens_per_s_per_gpu", "2500", "tokens_per_s_per_gpu", {}, 2500.0),
+        ("tps", "2500", "tokens_per_s", {}, 2500.0),
+        ("step_minutes", "0.5", "step_time_s", {}, 30.0),
+        ("step time min", "0.5", "step_time_s", {}, 0.5),
+        ("ms/step", "2500", "step_time_s", {}, 2.5),
+        ("milliseconds per iteration", "2500", "step_time_s", {}, 2.5),
+        ("s/it", "2.5", "step_time_s", {}, 2.5),
+        ("train/step_time_s", "2.5", "step_time_s", {}, 2.5),
+        ("time/s", "2.5", "step_time_s", {}, 2.5),
+        ("seqs/GPU", "2", "mbs", {}, 2),
         ("TFLOPS/GPU", "400", "model_flops_per_s_per_gpu", {}, 4e14),
         ("hidden (h)", "2048", "hidden_size", {}, 2048),
         ("Batch (B)", "64", "gbs", {}, 64),
@@ -490,6 +517,27 @@ def test_nodes_beside_fewer_gpus(ultrabench):
     _, (half, crowded) = imported(ultrabench, text, {"step_time_s": "t", "gpus": "gpus"})
     assert (half["gpus_per_node"], half["dp"], half["suspect"]) == (4, 4, None)
     assert "more GPUs than the nodes have: gpus=16, nodes*gpus_per_node=8" in crowded["suspect"]
+
+
+def test_ranks_that_the_nodes_of_known_hardware_cannot_hold(ultrabench):
+    rows = ["small,1,2,1,8,1,8,1", "small,1,2,1,8,1,4,1", "small,1,2,1,8,1,2,1", "small,1,2,1,8,1,8,"]
+    text = csv_of("t,dp,pp", *rows)
+    constants = {"gpus_per_node": None, "pp": None}
+    _, result_rows = imported(
+        ultrabench, text, {"step_time_s": "t", "dp": "dp", "pp": "pp"}, constants=constants
+    )
+    crowded, full, half, unknown_pp = result_rows
+    assert "more GPUs than the nodes have: gpus=16, nodes*gpus_per_node=8" in crowded["suspect"]
+    assert crowded["suspect_codes"] == ["other_gpus"]
+    assert [(row["gpus_per_node"], row["gpus"], row["suspect"]) for row in (full, half)] == [
+        (8, 8, None), (4, 4, None),
+    ]  # fmt: skip
+    assert "gpus=8, dp*tp*pp*cp=16, with unknown degrees as 1" in unknown_pp["suspect"]
+    text = csv_of("t,gpus", "small,1,2,1,8,1,16")
+    _, (row,) = imported(
+        ultrabench, text, {"step_time_s": "t", "gpus": "gpus"}, constants={"gpus_per_node": None}
+    )
+    assert row["suspect_codes"] == ["other_gpus"]
 
 
 def test_rows_that_no_ranking_has_are_counted_in_a_line(ultrabench):
