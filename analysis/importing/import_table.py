@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ from ultrabench.analysis.numbers import unit_of
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, GROUPS, INT, SCHEMA, TEXT, TEXTS, TIME
 from ultrabench.errors import ConfigError, counted, require_known, unknown_name
+from ultrabench.layout import TEXT_AXES
+from ultrabench.model_shape import FLOPS_FORMULAS
 from ultrabench.result import NOT_TRIED, PENDING, Status
+from ultrabench.sweep.config.files import files
 
 _EMPTY_TEXTS = frozenset({
     "", "nan", "null", "na", "n/a", "n.a.", "#n/a", "#na", "-", "--", "---", "\u2013", "\u2014",
@@ -33,6 +36,10 @@ _EMPTY_TEXTS = frozenset({
 _TRUTH_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _OTHER_STATUS_WORDS = {"out of memory": "oom", "cuda out of memory": "oom", "cuda oom": "oom"}
 """Words for a status that are not its name."""
+_OTHER_PRECISION_WORDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+"""Words for a precision that are not its name."""
+_LOWER_CASE_COLUMNS = frozenset({"precision", "scaling", *TEXT_AXES})
+"""Columns of results whose values are words in lower case."""
 _OUTCOMES = frozenset(column.name for column in GROUPS["Outcome"])
 _DEFAULTS = {"status": Status.OK.value}
 """Column of results -> its value in rows for which neither the table nor the map has one."""
@@ -115,7 +122,8 @@ class _Reader:
         self._failed_status = self._statuses()
         for our_column in {**self._map.columns, **constants}:
             if our_column != "status":
-                frame[our_column] = self._with_default(our_column, self._values(our_column), constants)
+                values = self._with_default(our_column, self._values(our_column), constants)
+                frame[our_column] = self._with_our_names(our_column, values)
         statuses = self._failed_status  # cells of numbers may have added some
         is_pending = statuses == PENDING
         frame["status"] = self._with_default("status", statuses, constants).where(~is_pending, None)
@@ -146,6 +154,27 @@ class _Reader:
                 f"{our_column} is empty in {rows_text}, which get the default {our_column}={constant}"
             )
         return values.where(values.notna(), constant)
+
+    def _with_our_names(self, our_column: str, values: pd.Series) -> pd.Series:
+        """The values of a column, with the names that ultrabench knows in ultrabench's spelling, whatever their case."""
+        names_by_column: dict[str, Iterable[str]] = {
+            "hardware": files("hardware"),
+            "kernel": files("kernel"),
+            "model": self._map.models or files("model"),
+            "flops_formula": FLOPS_FORMULAS,
+        }
+        if our_column not in {*names_by_column, *_LOWER_CASE_COLUMNS}:
+            return values
+        names = [*names_by_column.get(our_column, ())]
+        num_by_text = Counter(map(str.lower, names))
+        name_by_text = {name.lower(): name for name in names if num_by_text[name.lower()] == 1}
+        name_by_text |= _OTHER_PRECISION_WORDS if our_column == "precision" else {}
+        new_by_value = {}
+        for value in values.dropna().unique():
+            text = str(value).strip().lower()
+            unknown_text = text if our_column in _LOWER_CASE_COLUMNS else value
+            new_by_value[value] = value if value in names else name_by_text.get(text, unknown_text)
+        return values.map(new_by_value).astype(object).where(values.notna(), None)
 
     def _row_text(self, row: Any) -> str:
         return f"{self._table_file.row_noun} {row}"

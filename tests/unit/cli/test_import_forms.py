@@ -490,6 +490,26 @@ def test_a_mapped_setting_in_which_rows_differ_is_an_option(ultrabench):
     assert [row["repeat"] for row in result_rows] == [0, 0, 1]
 
 
+def test_names_in_other_letters_are_the_same_name(ultrabench):
+    rows = [
+        "small,1,1,1,8,1,BF16,H100x8,None,1F1B,palm",
+        "Small,1,2,1,16,1.1, bf16,h100x8,none,1f1b,PaLM",
+        "small,1,4,1,32,1.2,bfloat16,h100x8,NONE,1f1b,palm",
+    ]
+    text = csv_of("t,prec,hw,ac,sched,formula", *rows)
+    columns = {
+        "step_time_s": "t", "precision": "prec", "hardware": "hw", "recompute": "ac", "flops_formula": "formula",
+    }  # fmt: skip
+    constants = dict.fromkeys(["precision", "hardware", "recompute"])
+    _, result_rows = imported(ultrabench, text, columns, constants=constants, ignore=["sched"])
+    names = ("model", "precision", "hardware", "recompute", "flops_formula")
+    assert {tuple(row[name] for name in names) for row in result_rows} == {
+        ("llama3.2-1b", "bf16", "h100x8", "none", "palm")
+    }
+    assert [row["mfu"] is None for row in result_rows] == [False] * 3
+    assert [row["best"] for row in as_json(ultrabench, "sweep", "top", "out.parquet")] == [True, False, False]
+
+
 # No row vanishes
 
 
