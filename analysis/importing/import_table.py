@@ -52,6 +52,8 @@ class Imported:
     table: pa.Table
     doubt_counts: dict[str, Counter[str]]
     """Code of a doubt -> status -> number of rows with both; a row may have several doubts."""
+    doubt_examples: dict[str, str]
+    """Code of a doubt -> its first row and the sentence about it."""
     unused_columns: tuple[str, ...]
     """Columns of the file that the map does not use."""
     notes: tuple[str, ...]
@@ -84,7 +86,7 @@ def import_table(path: Path, table_map: TableMap) -> Imported:
         frame["run_id"], frame["variant"] = identity.run_ids, identity.variants
         _number_repeats(frame, rows)
         frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)
-        doubt_counts = _add_doubts(frame, rows, derived.doubts, table_map)
+        doubt_frame = _add_doubts(frame, rows, derived.doubts, table_map)
         table = typed_table(frame, SCHEMA.names)
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error
@@ -93,7 +95,13 @@ def import_table(path: Path, table_map: TableMap) -> Imported:
         raise ConfigError(f"{fact}; correct it or its unit") from error
     return Imported(
         table=table,
-        doubt_counts=doubt_counts,
+        doubt_counts=_doubt_counts(doubt_frame, frame["status"]),
+        doubt_examples={
+            str(code): f"{table_file.row_noun} {row}: {sentence}"
+            for row, code, sentence in doubt_frame.sort_index(kind="stable")
+            .drop_duplicates("code")
+            .itertuples()
+        },
         unused_columns=unused_columns,
         notes=(*reader.notes, *derived.notes, *identity.notes),
     )
@@ -411,10 +419,11 @@ def _number_repeats(frame: pd.DataFrame, rows: pd.DataFrame) -> None:
     frame["is_final"] = frame["is_final"].where(frame["is_final"].notna(), True)
 
 
-def _add_doubts(
-    frame: pd.DataFrame, rows: pd.DataFrame, doubts: Doubts, table_map: TableMap
-) -> dict[str, Counter[str]]:
-    """Writes the doubts about completed rows into `suspect` and `suspect_codes`; returns `Imported.doubt_counts`."""
+def _add_doubts(frame: pd.DataFrame, rows: pd.DataFrame, doubts: Doubts, table_map: TableMap) -> pd.DataFrame:
+    """Writes the doubts about completed rows into `suspect` and `suspect_codes`.
+
+    Returns the code and the sentence of each doubt; the index is the row.
+    """
     own_codes = frame["suspect_codes"].where(frame["suspect"].notna())
     own_texts = zip(frame.index, frame["suspect"], own_codes, strict=True)
     own_pairs = [
@@ -441,8 +450,13 @@ def _add_doubts(
     joined_sentences = {n: "; ".join(sentences) for n, sentences in doubts_by_row["sentence"]}
     frame["suspect"] = pd.Series(joined_sentences, dtype=object)
     frame["suspect_codes"] = pd.Series({n: [*codes] for n, codes in doubts_by_row["code"]}, dtype=object)
-    statuses_by_code = frame["status"].loc[doubt_frame.index].groupby(doubt_frame["code"].to_numpy())
-    return {str(code): Counter(statuses.fillna(PENDING)) for code, statuses in statuses_by_code}
+    return doubt_frame
+
+
+def _doubt_counts(doubt_frame: pd.DataFrame, statuses: pd.Series) -> dict[str, Counter[str]]:
+    """Code of a doubt -> status -> number of rows with both."""
+    statuses_by_code = statuses.loc[doubt_frame.index].groupby(doubt_frame["code"].to_numpy())
+    return {str(code): Counter(code_statuses.fillna(PENDING)) for code, code_statuses in statuses_by_code}
 
 
 def _coded_sentences(text: str, codes: Any) -> list[tuple[str, str]]:

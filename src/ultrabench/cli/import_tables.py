@@ -48,6 +48,7 @@ def import_table(
     if json_:
         counts = {"rows": len(rows), "by_status": num_by_status, "by_model": num_by_model}
         counts |= {"suspect": num_suspects, "doubts": conversion.doubt_counts}
+        counts |= {"doubt_examples": conversion.doubt_examples}
         counts |= {"unused_columns": conversion.unused_columns, "notes": notes, "unusable": unusable}
         print_json(counts)
     else:
@@ -55,6 +56,8 @@ def import_table(
         show(table("rows", "status", ">rows", rows=num_by_status.items()), "")
         show(table("models", "model", ">rows", rows=num_by_model.items()), "")
         show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
+        examples = [f"{code}, such as {text}" for code, text in conversion.doubt_examples.items()]
+        show(*examples, *[""] * bool(examples))
         show(f"unused columns: {', '.join(conversion.unused_columns) or 'none'}", *notes, *unusable)
     rows_text = counted(len(rows), "row")
     say(f"read {rows_text} from {source_path}, wrote {rows_text} to {output_path}; {num_suspects:,} suspect")

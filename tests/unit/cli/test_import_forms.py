@@ -427,6 +427,20 @@ def test_without_a_batch_speeds_rank_and_the_account_says_what_is_missing(ultrab
     assert (cell["tp"], cell["suspect"], cell["tokens_per_s_per_gpu"]) == (1, None, 10000.0)
 
 
+def test_the_account_shows_a_sentence_of_each_code(ultrabench):
+    rows_with(
+        ultrabench, given(t="1", total="262144"), given(t="1", each="65536"), given(t="1", each="70000")
+    )
+    code, out, _ = ultrabench("import", "--map", "map.yaml", "table.csv", "-o", "out.parquet")
+    assert code == 0
+    assert "contradiction, such as line 3: tokens_per_s_per_gpu=65,536 contradicts step_time_s=1 s" in out
+    assert "70,000" not in out
+    (sentence,) = as_json(ultrabench, "import", "--map", "map.yaml", "table.csv")["doubt_examples"].values()
+    assert sentence.startswith(
+        "line 3: tokens_per_s_per_gpu=65,536 contradicts step_time_s=1 s, from which 32,768"
+    )
+
+
 # What differs is not a repeat
 
 PROGRAMS = ("A", "B", "C", "D")
