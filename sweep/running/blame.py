@@ -33,7 +33,10 @@ from ultrabench.variant import place_of
 MIN_SUSPECTING_RUNS = 2
 """Number of different runs that must suspect a node before it is excluded; one run alone may be wrong."""
 MIN_RUNS_AGAINST_WORKING_NODE = 3
-"""The same number for a node on which runs were ok before: flaky programs fail on it, too, seldom three times in a row."""
+"""Number of different runs that must suspect a node on which runs were ok before.
+
+Flaky programs fail on such a node, too, but seldom three times in a row.
+"""
 MAX_CHANCE = 0.05
 """Where failures also come elsewhere, or runs are ok on the node since, the largest p-value at which it is excluded.
 
