@@ -177,8 +177,8 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"{STACK}{OOM}\n{PROGRESS * 9}{STACK}BrokenPipeError: [Errno 32] Broken pipe\n", 1, "cuda_oom"),
         (f"{STACK}KeyError: 'lr'\n{PROGRESS * 12}", 1, "exception"),
         (f"{STACK}KeyError: 'lr'\nwandb: Network error (ConnectionError), entering retry loop.\n", 1, "exception"),
-        ("".join(f"gpu02: {line}\n" for line in f"{STACK}{OOM}".splitlines())
-         + "gpu02: [2025-11-24 10:00:00,1] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 1200\n" * 12, 1, "cuda_oom"),
+        ("".join(f"node7: {line}\n" for line in f"{STACK}{OOM}".splitlines())
+         + "node7: [2026-02-03 04:05:06,7] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4711\n" * 12, 1, "cuda_oom"),
         # Whatever a launcher or a progress bar puts before it.
         ("".join(f"2025-11-24T10:00:0{n}.123Z {line}\n" for n, line in enumerate(f"{STACK}{OOM}".splitlines())), 1, "cuda_oom"),
         ("".join(f"[1,3]<stderr>: {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
@@ -264,7 +264,7 @@ def test_what_decides_in_a_log(text, code, cause):
         ("", 137, "host_oom"),
         ("", 1, "host_oom"),
         (
-            f"{STACK}RuntimeError: DataLoader worker (pid 22048) is killed by signal: Killed. \n",
+            f"{STACK}RuntimeError: DataLoader worker (pid 31977) is killed by signal: Killed. \n",
             1,
             "host_oom",
         ),
