@@ -29,7 +29,14 @@ PLANTED = (
 
 
 class Reworder(ast.NodeTransformer):
-    """Replaces the words of sentences, and keeps all that an f-string inserts between them."""
+    """Replaces the words of sentences, and keeps what an f-string inserts between them.
+
+    A pattern of `re` keeps its words, since it reads a text: where that is a sentence of ours, it no longer matches.
+    """
+
+    def visit_Call(self, node):
+        reads = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "re"
+        return node if reads else self.generic_visit(node)
 
     def visit_Constant(self, node):
         if isinstance(node.value, str) and SENTENCE.search(node.value):
