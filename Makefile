@@ -45,30 +45,36 @@ check: env docs
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.names
 
+# The tests of one part: a line for every tenth of them while they run, and pytest's report at the end.
+define part
+@mkdir -p build/tests
+@PART=$@ $(BIN)/python -m pytest -p tests.progress $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
+endef
+
 # All parts that wait run at once, and beside them two that compute, which keep two cores busy. With more, waiting tests
-# would wait longer, since they extend their deadlines on a loaded machine. Each part is printed at its end.
+# would wait longer, since they extend their deadlines on a loaded machine.
 test: env
-	$(MAKE) --jobs=7 --keep-going --output-sync=target --no-print-directory $(PARTS)
+	$(MAKE) --jobs=7 --keep-going --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
 unit-a-to-c: env
-	$(BIN)/pytest tests/unit/[a-c]*/
+	$(call part,tests/unit/[a-c]*/)
 unit-k-to-w: env
-	$(BIN)/pytest tests/unit/[k-w]*/
+	$(call part,tests/unit/[k-w]*/)
 parity-c-to-f: env
-	$(BIN)/pytest tests/parity/test_[c-f]*.py
+	$(call part,tests/parity/test_[c-f]*.py)
 parity-l-to-w: env
-	$(BIN)/pytest tests/parity/test_[l-w]*.py
+	$(call part,tests/parity/test_[l-w]*.py)
 local-a-to-f: env
-	$(BIN)/pytest tests/local/test_[a-f]*.py
+	$(call part,tests/local/test_[a-f]*.py)
 local-g-to-z: env
-	$(BIN)/pytest tests/local/test_[g-z]*.py
+	$(call part,tests/local/test_[g-z]*.py)
 slurm-d-to-n: env
-	$(BIN)/pytest tests/slurm/test_[d-n]*.py
+	$(call part,tests/slurm/test_[d-n]*.py)
 slurm-t: env
-	$(BIN)/pytest tests/slurm/test_t*.py
+	$(call part,tests/slurm/test_t*.py)
 slurm-others: env
-	$(BIN)/pytest tests/slurm/test_[!d-nt]*.py
+	$(call part,tests/slurm/test_[!d-nt]*.py)
 
 # All parity tests; `make test` leaves out layouts whose traits other layouts have.
 parity: env
