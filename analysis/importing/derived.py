@@ -1,6 +1,7 @@
 """Completes imported rows: what follows from their other columns, and why they may be in doubt."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -283,7 +284,8 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
 
 def _evaluated(frame: pd.DataFrame, expression: str) -> Any:
     """The value of an expression of columns for each row; null if one of the columns is unknown."""
-    return frame.eval(expression)
+    names = sorted({*re.findall(r"[a-z]\w*", expression)})
+    return frame[names].eval(expression)  # of all columns, pandas would prepare each one
 
 
 def _texts(values: pd.Series) -> pd.Series:
