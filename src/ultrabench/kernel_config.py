@@ -78,6 +78,9 @@ class KernelConfig:
     value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
     written_from: str | None = None
     """The version of the program from whose sources the command was written."""
+    launch_per: Annotated[str, one_of("rank", "node")] = "rank"
+    """How often the command is started: once for each rank, or once on each node, for torchrun and other programs that
+    start the ranks of a node themselves."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
@@ -128,6 +131,11 @@ class KernelConfig:
         """Whether the arrival of lines in its log times the steps."""
         return times_by_arrival(self.step_line)
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the command is a starter such as torchrun, which starts all ranks of its node."""
+        return self.launch_per == "node"
+
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
         return self.routing if shape.num_experts and self.kind == "embedded" else None
@@ -153,6 +161,8 @@ class KernelConfig:
             package_folder = Path(ultrabench.__file__).parent
             for path in rank_sources(package_folder):
                 digest.update(str(path.relative_to(package_folder)).encode() + b"\0" + path.read_bytes())
+        if self.starts_ranks:  # left out at its default, so that old digests stay valid
+            digest.update(b"launch_per=node\0")
         flag_words = (word for table in self.flags.values() for words in table.values() for word in words)
         for argument in (*self.command, *flag_words):
             digest.update(argument.encode() + b"\0")
