@@ -108,8 +108,9 @@ class AgentGroup:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
         address = self._node.address
         self.progress = AttemptProgress(
-            task.spec.layout.world_size, self.hosts, self.listen(0.0), self._address_book
-        )
+            task.spec.layout.world_size, self.hosts, self.listen(0.0), self._address_book,
+            starts_ranks=task.starts_ranks,
+        )  # fmt: skip
         self.order("start", task_index=index, address=address, port=0 if task.forked else free_port(address))
 
     def order(self, method_name: str, **arguments: Any) -> Any:

@@ -210,8 +210,20 @@ class Layout:
         """Global batch size, in sequences."""
         return self.dp * self.mbs * self.gas
 
-    def coordinates(self, rank: int) -> "Coordinates":
+    def stride(self, degree: str, rank_order: Sequence[str] | None = None) -> int:
+        """How far apart the numbers of neighbours in a group of this degree are.
+
+        Args:
+            rank_order: the degrees, first the one in which neighbouring ranks differ; None for RANK_ORDER.
+        """
+        order = rank_order or RANK_ORDER
+        return math.prod(getattr(self, faster) for faster in order[: order.index(degree)])
+
+    def coordinates(self, rank: int, rank_order: Sequence[str] | None = None) -> "Coordinates":
         """The place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so that it stays in a node.
+
+        Args:
+            rank_order: as for `stride`.
 
         Raises:
             ConfigError: the rank is not in 0..world_size-1.
@@ -219,7 +231,7 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank={rank}; must be in 0..{self.world_size - 1}")
         index_by_degree = {}
-        for degree in reversed(Coordinates._fields):
+        for degree in rank_order or RANK_ORDER:
             rank, index_by_degree[degree] = divmod(rank, getattr(self, degree))
         return Coordinates(**index_by_degree)
 
@@ -241,6 +253,9 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+RANK_ORDER = tuple(reversed(Coordinates._fields))
+"""The degrees in the order in which ranks are numbered, unless a program has its own: first the one in which neighbours
+differ."""
 AXES = tuple(f.name for f in fields(Layout))
 """Names of the axes of a layout, in the order in which they are shown."""
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}

@@ -83,11 +83,13 @@ def test_a_line_of_torchtitan_without_memory_and_mfu_is_a_step():
 
 
 @pytest.mark.parametrize(
-    ("step_rank", "rank"), [(0, 0), (-1, 11), ("last_stage", 8)],
+    ("options", "rank"),
+    [({}, None), ({"step_rank": 0}, 0), ({"step_rank": -1}, 23), ({"step_rank": "last_stage"}, 16),
+     ({"step_rank": "last_stage", "rank_order": ("tp", "cp", "pp", "dp")}, 4)],
 )  # fmt: skip
-def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(step_rank, rank):
-    kernel = KernelConfig(name="x", kind="command", command=("x",), step_rank=step_rank)
-    assert kernel.logging_rank(12, pp=3) == rank
+def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(options, rank):
+    kernel = KernelConfig(name="x", kind="command", command=("x",), **options)
+    assert kernel.logging_rank(Layout(dp=4, tp=2, pp=3, pp_schedule="afab")) == rank
 
 
 @pytest.mark.parametrize(
