@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size_bytes, read_text
-from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, RankEvent
+from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.processes import descendants, tag_of
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line
 
@@ -47,15 +47,12 @@ class _ExaminedRank(NamedTuple):
     """Whether signals have asked the rank for its stacks and collectives."""
 
 
-def hang_evidence(
-    run_folder: Path, ranks: range, pid_by_rank: dict[int, int], tag: str
-) -> Iterator[list[RankEvent]]:
+def hang_evidence(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> Iterator[list[RankEvent]]:
     """Asks every rank, then runs py-spy on it; yields [] while it waits for answers, then the events.
 
     Args:
         run_folder: node-local folder of the run; raw stacks and dumps go into its EVIDENCE_FOLDER.
-        ranks: the ranks of the node.
-        pid_by_rank: rank -> its process; ranks without one are only said to be unknown.
+        pid_by_rank: rank -> the process that was started as that rank.
         tag: the tag of the processes of the run; no other process is sent a signal.
     """
     examined_ranks = _ask_ranks(run_folder, pid_by_rank, tag)
@@ -76,8 +73,7 @@ def hang_evidence(
     for py_spy in py_spies:
         py_spy.kill()
         py_spy.wait()
-    events = [{"rank": e.rank, "evidence": _collect_evidence(e, folder)} for e in examined_ranks]
-    yield [*events, *({"rank": r, "evidence": {**NO_EVIDENCE}} for r in ranks if r not in pid_by_rank)]
+    yield [{"rank": e.rank, "evidence": _collect_evidence(e, folder)} for e in examined_ranks]
 
 
 def _ask_ranks(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> list[_ExaminedRank]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED_STATES, Fo
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_log import END_BYTES, MAX_LOG_BYTES, read_log
-from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
+from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, MeasuredPhase, RankEvent
 from ultrabench.agent.ranks.sources import Source, report_sources
 from ultrabench.agent.ranks.workers import (
     Worker,
@@ -264,7 +265,10 @@ class Node:
     def _rank_env(self, task: Task, rank: int, place: LaunchPlace) -> dict[str, str]:
         """The variables that torchrun sets, or those that its own command needs; and ours."""
         if task.starts_ranks:
-            sizes: dict[str, object] = {"NNODES": task.spec.nodes, "GPUS_PER_NODE": self.allocation.gpus_per_node}
+            sizes: dict[str, object] = {
+                "NNODES": task.spec.nodes,
+                "GPUS_PER_NODE": self.allocation.gpus_per_node,
+            }
         else:
             sizes = {
                 "RANK": rank,
@@ -379,7 +383,11 @@ class Node:
         rank_pids = self._rank_pids()
         if self._task.starts_ranks:  # without workers, the process of the command is all there is to examine
             rank_pids = pid_by_rank(self._workers(), self.ranks) or rank_pids
-        self._hang_evidence = hang_evidence(self._run_folder, self.ranks, rank_pids, self.tag)
+        evidence = hang_evidence(self._run_folder, rank_pids, self.tag)
+        gone_ranks: list[RankEvent] = [
+            {"rank": r, "evidence": {**NO_EVIDENCE}} for r in self.ranks if r not in rank_pids
+        ]
+        self._hang_evidence = chain(evidence, [gone_ranks])
 
     def kill(self) -> NodeAfterRun:
         """Kills every process of the current run on this node, and removes what they left behind."""

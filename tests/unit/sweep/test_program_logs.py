@@ -12,6 +12,7 @@ import pytest
 from tests.configs import refused
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout
 from ultrabench.log_lines import LogLine, split_log
 from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED_EVENT, compile_pattern, parse_log_line
 from ultrabench.log_steps import StepReader, StepSize
