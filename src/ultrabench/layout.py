@@ -219,6 +219,21 @@ class Layout:
         order = rank_order or RANK_ORDER
         return math.prod(getattr(self, faster) for faster in order[: order.index(degree)])
 
+    def group_axes(self, degrees: Collection[str], rank_order: Sequence[str] | None = None) -> "GroupAxes":
+        """The axes of a group of ranks that differ in these degrees only, such as dp and cp.
+
+        Args:
+            rank_order: as for `stride`.
+        """
+        group_axes: list[tuple[int, int]] = []
+        for degree in rank_order or RANK_ORDER:
+            size, stride = getattr(self, degree), self.stride(degree, rank_order)
+            if degree in degrees and group_axes and math.prod(group_axes[-1]) == stride:
+                group_axes[-1] = (group_axes[-1][0] * size, group_axes[-1][1])
+            elif degree in degrees:
+                group_axes.append((size, stride))
+        return tuple(group_axes)
+
     def coordinates(self, rank: int, rank_order: Sequence[str] | None = None) -> "Coordinates":
         """The place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so that it stays in a node.
 
@@ -242,6 +257,20 @@ class Layout:
     def label(self) -> str:
         """A short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; usual values of some axes are left out."""
         return " ".join(labels({name: getattr(self, name) for name in AXES}))
+
+
+GroupAxes = tuple[tuple[int, int], ...]
+"""The axes along which the ranks of a group lie, the innermost first: their number, and how far apart neighbours are."""
+
+
+def ranks_in_node(group_axes: GroupAxes, gpus_per_node: int) -> int:
+    """How many ranks of a group are on one node."""
+    return math.prod(min(size, max(1, gpus_per_node // stride)) for size, stride in group_axes)
+
+
+def crosses_nodes(group_axes: GroupAxes, gpus_per_node: int) -> bool:
+    """Whether the ranks of a group are on several nodes."""
+    return ranks_in_node(group_axes, gpus_per_node) < math.prod(size for size, _ in group_axes)
 
 
 class Coordinates(NamedTuple):
