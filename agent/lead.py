@@ -263,7 +263,7 @@ class Leader:
             elif overdue_result := result_if_overdue(task, progress, now_s):
                 if overdue_result.status != Status.HANG:
                     return overdue_result
-                if hang_result := _result_if_hung(group, overdue_result):
+                if hang_result := _result_if_hung(group, task, overdue_result):
                     return hang_result
             elif slow_result := self._result_if_too_slow(task, progress.reporter):
                 return slow_result
@@ -369,7 +369,7 @@ def best_step_time_s(task: Task, results: Sequence[TaskResult], control_id: str 
     return 1 / ranking[0].rate if ranking and ranking[0].may_win and ranking[0].rate else None
 
 
-def _result_if_hung(group: AgentGroup, overdue_result: RunResult) -> RunResult | None:
+def _result_if_hung(group: AgentGroup, task: Task, overdue_result: RunResult) -> RunResult | None:
     """Collects the evidence of a hang and finds its cause, before the ranks are killed.
 
     Returns None, and the run continues, if a rank moved meanwhile; the host was slow, so the next deadline is longer.
@@ -379,7 +379,8 @@ def _result_if_hung(group: AgentGroup, overdue_result: RunResult) -> RunResult |
     if group.progress.positions != positions_before and not group.progress.has_failed:
         return None
     ranks = group.progress.ranks
-    cause = find_hang_cause(ranks)
+    layout = None if task.probe else task.spec.layout
+    cause = find_hang_cause(ranks, layout, task.spec.kernel.rank_order)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in ranks]}
     about_hosts = evidence_of_ranks(cause.culprits, ranks)
     reason = f"{cause.headline}; {overdue_result.reason}"

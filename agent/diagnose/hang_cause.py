@@ -2,11 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ultrabench.agent.ranks.rank_progress import RankProgress
+from ultrabench.layout import Layout
 from ultrabench.rank_report import STEP_PARTS
 
 MAX_NAMED_RANKS = 4
@@ -53,10 +54,26 @@ class HangCause:
         return ". ".join((self.headline, *self.details)) + "."
 
 
-def find_hang_cause(ranks: Ranks) -> HangCause:
-    """Which ranks are behind or missing, and what shows it, by the first of HANG_CHECKS that finds something."""
+def find_hang_cause(ranks: Ranks, layout: Layout | None = None, rank_order: Sequence[str] = ()) -> HangCause:
+    """Which ranks are behind or missing, and what shows it, by the first of HANG_CHECKS that finds something.
+
+    Args:
+        layout: the layout of the ranks, by which the details name the places of two culprits; None if it is unknown.
+        rank_order: how ranks are numbered, as for `Layout.stride`.
+    """
     live_ranks = [r for r in ranks if r.code is None]
-    return next(filter(None, (check(ranks, live_ranks) for check in HANG_CHECKS)))
+    cause = next(filter(None, (check(ranks, live_ranks) for check in HANG_CHECKS)))
+    if layout is None or len(cause.culprits) == len(ranks):
+        return cause
+    place_texts = [_place_text(r.number, layout, rank_order) for r in cause.culprits[:2]]
+    return replace(cause, details=(*cause.details, *filter(None, place_texts)))
+
+
+def _place_text(rank: int, layout: Layout, rank_order: Sequence[str]) -> str | None:
+    """The place of a rank on the axes of its layout; None if there is one axis only, where it is the rank itself."""
+    index_by_degree = layout.coordinates(rank, rank_order)._asdict()
+    places = [f"{degree} {index}" for degree, index in index_by_degree.items() if getattr(layout, degree) > 1]
+    return f"Rank {rank} has the place {', '.join(places)} in the layout" if len(places) > 1 else None
 
 
 def hang_row(rank: RankProgress) -> dict[str, Any]:
