@@ -188,6 +188,17 @@ class AgentGroup:
             if self.listen(POLL_S) > deadline_s or self.end_reason:
                 return
 
+    def abort_for_stacks(self) -> None:
+        """Orders all nodes to end the ranks without a known stack in the way that shows it, before they are killed."""
+        ranks = [rank for rank in self.progress.running_ranks if not rank.evidence["stack"]]
+        for rank in self.progress.running_ranks:
+            rank.killed_by_us, rank.was_aborted = True, rank in ranks
+        self.order("abort_for_stacks", ranks=[rank.number for rank in ranks])
+        deadline_s = self.listen(0.0) + EVIDENCE_TIMEOUT_S
+        while not all("aborted" in rank.evidence for rank in ranks) and not self.end_reason:
+            if self.listen(POLL_S) > deadline_s:
+                return
+
     def measured_fields(self) -> dict[str, Any]:
         """The fields of a RunResult that the nodes have measured during the steps of the last run."""
         node_states = self._node_states.values()

@@ -378,6 +378,8 @@ def _result_if_hung(group: AgentGroup, task: Task, overdue_result: RunResult) ->
     group.examine()
     if group.progress.positions != positions_before and not group.progress.has_failed:
         return None
+    if not task.forked:
+        group.abort_for_stacks()
     ranks = group.progress.ranks
     layout = None if task.probe else task.spec.layout
     cause = find_hang_cause(ranks, layout, task.spec.kernel.rank_order)

@@ -180,7 +180,7 @@ def _lost_to_host_memory(ranks: Sequence[RankProgress], rank_findings: list[Find
 def _finding(rank: RankProgress) -> Finding | None:
     if rank.ended_well or (not rank.error_line and rank.code is None):
         return None
-    ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
+    ended_by_us = rank.killed_by_us and (rank.code == -signal.SIGKILL or rank.was_aborted)
     if rank.error_line:
         rank_cause: RankCause | None = _cause_by_error(rank)
     elif ended_by_us:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ultrabench import checkout, processes
 from ultrabench.agent.diagnose.addresses import own_addresses
-from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
+from ultrabench.agent.diagnose.hang_evidence import dump_variables, fatal_stacks, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.health_reader import HealthReader
 from ultrabench.agent.node_identity import NodeIdentity
@@ -83,8 +83,9 @@ CLEANING_S = 120.0
 """Seconds for removing the files of a run; at 1 ms each, 20,000 files take 20 s."""
 PREPARING_LIMIT_S = 60.0
 """Seconds for making the node-local files of a run."""
-PROGRAM_ENV = {"PYTHONUNBUFFERED": "1"}
-"""Variables of a program of the user, unless it has others: without a buffer, its lines arrive when it writes them."""
+PROGRAM_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+"""Variables of a program of the user, unless it has others: without a buffer, its lines arrive when it writes them; and
+Python writes its stacks when a signal such as SIGSEGV or SIGABRT ends it."""
 HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
 SHOWN_NAMES = frozenset({"SLURM_JOB_ID", "SLURM_CONF"})
@@ -215,7 +216,14 @@ class Node:
 
     def obey(self, message: dict[str, Any]) -> Any:
         """Calls the method that the leader orders; returns what `kill` and `finish` return, else None."""
-        methods = (self.start, self.write_store_port, self.collect_hang_evidence, self.kill, self.finish)
+        methods = (
+            self.start,
+            self.write_store_port,
+            self.collect_hang_evidence,
+            self.abort_for_stacks,
+            self.kill,
+            self.finish,
+        )
         method = {method.__name__: method for method in methods}.get(message.get("do", ""))
         return method and method(**{name: value for name, value in message.items() if name != "do"})
 
@@ -380,14 +388,29 @@ class Node:
 
     def collect_hang_evidence(self) -> None:
         """Begins to collect the evidence of a hang; `rank_events` returns it when it is complete."""
-        rank_pids = self._rank_pids()
-        if self._task.starts_ranks:  # without workers, the process of the command is all there is to examine
-            rank_pids = pid_by_rank(self._workers(), self.ranks) or rank_pids
-        evidence = hang_evidence(self._run_folder, rank_pids, self.tag)
+        pids = self._training_pids()
         gone_ranks: list[RankEvent] = [
-            {"rank": r, "evidence": {**NO_EVIDENCE}} for r in self.ranks if r not in rank_pids
+            {"rank": r, "evidence": {**NO_EVIDENCE}} for r in self.ranks if r not in pids
         ]
-        self._hang_evidence = chain(evidence, [gone_ranks])
+        self._hang_evidence = chain(hang_evidence(self._run_folder, pids, self.tag), [gone_ranks])
+
+    def abort_for_stacks(self, ranks: list[int]) -> None:
+        """Begins to end those of these ranks that are on this node by a signal on which Python writes its stacks."""
+        own_ranks = [rank for rank in ranks if rank in self.ranks]
+        pids = {rank: pid for rank, pid in self._training_pids().items() if rank in own_ranks}
+        logs = {
+            rank: self._log_path(self.ranks.start if self._task.starts_ranks else rank) for rank in own_ranks
+        }
+        server_pid = self._fork_server.pid
+        all_pids = processes.descendants(server_pid) | {*processes.tagged(lambda tag: tag == self.tag)}
+        self._hang_evidence = fatal_stacks(self._run_folder, pids, logs, all_pids - {server_pid})
+
+    def _training_pids(self) -> dict[int, int]:
+        """Rank -> pid of its process; of a command that has started no ranks yet, that of the command."""
+        rank_pids = self._rank_pids()
+        if self._task.starts_ranks:
+            return pid_by_rank(self._workers(), self.ranks) or rank_pids
+        return rank_pids
 
     def kill(self) -> NodeAfterRun:
         """Kills every process of the current run on this node, and removes what they left behind."""

@@ -17,7 +17,7 @@ from ultrabench.record import from_dict
 RankEvent = dict[str, Any]
 """An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
 {rank, code, oom_killed, disk_full} its exit, {rank, log} the record of its log, which follows the exit, and
-{rank, evidence} the evidence of a hang. An exit may have the end of the log instead of its record, as `tail`."""
+{rank, evidence} the evidence of a hang, and {rank, stack} what a rank wrote when it was aborted. An exit may have the end of the log instead of its record, as `tail`."""
 
 SURE_STATES = ("T", "Z")
 """States of a process in which it cannot go on, whatever other ranks do: it is stopped, or it is dead."""
@@ -84,6 +84,8 @@ class RankProgress:
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
+    was_aborted: bool = False
+    """Whether its node was ordered to end it by SIGABRT, to see its stack."""
     oom_killed: bool = False
     """Linux killed processes on its node for lack of memory during the run: it, a child of it, or another rank."""
     full_folder_text: str | None = None
@@ -99,7 +101,7 @@ class RankProgress:
 
     `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
     (unknown), `wchan` the kernel function in which the rank sleeps, `stack` the frames of its main
-    thread as `function (file:line)`, innermost first. `groups` has {group, ranks, entered, started,
+    thread as `function (file:line)`, innermost first. `aborted` is there if the rank was ended to see its stack. `groups` has {group, ranks, entered, started,
     finished, ops} for each process group, and is empty if the rank did not answer.
     """
 
@@ -107,6 +109,11 @@ class RankProgress:
     def name(self) -> str:
         """The rank and its host, as messages name them."""
         return f"rank {self.number} on {self.host}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended before its run was examined."""
+        return self.code is not None and not self.was_aborted
 
     @property
     def ended_well(self) -> bool:
@@ -267,6 +274,9 @@ class AttemptProgress:
         rank = self.ranks[event["rank"]]
         if "evidence" in event:
             rank.evidence = event["evidence"]
+            return
+        if "stack" in event:
+            rank.evidence = {**rank.evidence, "stack": event["stack"], "aborted": True}
             return
         if "log" in event:
             rank.log = from_dict(LogRecord, event["log"])
