@@ -244,13 +244,13 @@ def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
 class LaunchPlace(NamedTuple):
     """Where a command is started: the words of a command that differ between the processes of one run."""
 
-    node_rank: int = 0
+    node_rank: int | str = 0
     """The number of the node in the run."""
     local_rank: int | None = 0
     """The number of the rank on its node; None where the command starts all ranks of the node."""
     master_addr: str = "127.0.0.1"
     """The address of the first node."""
-    master_port: int = 29500
+    master_port: int | str = 29500
     """A free port of the first node; by default the one that torchrun uses."""
 
 
