@@ -72,8 +72,9 @@ def require_same(sweep_json: SweepJson, config: SweepConfig, path: Path) -> None
     """
     for section in ("hardware", "kernel", "workload"):
         old_values, new_values = to_dict(getattr(sweep_json, section)), to_dict(getattr(config, section))
-        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: _require_same_log.
-        for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
+        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text, and rank_order changes
+        # predictions only. The others: _require_same_log.
+        for name in ("architecture", "rated_power_w", "source", "rank_order", *LOG_OPTIONS):
             new_values.pop(name, None)
         allowed = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
         if section == "workload":  # see require_same_batches
@@ -122,6 +123,8 @@ def require_same_launch(state: SweepState, config: SweepConfig, path: Path) -> N
 def _require_same_log(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
     old_values, new_values = state.config.get("kernel", {}), to_dict(config.kernel)
+    if new_values["step_rank"] == "any":  # it finds the steps in the log that another value names, too
+        new_values["step_rank"] = old_values.get("step_rank", "any")
     changed_options = [k for k in LOG_OPTIONS if old_values.get(k, new_values[k]) != new_values[k]]
     changes = [f"kernel.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_options]
     if changes and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):

@@ -107,7 +107,7 @@ def _regular_files(run_folder: Path, patterns: Iterable[str]) -> Iterator[tuple[
             yield path, file_status.st_size
 
 
-def join_tails(run_folder: Path, target_folder: Path, ranks: range) -> None:
+def join_tails(run_folder: Path, target_folder: Path, ranks: Iterable[int]) -> None:
     """Writes the ends of the logs of `ranks` to one file."""
     tails = (f"--- rank {r}\n{read_tail(run_folder / f'rank{r}.log', LOG_TAIL_BYTES)}" for r in ranks)
     target_folder.mkdir(parents=True, exist_ok=True)

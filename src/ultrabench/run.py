@@ -105,9 +105,9 @@ class RunSpec:
         return " ".join((self.layout.label(), *option_texts(self.variant)))
 
     @property
-    def logging_rank(self) -> int:
-        """The rank whose log has the steps of a program that only logs."""
-        return self.kernel.logging_rank(self.layout.world_size, self.layout.pp)
+    def logging_rank(self) -> int | None:
+        """The rank whose log has the steps of a program that only logs; None if it may be any."""
+        return self.kernel.logging_rank(self.layout)
 
     @property
     def compiles(self) -> bool:
@@ -181,6 +181,11 @@ class Task(AttemptRecord):
         """Whether its ranks are forked from the warm server; a program of the user is started by exec."""
         return self.probe or self.spec.kernel.kind != "command"
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether one command starts all ranks of a node."""
+        return not self.forked and self.spec.kernel.starts_ranks
+
 
 SIZES_BY_WORD = {
     "sparse_layers": ("first_k_dense_replace", "decoder_sparse_step"),
@@ -236,18 +241,37 @@ def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
     return measure.warmup_steps + measure.max_steps + kernel.times_by_arrival
 
 
-def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
+class LaunchPlace(NamedTuple):
+    """Where a command is started: the words of a command that differ between the processes of one run."""
+
+    node_rank: int | str = 0
+    """The number of the node in the run."""
+    local_rank: int | None = 0
+    """The number of the rank on its node; None where the command starts all ranks of the node."""
+    master_addr: str = "127.0.0.1"
+    """The address of the first node."""
+    master_port: int | str = 29500
+    """A free port of the first node; by default the one that torchrun uses."""
+
+
+def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace | None = None) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
     Each `{word}` is replaced by the value of this run, whole numbers without `.0`.
     If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
     because the command may be a shell that replaces it.
 
+    Args:
+        place: where the command is started; None for an example.
+
     Raises:
         ConfigError: a `{word}` is unknown, a known one has quotes, spaces or its group in the braces, or no process can
             take the command.
     """
-    words = words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
+    place = place or LaunchPlace(local_rank=None if spec.kernel.starts_ranks else 0)
+    place_words = {name: value for name, value in place._asdict().items() if value is not None}
+    # A user may have words of these names.
+    words = {**place_words, **words_of(spec), **key._asdict(), "steps": steps_asked(spec.kernel, measure)}
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]
@@ -257,6 +281,11 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
                     f"kernel.command has {braces}; braces may contain only the word: write {{{word}}}"
                 )
             return braces
+        if word not in words and word in LaunchPlace._fields:
+            problem = f"kernel.command has {braces} with kernel.launch_per={spec.kernel.launch_per}"
+            raise ConfigError(
+                f"{problem}; the command starts once on each node: leave it out, the command sets {word.upper()}"
+            )
         if word not in words:
             kind = f"word in kernel.command of kernel={spec.kernel.name}"
             raise ConfigError(unknown_name(kind, braces, words, first=options_in_group(spec.variant, WORDS)))

@@ -3,6 +3,7 @@
 It is separate from `show`, so that `show` need not import the code that reads configurations.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import BATCH, FOLLOWING, Layout
 from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import AttemptKey, RunSpec, fill_in, words_in
+from ultrabench.run import AttemptKey, LaunchPlace, RunSpec, fill_in, words_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -37,6 +38,10 @@ from ultrabench.variant import option_texts, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
+
+
+SHELL_PLACE = LaunchPlace("$NODE_RANK", None, "$MASTER_ADDR", "$MASTER_PORT")
+"""The variables that take the place of words of a command that is started once on each node."""
 
 
 def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Path) -> None:
@@ -70,11 +75,14 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
-    words = fill_in(spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
+    place = SHELL_PLACE if kernel.starts_ranks else None
+    words = fill_in(spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure, place)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
     else:
-        document |= {"command": _torchrun_words(spec, words, is_python=kernel.command[0] == "python")}
+        is_python = kernel.command[0] == "python"
+        starter_words = words if kernel.starts_ranks else _torchrun_words(spec, words, is_python=is_python)
+        document |= {"command": starter_words}
     if as_json:
         print_json(document)
     else:
@@ -99,7 +107,14 @@ def _show_document(document: Mapping[str, Any], title: str) -> None:
         sys.stdout.write(document["text"] + "\n")
     else:
         show(*comments)
-        show(" \\\n  ".join([*env_words, *map(shlex.quote, document["command"])]))
+        show(" \\\n  ".join([*env_words, *map(_shell_word, document["command"])]))
+
+
+def _shell_word(word: str) -> str:
+    """A word of a command as a shell reads it, with the variables of SHELL_PLACE."""
+    variables = (re.escape(str(variable)) for variable in SHELL_PLACE if variable)
+    fixed_text = re.sub("|".join(variables), "x", word)
+    return word if shlex.quote(fixed_text) == fixed_text else shlex.quote(word)
 
 
 def _planned_spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
