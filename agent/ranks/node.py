@@ -29,7 +29,7 @@ from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import Task, fill_in
+from ultrabench.run import FILES_WORD, Task, fill_in, fill_in_files
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import reveal_env
@@ -223,8 +223,23 @@ class Node:
             env = {**PROGRAM_ENV, **self._base_env, **env, **dump_variables(run_folder), **self._program_env}
             env = with_variant_env(env, variant_env)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
-            command = fill_in(task.spec, task.key, task.measure)
-            self._fork_server.fork(rank, env, log_path, cpus, command=command, cwd=self.allocation.work_dir)
+            place = {
+                "node_rank": self.identity.node_index,
+                "local_rank": local_rank,
+                FILES_WORD: self._files_folder,
+            }
+            command = fill_in(task.spec, task.key, task.measure, place)
+            self._fork_server.fork(rank, env, log_path, cpus, command=command, cwd=self._program_folder)
+
+    @property
+    def _files_folder(self) -> Path:
+        """Folder of the files of the current run on this node."""
+        return self._run_folder / FILES_WORD
+
+    @property
+    def _program_folder(self) -> str:
+        """Working folder of a program of the user."""
+        return str(Path(self.allocation.work_dir) / (self._task.spec.kernel.folder or ""))
 
     def _prepare(self) -> None:
         """Makes the node-local files of the current run."""
@@ -232,6 +247,10 @@ class Node:
         write_whole(self._run_folder / "spec.json", json.dumps(to_dict(self._task), indent=1))
         for rank in self.ranks:
             self._log_path(rank).touch()
+        task, folder = self._task, self._files_folder
+        for name, text in fill_in_files(task.spec, task.key, task.measure, str(folder)).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, text)
 
     def _space_shortage(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
         return cleanup.space_shortage(self.scratch.parent, min_bytes)

@@ -1,11 +1,13 @@
 """A run: one model with one layout on some nodes, named by a hash of its content."""
 
 import functools
+import json
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import Size, at_least, require_allowed
@@ -15,6 +17,7 @@ from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
+from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
 from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group, variables_of
@@ -213,22 +216,19 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 # A plan calls this for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
 @functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
-    """The names of the words that the command of a kernel uses, such as `tp`, and of the model sizes that decide them.
+    """The names of the words that the command and the files of a kernel use, such as `tp`, and of the model sizes that decide them.
 
     Args:
         with_tables: whether the keys of `supports` and `flags` are included; otherwise only the words in braces are.
     """
     flag_words = (word for table in kernel.flags.values() for words in table.values() for word in words)
-    names = {match["name"] for match in _IN_BRACES.finditer(" ".join((*kernel.command, *flag_words)))}
+    command = " ".join((*kernel.command, *flag_words))
+    names = {match["name"] for match in _IN_BRACES.finditer(command)}
+    names.update(*map(names_in, (command, *kernel.files.values())))
     if with_tables:
         names |= {*kernel.supports, *kernel.flags}
         names.update(size_name for name in names & SIZES_BY_WORD.keys() for size_name in SIZES_BY_WORD[name])
     return frozenset(names)
-
-
-def command_text(value: object) -> str:
-    """The value of a word as text in a command: whole numbers without `.0`."""
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
@@ -236,18 +236,36 @@ def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
     return measure.warmup_steps + measure.max_steps + kernel.times_by_arrival
 
 
-def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
+FILES_WORD = "files"
+"""The word for the folder of the files of a run, which is another one for each attempt and node."""
+RANK_WORDS = ("node_rank", "local_rank")
+"""Words that differ between the ranks of a run; only its command has them, since the ranks of a node share its files."""
+
+
+def _words_of_attempt(spec: RunSpec, key: AttemptKey, measure: Measure) -> dict[str, Any]:
+    """Word -> its value for the command and the files of an attempt, without those that its nodes decide."""
+    return words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
+
+
+def fill_in(
+    spec: RunSpec, key: AttemptKey, measure: Measure, place: Mapping[str, object] = MappingProxyType({})
+) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
-    Each `{word}` is replaced by the value of this run, whole numbers without `.0`.
+    Each `{word}` is replaced by the value of this run, whole numbers without `.0`; so are words with + - * between them.
     If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
     because the command may be a shell that replaces it.
+
+    Args:
+        place: value of FILES_WORD and RANK_WORDS for a rank; without it they stay in their braces.
 
     Raises:
         ConfigError: a `{word}` is unknown, a known one has quotes, spaces or its group in the braces, or no process can
             take the command.
     """
-    words = words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
+    place_names = (*RANK_WORDS, *([FILES_WORD] if spec.kernel.files else []))
+    words = _words_of_attempt(spec, key, measure)
+    words |= {name: place.get(name, f"{{{name}}}") for name in place_names}
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]
@@ -257,6 +275,10 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
                     f"kernel.command has {braces}; braces may contain only the word: write {{{word}}}"
                 )
             return braces
+        if word == FILES_WORD and not spec.kernel.files:
+            raise ConfigError(
+                f"kernel.command has {braces}, the folder of kernel.files, which is empty: set it"
+            )
         if word not in words:
             kind = f"word in kernel.command of kernel={spec.kernel.name}"
             raise ConfigError(unknown_name(kind, braces, words, first=options_in_group(spec.variant, WORDS)))
@@ -264,9 +286,42 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
 
     flags = (table.get(str(words.get(word)), table.get(ANY, ())) for word, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
-    command = [_IN_BRACES.sub(value_text, part) for part in parts]
+    calculated_parts = (replace_words(part, words, "kernel.command", CALCULATION) for part in parts)
+    command = [_IN_BRACES.sub(value_text, part) for part in calculated_parts]
     require_command(command, {**spec.kernel.env, **variables_of(spec.variant)})
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
+
+
+def fill_in_files(
+    spec: RunSpec, key: AttemptKey, measure: Measure, folder: str = f"{{{FILES_WORD}}}"
+) -> dict[str, str]:
+    """Path of each of the user's files below their folder -> its text for this run.
+
+    Known words in braces are replaced by values of this run, also with + - * between them; all else stays. True, false,
+    no value and nested values are written as in JSON, and in a file of Python as there.
+
+    Args:
+        folder: the folder of the files.
+
+    Raises:
+        ConfigError: a word is one edit from a known one or differs between ranks, or a word of a calculation is no number.
+    """
+    words = _words_of_attempt(spec, key, measure) | {FILES_WORD: folder}
+    json_words = {name: _as_json(value) for name, value in words.items()}
+    texts = {}
+    for name, template in spec.kernel.files.items():
+        where = f"kernel.files.{name}"
+        if rank_word := next((word for word in names_in(template) if word in RANK_WORDS), None):
+            fact = f"{where} has {{{rank_word}}}, and all ranks of a node read the same file"
+            raise ConfigError(fact, f"give {{{rank_word}}} to the program in kernel.command", setting=where)
+        texts[name] = replace_words(template, words if name.endswith(".py") else json_words, where)
+    return texts
+
+
+def _as_json(value: object) -> object:
+    """A value of a word as JSON, YAML and TOML have it: texts and numbers stay as they are."""
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if is_plain else json.dumps(value)
 
 
 def env_id(

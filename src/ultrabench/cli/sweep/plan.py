@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
+from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
@@ -19,6 +21,7 @@ from ultrabench.launchers.choose import require_max_nodes
 from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
+from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
@@ -292,6 +295,22 @@ def layouts_to_try(
         advised_rows.sort(key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))
         best_rows += advised_rows[:top]
     return best_rows
+
+
+def print_command(overrides: list[str], as_json: bool) -> None:
+    """Prints the command and the files of the first run of a plan.
+
+    Raises:
+        ConfigError: our own kernel trains the runs, or no candidate can run.
+    """
+    config = in_force(load_config(overrides), warn)
+    run = within_limit(plan_with_bar(config)).runs[0]
+    start = start_of(run.spec, AttemptKey(run.run_id, 0, 0), config)
+    if as_json:
+        print_json({"sweep": config.name, "run_id": run.run_id, "layout": run.spec.label(), **start})
+        return
+    cell_text = f"{run.shape.name} on {counted(run.nodes, 'node')}, {run.spec.label()}"
+    show(Text(f"# run {run.run_id}: {cell_text}"), *start_lines(start))
 
 
 def print_script(overrides: list[str]) -> None:

@@ -12,11 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow.compute as pc
+from rich.text import Text
 
 from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import leaderboard
+from ultrabench.cli.sweep.run_command import command_text
 from ultrabench.cli.sweep.show import MAX_RANK_DIGITS, find_run
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.errors import SweepFolderError, counted, require_known
@@ -24,7 +26,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import BATCH, FOLLOWING, Layout
 from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import AttemptKey, RunSpec, fill_in, words_in
+from ultrabench.run import FILES_WORD, RANK_WORDS, AttemptKey, RunSpec, fill_in, fill_in_files, words_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -70,11 +72,16 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
-    words = fill_in(spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
+    program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
+    words = fill_in(
+        *program, {FILES_WORD: FILES_WORD, "node_rank": "$NODE_RANK", "local_rank": "$LOCAL_RANK"}
+    )
+    files_of_run = fill_in_files(*program, FILES_WORD)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
     else:
         document |= {"command": _torchrun_words(spec, words, is_python=kernel.command[0] == "python")}
+        document |= {"files": files_of_run} if files_of_run else {}
     if as_json:
         print_json(document)
     else:
@@ -99,7 +106,10 @@ def _show_document(document: Mapping[str, Any], title: str) -> None:
         sys.stdout.write(document["text"] + "\n")
     else:
         show(*comments)
-        show(" \\\n  ".join([*env_words, *map(shlex.quote, document["command"])]))
+        for name, text in document.get("files", {}).items():
+            path = shlex.quote(f"{FILES_WORD}/{name}")
+            show(f"mkdir -p $(dirname {path})", f"cat > {path} <<'END_OF_FILE'", Text(text), "END_OF_FILE")
+        show(Text(command_text(env, document["command"])))
 
 
 def _planned_spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
@@ -214,6 +224,8 @@ def not_expressed(
         run_value, kernel_value = getattr(spec.kernel, name), getattr(kernel, name)
         if name not in braced_words and run_value != kernel_value:
             yield f"{name}={run_value}: its {noun} sets {name}={kernel_value}"
+    for name in sorted(braced_words & {*RANK_WORDS}):
+        yield f"{{{name}}}: torchrun gives it to each rank as ${name.upper()}, not in the command"
     if kernel.precision == "fp8":
         yield f"the scale per row of precision=fp8: its {noun} sets {' '.join(kernel.flags['precision']['fp8'])}"
 
