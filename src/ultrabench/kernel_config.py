@@ -33,7 +33,9 @@ ROUTING_RULE = matching(
 ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
-"""Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
+"""Options that say how a log is read; if a launch changes them, kept logs are read again."""
+JUDGED_ANEW = ("written_from", "loss_comparable")
+"""Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
 
 ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
@@ -84,6 +86,9 @@ class KernelConfig:
     value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
     written_from: str | None = None
     """The version of the program from whose sources the command was written."""
+    loss_comparable: bool | None = None
+    """Whether losses of layouts are compared, because the initial weights do not depend on the layout; None means true
+    for our own kernel and false for a command."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
@@ -203,6 +208,11 @@ def _require_file_names(names: Iterable[str]) -> None:
         if path in folders:
             fact = f"kernel.files has {name} and {folders[path]}, so that {name} would be a file and a folder"
             raise ConfigError(fact, "rename one of them", setting)
+
+
+def compares_losses(kind: str, loss_comparable: bool | None) -> bool:
+    """Whether losses of layouts are compared with a kernel of this kind and setting of `loss_comparable`."""
+    return kind != "command" if loss_comparable is None else loss_comparable
 
 
 def rank_sources(root: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
+from ultrabench.cli.sweep.rereads import Rereads, read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
@@ -80,12 +81,14 @@ def show_plan(
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
     config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
-    folder, state, peak_rate = folder_of(config), SweepState(), dict[str, Any]()
+    folder, state, peak_rate, rereads = folder_of(config), SweepState(), dict[str, Any](), Rereads()
     sweep_json = find_sweep_json(folder)
     try:
         if sweep_json is not None:
             require_same(sweep_json, config, folder.path)
-            state = for_answers(fold(read_journal(folder.journal, warn)))
+            state = fold(read_journal(folder.journal, warn))
+            rereads = read_again(config, folder, state, keep=False)
+            state = for_answers(rereads.apply(state))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 peak_rate = {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
             require_same_launch(state, config, folder.path)
@@ -108,7 +111,7 @@ def show_plan(
     summary = _summary_document(plan, price, progress)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
-    notes += same_commands(plan)
+    notes += [*([rereads.line] if rereads.line else []), *same_commands(plan)]
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)

@@ -43,7 +43,7 @@ def start_lines(start: ProgramStart) -> Iterator[RenderableType]:
     yield Text(command_text(start["env"], start["command"]))
     for name, text in start["files"].items():
         yield Text(f"\n{{{FILES_WORD}}}/{name}", "bold")
-        yield Text(text)
+        yield Text(text.rstrip("\n"))
     texts = (*start["command"], *start["files"].values())
     open_words = [f"{{{w}}}" for w in (FILES_WORD, *RANK_WORDS) if any(f"{{{w}}}" in text for text in texts)]
     if open_words:

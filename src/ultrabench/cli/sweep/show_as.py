@@ -73,15 +73,14 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
     program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
-    words = fill_in(
-        *program, {FILES_WORD: FILES_WORD, "node_rank": "$NODE_RANK", "local_rank": "$LOCAL_RANK"}
-    )
+    words = fill_in(*program, {FILES_WORD: FILES_WORD})
     files_of_run = fill_in_files(*program, FILES_WORD)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
     else:
         document |= {"command": _torchrun_words(spec, words, is_python=kernel.command[0] == "python")}
         document |= {"files": files_of_run} if files_of_run else {}
+        document |= {"folder": kernel.folder} if kernel.folder else {}
     if as_json:
         print_json(document)
     else:
@@ -105,10 +104,15 @@ def _show_document(document: Mapping[str, Any], title: str) -> None:
         say(*comments, *(f"# set {env_word}" for env_word in env_words), f"# the file {file_name}:")
         sys.stdout.write(document["text"] + "\n")
     else:
-        show(*comments)
+        show(*comments, *([f"cd {shlex.quote(document['folder'])}"] if "folder" in document else []))
         for name, text in document.get("files", {}).items():
             path = shlex.quote(f"{FILES_WORD}/{name}")
-            show(f"mkdir -p $(dirname {path})", f"cat > {path} <<'END_OF_FILE'", Text(text), "END_OF_FILE")
+            show(
+                f"mkdir -p $(dirname {path})",
+                f"cat > {path} <<'END_OF_FILE'",
+                Text(text.rstrip("\n")),
+                "END_OF_FILE",
+            )
         show(Text(command_text(env, document["command"])))
 
 
