@@ -108,8 +108,9 @@ class AgentGroup:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
         address = self._node.address
         self.progress = AttemptProgress(
-            task.spec.layout.world_size, self.hosts, self.listen(0.0), self._address_book
-        )
+            task.spec.layout.world_size, self.hosts, self.listen(0.0), self._address_book,
+            starts_ranks=task.starts_ranks,
+        )  # fmt: skip
         self.order("start", task_index=index, address=address, port=0 if task.forked else free_port(address))
 
     def order(self, method_name: str, **arguments: Any) -> Any:
@@ -185,6 +186,17 @@ class AgentGroup:
         deadline_s = self.listen(0.0) + EVIDENCE_TIMEOUT_S
         while any(rank.evidence is NO_EVIDENCE for rank in self.progress.running_ranks):
             if self.listen(POLL_S) > deadline_s or self.end_reason:
+                return
+
+    def abort_for_stacks(self) -> None:
+        """Orders all nodes to end the ranks without a known stack in the way that shows it, before they are killed."""
+        ranks = [rank for rank in self.progress.running_ranks if not rank.evidence["stack"]]
+        for rank in self.progress.running_ranks:
+            rank.killed_by_us, rank.was_aborted = True, rank in ranks
+        self.order("abort_for_stacks", ranks=[rank.number for rank in ranks])
+        deadline_s = self.listen(0.0) + EVIDENCE_TIMEOUT_S
+        while not all("aborted" in rank.evidence for rank in ranks) and not self.end_reason:
+            if self.listen(POLL_S) > deadline_s:
                 return
 
     def measured_fields(self) -> dict[str, Any]:

@@ -252,7 +252,7 @@ class Leader:
             rank0 = progress.ranks[0]
             if (rank0.phase != last_phase or now_s - written_s >= STATUS_INTERVAL_S) and not task.probe:
                 last_phase, written_s = rank0.phase, now_s
-                self._write_phase(task, rank0)
+                self._write_phase(task, rank0, progress.reporter)
             end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._end_s else None)
             if end_reason:
                 return RunResult(status=Status.CANCELLED, reason=end_reason, cause=STOPPED)
@@ -263,15 +263,15 @@ class Leader:
             elif overdue_result := result_if_overdue(task, progress, now_s):
                 if overdue_result.status != Status.HANG:
                     return overdue_result
-                if hang_result := _result_if_hung(group, overdue_result):
+                if hang_result := _result_if_hung(group, task, overdue_result):
                     return hang_result
-            elif slow_result := self._result_if_too_slow(task, rank0):
+            elif slow_result := self._result_if_too_slow(task, progress.reporter):
                 return slow_result
         return None
 
-    def _write_phase(self, task: Task, rank: RankProgress) -> None:
-        """Writes the phase of a run and the steps that it has measured into the journal."""
-        step_times_s = rank.measured_step_times_s(task.measure)
+    def _write_phase(self, task: Task, rank: RankProgress, reporter: RankProgress) -> None:
+        """Writes the phase of a run and the steps that its reporter has measured into the journal."""
+        step_times_s = reporter.measured_step_times_s(task.measure)
         event_fields = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
         median_step_time_s = median(step_times_s) if step_times_s else None
         phase = Phase(**event_fields, steps=len(step_times_s) or None, step_time_s=median_step_time_s)
@@ -369,7 +369,7 @@ def best_step_time_s(task: Task, results: Sequence[TaskResult], control_id: str 
     return 1 / ranking[0].rate if ranking and ranking[0].may_win and ranking[0].rate else None
 
 
-def _result_if_hung(group: AgentGroup, overdue_result: RunResult) -> RunResult | None:
+def _result_if_hung(group: AgentGroup, task: Task, overdue_result: RunResult) -> RunResult | None:
     """Collects the evidence of a hang and finds its cause, before the ranks are killed.
 
     Returns None, and the run continues, if a rank moved meanwhile; the host was slow, so the next deadline is longer.
@@ -378,8 +378,11 @@ def _result_if_hung(group: AgentGroup, overdue_result: RunResult) -> RunResult |
     group.examine()
     if group.progress.positions != positions_before and not group.progress.has_failed:
         return None
+    if not task.forked:
+        group.abort_for_stacks()
     ranks = group.progress.ranks
-    cause = find_hang_cause(ranks)
+    layout = None if task.probe else task.spec.layout
+    cause = find_hang_cause(ranks, layout, task.spec.kernel.rank_order)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in ranks]}
     about_hosts = evidence_of_ranks(cause.culprits, ranks)
     reason = f"{cause.headline}; {overdue_result.reason}"
@@ -393,6 +396,7 @@ def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> Ru
     enough steps until its time limit is ok. Checkpoints have a limit of their own, and their run stays ok.
     """
     measure, rank0, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
+    reporter = progress.reporter
     if phase == CHECKPOINT_PHASE:  # the steps are measured, and a slow file system is no hang
         if now_s - rank0.phase_since_s <= measure.checkpoint_limit_s:
             return None
@@ -400,9 +404,9 @@ def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> Ru
         return RunResult(status=Status.OK, reason=reason, cause=DISK_SLOW)
     if now_s - progress.started_s > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
-        reason += f"; {len(rank0.steps)} steps done" if rank0.steps else ""
-        has_enough_steps = len(rank0.measured_step_times_s(measure)) >= measure.min_steps
-        if has_enough_steps and rank0.num_steps >= measure.loss_step:
+        reason += f"; {len(reporter.steps)} steps done" if reporter.steps else ""
+        has_enough_steps = len(reporter.measured_step_times_s(measure)) >= measure.min_steps
+        if has_enough_steps and reporter.num_steps >= measure.loss_step:
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     # Writing a large trace may take as long as a start.

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.launchers.starters import require_right_starter
 from ultrabench.processes import run_python
 from ultrabench.store.folder import try_to_write
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -43,6 +44,8 @@ def require_checkpoint_folder(config: SweepConfig) -> None:
 def require_program(config: SweepConfig) -> None:
     """Raises ConfigError if a command or an interpreter that the sweep names cannot run, as far as this machine can tell.
 
+    So does a command that starts its ranks too often.
+
     The path of a program must also exist here if nodes of a cluster run the program, since they share the folder of the
     launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
     """
@@ -50,6 +53,7 @@ def require_program(config: SweepConfig) -> None:
         _require_interpreter(python, config)
     if config.kernel.kind != "command":
         return
+    require_right_starter(config)
     _require_folder(config)
     program, *arguments = config.kernel.command[:2]
     program_files = [program] if "/" in program else []

@@ -56,6 +56,10 @@ _SIZE_PATTERNS = {
     "allocated": (f"{_SIZE_REGEX} is allocated by PyTorch",),
     "reserved": (f"{_SIZE_REGEX} is reserved by PyTorch but unallocated",),
 }
+_FIRST_FAILED_RANK = re.compile(
+    r"Root Cause \(first observed failure\):.*?^ *rank *: (\d+) \(local_rank", re.DOTALL | re.MULTILINE
+)
+"""The rank that torchrun names as the first one that failed."""
 _ANY_PROCESS = re.compile(f"Process \\d+ has {_SIZE_REGEX} memory in use")
 _FRAME_LINE = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
 _PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
@@ -79,6 +83,16 @@ class Finding(NamedTuple):
     """Whether the rank itself or Linux reported the failure; then it counts, whoever ended the rank."""
     failure: Failure | None = None
     """The failure in the rank's log that shows the cause; None if its report or its exit shows it."""
+    shares_log: bool = False
+    """Whether all ranks of the node have the log and the exit code of this rank, whose command started them."""
+
+    @property
+    def place(self) -> str:
+        """The rank that failed and its host; only its host if the ranks of a node share a log that does not name it."""
+        match = self.shares_log and _FIRST_FAILED_RANK.search(self.rank.log_record.tail)
+        if match:
+            return f"rank {match[1]} on {self.rank.host}"
+        return f"a rank on {self.rank.host}" if self.shares_log else self.rank.name
 
     @property
     def text(self) -> str:
@@ -119,7 +133,12 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     The root is the earliest failure, by the times in the logs if all of those that compete have one, else by the order in
     which the ranks ended. What the failure of another rank may have caused comes after all others (`Finding.tier`).
     """
-    rank_findings = [finding for rank in ranks if (finding := _finding(rank))]
+    starters = {rank.starter for rank in ranks}
+    rank_findings = [
+        finding._replace(shares_log=rank in starters)
+        for rank in ranks
+        if not rank.starter and (finding := _finding(rank))
+    ]
     early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
     # If most ranks have ended well, the other ranks will follow; one that is stopped or dead explains why they do not.
     explains_hang = any(rank.evidence["state"] in SURE_STATES for rank in ranks)
@@ -161,7 +180,7 @@ def _lost_to_host_memory(ranks: Sequence[RankProgress], rank_findings: list[Find
 def _finding(rank: RankProgress) -> Finding | None:
     if rank.ended_well or (not rank.error_line and rank.code is None):
         return None
-    ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
+    ended_by_us = rank.killed_by_us and (rank.code == -signal.SIGKILL or rank.was_aborted)
     if rank.error_line:
         rank_cause: RankCause | None = _cause_by_error(rank)
     elif ended_by_us:

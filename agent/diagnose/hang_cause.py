@@ -2,11 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ultrabench.agent.ranks.rank_progress import RankProgress
+from ultrabench.layout import Layout
 from ultrabench.rank_report import STEP_PARTS
 
 MAX_NAMED_RANKS = 4
@@ -53,17 +54,33 @@ class HangCause:
         return ". ".join((self.headline, *self.details)) + "."
 
 
-def find_hang_cause(ranks: Ranks) -> HangCause:
-    """Which ranks are behind or missing, and what shows it, by the first of HANG_CHECKS that finds something."""
-    live_ranks = [r for r in ranks if r.code is None]
-    return next(filter(None, (check(ranks, live_ranks) for check in HANG_CHECKS)))
+def find_hang_cause(ranks: Ranks, layout: Layout | None = None, rank_order: Sequence[str] = ()) -> HangCause:
+    """Which ranks are behind or missing, and what shows it, by the first of HANG_CHECKS that finds something.
+
+    Args:
+        layout: the layout of the ranks, by which the details name the places of two culprits; None if it is unknown.
+        rank_order: how ranks are numbered, as for `Layout.stride`.
+    """
+    live_ranks = [r for r in ranks if not r.has_ended]
+    cause = next(filter(None, (check(ranks, live_ranks) for check in HANG_CHECKS)))
+    if layout is None or len(cause.culprits) == len(ranks):
+        return cause
+    place_texts = [_place_text(r.number, layout, rank_order) for r in cause.culprits[:2]]
+    return replace(cause, details=(*cause.details, *filter(None, place_texts)))
+
+
+def _place_text(rank: int, layout: Layout, rank_order: Sequence[str]) -> str | None:
+    """The place of a rank on the axes of its layout; None if there is one axis only, where it is the rank itself."""
+    index_by_degree = layout.coordinates(rank, rank_order)._asdict()
+    places = [f"{degree} {index}" for degree, index in index_by_degree.items() if getattr(layout, degree) > 1]
+    return f"Rank {rank} has the place {', '.join(places)} in the layout" if len(places) > 1 else None
 
 
 def hang_row(rank: RankProgress) -> dict[str, Any]:
     """The row of a rank in the table of `sweep show`."""
     group = max(rank.evidence["groups"], key=lambda g: int(g["entered"]), default=None)
     last_call = f"#{group['entered']} of {group['group']}, done" if group and group["entered"] else ""
-    state = rank.evidence["state"] if rank.code is None else f"exited {rank.code}"
+    state = rank.evidence["state"] if not rank.has_ended else f"exited {rank.code}"
     reports = {name: getattr(rank, name) for name in ("host", "phase", "part", "microbatches")}
     position = {"step": _step(rank), "collective": _wait_text(rank) or last_call, "at": _function(rank)}
     return {"rank": rank.number, "state": state, **reports, **position}
@@ -115,7 +132,7 @@ def _has_entered(rank: RankProgress, call: PendingCall) -> bool:
 
 def _find_exited_ranks(ranks: Ranks, live_ranks: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
-    exited_ranks = [r for r in ranks if r.code is not None and not r.done_line]
+    exited_ranks = [r for r in ranks if r.has_ended and not r.done_line]
     has_answers = any(r.evidence["groups"] for r in live_ranks)
     if not exited_ranks or not live_ranks or (has_answers and not _waiting_by_call(live_ranks, exited_ranks)):
         return None

@@ -4,24 +4,27 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, file_size_bytes, read_text
+from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER, MAX_TEXT_BYTES, file_size_bytes, read_text
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.processes import descendants, tag_of
-from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line
+from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line, read_or_nothing
 
 ANSWER_TIMEOUT_S = 3.0
 """Seconds to wait for the answers of ranks; a rank that can answer does so immediately."""
 PY_SPY_TIMEOUT_S = 10.0
 """Seconds to wait for py-spy."""
+FATAL_DUMP_TIMEOUT_S = 1.0
+"""Seconds to wait until a rank that was sent SIGABRT has written its stacks and ended."""
 NUM_STATE_READS = 3
 """How many times the state of a process is read; only a state that lasts counts."""
 STATE_READ_PAUSE_S = 0.02
@@ -87,9 +90,7 @@ def _ask_ranks(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> list[
     for rank, pids in family_by_rank.items():
         report_path = run_folder / f"rank{rank}.report"
         answering_pid = _promised_pid(report_path)
-        # The process that was started may be a shell, whose child is the rank.
-        python_pids = (pid for pid in pids if read_text(f"/proc/{pid}/comm").startswith("python"))
-        pid = answering_pid if answering_pid in pids else next(python_pids, pids[0])
+        pid = answering_pid if answering_pid in pids else _training_pid(pids)
         wchan = read_text(f"/proc/{pid}/wchan").strip().strip("0")
         evidence = {"state": _lasting_state(pid, pids, states_by_read), "wchan": wchan}
         is_signalled = answering_pid == pid and evidence["state"] not in "TZ" and tag_of(pid) == tag
@@ -98,6 +99,48 @@ def _ask_ranks(run_folder: Path, pid_by_rank: dict[int, int], tag: str) -> list[
                 os.kill(pid, signal_number)
         examined_ranks.append(_ExaminedRank(rank, report_path, pid, evidence, is_signalled))
     return examined_ranks
+
+
+def _training_pid(family_pids: list[int]) -> int:
+    """The process of a rank that trains; the process that was started may be a shell, whose child it is."""
+    python_pids = (pid for pid in family_pids if read_text(f"/proc/{pid}/comm").startswith(("python", "pt_")))
+    return next(python_pids, family_pids[0])
+
+
+def fatal_stacks(
+    run_folder: Path, pid_by_rank: dict[int, int], log_by_rank: dict[int, Path], all_pids: Iterable[int]
+) -> Iterator[list[RankEvent]]:
+    """Ends ranks by SIGABRT, on which Python writes its stacks; yields [] while it waits, then the events.
+
+    It is for ranks of a run that is to be ended, since also a stopped process answers this signal. All processes are
+    stopped first, so that no rank or starter reacts to the end of another one. What ranks have written to their logs
+    meanwhile is moved to EVIDENCE_FOLDER, so that the logs show no failure that ultrabench has caused.
+
+    Args:
+        pid_by_rank: rank -> the process that was started as that rank.
+        log_by_rank: rank -> its log, which several ranks may share.
+        all_pids: all processes of the run on this node.
+    """
+    for pid in all_pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    stack_by_rank: dict[int, list[str]] = {}
+    for rank, first_pid in pid_by_rank.items():
+        pid, log_path = _training_pid([first_pid, *sorted(descendants(first_pid))]), log_by_rank[rank]
+        log_bytes, deadline_s = file_size_bytes(log_path), time.monotonic() + FATAL_DUMP_TIMEOUT_S
+        with contextlib.suppress(OSError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+            os.kill(pid, signal.SIGABRT)
+            os.kill(pid, signal.SIGCONT)
+        while _process_state(pid) not in "ZX?" and time.monotonic() < deadline_s:
+            yield []
+        with contextlib.suppress(OSError):
+            stacks_text = read_or_nothing(log_path, log_bytes, MAX_TEXT_BYTES).decode(errors="replace")
+            if stacks_text:
+                (run_folder / EVIDENCE_FOLDER / f"rank{rank}.stacks.txt").write_text(stacks_text)
+                os.truncate(log_path, log_bytes)
+            stack_by_rank[rank] = main_stack(stacks_text)
+    yield [{"rank": rank, "stack": stack_by_rank.get(rank, [])} for rank in log_by_rank]
 
 
 def _start_py_spy(examined_ranks: list[_ExaminedRank], folder: Path) -> list[subprocess.Popen[bytes]]:

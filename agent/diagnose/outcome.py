@@ -25,8 +25,8 @@ from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import NO_EVIDENCE_ABOUT_HOSTS, host_evidence
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
-from ultrabench.log_lines import Sighting
-from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
+from ultrabench.log_lines import Sighting, split_log
+from ultrabench.log_patterns import TRY_LOG, compile_pattern, misread_reason, nearest_lines
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
@@ -68,17 +68,19 @@ def classify(
         outage: which node was lost and why; None if none was.
     """
     measure, result = task.measure, _diagnosis(progress, task, agent_end, outage)
-    if result.cause in (UNMEASURED, "time_limit") and (hint := _step_line_hint(progress.ranks, task)):
+    has_no_steps = result.cause in (UNMEASURED, "time_limit") and not progress.launch_problem
+    if has_no_steps and (hint := _step_line_hint(progress, task)):
         result = replace(result, reason=f"{result.reason}; {hint}")
     environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done_line
+    reporter = _with_log_values(progress)
     gpu_name, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and expected_names and gpu_name not in (None, *expected_names):
         result = _invalid_result("wrong_gpu", f"it ran on {gpu_name!r}, not on {' or '.join(expected_names)}")
-    step_times_s = rank0.measured_step_times_s(measure)
-    reported_mfu = median(rank0.mfus[-len(step_times_s) :]) if step_times_s and rank0.mfus else None
-    if result.status == Status.OK and (misread_text := _misread_text(progress.ranks, task, reported_mfu)):
+    step_times_s = reporter.measured_step_times_s(measure)
+    reported_mfu = median(reporter.mfus[-len(step_times_s) :]) if step_times_s and reporter.mfus else None
+    if result.status == Status.OK and (misread_text := _misread_text(progress, task, reported_mfu)):
         result = _invalid_result(UNMEASURED, misread_text)
-    arrival_error_s = _arrival_error_s(rank0, measure)
+    arrival_error_s = _arrival_error_s(reporter, measure)
     step_time_ci95_rel = ci95_rel(step_times_s, arrival_error_s)
     keys = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
     environment_columns: Columns = {key: environment.get(key) for key in keys}
@@ -87,19 +89,19 @@ def classify(
         result,
         **environment_columns,
         variables=redact_env(environment.get("variables") or {})[0],
-        measured_by=rank0.steps[-1].get("measured_by", "report") if rank0.steps else None,
+        measured_by=reporter.steps[-1].get("measured_by", "report") if reporter.steps else None,
         arrival_error_s=arrival_error_s,
-        log_doubts=_log_doubts(rank0, task) if result.status == Status.OK else {},
+        log_doubts=_log_doubts(reporter, task) if result.status == Status.OK else {},
         source_mfu=reported_mfu,
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
         rank_step_times_s=extreme_medians_s([rank.measured_step_times_s(measure) for rank in progress.ranks]),
-        loss_final=_compared_loss(rank0, measure),
+        loss_final=_compared_loss(reporter, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
         ran=rank0.options_read_back,
-        gradient_norm=rank0.steps[0].get("gradient_norm") if rank0.steps else None,
+        gradient_norm=reporter.steps[0].get("gradient_norm") if reporter.steps else None,
         graphs=max((r.done_line["graphs"] for r in progress.ranks if "graphs" in r.done_line), default=None),
         attention=rank0.options_read_back.get("attention"),
         peak_mem_allocated_bytes=_max_over_ranks(progress.ranks, "allocated_bytes"),
@@ -120,17 +122,16 @@ def _diagnosis(
     """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
         return _invalid_result("bad_report", progress.fault)
-    bad_loss_text = _bad_loss_text(progress.ranks[0])
+    if progress.launch_problem is not None:
+        return _invalid_result(UNMEASURED, progress.launch_problem)
+    reporter = _with_log_values(progress)
+    bad_loss_text = _bad_loss_text(reporter)
     # Our own kernel always reports that it is done; a program of the user may just exit with 0.
     if all(rank.done_line or (rank.ended_well and not task.forked) for rank in progress.ranks):
         if bad_loss_text:
             return _invalid_result("non_finite_loss", bad_loss_text)
         misread_text = _misread_steps_text(progress.ranks)
-        problem = (
-            None
-            if progress.probe_rates
-            else misread_text or _unmeasured_text(progress.ranks[0], task.measure)
-        )
+        problem = None if progress.probe_rates else misread_text or _unmeasured_text(reporter, task.measure)
         return _invalid_result(UNMEASURED, problem) if problem else RunResult(status=Status.OK)
     rank_findings = findings(progress.ranks)
     root = rank_findings[0] if rank_findings else None
@@ -155,6 +156,16 @@ def _diagnosis(
     return RunResult(status=Status.CRASH, reason="the ranks ended without an exit code", cause="exit_code")
 
 
+def _with_log_values(progress: AttemptProgress) -> RankProgress:
+    """The reporter of an attempt, with the losses and MFU of the first log that shows any if its own log has none."""
+    reporter = progress.reporter
+    if not (reporter.losses and reporter.mfus):
+        losses = next((rank.losses for rank in (reporter, *progress.ranks) if rank.losses), [])
+        mfus = next((rank.mfus for rank in (reporter, *progress.ranks) if rank.mfus), [])
+        reporter = replace(reporter, losses=losses, mfus=mfus)
+    return reporter
+
+
 def _invalid_result(cause: str, reason: str) -> RunResult:
     return RunResult(status=Status.INVALID, reason=reason, cause=cause)
 
@@ -173,13 +184,14 @@ def _failed_result(rank_findings: list[Finding], progress: AttemptProgress) -> R
     )
     if confirmed or cause.name == "host_oom":
         evidence = NO_EVIDENCE_ABOUT_HOSTS  # the run needs more memory than it may use, on any node
-    num_ranks_alike = sum(finding.cause is cause for finding in rank_findings)
-    status, is_same_everywhere = cause.status, num_ranks_alike == len(progress.ranks)
+    num_processes_alike = sum(finding.cause is cause for finding in rank_findings)
+    num_processes = sum(not rank.starter for rank in progress.ranks)
+    status, is_same_everywhere = cause.status, num_processes_alike == num_processes
     if status == Status.NODE_FAIL and not cause.proves_fault and is_same_everywhere:
         status = Status.CRASH  # a program that hides its GPUs finds none on any node
     return RunResult(
         status=status,
-        reason=f"{cause.description}, {rank.name}: {line}",
+        reason=f"{cause.description}, {root.place}: {line}",
         cause=cause.name,
         fingerprint=failure_id if cause.is_specific else None,
         confirmed=confirmed,
@@ -245,27 +257,50 @@ def _log_doubts(rank: RankProgress, task: Task) -> dict[str, str]:
     )
 
 
-def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
+def _step_line_hint(progress: AttemptProgress, task: Task) -> str | None:
     """How to make the steps of a program known, with lines of its log; None if it reported some."""
-    kernel = task.spec.kernel
-    if ranks[0].steps or task.forked or _misread_steps_text(ranks):
+    kernel, ranks = task.spec.kernel, progress.ranks
+    if progress.reporter.steps or task.forked or _misread_steps_text(ranks):
         return None
-    if num_untimed := ranks[0].num_untimed:
+    if num_untimed := max(rank.num_untimed for rank in ranks):
         lines_text = f"{num_untimed + 1} lines of kernel.step_line arrived at once"
         return f"{lines_text}, so that they time nothing; make the program flush each line, or print times"
     if kernel.step_line is None:
         return "write them to ULTRABENCH_REPORT, or set kernel.step_line to find them in the log"
-    rank = ranks[task.spec.logging_rank]
-    excerpt = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
-    return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {excerpt}; to test a pattern: {TRY_LOG}"
+    logging_rank, logs = task.spec.logging_rank, [rank for rank in ranks if not rank.starter]
+    searched_logs = logs if logging_rank is None else [ranks[logging_rank].starter or ranks[logging_rank]]
+    place_text = (
+        f"the log of {_log_text(searched_logs[0], ranks)}"
+        if len(searched_logs) == 1
+        else "the log of any rank"
+    )
+    problem = f"kernel.step_line matches no line in {place_text}"
+    pattern = compile_pattern("step_line", kernel.step_line)
+    for rank in logs:
+        num_lines = sum(bool(pattern.search(line.text)) for line in split_log(rank.tail))
+        if num_lines and rank not in searched_logs:
+            setting = f"kernel.step_rank={kernel.step_rank}"
+            other_text = f"{counted(num_lines, 'line')} in the end of the log of {_log_text(rank, ranks)}"
+            return f"{problem} ({setting}), but {other_text}: use kernel.step_rank=any"
+    all_nearest = ((rank, nearest_lines(rank.tail, kernel.step_line)) for rank in searched_logs)
+    rank, nearest = next((pair for pair in all_nearest if pair[1]), (searched_logs[0], []))
+    excerpt = " | ".join(map(quoted, nearest)) or "(no line with a number)"
+    of_rank_text = f" in that of {_log_text(rank, ranks)}" if nearest and len(searched_logs) > 1 else ""
+    return f"{problem}; nearest{of_rank_text}: {excerpt}; to test a pattern: {TRY_LOG}"
 
 
-def _misread_text(ranks: Sequence[RankProgress], task: Task, reported_mfu: float | None) -> str | None:
+def _log_text(rank: RankProgress, ranks: Sequence[RankProgress]) -> str:
+    """Whose log the log of a rank is: its own, or that of its host where one command has started the ranks."""
+    return rank.host if any(other.starter is rank for other in ranks) else f"rank {rank.number}"
+
+
+def _misread_text(progress: AttemptProgress, task: Task, reported_mfu: float | None) -> str | None:
     """Which pattern of the kernel found an impossible value in a log; None if none did."""
     max_bytes = (1 + MEMORY_EXCESS_SHARE) * task.rank_mem_bytes if task.device == "cuda" else math.inf
-    observed_values = [("memory_line", rank, rank.memory_report) for rank in ranks]
+    observed_values = [("memory_line", rank, rank.memory_report) for rank in progress.ranks]
     if reported_mfu is not None:
-        observed_values.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": reported_mfu}))
+        mfu_rank = next(rank for rank in (progress.reporter, *progress.ranks) if rank.mfus)
+        observed_values.append(("mfu_line", mfu_rank, {"mfu": reported_mfu}))
     for option, rank, values in observed_values:
         if getattr(task.spec.kernel, option) and (reason := misread_reason(option, values, max_bytes)):
             return f"kernel.{option} misreads the log of rank {rank.number}: {reason}; to test it: {TRY_LOG}"

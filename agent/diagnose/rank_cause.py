@@ -79,12 +79,11 @@ def cause_of_rank(code: int, record: LogRecord) -> RankCause:
     """Why a rank failed that ended with this code other than 0, and that ultrabench did not kill."""
     number = signal_of(code)
     if number is None:
-        return (
-            _cause_by_log(code, record)
-            or _cause_of_child(record)
-            or _cause_of_closing(record)
-            or _unknown(code, record)
-        )
+        by_log, by_child = _cause_by_log(code, record), _cause_of_child(record)
+        # Where ranks share a log, the peers of a rank that a signal ended write errors of connections.
+        if by_log and by_log.may_follow and by_child and _is_first_death(by_child, record):
+            return by_child
+        return by_log or by_child or _cause_of_closing(record) or _unknown(code, record)
     cause, signal_text = cause_of_signal(number), _signal_text(code, number)
     if number in _OUTER_SIGNALS:
         return RankCause(cause, f"{signal_text}: {last_line(record.tail)}")
@@ -257,6 +256,13 @@ def _cause_of_child(record: LogRecord) -> RankCause | None:
             cause = CAUSE_BY_NAME["exit_code"]
         return RankCause(cause, line, failure)
     return None
+
+
+def _is_first_death(by_child: RankCause, record: LogRecord) -> bool:
+    """Whether a launcher names the process that a signal ended as the first one that failed."""
+    first_match = _FIRST_FAILURE.search(record.tail)
+    is_signal = by_child.failure is not None and by_child.failure.kind is FailureKind.SIGNAL
+    return is_signal and first_match is not None and signal_of(int(first_match[1])) is not None
 
 
 def _cause_of_closing(record: LogRecord) -> RankCause | None:

@@ -112,7 +112,7 @@ def _regular_files(run_folder: Path, patterns: Iterable[str]) -> Iterator[tuple[
             yield path, file_status.st_size
 
 
-def join_tails(run_folder: Path, target_folder: Path, ranks: range) -> None:
+def join_tails(run_folder: Path, target_folder: Path, ranks: Iterable[int]) -> None:
     """Writes the ends of the logs of `ranks` to one file, each below a line that begins with RANK_HEADING."""
     tail_by_rank = {rank: read_tail(run_folder / f"rank{rank}.log", LOG_TAIL_BYTES) for rank in ranks}
     tails = (

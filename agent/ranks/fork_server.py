@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -23,7 +24,15 @@ from subprocess import DEVNULL, Popen
 from typing import Any
 
 from ultrabench.agent.disk_retry import log_line
-from ultrabench.processes import RunningClock, descendants, die_with_parent, state_of, thread_variables
+from ultrabench.processes import (
+    RunningClock,
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    kill_until_gone,
+    state_of,
+    thread_variables,
+)
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
 """The module that the fork server imports; the agent itself never imports torch."""
@@ -76,7 +85,8 @@ class ForkServer:
 
         Args:
             env: variables besides those of the server; for a program, all variables.
-            program: `command` and `cwd` of the program that the rank executes, if it is one.
+            program: `command` and `cwd` of the program that the rank executes, if it is one; and `guarded`, whether
+                its children must not outlive the agent, as those of a command that starts the ranks of a node.
         """
         if self._process.poll() is not None:
             self._start()
@@ -241,10 +251,13 @@ def _become_rank(request: dict[str, Any], rank_main: Main, server_pid: int, conn
     command = request.get("command")
     exit_code = 127 if command else 70
     try:
-        die_with_parent(server_pid)
+        if not request.get("guarded"):
+            die_with_parent(server_pid)
         os.setpgid(0, 0)
         _prefer_for_oom_kill()
         connection.close()
+        if request.get("guarded"):
+            _guard_children(server_pid)
         log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
@@ -265,6 +278,37 @@ def _become_rank(request: dict[str, Any], rank_main: Main, server_pid: int, conn
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
+
+
+def _guard_children(server_pid: int) -> None:
+    """Forks: returns in a child, while this process waits for it, and kills all its descendants if the server dies.
+
+    Linux kills only the children of a dead server. Those of torchrun are in sessions of their own, and would train on
+    without an agent. This process ends like its child, and the agent then gets what is left of its descendants.
+    """
+    become_subreaper()
+    guard_pid, child_pid = os.getpid(), os.fork()
+    if child_pid == 0:
+        die_with_parent(guard_pid)
+        os.setpgid(0, 0)
+        return
+
+    def kill_descendants(*_: object) -> None:
+        kill_until_gone(lambda: sorted(descendants(os.getpid())))
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, kill_descendants)
+    die_with_parent(server_pid, signal.SIGTERM)
+    ended_pid, wait_status = 0, 0
+    while ended_pid != child_pid:  # others are orphans of its descendants
+        ended_pid, wait_status = os.wait()
+    exit_code = os.waitstatus_to_exitcode(wait_status)
+    if exit_code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no other action
+            signal.signal(-exit_code, signal.SIG_DFL)
+        os.kill(guard_pid, -exit_code)
+    os._exit(exit_code)
 
 
 def _prefer_for_oom_kill() -> None:

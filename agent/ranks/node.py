@@ -5,15 +5,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout, processes
 from ultrabench.agent.diagnose.addresses import own_addresses
-from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
+from ultrabench.agent.diagnose.hang_evidence import dump_variables, fatal_stacks, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.health_reader import HealthReader
 from ultrabench.agent.node_identity import NodeIdentity
@@ -22,14 +23,22 @@ from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED_STATES, Fo
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_log import END_BYTES, MAX_LOG_BYTES, read_log
-from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
+from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, MeasuredPhase, RankEvent
 from ultrabench.agent.ranks.sources import Source, report_sources
+from ultrabench.agent.ranks.workers import (
+    Worker,
+    pid_by_rank,
+    repeated_rank_text,
+    workers_among,
+    wrong_size_text,
+)
 from ultrabench.errors import ClusterError
+from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import FILES_WORD, Task, fill_in, fill_in_files
+from ultrabench.run import FILES_WORD, LaunchPlace, Task, fill_in, fill_in_files
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import reveal_env
@@ -74,14 +83,17 @@ CLEANING_S = 120.0
 """Seconds for removing the files of a run; at 1 ms each, 20,000 files take 20 s."""
 PREPARING_LIMIT_S = 60.0
 """Seconds for making the node-local files of a run."""
-PROGRAM_ENV = {"PYTHONUNBUFFERED": "1"}
-"""Variables of a program of the user, unless it has others: without a buffer, its lines arrive when it writes them."""
+PROGRAM_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+"""Variables of a program of the user, unless it has others: without a buffer, its lines arrive when it writes them; and
+Python writes its stacks when a signal such as SIGSEGV or SIGABRT ends it."""
 HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
 SHOWN_NAMES = frozenset({"SLURM_JOB_ID", "SLURM_CONF"})
 """Variables with these prefixes that ranks see: their job, and where the commands of Slurm find their cluster."""
 LOG_READING_S = 0.2
 """Seconds after which an agent that reads logs of failed ranks looks after its other work again."""
+WORKER_LOOK_S = 1.0
+"""Seconds between two searches for the ranks that a command has started; each reads all processes of the host."""
 TAIL_BYTES = 8192
 """Bytes of the end of the log of a rank that ended well."""
 
@@ -126,6 +138,10 @@ class Node:
         """Rank that failed and whose log was not read yet -> how many bytes of it are read at most."""
         self._has_killed = False
         """Whether the ranks of the current run were killed, so that their logs only show what they had done before."""
+        self._has_launched = False
+        """Whether the command has been seen to train the ranks of the layout, or other ones."""
+        self._last_look_s = 0.0
+        """When the processes of the command were last searched for ranks, by the monotonic clock."""
         self._measured_phase = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
         self._is_training = True
         """Whether the run trains; False once it saves its state, which its measurements must not include."""
@@ -193,9 +209,21 @@ class Node:
         gpus_per_node = self.allocation.gpus_per_node
         return range(self.identity.node_index * gpus_per_node, (self.identity.node_index + 1) * gpus_per_node)
 
+    @property
+    def _processes(self) -> Sequence[int]:
+        """The ranks for which a process is started: all, or the first one if a command starts the ranks of the node."""
+        return self.ranks[:1] if self._task.starts_ranks else self.ranks
+
     def obey(self, message: dict[str, Any]) -> Any:
         """Calls the method that the leader orders; returns what `kill` and `finish` return, else None."""
-        methods = (self.start, self.write_store_port, self.collect_hang_evidence, self.kill, self.finish)
+        methods = (
+            self.start,
+            self.write_store_port,
+            self.collect_hang_evidence,
+            self.abort_for_stacks,
+            self.kill,
+            self.finish,
+        )
         method = {method.__name__: method for method in methods}.get(message.get("do", ""))
         return method and method(**{name: value for name, value in message.items() if name != "do"})
 
@@ -208,28 +236,29 @@ class Node:
         self._gpu_gauge.clear()
         self._host_load.clear()
         self._oom_kills_before, self._full_folder, self._is_training = num_oom_kills(), None, True
-        self._has_killed = False
+        self._has_killed, self._has_launched, self._last_look_s = False, False, time.monotonic()
         self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
         variant_env = variables_of(task.spec.variant)
         if task.forked:
             self._use_server(variant_env)
-        for local_rank, rank in enumerate(self.ranks):
-            env = self._rank_env(task, rank, local_rank, address, port)
-            log_path = self._log_path(rank)
-            cpus = self._rank_cpus[local_rank] if self._rank_cpus else None
+        for rank in self._processes:
+            local_rank = None if task.starts_ranks else rank - self.ranks.start
+            place = LaunchPlace(self.identity.node_index, local_rank, address, port, str(self._files_folder))
+            env, log_path = self._rank_env(task, rank, place), self._log_path(rank)
+            # A starter does not bind ranks, nor may it be bound to the CPUs of its first one.
+            cpus = self._rank_cpus[local_rank] if self._rank_cpus and local_rank is not None else None
             if task.forked:
                 self._fork_server.fork(rank, env, log_path, cpus)
                 continue
             env = {**PROGRAM_ENV, **self._base_env, **env, **dump_variables(run_folder), **self._program_env}
             env = with_variant_env(env, variant_env)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
-            place = {
-                "node_rank": self.identity.node_index,
-                "local_rank": local_rank,
-                FILES_WORD: self._files_folder,
+            program = {
+                "command": fill_in(task.spec, task.key, task.measure, place),
+                "cwd": self._program_folder,
+                "guarded": task.starts_ranks,
             }
-            command = fill_in(task.spec, task.key, task.measure, place)
-            self._fork_server.fork(rank, env, log_path, cpus, command=command, cwd=self._program_folder)
+            self._fork_server.fork(rank, env, log_path, cpus, **program)
 
     @property
     def _files_folder(self) -> Path:
@@ -245,7 +274,7 @@ class Node:
         """Makes the node-local files of the current run."""
         (self._run_folder / cleanup.EVIDENCE_FOLDER).mkdir(parents=True, exist_ok=True)
         write_whole(self._run_folder / "spec.json", json.dumps(to_dict(self._task), indent=1))
-        for rank in self.ranks:
+        for rank in self._processes:
             self._log_path(rank).touch()
         task, folder = self._task, self._files_folder
         for name, text in fill_in_files(task.spec, task.key, task.measure, str(folder)).items():
@@ -255,16 +284,25 @@ class Node:
     def _space_shortage(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
         return cleanup.space_shortage(self.scratch.parent, min_bytes)
 
-    def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
-        """The variables that torchrun sets, and ours."""
+    def _rank_env(self, task: Task, rank: int, place: LaunchPlace) -> dict[str, str]:
+        """The variables that torchrun sets, or those that its own command needs; and ours."""
+        if task.starts_ranks:
+            sizes: dict[str, object] = {
+                "NNODES": task.spec.nodes,
+                "GPUS_PER_NODE": self.allocation.gpus_per_node,
+            }
+        else:
+            sizes = {
+                "RANK": rank,
+                "WORLD_SIZE": task.spec.layout.world_size,
+                "LOCAL_RANK": place.local_rank,
+                "LOCAL_WORLD_SIZE": self.allocation.gpus_per_node,
+            }
         return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(task.spec.layout.world_size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self.allocation.gpus_per_node),
-            "NODE_RANK": str(self.identity.node_index),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
+            **{name: str(size) for name, size in sizes.items()},
+            "NODE_RANK": str(place.node_rank),
+            "MASTER_ADDR": place.master_addr,
+            "MASTER_PORT": str(place.master_port),
             **processes.thread_variables(self._threads_per_rank),
             "ULTRABENCH_SPEC": str(self._run_folder / "spec.json"),
             "ULTRABENCH_REPORT": str(self._run_folder / f"rank{rank}.report"),
@@ -284,7 +322,7 @@ class Node:
             # Only our own kernel may report measurements of devices and links.
             trusted_lines = (line for line in report_lines if self._task.forked or line["event"] != "probe")
             events += [{"rank": source.described_rank, "line": line} for line in trusted_lines]
-        events += self._new_progress()
+        events += [*self._new_progress(), *self._launch_problems()]
         step_events = [e for e in events if e.get("line", {}).get("event") == "step"]
         self._measured_phase.observe(step_events)
         if self._is_training and (step_events or any("microbatches" in e for e in events)):
@@ -331,14 +369,62 @@ class Node:
                 self._sent_progress[rank] = progress
                 yield {"rank": rank, **to_dict(progress)}
 
+    def _launch_problems(self) -> Iterator[RankEvent]:
+        """Why the command trains other ranks than those of the layout, by its processes until the first step."""
+        has_steps, now_s = self._measured_phase.has_steps, time.monotonic()
+        is_due = has_steps or (self._task.starts_ranks and now_s - self._last_look_s >= WORKER_LOOK_S)
+        if self._task.forked or self._has_launched or not is_due:
+            return
+        self._last_look_s, workers = now_s, self._workers()
+        if self._task.starts_ranks:
+            problem = wrong_size_text(workers, self._task.spec.layout.world_size)
+        else:
+            problem = repeated_rank_text(workers, {pid: rank for rank, pid in self._rank_pids().items()})
+        has_all = len(pid_by_rank(workers, self.ranks)) == len(self.ranks)
+        self._has_launched = has_steps or has_all or bool(problem)
+        if problem:
+            line = {"event": OBSERVED_EVENT, "launch_problem": problem}
+            yield {"rank": self.ranks.start, "line": line}
+
+    def _rank_pids(self) -> dict[int, int]:
+        """Rank -> pid of the process that was started for it in the current run."""
+        return {rank: pid for rank, pid in self._fork_server.rank_pids.items() if self._is_ours(pid)}
+
+    def _workers(self) -> list[Worker]:
+        """The ranks that the command of this node has started; their parents and sessions may be other ones."""
+        return workers_among(
+            processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
+        )
+
     def write_store_port(self, port: int) -> None:
         """Writes the port of rank 0's store to the file for which the other ranks wait."""
         write_whole(self._run_folder / "store", str(port))
 
     def collect_hang_evidence(self) -> None:
         """Begins to collect the evidence of a hang; `rank_events` returns it when it is complete."""
-        pid_by_rank = {rank: pid for rank, pid in self._fork_server.rank_pids.items() if self._is_ours(pid)}
-        self._hang_evidence = hang_evidence(self._run_folder, pid_by_rank, self.tag)
+        pids = self._training_pids()
+        gone_ranks: list[RankEvent] = [
+            {"rank": r, "evidence": {**NO_EVIDENCE}} for r in self.ranks if r not in pids
+        ]
+        self._hang_evidence = chain(hang_evidence(self._run_folder, pids, self.tag), [gone_ranks])
+
+    def abort_for_stacks(self, ranks: list[int]) -> None:
+        """Begins to end those of these ranks that are on this node by a signal on which Python writes its stacks."""
+        own_ranks = [rank for rank in ranks if rank in self.ranks]
+        pids = {rank: pid for rank, pid in self._training_pids().items() if rank in own_ranks}
+        logs = {
+            rank: self._log_path(self.ranks.start if self._task.starts_ranks else rank) for rank in own_ranks
+        }
+        server_pid = self._fork_server.pid
+        all_pids = processes.descendants(server_pid) | {*processes.tagged(lambda tag: tag == self.tag)}
+        self._hang_evidence = fatal_stacks(self._run_folder, pids, logs, all_pids - {server_pid})
+
+    def _training_pids(self) -> dict[int, int]:
+        """Rank -> pid of its process; of a command that has started no ranks yet, that of the command."""
+        rank_pids = self._rank_pids()
+        if self._task.starts_ranks:
+            return pid_by_rank(self._workers(), self.ranks) or rank_pids
+        return rank_pids
 
     def kill(self) -> NodeAfterRun:
         """Kills every process of the current run on this node, and removes what they left behind."""
@@ -423,7 +509,7 @@ class Node:
         if keep_all:
             cleanup.copy_logs(self._run_folder, log_folder, int(self._task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node_index == 0 and not self._task.probe:
-            cleanup.join_tails(self._run_folder, log_folder, self.ranks)
+            cleanup.join_tails(self._run_folder, log_folder, self._processes)
         return cleanup.copy_trace(self._run_folder, log_folder) if self._task.profile else []
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """How far the ranks of one attempt have come and how they ended, from the events that their nodes send."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ultrabench.record import from_dict
 RankEvent = dict[str, Any]
 """An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
 {rank, code, oom_killed, disk_full} its exit, {rank, log} the record of its log, which follows the exit, and
-{rank, evidence} the evidence of a hang. An exit may have the end of the log instead of its record, as `tail`."""
+{rank, evidence} the evidence of a hang, and {rank, stack} what a rank wrote when it was aborted. An exit may have the end of the log instead of its record, as `tail`."""
 
 SURE_STATES = ("T", "Z")
 """States of a process in which it cannot go on, whatever other ranks do: it is stopped, or it is dead."""
@@ -33,6 +34,9 @@ class RankProgress:
 
     number: int = 0
     host: str = ""
+    starter: "RankProgress | None" = None
+    """The rank whose exit code and log are those of this one, because one command started all ranks of their node; None
+    for a rank that has its own, as the first rank of such a node."""
     phase: str = "start"
     phase_began_s: float | None = None
     """When the phase began, by the rank's clock."""
@@ -59,6 +63,8 @@ class RankProgress:
     """What lines of kernel.loss_line show, in order: {loss} or {loss, step}, at most MAX_KEPT_STEPS of them."""
     misread_text: str | None = None
     """Why a pattern of the kernel misreads its log; None if none does."""
+    launch_problem: str | None = None
+    """Why the command of its node trains other ranks than the layout has; None if it does not."""
     num_unread: int = 0
     """Number of lines that match kernel.step_line but have no time that can be read."""
     num_untimed: int = 0
@@ -78,6 +84,8 @@ class RankProgress:
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
+    was_aborted: bool = False
+    """Whether its node was ordered to end it by SIGABRT, to see its stack."""
     oom_killed: bool = False
     """Linux killed processes on its node for lack of memory during the run: it, a child of it, or another rank."""
     full_folder_text: str | None = None
@@ -93,7 +101,7 @@ class RankProgress:
 
     `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
     (unknown), `wchan` the kernel function in which the rank sleeps, `stack` the frames of its main
-    thread as `function (file:line)`, innermost first. `groups` has {group, ranks, entered, started,
+    thread as `function (file:line)`, innermost first. `aborted` is there if the rank was ended to see its stack. `groups` has {group, ranks, entered, started,
     finished, ops} for each process group, and is empty if the rank did not answer.
     """
 
@@ -101,6 +109,11 @@ class RankProgress:
     def name(self) -> str:
         """The rank and its host, as messages name them."""
         return f"rank {self.number} on {self.host}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended before its run was examined."""
+        return self.code is not None and not self.was_aborted
 
     @property
     def ended_well(self) -> bool:
@@ -134,6 +147,7 @@ class RankProgress:
         if "late_loss" in line and self.steps:
             self.steps[-1].setdefault("loss", line["late_loss"])
         self.misread_text = self.misread_text or line.get("misread")
+        self.launch_problem = self.launch_problem or line.get("launch_problem")
         self.num_unread += line.get("unread", 0)
         self.num_untimed = line.get("untimed", self.num_untimed)
         self.num_repeats = line.get("repeats", self.num_repeats)
@@ -169,6 +183,11 @@ class MeasuredPhase:
         self.is_measuring = False
         """Whether the latest step is a measured one, so that warm-up is over."""
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether some rank has reported a step."""
+        return bool(self._num_steps_by_rank)
+
     def observe(self, step_events: Sequence[RankEvent]) -> None:
         """Takes the steps that ranks have reported, the latest last."""
         for event in step_events:
@@ -176,6 +195,20 @@ class MeasuredPhase:
         if step_events:
             is_warm = max(self._num_steps_by_rank.values()) > self._warmup_steps
             self.is_measuring = step_events[-1]["line"].get("measured", is_warm)
+
+
+def reporting_rank(ranks: Sequence[RankProgress]) -> RankProgress:
+    """The rank whose steps count: rank 0 if it reports its steps, else the lowest rank whose log has them all.
+
+    Where several ranks log steps, the last step of some may not have arrived yet, and only some may know the loss.
+    """
+    logging_ranks = [rank for rank in ranks if rank.steps and "measured_by" in rank.steps[0]]
+    if not logging_ranks or (ranks[0].steps and ranks[0] not in logging_ranks):
+        return ranks[0]
+    most_lines = max(len(rank.steps) for rank in logging_ranks)
+    complete_ranks = [rank for rank in logging_ranks if len(rank.steps) >= most_lines - 1]
+    with_loss = (rank for rank in complete_ranks if math.isfinite(rank.steps[-1].get("loss", math.nan)))
+    return next(with_loss, complete_ranks[0])
 
 
 class AttemptProgress:
@@ -191,14 +224,24 @@ class AttemptProgress:
         hosts: Sequence[str],
         now_s: float = 0.0,
         address_book: AddressBook | None = None,
+        *,
+        starts_ranks: bool = False,
     ) -> None:
-        """Each of the `hosts`, in their order, has an equal share of the ranks; `now_s` is the leader's time."""
+        """Each of the `hosts`, in their order, has an equal share of the ranks.
+
+        Args:
+            now_s: the leader's time.
+            starts_ranks: whether one command starts all ranks of a host, so that they have one exit code and one log.
+        """
         self.hosts = hosts
         self.address_book = address_book or AddressBook(hosts)
         rank_hosts = (hosts[n * len(hosts) // num_ranks] for n in range(num_ranks))
         self.ranks = [
             RankProgress(number=n, host=host, last_progress_s=now_s) for n, host in enumerate(rank_hosts)
         ]
+        for rank in self.ranks if starts_ranks else ():
+            starter = self.ranks[rank.number - rank.number % (num_ranks // len(hosts))]
+            rank.starter = None if rank is starter else starter
         self.environment: dict[str, Any] = {}
         self.store_port: int | None = None
         """The port of rank 0's store; None again after it was sent to the other ranks."""
@@ -232,6 +275,9 @@ class AttemptProgress:
         if "evidence" in event:
             rank.evidence = event["evidence"]
             return
+        if "stack" in event:
+            rank.evidence = {**rank.evidence, "stack": event["stack"], "aborted": True}
+            return
         if "log" in event:
             rank.log = from_dict(LogRecord, event["log"])
             rank.tail = rank.log.tail
@@ -244,7 +290,8 @@ class AttemptProgress:
             gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.last_progress_s)
         rank.last_progress_s = now_s
         if "code" in event:
-            rank.code = event["code"]
+            for started_rank in (rank, *(r for r in self.ranks if r.starter is rank)):
+                started_rank.code = event["code"]
             if "tail" in event:
                 rank.tail, rank.log = event["tail"], record_of(event["tail"])
             rank.oom_killed = event.get("oom_killed", False)
@@ -303,6 +350,11 @@ class AttemptProgress:
         return max(gaps_s.get(kind, 0.0) for gaps_s in rank_gaps_s for kind in gap_kinds)
 
     @property
+    def reporter(self) -> RankProgress:
+        """The rank whose steps count, as `reporting_rank` says."""
+        return reporting_rank(self.ranks)
+
+    @property
     def running_ranks(self) -> list[RankProgress]:
         """The ranks that have not ended."""
         return [rank for rank in self.ranks if rank.code is None]
@@ -310,9 +362,15 @@ class AttemptProgress:
     @property
     def has_unread_logs(self) -> bool:
         """Whether the logs of ranks that failed are still being read."""
-        return any(rank.code and rank.log is None for rank in self.ranks)
+        return any(rank.code and rank.log is None and not rank.starter for rank in self.ranks)
+
+    @property
+    def launch_problem(self) -> str | None:
+        """Why the command of some node trains other ranks than the layout has; None if none does."""
+        return next((rank.launch_problem for rank in self.ranks if rank.launch_problem), None)
 
     @property
     def has_failed(self) -> bool:
-        """Whether some rank reported an error or invalid values, or ended with an exit code other than 0."""
-        return self.fault is not None or any(rank.error_line or rank.code for rank in self.ranks)
+        """Whether a rank reported an error or invalid values, ended with an exit code other than 0, or was started wrongly."""
+        has_fault = self.fault is not None or self.launch_problem is not None
+        return has_fault or any(rank.error_line or rank.code for rank in self.ranks)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -154,28 +154,32 @@ def _loss(line: StepLine) -> ReportLine:
 
 def report_sources(task: Task, ranks: range, run_folder: Path) -> list[Source]:
     """The reports of a node's ranks, and the logs that the patterns of the kernel read."""
-    reports = [ReportSource(n, n, NewLines(run_folder / f"rank{n}.report")) for n in ranks]
-    return [*reports] if task.forked else [*reports, *_log_sources(task, ranks, run_folder)]
+    writers = {rank: ranks.start if task.starts_ranks else rank for rank in ranks}
+    reports = [
+        ReportSource(writer, rank, NewLines(run_folder / f"rank{rank}.report"))
+        for rank, writer in writers.items()
+    ]
+    return [*reports] if task.forked else [*reports, *_log_sources(task, writers, run_folder)]
 
 
-def _log_sources(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]:
+def _log_sources(task: Task, writers: Mapping[int, int], run_folder: Path) -> Iterator[Source]:
     """A source for each pattern of the kernel and each log of this node to which it applies.
 
-    Steps, losses and MFU count as those of rank 0, whichever rank prints them; memory counts for the rank that prints
-    it.
+    Its lines count for the rank that writes the log, and for the first rank of a node whose ranks share a log.
+
+    Args:
+        writers: rank of this node -> the rank whose process writes its log.
     """
     spec = task.spec
     size = StepSize(spec.tokens_per_step, spec.workload.gbs, spec.layout.world_size)
     for option, log_pattern in LOG_PATTERNS.items():
         if pattern_text := getattr(spec.kernel, option):
             pattern = compile_pattern(option, pattern_text)
-            source_ranks = ranks if log_pattern.every_rank else [spec.logging_rank]
-            for rank in (rank for rank in source_ranks if rank in ranks):
-                log_lines, described_rank = (
-                    LogLines(run_folder / f"rank{rank}.log"),
-                    rank if log_pattern.every_rank else 0,
-                )
+            reads_all = log_pattern.every_rank or spec.logging_rank is None
+            log_writers = {w for rank, w in writers.items() if reads_all or rank == spec.logging_rank}
+            for writer in sorted(log_writers):
+                log_lines = LogLines(run_folder / f"rank{writer}.log")
                 if option == "step_line":
-                    yield StepSource(rank, described_rank, log_lines, StepReader(pattern), size)
+                    yield StepSource(writer, writer, log_lines, StepReader(pattern), size)
                 else:
-                    yield ObservationSource(rank, described_rank, log_lines, option, pattern)
+                    yield ObservationSource(writer, writer, log_lines, option, pattern)

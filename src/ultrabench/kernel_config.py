@@ -11,7 +11,8 @@ from msgspec import Meta
 
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, require_known
+from ultrabench.layout import DEGREES, RANK_ORDER, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 
@@ -34,7 +35,7 @@ ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
 """Options that say how a log is read; if a launch changes them, kept logs are read again."""
-JUDGED_ANEW = ("written_from", "loss_comparable")
+JUDGED_ANEW = ("written_from", "loss_comparable", "rank_order")
 """Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
 
 ANY = "*"
@@ -89,6 +90,9 @@ class KernelConfig:
     loss_comparable: bool | None = None
     """Whether losses of layouts are compared, because the initial weights do not depend on the layout; None means true
     for our own kernel and false for a command."""
+    launch_per: Annotated[str, one_of("rank", "node")] = "rank"
+    """How often the command is started: once for each rank, or once on each node, for torchrun and other programs that
+    start the ranks of a node themselves."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
@@ -104,13 +108,17 @@ class KernelConfig:
     mfu_line: str | None = None
     """A regular expression for the MFU as the program itself computes it, searched in the log of `step_rank`."""
     step_rank: Annotated[
-        int | Literal["last_stage"], Meta(description="the number of a rank or last_stage")
-    ] = 0
-    """The rank whose log has the steps. -1 means the last rank, last_stage the first rank of the last pipeline
-    stage in a program that numbers the ranks of a stage one after another."""
+        int | Literal["any", "last_stage"], Meta(description="the number of a rank, any or last_stage")
+    ] = "any"
+    """The rank whose log has the steps. any means the lowest rank whose log has them all, -1 the last rank, and
+    last_stage the first rank of the last pipeline stage."""
+    rank_order: tuple[str, ...] = RANK_ORDER
+    """The degrees of parallelism in the order in which the program numbers its ranks: neighbouring ranks differ in the
+    first one. Which groups of ranks cross nodes follows from it."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
+        self._require_rank_order()
         for option in LOG_PATTERNS:
             if (pattern_text := getattr(self, option)) is not None:
                 compile_pattern(option, pattern_text)
@@ -133,16 +141,30 @@ class KernelConfig:
             fact = f"kernel.env.{reserved_names[0]}: ultrabench sets it for each rank of kernel={self.name}"
             raise ConfigError(fact, "leave it out, or set it in a program of your own")
 
-    def logging_rank(self, world_size: int, pp: int) -> int:
-        """The rank whose log has the steps of a run on `world_size` ranks with `pp` pipeline stages."""
+    def _require_rank_order(self) -> None:
+        setting = f"kernel.rank_order=[{','.join(self.rank_order)}]"
+        require_known("degree in kernel.rank_order", DEGREES, *self.rank_order, setting="kernel.rank_order")
+        if sorted(self.rank_order) != sorted(DEGREES):
+            rule = f"it must name each of {', '.join(RANK_ORDER)} once, first the one in which neighbouring ranks differ"
+            raise ConfigError(f"{setting}; {rule}", setting="kernel.rank_order")
+
+    def logging_rank(self, layout: Layout) -> int | None:
+        """The rank whose log has the steps of a run with this layout; None if it may be any."""
+        if self.step_rank == "any":
+            return None
         if self.step_rank == "last_stage":
-            return world_size - world_size // pp
-        return self.step_rank % world_size
+            return layout.stride("pp", self.rank_order) * (layout.pp - 1)
+        return self.step_rank % layout.world_size
 
     @property
     def times_by_arrival(self) -> bool:
         """Whether the arrival of lines in its log times the steps."""
         return times_by_arrival(self.step_line)
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the command is a starter such as torchrun, which starts all ranks of its node."""
+        return self.launch_per == "node"
 
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
@@ -169,6 +191,8 @@ class KernelConfig:
             package_folder = Path(ultrabench.__file__).parent
             for path in rank_sources(package_folder):
                 digest.update(str(path.relative_to(package_folder)).encode() + b"\0" + path.read_bytes())
+        if self.starts_ranks:  # left out at its default, so that old digests stay valid
+            digest.update(b"launch_per=node\0")
         flag_words = (word for table in self.flags.values() for words in table.values() for word in words)
         for argument in (*self.command, *flag_words):
             digest.update(argument.encode() + b"\0")

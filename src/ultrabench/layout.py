@@ -210,8 +210,35 @@ class Layout:
         """Global batch size, in sequences."""
         return self.dp * self.mbs * self.gas
 
-    def coordinates(self, rank: int) -> "Coordinates":
+    def stride(self, degree: str, rank_order: Sequence[str] | None = None) -> int:
+        """How far apart the numbers of neighbours in a group of this degree are.
+
+        Args:
+            rank_order: the degrees, first the one in which neighbouring ranks differ; None for RANK_ORDER.
+        """
+        order = rank_order or RANK_ORDER
+        return math.prod(getattr(self, faster) for faster in order[: order.index(degree)])
+
+    def group_axes(self, degrees: Collection[str], rank_order: Sequence[str] | None = None) -> "GroupAxes":
+        """The axes of a group of ranks that differ in these degrees only, such as dp and cp.
+
+        Args:
+            rank_order: as for `stride`.
+        """
+        group_axes: list[tuple[int, int]] = []
+        for degree in rank_order or RANK_ORDER:
+            size, stride = getattr(self, degree), self.stride(degree, rank_order)
+            if degree in degrees and group_axes and math.prod(group_axes[-1]) == stride:
+                group_axes[-1] = (group_axes[-1][0] * size, group_axes[-1][1])
+            elif degree in degrees:
+                group_axes.append((size, stride))
+        return tuple(group_axes)
+
+    def coordinates(self, rank: int, rank_order: Sequence[str] | None = None) -> "Coordinates":
         """The place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so that it stays in a node.
+
+        Args:
+            rank_order: as for `stride`.
 
         Raises:
             ConfigError: the rank is not in 0..world_size-1.
@@ -219,7 +246,7 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank={rank}; must be in 0..{self.world_size - 1}")
         index_by_degree = {}
-        for degree in reversed(Coordinates._fields):
+        for degree in rank_order or RANK_ORDER:
             rank, index_by_degree[degree] = divmod(rank, getattr(self, degree))
         return Coordinates(**index_by_degree)
 
@@ -232,6 +259,20 @@ class Layout:
         return " ".join(labels({name: getattr(self, name) for name in AXES}))
 
 
+GroupAxes = tuple[tuple[int, int], ...]
+"""The axes along which the ranks of a group lie, the innermost first: their number, and how far apart neighbours are."""
+
+
+def ranks_in_node(group_axes: GroupAxes, gpus_per_node: int) -> int:
+    """How many ranks of a group are on one node."""
+    return math.prod(min(size, max(1, gpus_per_node // stride)) for size, stride in group_axes)
+
+
+def crosses_nodes(group_axes: GroupAxes, gpus_per_node: int) -> bool:
+    """Whether the ranks of a group are on several nodes."""
+    return ranks_in_node(group_axes, gpus_per_node) < math.prod(size for size, _ in group_axes)
+
+
 class Coordinates(NamedTuple):
     """The index of a rank on each axis of the mesh, the outermost first."""
 
@@ -241,6 +282,9 @@ class Coordinates(NamedTuple):
     tp: int
 
 
+RANK_ORDER = tuple(reversed(Coordinates._fields))
+"""The degrees in the order in which ranks are numbered, unless a program has its own: first the one in which neighbours
+differ."""
 AXES = tuple(f.name for f in fields(Layout))
 """Names of the axes of a layout, in the order in which they are shown."""
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}

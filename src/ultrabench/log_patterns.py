@@ -34,7 +34,7 @@ class LogPattern(NamedTuple):
     groups: Mapping[str, tuple[str, float]]
     """Group of the pattern -> the quantity that it holds, and the factor from its unit to that of the quantity."""
     every_rank: bool = False
-    """Whether the log of every rank is read, for that rank; otherwise that of kernel.step_rank, for rank 0."""
+    """Whether the log of every rank is read, whatever kernel.step_rank is."""
     optional_groups: Mapping[str, tuple[str, float]] = {}
     """More groups, which alone do not make a pattern."""
     needs_group: bool = True

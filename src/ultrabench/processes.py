@@ -43,9 +43,9 @@ def thread_variables(num_threads: int) -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process when its parent ends; exits at once if the parent is gone."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent ends; exits at once if the parent is gone."""
+    _libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 
@@ -157,8 +157,19 @@ def command_line(pid: int) -> list[str]:
 
 def tag_of(pid: int) -> str | None:
     """The tag in the environment with which `pid` was started; None when there is none."""
-    prefix, env_entries = f"{TAG_VARIABLE}=", _proc_text(pid, "environ").split("\0")
-    return next((entry.removeprefix(prefix) for entry in env_entries if entry.startswith(prefix)), None)
+    return variables_of(pid).get(TAG_VARIABLE)
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """The environment variables with which `pid` was started; empty when the process is gone or another user's."""
+    entries = (entry.partition("=") for entry in _proc_text(pid, "environ").split("\0"))
+    return {name: value for name, separator, value in entries if separator}
+
+
+def parent_of(pid: int) -> int | None:
+    """The pid of the parent of `pid`; None when the process is gone or a zombie."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else None
 
 
 def tagged(matches: Callable[[str], bool]) -> list[int]:

@@ -4,10 +4,9 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import Size, at_least, require_allowed
@@ -108,9 +107,9 @@ class RunSpec:
         return " ".join((self.layout.label(), *option_texts(self.variant)))
 
     @property
-    def logging_rank(self) -> int:
-        """The rank whose log has the steps of a program that only logs."""
-        return self.kernel.logging_rank(self.layout.world_size, self.layout.pp)
+    def logging_rank(self) -> int | None:
+        """The rank whose log has the steps of a program that only logs; None if it may be any."""
+        return self.kernel.logging_rank(self.layout)
 
     @property
     def compiles(self) -> bool:
@@ -184,6 +183,11 @@ class Task(AttemptRecord):
         """Whether its ranks are forked from the warm server; a program of the user is started by exec."""
         return self.probe or self.spec.kernel.kind != "command"
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether one command starts all ranks of a node."""
+        return not self.forked and self.spec.kernel.starts_ranks
+
 
 SIZES_BY_WORD = {
     "sparse_layers": ("first_k_dense_replace", "decoder_sparse_step"),
@@ -238,18 +242,35 @@ def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
 
 FILES_WORD = "files"
 """The word for the folder of the files of a run, which is another one for each attempt and node."""
-RANK_WORDS = ("node_rank", "local_rank")
-"""Words that differ between the ranks of a run; only its command has them, since the ranks of a node share its files."""
+
+
+class LaunchPlace(NamedTuple):
+    """Where a command is started: the words of a command that differ between the processes of one run."""
+
+    node_rank: int | str = 0
+    """The number of the node in the run."""
+    local_rank: int | str | None = 0
+    """The number of the rank on its node; None where the command starts all ranks of the node."""
+    master_addr: str = "127.0.0.1"
+    """The address of the first node."""
+    master_port: int | str = 29500
+    """A free port of the first node; by default the one that torchrun uses."""
+    files: str = f"{{{FILES_WORD}}}"
+    """The folder of the files of the run on this node."""
+
+
+PLACE_WORDS = LaunchPlace._fields[:-1]
+"""Words that differ between the processes of a run; only a command has them, since the ranks of a node share its files."""
+UNKNOWN_PLACE = LaunchPlace(*(f"{{{name}}}" for name in LaunchPlace._fields))
+"""The place of a command that is not started yet: its words stay in their braces."""
 
 
 def _words_of_attempt(spec: RunSpec, key: AttemptKey, measure: Measure) -> dict[str, Any]:
-    """Word -> its value for the command and the files of an attempt, without those that its nodes decide."""
+    """Word -> its value for the command and the files of an attempt, without those that its place decides."""
     return words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
 
 
-def fill_in(
-    spec: RunSpec, key: AttemptKey, measure: Measure, place: Mapping[str, object] = MappingProxyType({})
-) -> list[str]:
+def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace | None = None) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
     Each `{word}` is replaced by the value of this run, whole numbers without `.0`; so are words with + - * between them.
@@ -257,15 +278,19 @@ def fill_in(
     because the command may be a shell that replaces it.
 
     Args:
-        place: value of FILES_WORD and RANK_WORDS for a rank; without it they stay in their braces.
+        place: where the command is started; None for an example.
 
     Raises:
         ConfigError: a `{word}` is unknown, a known one has quotes, spaces or its group in the braces, or no process can
             take the command.
     """
-    place_names = (*RANK_WORDS, *([FILES_WORD] if spec.kernel.files else []))
-    words = _words_of_attempt(spec, key, measure)
-    words |= {name: place.get(name, f"{{{name}}}") for name in place_names}
+    place = place or LaunchPlace()
+    place_words = {name: value for name, value in place._asdict().items() if value is not None}
+    if spec.kernel.starts_ranks:
+        place_words.pop("local_rank", None)
+    if not spec.kernel.files:
+        del place_words[FILES_WORD]
+    words = place_words | _words_of_attempt(spec, key, measure)  # a user may have words of these names
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]
@@ -275,9 +300,14 @@ def fill_in(
                     f"kernel.command has {braces}; braces may contain only the word: write {{{word}}}"
                 )
             return braces
-        if word == FILES_WORD and not spec.kernel.files:
+        if word not in words and word == FILES_WORD:
             raise ConfigError(
                 f"kernel.command has {braces}, the folder of kernel.files, which is empty: set it"
+            )
+        if word not in words and word in LaunchPlace._fields:
+            problem = f"kernel.command has {braces} with kernel.launch_per={spec.kernel.launch_per}"
+            raise ConfigError(
+                f"{problem}; the command starts once on each node: leave it out, the command sets {word.upper()}"
             )
         if word not in words:
             kind = f"word in kernel.command of kernel={spec.kernel.name}"
@@ -311,9 +341,10 @@ def fill_in_files(
     texts = {}
     for name, template in spec.kernel.files.items():
         where = f"kernel.files.{name}"
-        if rank_word := next((word for word in names_in(template) if word in RANK_WORDS), None):
-            fact = f"{where} has {{{rank_word}}}, and all ranks of a node read the same file"
-            raise ConfigError(fact, f"give {{{rank_word}}} to the program in kernel.command", setting=where)
+        place_words = (w for w in names_in(template) if w in PLACE_WORDS and w not in words)
+        if place_word := next(place_words, None):
+            fact = f"{where} has {{{place_word}}}, which only a command can have, since ranks share a file"
+            raise ConfigError(fact, f"give {{{place_word}}} to the program in kernel.command", setting=where)
         texts[name] = replace_words(template, words if name.endswith(".py") else json_words, where)
     return texts
 

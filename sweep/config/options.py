@@ -17,7 +17,7 @@ from ultrabench.layout import AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.placeholders import command_text, names_in
 from ultrabench.record import field_types, value_from
-from ultrabench.run import FILES_WORD, RANK_WORDS, AttemptKey
+from ultrabench.run import FILES_WORD, PLACE_WORDS, AttemptKey
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -222,7 +222,7 @@ def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) 
             (is_foreign, f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command"),
             (is_variable and name in RANK_VARIABLES, f"{setting}: ultrabench sets {name} for each rank; leave it out"),
             (name in set_by_kernel, f"{setting} and kernel.{group}.{name} are both set; give only one of them"),
-            (not is_variable and name in (*_words_of_runs(), FILES_WORD, *RANK_WORDS),
+            (not is_variable and name in (*_words_of_runs(), *([FILES_WORD] if kernel.files else [])),
              f"{setting}: {name} is already a word of every run; choose another name"),
         ]  # fmt: skip
         if refusal := next((line for applies, line in refusals if applies), None):
@@ -262,7 +262,7 @@ def _require_used(words: Mapping[str, Any], arguments: _ArgumentsByFlag, kernel:
     names_in_braces = [name for part in command_parts for name in re.findall(r"\{([^{}]*)\}", part)]
     calculated_names = {name for part in (*command_parts, *kernel.files.values()) for name in names_in(part)}
     for name in (name for name in words if name not in {*names_in_braces, *calculated_names}):
-        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps", FILES_WORD, *RANK_WORDS)
+        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps", FILES_WORD, *PLACE_WORDS)
         unknown_words = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
         like = nearest_name(f"{{{name}}}", unknown_words, 0.55)
         reason = f"the command has {like} instead" if like else f"the command does not contain {{{name}}}"

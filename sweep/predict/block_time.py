@@ -8,6 +8,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from ultrabench.layout import GroupAxes, crosses_nodes, ranks_in_node
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -34,6 +35,10 @@ class LayerWork(NamedTuple):
     ep: int
     busiest_rows_over_mean: float
     """Rows of the busiest rank of ep over the mean of all."""
+    tp_axes: GroupAxes
+    """Where the ranks of tp are."""
+    cp_axes: GroupAxes
+    """Where the ranks of cp are."""
 
 
 class Rates(NamedTuple):
@@ -111,7 +116,7 @@ def block_times(work: LayerWork, links: Network, rates: Rates, c: TimeConstants)
     dense_layer = _layer_times(work, _dense_ffn(work, shape.intermediate_size, rates, c), links, rates, c)
     head_gemm_s = 3 * _gemm_s(work.tokens, rank_vocab, h, rates.product, c)
     head_bytes = c.logit_bytes * work.tokens * rank_vocab
-    call_s = _tp_call_s(work.tokens * h * work.element_bytes, work.tp, links, c)
+    call_s = _tp_call_s(work.tokens * h * work.element_bytes, work.tp_axes, links, c)
     head = PartSeconds(head_gemm_s, 0.0, head_bytes / rates.hbm_bytes_per_s, call_s * c.tp_end_calls, 0.0)
     sparse_layer = _ZERO_SECONDS, _ZERO_SECONDS
     if shape.num_experts:
@@ -173,7 +178,7 @@ def _layer_times(
     traffic_bytes = norm_tokens * c.hidden_bytes * h + tokens / tp * (ffn.token_bytes + head_norm_bytes)
     traffic_s = traffic_bytes / hbm_bytes_per_s * (c.compiled_traffic if work.compiled else 1)
     traffic_s += tokens / tp * ffn.routed_bytes / hbm_bytes_per_s
-    call_s = _tp_call_s(tokens * h * work.element_bytes, tp, links, c) * ffn.tp_share
+    call_s = _tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * ffn.tp_share
     # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
     kept_down_s = ffn.down_s if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
     more_gemm_s = more_attention_s = more_tp_s = more_ep_s = 0.0
@@ -224,20 +229,24 @@ def _attention_s(work: LayerWork, flops_per_s: float, c: TimeConstants) -> float
     return 4 * shape.q_width / work.tp * token_pairs / (flops_per_s * rate_factor)
 
 
-def _tp_call_s(num_bytes: float, tp: int, links: Network, c: TimeConstants) -> float:
-    """Seconds of an all-gather or reduce-scatter of `num_bytes` bytes over tp ranks."""
+def _tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
+    """Seconds of an all-gather or reduce-scatter of `num_bytes` bytes over the ranks of tp."""
+    ((tp, _),) = tp_axes
     if tp == 1:
         return 0.0
     moved_bytes = (tp - 1) / tp * num_bytes
-    if tp <= links.gpus_per_node:
+    if not crosses_nodes(tp_axes, links.gpus_per_node):
         return c.tp_call_s + moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
-    node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.tp_node_link_efficiency
-    return tp_hops_s(tp, links, c) + moved_bytes / node_bytes_per_s
+    num_in_node = ranks_in_node(tp_axes, links.gpus_per_node)
+    node_bytes_per_s = links.node_link_bytes_per_s * num_in_node * c.tp_node_link_efficiency
+    return tp_hops_s(tp_axes, links, c) + moved_bytes / node_bytes_per_s
 
 
-def tp_hops_s(tp: int, links: Network, c: TimeConstants) -> float:
+def tp_hops_s(tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
     """Seconds of a collective over tp ranks on several nodes beside its transfer; 0 inside a node."""
-    return (tp - 1) * (c.tp_hop_s + c.tp_probe_hops * links.hop_s) if tp > links.gpus_per_node else 0.0
+    ((tp, _),) = tp_axes
+    is_in_node = not crosses_nodes(tp_axes, links.gpus_per_node)
+    return 0.0 if is_in_node else (tp - 1) * (c.tp_hop_s + c.tp_probe_hops * links.hop_s)
 
 
 def _ring_wait_s(work: LayerWork, attention_s: float, links: Network, c: TimeConstants) -> float:
@@ -256,8 +265,8 @@ def _ring_wait_s(work: LayerWork, attention_s: float, links: Network, c: TimeCon
 
 def ring_s(work: LayerWork, links: Network, c: TimeConstants) -> tuple[float, float]:
     """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
-    is_in_node = work.cp * work.tp <= links.gpus_per_node
-    bytes_per_s = links.link_bytes_per_s if is_in_node else links.node_link_bytes_per_s
+    crosses = crosses_nodes(work.cp_axes, links.gpus_per_node)
+    bytes_per_s = links.node_link_bytes_per_s if crosses else links.link_bytes_per_s
     kv_bytes = 2 * work.shape.kv_width / work.tp * work.tokens * work.element_bytes
     num_calls = num_transfers = 3.0 * work.cp - 2
     if work.cp_exchange == "allgather":  # in forward and in backward; gradients are summed in 4 bytes

@@ -1,9 +1,10 @@
 """The time of the collectives of data parallelism in one optimizer step; docs/design/prediction.md derives the terms."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ultrabench.layout import Layout
+from ultrabench.layout import GroupAxes, Layout, crosses_nodes, ranks_in_node
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -20,17 +21,37 @@ class ParamGroup(NamedTuple):
     """Number of ranks that sum their gradients."""
     num_shards: int
     """Number of these among which a ZeRO stage shards."""
-    stride: int
-    """Difference of the numbers of neighbouring ranks among them."""
+    axes: GroupAxes
+    """Where these ranks are."""
 
 
-def param_groups(layout: Layout, num_params: float, num_expert_params: float) -> tuple[ParamGroup, ...]:
-    """The groups of a rank's parameters; `num_expert_params` are those of the experts that it holds."""
-    groups = (ParamGroup(num_params, layout.dp * layout.cp, layout.zero_shards, layout.tp),)
+def param_groups(
+    layout: Layout, num_params: float, num_expert_params: float, rank_order: Sequence[str] | None = None
+) -> tuple[ParamGroup, ...]:
+    """The groups of a rank's parameters.
+
+    Args:
+        num_expert_params: the parameters of the experts that the rank holds.
+        rank_order: how ranks are numbered, as for `Layout.stride`; the ranks of ep are neighbours in any order.
+    """
+    dp_axes = layout.group_axes(("dp", "cp"), rank_order)
+    groups = (ParamGroup(num_params, layout.dp * layout.cp, layout.zero_shards, dp_axes),)
     if not num_expert_params:
         return groups
     num_ranks = layout.expert_shards * layout.expert_copies
-    return *groups, ParamGroup(num_expert_params, num_ranks, layout.expert_shards, layout.ep)
+    expert_axes = ((num_ranks, layout.ep),)
+    return *groups, ParamGroup(num_expert_params, num_ranks, layout.expert_shards, expert_axes)
+
+
+def _split(axes: GroupAxes, num_ranks: int) -> tuple[GroupAxes, GroupAxes]:
+    """The axes of a part of a group with its innermost `num_ranks` ranks, and those along which such parts lie."""
+    inner, outer = list[tuple[int, int]](), list[tuple[int, int]]()
+    for size, stride in axes:
+        part = math.gcd(size, num_ranks)
+        inner.append((part, stride))
+        outer.append((size // part, stride * part))
+        num_ranks //= part
+    return tuple(inner), tuple(outer)
 
 
 def dp_time_and_overlap(
@@ -67,24 +88,26 @@ def _group_s(
     layout: Layout, group: ParamGroup, element_bytes: int, links: Network, c: TimeConstants
 ) -> tuple[float, float]:
     """Seconds of all collectives of a group of parameters in a step, and of the gathers among them."""
-    num_params, num_ranks, num_shards, group_stride = group
-    grad_bytes = c.gradient_bytes * num_params
+    num_params, num_ranks, num_shards, axes = group
+    grad_bytes, (shard_axes, replica_axes) = c.gradient_bytes * num_params, _split(axes, num_shards)
 
-    def sum_s(num_bytes: float, num_ranks: int, stride: int = group_stride) -> float:
-        return _transfer_s(num_bytes, num_ranks, stride, links, (c.dp_probe, links.allreduce_bytes_per_s), c)
+    def sum_s(num_bytes: float, num_ranks: int, axes: GroupAxes) -> float:
+        return _transfer_s(num_bytes, num_ranks, axes, links, (c.dp_probe, links.allreduce_bytes_per_s), c)
 
     if layout.zero_stage == 0:
-        total_s = 2 * sum_s(grad_bytes, num_ranks)
-        if c.dp_bucket_bytes and num_ranks * group_stride > links.gpus_per_node:
-            bucket_hops = c.dp_bucket_hops * num_ranks / math.sqrt(_node_share(group_stride, links))
+        total_s = 2 * sum_s(grad_bytes, num_ranks, axes)
+        if c.dp_bucket_bytes and crosses_nodes(axes, links.gpus_per_node):
+            bucket_hops = c.dp_bucket_hops * num_ranks / math.sqrt(_node_share(axes, links))
             total_s += grad_bytes / c.dp_bucket_bytes * bucket_hops * links.allreduce_hop_s
         return total_s, 0.0
     num_reduces, num_gathers = num_reduces_and_gathers(layout)
     probe = c.dp_gather_probe, links.allgather_bytes_per_s
-    gather_s = _transfer_s(element_bytes * num_params, num_shards, group_stride, links, probe, c)
-    total_s = num_reduces * c.zero_crossings * sum_s(grad_bytes, num_shards) + num_gathers * gather_s
+    gather_s = _transfer_s(element_bytes * num_params, num_shards, shard_axes, links, probe, c)
+    total_s = (
+        num_reduces * c.zero_crossings * sum_s(grad_bytes, num_shards, shard_axes) + num_gathers * gather_s
+    )
     if num_shards < num_ranks:
-        total_s += 2 * sum_s(grad_bytes / num_shards, num_ranks // num_shards, group_stride * num_shards)
+        total_s += 2 * sum_s(grad_bytes / num_shards, num_ranks // num_shards, replica_axes)
     return total_s, num_gathers * gather_s
 
 
@@ -97,24 +120,29 @@ def num_reduces_and_gathers(layout: Layout) -> tuple[int, int]:
 
 
 def _transfer_s(
-    num_bytes: float, num_ranks: int, stride: int, links: Network, probe: tuple[float, ...], c: TimeConstants
+    num_bytes: float,
+    num_ranks: int,
+    axes: GroupAxes,
+    links: Network,
+    probe: tuple[float, ...],
+    c: TimeConstants,
 ) -> float:
-    """Seconds in which `num_bytes` bytes travel once round a ring of `num_ranks` ranks that are `stride` apart.
+    """Seconds in which `num_bytes` bytes travel once round a ring of `num_ranks` ranks that lie along `axes`.
 
     Inside a node, the ring has the links of its GPUs. Between nodes, rings share the links of each node by the number
     of their ranks on it, and a ring takes longer by a share of the seconds that the bytes would take in the probe;
     `probe` is that share and the bus bandwidth that the probe measured, in bytes per second.
     """
     moved_bytes = (num_ranks - 1) / num_ranks * num_bytes
-    if num_ranks * stride <= links.gpus_per_node:
+    if not crosses_nodes(axes, links.gpus_per_node):
         return moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
-    node_share = _node_share(stride, links)
+    node_share = _node_share(axes, links)
     node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
     probe_share, probe_bytes_per_s = probe
     added_s = probe_share * moved_bytes / (probe_bytes_per_s * math.sqrt(node_share))
     return moved_bytes / (node_bytes_per_s * node_share) + added_s
 
 
-def _node_share(stride: int, links: Network) -> float:
-    """The part of a node's GPUs that are in one group whose ranks are `stride` apart; others have groups of their own."""
-    return max(1, links.gpus_per_node // stride) / links.gpus_per_node
+def _node_share(axes: GroupAxes, links: Network) -> float:
+    """The part of a node's GPUs that are in one group; others have groups of their own."""
+    return ranks_in_node(axes, links.gpus_per_node) / links.gpus_per_node

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.layout import Layout
+from ultrabench.layout import Layout, crosses_nodes
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
@@ -202,6 +202,8 @@ def _micro_batch_work(
         ELEMENT_BYTES[spec.kernel.precision],
         layout.ep,
         busiest_share(spec.kernel, layout, shape),
+        layout.group_axes(("tp",), spec.kernel.rank_order),
+        layout.group_axes(("cp",), spec.kernel.rank_order),
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
@@ -255,7 +257,7 @@ def predict_step_time(
     waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
     parts_s = [num_busy_passes * slowest.sum_s(*block_s) for block_s in blocks[:-1]]
     gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = parts_s
-    groups = _param_groups(ranks, layout)
+    groups = _param_groups(ranks, spec)
     num_layers = max(rank.num_dense + rank.num_sparse for rank in ranks)
     dp_total_s, num_passes, hidden_share = dp_time_and_overlap(layout, groups, work.element_bytes, links, c)
     dp_s = max(dp_total_s - hidden_share * num_passes * slowest_s, c.dp_exposed * dp_total_s)
@@ -283,10 +285,11 @@ def predict_step_time(
     return step_time._replace(allocator=lost_share * step_time.total)
 
 
-def _param_groups(ranks: tuple[_PipelineRank, ...], layout: Layout) -> tuple[ParamGroup, ...]:
+def _param_groups(ranks: tuple[_PipelineRank, ...], spec: RunSpec) -> tuple[ParamGroup, ...]:
     """The groups of parameters of the rank that holds most of each."""
-    num_expert_params = max(rank.num_expert_params for rank in ranks) / layout.ep
-    return param_groups(layout, max(rank.num_params for rank in ranks) / layout.tp, num_expert_params)
+    num_params = max(rank.num_params for rank in ranks) / spec.layout.tp
+    num_expert_params = max(rank.num_expert_params for rank in ranks) / spec.layout.ep
+    return param_groups(spec.layout, num_params, num_expert_params, spec.kernel.rank_order)
 
 
 def communication_ratios(
@@ -297,7 +300,7 @@ def communication_ratios(
     slowest = _rank_times(ranks, blocks, grad_s, 0.0, constants)[0]
     gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(*part_s) for part_s in blocks[:-1])
     compute_s = gemm_s + attention_s + memory_s + grad_s.of_rank(slowest)
-    groups = _param_groups(ranks, spec.layout)
+    groups = _param_groups(ranks, spec)
     dp_s, num_passes, _ = dp_time_and_overlap(spec.layout, groups, work.element_bytes, links, constants)
     cp_s = sum(ring_s(work, links, constants)) if work.cp > 1 else 0.0
     return CommunicationRatios(
@@ -326,7 +329,8 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
         usual_s += c.fp8_launch_s
     if not links.slow:
         return usual_s
-    hops_s = c.tp_calls * tp_hops_s(tp, links, c)
+    tp_axes = spec.layout.group_axes(("tp",), spec.kernel.rank_order)
+    hops_s = c.tp_calls * tp_hops_s(tp_axes, links, c)
     return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops_s)
 
 
@@ -335,7 +339,7 @@ def _exchange_s(spec: RunSpec, work: LayerWork, links: Network, c: TimeConstants
     layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
     if layout.pp == 1:
         return 0.0
-    if layout.world_size <= links.gpus_per_node:
+    if not crosses_nodes(layout.group_axes(("pp",), spec.kernel.rank_order), links.gpus_per_node):
         bytes_per_s, call_s = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
     else:
         bytes_per_s = links.node_link_bytes_per_s * c.pp_node_link_efficiency

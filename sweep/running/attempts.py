@@ -297,7 +297,11 @@ def changed_patterns(attempt: AttemptState, kernel: KernelConfig) -> frozenset[s
     values = attempt.reread.patterns if attempt.reread else claimed_kernel
     if not isinstance(values, dict):
         return frozenset()
-    return frozenset(name for name in LOG_OPTIONS if values.get(name) != getattr(kernel, name))
+    # With any, steps are also found in the log that another value names.
+    options = (
+        name for name in LOG_OPTIONS if name != "step_rank" or kernel.step_rank != "any" or not attempt.ok
+    )
+    return frozenset(name for name in options if values.get(name) != getattr(kernel, name))
 
 
 def attempts_to_reread(state: SweepState, kernel: KernelConfig) -> list[AttemptState]:

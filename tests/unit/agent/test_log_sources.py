@@ -3,20 +3,23 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.configs import measure
+from tests.configs import measure, refused
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.reread import ranks_to_read, reread
 from ultrabench.agent.ranks.cleanup import LOG_TAIL_BYTES, copy_logs, join_tails, whole_logs
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
-from ultrabench.agent.ranks.sources import ObservationSource, StepSource
+from ultrabench.agent.ranks.sources import ObservationSource, StepSource, report_sources
+from ultrabench.layout import Layout
 from ultrabench.log_lines import LogLines
 from ultrabench.log_steps import StepReader, StepSize
 from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey, fill_in
+from ultrabench.run import AttemptKey, LaunchPlace, Workload, fill_in
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
 SIZE = StepSize(tokens=1000, samples=10, gpus=2)
@@ -142,6 +145,86 @@ def test_lines_that_arrive_at_once_measure_nothing_and_say_what_to_do(tmp_path):
         "9 lines of kernel.step_line arrived at once, so that they time nothing; make the program flush"
         in result.reason
     )
+
+
+def with_logs(*texts, ranks_per_log=1, **kernel):
+    """The result of ranks that exit with 0 and have these logs, one for each host if ranks share them."""
+    num_ranks = len(texts) * ranks_per_log
+    hosts = [f"n{n}" for n in range(len(texts))] if ranks_per_log > 1 else ["n0"]
+    progress = AttemptProgress(num_ranks, hosts, starts_ranks=ranks_per_log > 1)
+    spec = replace(task_of().spec, layout=Layout(dp=num_ranks), workload=Workload(seq_len=64, gbs=num_ranks), nodes=len(hosts),
+                   gpus_per_node=num_ranks // len(hosts))  # fmt: skip
+    options = {"launch_per": "node"} if ranks_per_log > 1 else {}
+    kernel_task = replace(
+        task_of(), spec=replace(spec, kernel=replace(spec.kernel, step_line=STEP_LINE, **kernel, **options))
+    )
+    with TemporaryDirectory() as folder:
+        for number, text in enumerate(texts):
+            (Path(folder) / f"rank{number * ranks_per_log}.log").write_text(text)
+        for source in report_sources(kernel_task, range(num_ranks), Path(folder)):
+            lines = source.read(is_last=True)
+            progress.add([{"rank": source.described_rank, "line": line} for line in lines])
+    for number, text in enumerate(texts):
+        progress.add([{"rank": number * ranks_per_log, "code": 0, "tail": text}])
+    assert not progress.running_ranks
+    return classify(progress, kernel_task, None)
+
+
+def steps(seconds, loss="1", number=9):
+    return "".join(f"step {n} took {seconds} s, loss {loss}\n" for n in range(number))
+
+
+@pytest.mark.parametrize(
+    ("logs", "seconds"),
+    [
+        (["", steps(0.3), ""], 0.3),
+        ([steps(0.1), steps(0.2)], 0.1),
+        (["step 1 took 0.1 s\n", steps(0.2)], 0.2),  # a step before the ranks divide their work
+        ([steps(0.1, number=8), steps(0.2)], 0.1),  # the last line of rank 0 has not arrived
+        ([steps(0.1, loss="nan"), steps(0.2)], 0.2),  # only the last pipeline stage knows the loss
+    ],
+)
+def test_the_steps_count_of_the_lowest_rank_whose_log_has_them_all(logs, seconds):
+    result = with_logs(*logs)
+    assert (result.status, {*result.step_times_s}) == (Status.OK, {seconds})
+
+
+def test_a_wrong_step_rank_names_the_rank_whose_log_has_the_steps():
+    result = with_logs("step 1 of 9\n", "", steps(0.3), step_rank=0)
+    assert (result.status, result.cause) == (Status.INVALID, "unmeasured")
+    problem = "kernel.step_line matches no line in the log of rank 0 (kernel.step_rank=0)"
+    assert (
+        f"{problem}, but 9 lines in the end of the log of rank 2: use kernel.step_rank=any" in result.reason
+    )
+    result = with_logs("", "took 7\n")
+    assert (
+        "matches no line in the log of any rank; nearest in that of rank 1: took 7; to test" in result.reason
+    )
+    result = with_logs("", steps(0.3), ranks_per_log=2, step_rank=1)
+    assert (
+        "matches no line in the log of n0 (kernel.step_rank=1), but 9 lines in the end of the log of n1"
+        in result.reason
+    )
+
+
+def test_the_log_of_a_node_counts_for_its_first_rank():
+    result = with_logs("", steps(0.2), ranks_per_log=2, memory_line=r"loss (?P<reserved_mib>\d+)")
+    assert (result.status, {*result.step_times_s}) == (Status.OK, {0.2})
+    assert result.peak_mem_reserved_bytes == 2**20
+
+
+def test_a_command_learns_where_it_starts():
+    key, place = AttemptKey("x", 0, 0), LaunchPlace(1, 2, "gpu01", 4711)
+    words = ("x", "{node_rank}.{local_rank}", "{master_addr}:{master_port}")
+    assert fill_in(task_of(command=words).spec, key, MEASURE, place) == ["x", "1.2", "gpu01:4711"]
+    node = {"launch_per": "node"}
+    assert fill_in(task_of(command=words[:1], **node).spec, key, MEASURE) == ["x"]
+    with refused(
+        "kernel.command has {local_rank} with kernel.launch_per=node; the command starts once on each node"
+    ):
+        fill_in(task_of(command=words, **node).spec, key, MEASURE)
+    with refused("unknown word in kernel.command of kernel=code '{node_rnk}'; did you mean node_rank?"):
+        fill_in(task_of(command=("x", "{node_rnk}")).spec, key, MEASURE)
 
 
 def test_a_program_that_arrival_times_is_asked_for_one_step_more():

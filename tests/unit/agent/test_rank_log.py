@@ -215,6 +215,8 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (GROUP.format(OOM), 1, "cuda_oom"), (GROUP.format("KeyError: 'lr'"), 1, "exception"),
         # Tables of torchrun: the first observed failure counts, and what the program recorded of it.
         (f"{CHILD_FAILED}  exitcode  : -15 (pid: 6135) (SIGTERM)\n", 1, "exit_code"),
+        (f"{STACK}RuntimeError: Connection reset by peer\n{TABLE.format(first=-9)}", 1, "killed"),
+        (f"{STACK}{OOM}\n{TABLE.format(first=-9)}", 1, "cuda_oom"), (f"{STACK}KeyError: 'lr'\n{TABLE.format(first=1)}", 1, "exception"),
         (TABLE.format(first=3), 1, "exit_code"), (TABLE.format(first=-9), 1, "killed"), (TABLE.format(first=-11), 1, "segfault"),
         (RECORDED.format(OOM), 1, "cuda_oom"), (RECORDED.format("KeyError: 'lr'"), 1, "exception"),
         ("run.sh: line 7: 481 Terminated      python x.py\n", 1, "killed"),

@@ -12,6 +12,7 @@ import pytest
 from tests.configs import refused
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout
 from ultrabench.log_lines import LogLine, split_log
 from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED_EVENT, compile_pattern, parse_log_line
 from ultrabench.log_steps import StepReader, StepSize
@@ -83,11 +84,13 @@ def test_a_line_of_torchtitan_without_memory_and_mfu_is_a_step():
 
 
 @pytest.mark.parametrize(
-    ("step_rank", "rank"), [(0, 0), (-1, 11), ("last_stage", 8)],
+    ("options", "rank"),
+    [({}, None), ({"step_rank": 0}, 0), ({"step_rank": -1}, 23), ({"step_rank": "last_stage"}, 16),
+     ({"step_rank": "last_stage", "rank_order": ("tp", "cp", "pp", "dp")}, 4)],
 )  # fmt: skip
-def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(step_rank, rank):
-    kernel = KernelConfig(name="x", kind="command", command=("x",), step_rank=step_rank)
-    assert kernel.logging_rank(12, pp=3) == rank
+def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(options, rank):
+    kernel = KernelConfig(name="x", kind="command", command=("x",), **options)
+    assert kernel.logging_rank(Layout(dp=4, tp=2, pp=3, pp_schedule="afab")) == rank
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,27 @@ def test_our_own_kernel_has_no_files(option):
         KernelConfig(name="embedded", **option)
 
 
+def test_only_what_starts_ranks_changes_the_digest_of_a_command():
+    kernel = KernelConfig(name="mine", kind="command", command=("./train", "{tp}"))
+    assert kernel.digest() == "1c9e02f2237a6b80", "as before there was launch_per"
+    assert replace(kernel, rank_order=("tp", "cp", "pp", "dp"), step_rank=0).digest() == kernel.digest()
+    assert replace(kernel, launch_per="node").digest() != kernel.digest()
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("rank_order=[tp,cp,ppp,dp]", "unknown degree in kernel.rank_order 'ppp'; did you mean pp?"),
+        ("rank_order=[tp,pp]", "kernel.rank_order=[tp,pp]; it must name each of tp, cp, dp, pp once, first the one in which neighb"),
+        ("launch_per=nodes", "kernel.launch_per='nodes'; must be rank or node; did you mean node?"),
+        ("step_rank=last", "kernel.step_rank='last'; must be the number of a rank, any or last_stage"),
+    ],
+)  # fmt: skip
+def test_how_ranks_are_started_and_numbered_has_few_values(option, line):
+    with refused(line):
+        load_config(["kernel=command", "kernel.command=[train]", f"kernel.{option}"])
+
+
 def test_every_file_that_a_rank_imports_counts():
     code = (
         "import sys, importlib, pathlib, ultrabench\n"

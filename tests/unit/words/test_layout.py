@@ -1,9 +1,12 @@
+from itertools import product
+
 import pytest
 from hypothesis import given
+from hypothesis.strategies import permutations, sampled_from
 
 from tests.configs import refused
 from tests.strategies import layouts
-from ultrabench.layout import Layout, details_of
+from ultrabench.layout import RANK_ORDER, Layout, crosses_nodes, details_of, ranks_in_node
 
 
 @given(layouts(most=5))
@@ -22,6 +25,23 @@ def test_the_order_of_axes_is_pp_dp_cp_tp_so_that_a_tp_group_stays_on_a_node():
     layout = Layout(dp=2, tp=2, pp=2, cp=2, gas=2, pp_schedule="1f1b")
     places = [layout.coordinates(rank) for rank in (1, 2, 4, 8)]
     assert places == [(0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0)]
+
+
+@given(layouts(most=5), permutations(RANK_ORDER), sampled_from([1, 2, 3, 4, 8]))
+def test_the_ranks_of_a_group_on_a_node_follow_from_the_order_in_which_ranks_are_numbered(
+    layout, order, node_size
+):
+    places = [layout.coordinates(rank, order) for rank in range(layout.world_size)]
+    assert len(set(places)) == layout.world_size
+    for degrees in ({"dp", "cp"}, {"tp"}, {"pp"}):
+        others = [n for n, degree in enumerate(places[0]._fields) if degree not in degrees]
+        group = [rank for rank, place in enumerate(places) if all(place[n] == 0 for n in others)]
+        axes = layout.group_axes(degrees, order)
+        assert sorted(sum(n * stride for n, (_, stride) in zip(place, axes, strict=True))
+                      for place in product(*(range(size) for size, _ in axes))) == group  # fmt: skip
+        if all(stride % node_size == 0 or node_size % (size * stride) == 0 for size, stride in axes):
+            assert ranks_in_node(axes, node_size) == sum(rank < node_size for rank in group)
+            assert crosses_nodes(axes, node_size) == (group[-1] >= node_size)
 
 
 @pytest.mark.parametrize("rank", [-1, 4])

@@ -25,6 +25,7 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.required_programs import require_checkpoint_folder, require_local, require_program
+from ultrabench.launchers.starters import starter_warnings
 from ultrabench.processes import own_name
 from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers
@@ -74,7 +75,7 @@ def run_launch(
     plan = within_limit(plan_with_bar(config), max_limit_s)
     state = rereads.apply(state)
     price = price_of(plan, state, max_limit_s)
-    for note in (*other_shapes(config.models, state), *same_commands(plan)):
+    for note in (*other_shapes(config.models, state), *same_commands(plan), *starter_warnings(config)):
         warn(note)
     if config.launcher.name == "local":
         if not yes:

@@ -22,6 +22,7 @@ from ultrabench.launchers.choose import require_max_nodes
 from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
+from ultrabench.launchers.starters import starter_warnings
 from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
@@ -111,7 +112,7 @@ def show_plan(
     summary = _summary_document(plan, price, progress)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
-    notes += [*([rereads.line] if rereads.line else []), *same_commands(plan)]
+    notes += [*([rereads.line] if rereads.line else []), *same_commands(plan), *starter_warnings(config)]
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)

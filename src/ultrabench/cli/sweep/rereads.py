@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ultrabench.agent.diagnose.reread import ranks_to_read, reread
+from ultrabench.agent.diagnose.reread import reread
 from ultrabench.agent.ranks.cleanup import whole_logs
 from ultrabench.cli.tables import can_ask
 from ultrabench.errors import ConfigError, counted
@@ -114,11 +114,7 @@ def _read(config: SweepConfig, folder: SweepFolder, attempt: AttemptState) -> Ru
         measure=config.measure, device=config.hardware.device, rank_mem_bytes=config.hardware.mem_bytes,
         predicted_step_time_s=0.0, predicted_duration_s=0.0, limit_s=0.0,
     )  # fmt: skip
-    log_by_rank = whole_logs(folder.log_folder(attempt.key))
-    ranks = ranks_to_read(task, changed_options)
-    if not ranks <= log_by_rank.keys():
-        return None
-    return reread(task, reported, {rank: log_by_rank[rank] for rank in ranks}, changed_options)
+    return reread(task, reported, whole_logs(folder.log_folder(attempt.key)), changed_options)
 
 
 def _patterns_of(kernel: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,16 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import BATCH, FOLLOWING, Layout
 from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import FILES_WORD, RANK_WORDS, AttemptKey, RunSpec, fill_in, fill_in_files, words_in
+from ultrabench.run import (
+    FILES_WORD,
+    UNKNOWN_PLACE,
+    AttemptKey,
+    LaunchPlace,
+    RunSpec,
+    fill_in,
+    fill_in_files,
+    words_in,
+)
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -73,7 +82,8 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
     program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
-    words = fill_in(*program, {FILES_WORD: FILES_WORD})
+    place = LaunchPlace() if kernel.starts_ranks else UNKNOWN_PLACE
+    words = fill_in(*program, place._replace(files=FILES_WORD))
     files_of_run = fill_in_files(*program, FILES_WORD)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
@@ -228,8 +238,9 @@ def not_expressed(
         run_value, kernel_value = getattr(spec.kernel, name), getattr(kernel, name)
         if name not in braced_words and run_value != kernel_value:
             yield f"{name}={run_value}: its {noun} sets {name}={kernel_value}"
-    for name in sorted(braced_words & {*RANK_WORDS}):
-        yield f"{{{name}}}: torchrun gives it to each rank as ${name.upper()}, not in the command"
+    for name in ("node_rank", "local_rank") if not kernel.starts_ranks else ():
+        if name in braced_words:
+            yield f"{{{name}}}: torchrun gives it to each rank as ${name.upper()}, not in the command"
     if kernel.precision == "fp8":
         yield f"the scale per row of precision=fp8: its {noun} sets {' '.join(kernel.flags['precision']['fp8'])}"
 
