@@ -51,6 +51,8 @@ while any(worker.poll() is None for worker in workers):
             print(f"  exitcode  : {worker.poll()} (pid: {worker.pid})", flush=True)
             sys.exit(1)
 """
+ALONE = "'1','0'"
+"""The words by which a node trains alone, whatever the layout."""
 LAUNCH = (
     "kernel=command", "model=tiny", "name=t", "kernel.step_line='step [0-9]+ took (?P<seconds>[0-9.]+) s'",
     "measure.warmup_steps=2", "measure.min_steps=6", "measure.deadline_floor_s=2", *AT_ONCE,
@@ -108,15 +110,15 @@ def test_no_rank_outlives_killed_launchers_and_agents(bench):
 @pytest.mark.parametrize(
     ("launch_per", "places", "nodes", "reason"),
     [
-        ("rank", "1,0", 1, "the commands of ranks 0 and 1 both started RANK=0, so that several trainings compete: "
+        ("rank", ALONE, 1, "the commands of ranks 0 and 1 both started RANK=0, so that several trainings compete: "
          "set kernel.launch_per=node"),
-        ("node", "1,0", 2, "the command started ranks with WORLD_SIZE=2; the layout has 4 ranks: pass it nodes and ranks"),
+        ("node", ALONE, 2, "the command started ranks with WORLD_SIZE=2; the layout has 4 ranks: pass it nodes and ranks"),
     ],
 )  # fmt: skip
 def test_a_command_that_trains_other_ranks_than_the_layout_is_not_measured(
     bench, launch_per, places, nodes, reason
 ):
-    words = launch(bench, "1:fine", nodes=nodes, places=places, mbs=1)
+    words = launch(bench, "1:endless", nodes=nodes, places=places, mbs=1)
     bench.run(*words, f"kernel.launch_per={launch_per}", code=1)
     (row,) = (row for row in bench.rows() if row["status"] != "cancelled")
     assert (row["status"], row["cause"]) == ("invalid", "unmeasured")

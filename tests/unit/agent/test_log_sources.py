@@ -161,7 +161,8 @@ def with_logs(*texts, ranks_per_log=1, **kernel):
     with TemporaryDirectory() as folder:
         for number, text in enumerate(texts):
             (Path(folder) / f"rank{number * ranks_per_log}.log").write_text(text)
-        for source in report_sources(kernel_task, range(num_ranks), Path(folder)):
+        node_ranks = (range(n, n + spec.gpus_per_node) for n in range(0, num_ranks, spec.gpus_per_node))
+        for source in (s for ranks in node_ranks for s in report_sources(kernel_task, ranks, Path(folder))):
             lines = source.read(is_last=True)
             progress.add([{"rank": source.described_rank, "line": line} for line in lines])
     for number, text in enumerate(texts):

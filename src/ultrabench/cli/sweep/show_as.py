@@ -3,6 +3,7 @@
 It is separate from `show`, so that `show` need not import the code that reads configurations.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import leaderboard
-from ultrabench.cli.sweep.run_command import command_text
 from ultrabench.cli.sweep.show import MAX_RANK_DIGITS, find_run
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.errors import SweepFolderError, counted, require_known
@@ -48,6 +48,10 @@ from ultrabench.variant import option_texts, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
+
+
+SHELL_PLACE = LaunchPlace("$NODE_RANK", None, "$MASTER_ADDR", "$MASTER_PORT")
+"""The variables that take the place of words of a command that is started once on each node."""
 
 
 def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Path) -> None:
@@ -82,13 +86,15 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
     program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
-    place = LaunchPlace() if kernel.starts_ranks else UNKNOWN_PLACE
+    place = SHELL_PLACE if kernel.starts_ranks else UNKNOWN_PLACE
     words = fill_in(*program, place._replace(files=FILES_WORD))
     files_of_run = fill_in_files(*program, FILES_WORD)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
     else:
-        document |= {"command": _torchrun_words(spec, words, is_python=kernel.command[0] == "python")}
+        is_python = kernel.command[0] == "python"
+        starter_words = words if kernel.starts_ranks else _torchrun_words(spec, words, is_python=is_python)
+        document |= {"command": starter_words}
         document |= {"files": files_of_run} if files_of_run else {}
         document |= {"folder": kernel.folder} if kernel.folder else {}
     if as_json:
@@ -123,7 +129,14 @@ def _show_document(document: Mapping[str, Any], title: str) -> None:
                 Text(text.rstrip("\n")),
                 "END_OF_FILE",
             )
-        show(Text(command_text(env, document["command"])))
+        show(Text(" \\\n  ".join([*env_words, *map(_shell_word, document["command"])])))
+
+
+def _shell_word(word: str) -> str:
+    """A word of a command as a shell reads it, with the variables of SHELL_PLACE."""
+    variables = (re.escape(str(variable)) for variable in SHELL_PLACE if variable)
+    fixed_text = re.sub("|".join(variables), "x", word)
+    return word if shlex.quote(fixed_text) == fixed_text else shlex.quote(word)
 
 
 def _planned_spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
