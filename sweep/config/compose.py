@@ -187,7 +187,8 @@ def _advice_for_unreadable(override: str) -> str:
     mapping = re.sub(r"\[[^][]*\]", lambda bracketed: _quoted(bracketed[0]), plain_value)
     corrected = f"{key}={mapping if value.startswith('{') else _quoted(value)}"
     if corrected == override or not _is_readable(corrected):
-        corrected = f"{key}={{NAME: [VALUE, VALUE]}}" if value.startswith("{") else ""
+        example = "TEXT" if key.lstrip("+") in ("kernel.files", "kernel.env") else "[VALUE, VALUE]"
+        corrected = f"{key}={{NAME: {example}}}" if value.startswith("{") else ""
     override_text = repr(override) if "\n" in override else override
     remedy = shlex.quote(corrected) if corrected else f"it in a file, {_file_for(key)}"
     return f"{override_text}: {rule_text}; write {remedy}"
@@ -275,6 +276,8 @@ _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
+    (r"kernel\.files", "{key}: a new file needs a leading + and a program of your own (kernel=command or your file); write "
+     "'+{key}={{NAME: \"TEXT\"}}'"),
     *((rf"{parent}\b.*", f"{{key}}: a new {noun} needs a leading +; write +{parent}.NAME=VALUE") for parent, noun in
       (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"), ("hardware.peak_flops_per_s", "precision"))),
     *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
