@@ -219,7 +219,7 @@ class Layout:
         order = rank_order or RANK_ORDER
         return math.prod(getattr(self, faster) for faster in order[: order.index(degree)])
 
-    def group_axes(self, degrees: Collection[str], rank_order: Sequence[str] | None = None) -> "GroupAxes":
+    def group_axes(self, *degrees: str, rank_order: Sequence[str] | None = None) -> "GroupAxes":
         """The axes of a group of ranks that differ in these degrees only, such as dp and cp.
 
         Args:

@@ -34,7 +34,7 @@ def param_groups(
         num_expert_params: the parameters of the experts that the rank holds.
         rank_order: how ranks are numbered, as for `Layout.stride`; the ranks of ep are neighbours in any order.
     """
-    dp_axes = layout.group_axes(("dp", "cp"), rank_order)
+    dp_axes = layout.group_axes("dp", "cp", rank_order=rank_order)
     groups = (ParamGroup(num_params, layout.dp * layout.cp, layout.zero_shards, dp_axes),)
     if not num_expert_params:
         return groups

@@ -202,8 +202,8 @@ def _micro_batch_work(
         ELEMENT_BYTES[spec.kernel.precision],
         layout.ep,
         busiest_share(spec.kernel, layout, shape),
-        layout.group_axes(("tp",), spec.kernel.rank_order),
-        layout.group_axes(("cp",), spec.kernel.rank_order),
+        layout.group_axes("tp", rank_order=spec.kernel.rank_order),
+        layout.group_axes("cp", rank_order=spec.kernel.rank_order),
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
@@ -329,7 +329,7 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
         usual_s += c.fp8_launch_s
     if not links.slow:
         return usual_s
-    tp_axes = spec.layout.group_axes(("tp",), spec.kernel.rank_order)
+    tp_axes = spec.layout.group_axes("tp", rank_order=spec.kernel.rank_order)
     hops_s = c.tp_calls * tp_hops_s(tp_axes, links, c)
     return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops_s)
 
@@ -339,7 +339,7 @@ def _exchange_s(spec: RunSpec, work: LayerWork, links: Network, c: TimeConstants
     layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
     if layout.pp == 1:
         return 0.0
-    if not crosses_nodes(layout.group_axes(("pp",), spec.kernel.rank_order), links.gpus_per_node):
+    if not crosses_nodes(layout.group_axes("pp", rank_order=spec.kernel.rank_order), links.gpus_per_node):
         bytes_per_s, call_s = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
     else:
         bytes_per_s = links.node_link_bytes_per_s * c.pp_node_link_efficiency

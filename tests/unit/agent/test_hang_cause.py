@@ -16,9 +16,10 @@ import pytest
 
 from tests.patience import wait_until
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
-from ultrabench.agent.diagnose.hang_evidence import hang_evidence, main_stack
+from ultrabench.agent.diagnose.hang_evidence import fatal_stacks, hang_evidence, main_stack
 from ultrabench.agent.ranks.cleanup import EVIDENCE_FOLDER as FOLDER
 from ultrabench.agent.ranks.rank_progress import RankProgress
+from ultrabench.layout import RANK_ORDER, Layout
 from ultrabench.processes import TAG_VARIABLE, descendants
 
 REDUCE = "all_reduce (/site-packages/torch/distributed/distributed_c10d.py:3000)"
@@ -133,6 +134,15 @@ def test_the_cause_of_a_hang_in_any_order_of_ranks(case):
     assert sorted(r.number for r in find_hang_cause(shuffled).culprits) == sorted(culprits)
 
 
+def test_the_place_of_a_culprit_follows_from_the_order_of_ranks():
+    ranks = [silent(0), silent(1), silent(2, state="T"), silent(3)]
+    layout = Layout(dp=2, pp=2, pp_schedule="afab")
+    for order, place in ((RANK_ORDER, "pp 1, dp 0"), (("tp", "cp", "pp", "dp"), "pp 0, dp 1")):
+        cause = find_hang_cause(ranks, layout, order)
+        assert cause.text.endswith(f"Rank 2 has the place {place} in the layout.")
+    assert "place" not in find_hang_cause(ranks, Layout(dp=4)).text, "it is the number of the rank"
+
+
 def test_the_row_of_a_rank():
     rank = facts(3, "gpu00", state="S", stack=[REDUCE, STEP], groups=[group("tp", (0, 1), 9, 8, op="recv")],
                  phase="measure", microbatches=12, steps=[{}, {}])  # fmt: skip
@@ -218,6 +228,26 @@ def test_a_program_that_promised_nothing_is_left_alone_and_its_answer_may_be_any
     assert facts["groups"] in ([], [GROUP])
     assert find_hang_cause([RankProgress(number=n, evidence=facts, phase="measure") for n in (0, 1)]).headline
     assert deaf.poll() is None
+
+
+def test_a_rank_ends_with_its_stack_although_it_is_stopped_and_its_log_does_not_show_it(tmp_path, start):
+    script, log = tmp_path / "stopped.py", tmp_path / "rank0.log"
+    script.write_text(
+        "import time\n\ndef inner():\n    print('ready', flush=True)\n    time.sleep(1000)\n\ninner()\n"
+    )
+    log.write_text("step 1\n")
+    command = f"exec '{sys.executable}' -X faulthandler '{script}' 2>>'{log}'"
+    stopped, peer = start("sh", "-c", command), start(*DEAF)
+    events = []
+    for new_events in fatal_stacks(tmp_path, {0: stopped.pid}, {0: log, 1: log}, [stopped.pid, peer.pid]):
+        events += new_events
+        time.sleep(0.02)
+    assert events == [
+        {"rank": 0, "stack": [f"inner ({script}:5)", f"<module> ({script}:7)"]},
+        {"rank": 1, "stack": []},
+    ]
+    assert (state_of(stopped.pid), state_of(peer.pid), log.read_text()) == ("Z", "T", "step 1\n")
+    assert "Fatal Python error: Aborted" in (tmp_path / FOLDER / "rank0.stacks.txt").read_text()
 
 
 def test_a_stopped_child_of_a_rank_counts_as_that_rank(tmp_path, start):

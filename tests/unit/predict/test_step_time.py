@@ -188,6 +188,15 @@ def test_ratios_depend_on_sizes_as_in_the_appendix_of_the_playbook():
     assert shallow > 3 * deep
 
 
+def test_the_order_of_ranks_decides_which_groups_cross_nodes():
+    spec = spec_of(Layout(dp=4, tp=2, pp=2, gas=8, pp_schedule="1f1b"), nodes=2)
+    kernel = replace(spec.kernel, rank_order=("tp", "cp", "pp", "dp"))
+    ours, other = ratios(spec), ratios(replace(spec, kernel=kernel))
+    assert other["pp"] < ours["pp"], "its pipelines are on one node"
+    assert other["dp"] > ours["dp"], "its replicas are on both"
+    assert other["tp"] == ours["tp"]
+
+
 def test_slow_links_cost_what_the_probe_says():
     spec = spec_of(Layout(dp=64, tp=8, gas=4), "8B", nodes=64)
     fast, slow = step_time(spec), step_time(spec, probe=SLOW)

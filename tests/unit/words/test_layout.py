@@ -36,7 +36,7 @@ def test_the_ranks_of_a_group_on_a_node_follow_from_the_order_in_which_ranks_are
     for degrees in ({"dp", "cp"}, {"tp"}, {"pp"}):
         others = [n for n, degree in enumerate(places[0]._fields) if degree not in degrees]
         group = [rank for rank, place in enumerate(places) if all(place[n] == 0 for n in others)]
-        axes = layout.group_axes(degrees, order)
+        axes = layout.group_axes(*degrees, rank_order=order)
         assert sorted(sum(n * stride for n, (_, stride) in zip(place, axes, strict=True))
                       for place in product(*(range(size) for size, _ in axes))) == group  # fmt: skip
         if all(stride % node_size == 0 or node_size % (size * stride) == 0 for size, stride in axes):
