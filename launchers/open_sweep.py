@@ -19,7 +19,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
-from ultrabench.kernel_config import LOG_OPTIONS
+from ultrabench.kernel_config import JUDGED_ANEW, LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_checkpoint_folder, require_local
 from ultrabench.processes import run_python
@@ -27,7 +27,7 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
-from ultrabench.store.events import Launched
+from ultrabench.store.events import Launched, Reread
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.kernel_secrets import redact_arguments, write_secrets
@@ -72,19 +72,26 @@ def require_same(sweep_json: SweepJson, config: SweepConfig, path: Path) -> None
     """
     for section in ("hardware", "kernel", "workload"):
         old_values, new_values = to_dict(getattr(sweep_json, section)), to_dict(getattr(config, section))
-        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text, and rank_order changes
-        # predictions only. The others: _require_same_log.
-        for name in ("architecture", "rated_power_w", "source", "rank_order", *LOG_OPTIONS):
+        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text.
+        for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS, *JUDGED_ANEW):
             new_values.pop(name, None)
         allowed = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
         if section == "workload":  # see require_same_batches
             new_values.pop("gbs")
         changed_options = [k for k in sorted(new_values) if old_values[k] not in (new_values[k], *allowed[k])]
-        changes = [f"{section}.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_options]
+        changes = [f"{section}.{_change_text(k, old_values[k], new_values[k])}" for k in changed_options]
         if changes:
             problem = f"{path} is a sweep with a different {section} ({', '.join(changes)})"
             raise ConfigError(problem, "start a new one with name=NAME")
     require_same_batches(sweep_json.config, config, path)
+
+
+def _change_text(option: str, old_value: Any, new_value: Any) -> str:
+    """Both values of an option; of texts of files, which may be long, only the names of those that differ."""
+    if option != "files":
+        return f"{option}: {old_value!r} -> {new_value!r}"
+    names = sorted(old_value.keys() | new_value.keys())
+    return f"files: {', '.join(name for name in names if old_value.get(name) != new_value.get(name))}"
 
 
 def require_same_batches(resolved_config: Mapping[str, Any], config: SweepConfig, path: Path) -> None:
@@ -114,23 +121,9 @@ def require_same_batches(resolved_config: Mapping[str, Any], config: SweepConfig
 
 
 def require_same_launch(state: SweepState, config: SweepConfig, path: Path) -> None:
-    """Raises ConfigError where the latest launch had other patterns of logs, arguments of flags, or batches."""
-    _require_same_log(state, config)
+    """Raises ConfigError where the latest launch had other arguments of flags, or batches."""
     require_same_flags(state, config)
     require_same_batches(state.config, config, path)
-
-
-def _require_same_log(state: SweepState, config: SweepConfig) -> None:
-    """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
-    old_values, new_values = state.config.get("kernel", {}), to_dict(config.kernel)
-    if new_values["step_rank"] == "any":  # it finds the steps in the log that another value names, too
-        new_values["step_rank"] = old_values.get("step_rank", "any")
-    changed_options = [k for k in LOG_OPTIONS if old_values.get(k, new_values[k]) != new_values[k]]
-    changes = [f"kernel.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_options]
-    if changes and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
-        difference = f"read from logs with other patterns ({', '.join(changes)})"
-        problem = f"sweep {config.name} has results that were {difference}"
-        raise ConfigError(problem, "start a new one with name=NAME")
 
 
 def require_same_flags(state: SweepState, config: SweepConfig) -> None:
@@ -233,6 +226,7 @@ def open_sweep(
     retry: Sequence[AttemptKey] = (),
     max_gpu_hours: float | None = None,
     max_limit_s: float = math.inf,
+    rereads: Sequence[Reread] = (),
 ) -> OpenSweep:
     """Creates or continues the sweep of a plan, which it makes again if it measured the rate of a core.
 
@@ -242,6 +236,7 @@ def open_sweep(
         max_gpu_hours: the budget of this launch; None means no limit.
         max_limit_s: the longest time limit of a job that the site allows; longer runs are left out.
         retry: failed attempts to repeat even if the retry policy would not repeat them.
+        rereads: results that other patterns of this launch have read in kept logs.
 
     Raises:
         ConfigError, SweepFolderError: the sweep cannot be launched with these values; nothing was written.
@@ -282,6 +277,8 @@ def open_sweep(
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
     )  # fmt: skip
     journal.write(launch_event)
+    for event in rereads:
+        journal.write(replace(event, generation=launch_event.generation))
     _keep_difference(folder)
     write_plan(plan.candidates, folder.plan)
     return OpenSweep(

@@ -54,16 +54,30 @@ def require_program(config: SweepConfig) -> None:
     if config.kernel.kind != "command":
         return
     require_right_starter(config)
+    _require_folder(config)
     program, *arguments = config.kernel.command[:2]
     program_files = [program] if "/" in program else []
     program_files += [path for path in arguments if Path(path).suffix in (".py", ".sh")]
-    missing_files = [path for path in program_files if "{" not in path and not Path(path).is_file()]
+    missing_files = [
+        path for path in program_files if "{" not in path and not config.kernel.path_of(path).is_file()
+    ]
     is_bare_name = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
     if is_bare_name and shutil.which(program) is None:
         missing_files.append(program)
     if missing_files:
         remedy = "fix the path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
-        raise ConfigError(f"kernel.command: {missing_files[0]} does not exist here ({Path.cwd()}); {remedy}")
+        raise ConfigError(
+            f"kernel.command: {missing_files[0]} does not exist here ({config.kernel.path_of('').absolute()}); {remedy}"
+        )
+
+
+def _require_folder(config: SweepConfig) -> None:
+    """Raises ConfigError if the working folder of a command does not exist here, unless only nodes have the program."""
+    folder = config.kernel.folder
+    is_only_on_nodes = config.launcher.name != "local" and config.kernel.command[0] == "env"
+    if folder and not is_only_on_nodes and not Path(folder).is_dir():
+        remedy = "fix the path, or begin the command with env if only nodes of a cluster have it"
+        raise ConfigError(f"kernel.folder={folder} is not a folder here ({Path.cwd()})", remedy)
 
 
 def _require_interpreter(python: str, config: SweepConfig) -> None:

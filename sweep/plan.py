@@ -18,7 +18,7 @@ from ultrabench.hardware import PEAK_GUESSED, Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, words_of
+from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, fill_in_files, words_of
 from ultrabench.sweep.candidate import PRUNED, UNSELECTED, Candidate, CellKey, by_cell
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
@@ -142,7 +142,8 @@ def make_plan(
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
         first_of_variant = {frozenset(c.spec.variant.items()): c for c in reversed(candidates)}
         for candidate in reversed(first_of_variant.values()):
-            fill_in(candidate.spec, AttemptKey(candidate.run_id, 0, 0), config.measure)
+            for fill in (fill_in, fill_in_files):
+                fill(candidate.spec, AttemptKey(candidate.run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_run_order)
     if config.max_runs is not None:

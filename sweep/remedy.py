@@ -10,7 +10,7 @@ from typing import Any
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import AttemptKey, fill_in, words_of
+from ultrabench.run import AttemptKey, fill_in, fill_in_files, words_of
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell, cell_columns, cell_label
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, cell_sweep, make_plan
@@ -71,9 +71,10 @@ def same_commands(plan: Plan) -> Iterator[str]:
     runs = plan.runs[:MAX_COMPARED_COMMANDS] if plan.config.kernel.kind == "command" else ()
     runs_by_command = defaultdict[tuple[object, ...], list[Candidate]](list)
     for run in runs:
-        command_words = fill_in(run.spec, AttemptKey("", 0, 0), plan.config.measure)
+        program = run.spec, AttemptKey("", 0, 0), plan.config.measure
         run_variables = sorted(variables_of(run.spec.variant).items(), key=str)
-        runs_by_command[run.nodes, run.place, *run_variables, *command_words].append(run)
+        texts = (*run_variables, *fill_in(*program), *fill_in_files(*program).items())
+        runs_by_command[run.nodes, run.place, *texts].append(run)
     equal_runs = [command_runs for command_runs in runs_by_command.values() if len(command_runs) > 1]
     if equal_runs:
         num_equal_runs, (first, second, *_) = sum(map(len, equal_runs)), equal_runs[0]

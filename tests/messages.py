@@ -34,7 +34,9 @@ SUBJECTS = {
     "Configuration": ("project/test_fixtures", "sweep/"),
     "Models and hardware": ("sweep/test_checkpoint_config", "words/test_hardware", "words/test_model_shape"),
     "Layouts and predictions": ("cli/test_recommend", "predict/", "sweep/test_grid", "words/test_layout"),
-    "Kernels and logs": ("agent/test_log_sources", "kernel/", "sweep/test_program_logs", "words/test_kernel_config"),
+    "Kernels and logs": (
+        "agent/test_log_sources", "kernel/", "sweep/test_program_logs", "words/test_kernel_config", "words/test_placeholders",
+    ),
     "Launching": ("cli/test_launch", "cli/test_pause", "sweep/test_launcher", "sweep/test_price"),
     "Results": ("analysis/",),
     "Figures": (

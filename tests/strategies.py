@@ -96,7 +96,9 @@ def command_kernels():
     return st.builds(
         KernelConfig, name=st.just("command"), kind=st.just("command"), precision=st.sampled_from(("fp32", "bf16")),
         compile=st.booleans(), command=st.lists(words, min_size=1, max_size=4).map(tuple),
-        env=st.dictionaries(words, words, max_size=2),
+        env=st.dictionaries(words, words, max_size=2), folder=st.none() | st.just("src"),
+        files=st.dictionaries(st.sampled_from(("a.json", "conf/b")), words, max_size=2),
+        loss_comparable=st.none() | st.booleans(),
         supports=st.dictionaries(
             st.sampled_from(("pp", "tp", "zero_stage")), st.lists(st.integers(0, 8), max_size=3).map(tuple), max_size=2,
         ),

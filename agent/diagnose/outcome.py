@@ -31,7 +31,7 @@ from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
-from ultrabench.run import Task, steps_asked
+from ultrabench.run import Task, steps_asked, words_in
 from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
@@ -245,8 +245,7 @@ def _log_doubts(rank: RankProgress, task: Task) -> dict[str, str]:
         for s in rank.measured_steps(task.measure)
         if "arrived_s" in s
     ]
-    command_text = " ".join(task.spec.kernel.command)
-    is_asked = "{steps}" in command_text
+    is_asked = "steps" in words_in(task.spec.kernel, with_tables=False)
     return log_doubts(
         steps,
         by_arrival=task.spec.kernel.times_by_arrival,

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -18,6 +19,10 @@ MAX_TEXT_BYTES = 2**22
 """Largest number of bytes that are read from a text file."""
 LOG_TAIL_BYTES = 64 * 1024
 """Bytes of each log of a good run that are kept."""
+JOINED_LOG, RANK_HEADING = "node0.log", "--- rank "
+"""Name of the file with the logs of a good run, and how the line above each of them begins."""
+LEFT_OUT = "--- ultrabench left out "
+"""How the line begins that stands in place of the middle of a log."""
 LOG_FILE_PATTERNS = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
 """Files of a failed run that are kept, each up to `measure.log_mib_per_rank`."""
 TRACE_FILE_PATTERNS = (f"{TRACE_PHASE}/*", f"{TRACE_PHASE}/*/*")
@@ -108,10 +113,32 @@ def _regular_files(run_folder: Path, patterns: Iterable[str]) -> Iterator[tuple[
 
 
 def join_tails(run_folder: Path, target_folder: Path, ranks: Iterable[int]) -> None:
-    """Writes the ends of the logs of `ranks` to one file."""
-    tails = (f"--- rank {r}\n{read_tail(run_folder / f'rank{r}.log', LOG_TAIL_BYTES)}" for r in ranks)
+    """Writes the ends of the logs of `ranks` to one file, each below a line that begins with RANK_HEADING."""
+    tail_by_rank = {rank: read_tail(run_folder / f"rank{rank}.log", LOG_TAIL_BYTES) for rank in ranks}
+    tails = (
+        f"{RANK_HEADING}{rank}\n{tail}{'' if tail.endswith(chr(10)) or not tail else chr(10)}"
+        for rank, tail in tail_by_rank.items()
+    )
     target_folder.mkdir(parents=True, exist_ok=True)
-    write_whole(target_folder / "node0.log", "".join(tails))
+    write_whole(target_folder / JOINED_LOG, "".join(tails))
+
+
+def whole_logs(log_folder: Path) -> dict[int, str]:
+    """Rank -> its log, for the ranks whose kept log is whole: nothing of it was left out."""
+    logs = {}
+    for path in log_folder.glob("rank*.log"):
+        log = path.read_text(errors="replace")
+        if (number := path.stem.removeprefix("rank")).isdecimal() and LEFT_OUT not in log:
+            logs[int(number)] = log
+    if logs or not (joined_path := log_folder / JOINED_LOG).is_file():
+        return logs
+    sections = re.split(
+        rf"^{RANK_HEADING}(\d+)\n", joined_path.read_text(errors="replace"), flags=re.MULTILINE
+    )
+    numbers, logs_in_order = sections[1::2], sections[2::2]
+    if numbers != [str(rank) for rank in range(len(numbers))]:  # a program has printed such a line itself
+        return {}
+    return {rank: log for rank, log in enumerate(logs_in_order) if len(log.encode()) < LOG_TAIL_BYTES}
 
 
 def read_tail(path: Path, max_bytes: int) -> str:
@@ -140,7 +167,7 @@ def copy_ends(source_path: Path, target_path: Path, max_bytes: int) -> None:
     with target_path.open("wb") as copy:
         for start, end in [(0, num_bytes)] if num_bytes <= max_bytes else both_ends:
             if start:
-                copy.write(f"\n--- ultrabench left out {start - half_bytes} bytes here ---\n".encode())
+                copy.write(f"\n{LEFT_OUT}{start - half_bytes} bytes here ---\n".encode())
             for offset in range(start, end, COPY_CHUNK_BYTES):
                 copy.write(read_or_nothing(source_path, offset, min(COPY_CHUNK_BYTES, end - offset)))
 

@@ -38,7 +38,7 @@ from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import LaunchPlace, Task, fill_in
+from ultrabench.run import FILES_WORD, LaunchPlace, Task, fill_in, fill_in_files
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import reveal_env
@@ -243,7 +243,7 @@ class Node:
             self._use_server(variant_env)
         for rank in self._processes:
             local_rank = None if task.starts_ranks else rank - self.ranks.start
-            place = LaunchPlace(self.identity.node_index, local_rank, address, port)
+            place = LaunchPlace(self.identity.node_index, local_rank, address, port, str(self._files_folder))
             env, log_path = self._rank_env(task, rank, place), self._log_path(rank)
             # A starter does not bind ranks, nor may it be bound to the CPUs of its first one.
             cpus = self._rank_cpus[local_rank] if self._rank_cpus and local_rank is not None else None
@@ -255,10 +255,20 @@ class Node:
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             program = {
                 "command": fill_in(task.spec, task.key, task.measure, place),
-                "cwd": self.allocation.work_dir,
+                "cwd": self._program_folder,
                 "guarded": task.starts_ranks,
             }
             self._fork_server.fork(rank, env, log_path, cpus, **program)
+
+    @property
+    def _files_folder(self) -> Path:
+        """Folder of the files of the current run on this node."""
+        return self._run_folder / FILES_WORD
+
+    @property
+    def _program_folder(self) -> str:
+        """Working folder of a program of the user."""
+        return str(Path(self.allocation.work_dir) / (self._task.spec.kernel.folder or ""))
 
     def _prepare(self) -> None:
         """Makes the node-local files of the current run."""
@@ -266,6 +276,10 @@ class Node:
         write_whole(self._run_folder / "spec.json", json.dumps(to_dict(self._task), indent=1))
         for rank in self._processes:
             self._log_path(rank).touch()
+        task, folder = self._task, self._files_folder
+        for name, text in fill_in_files(task.spec, task.key, task.measure, str(folder)).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, text)
 
     def _space_shortage(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
         return cleanup.space_shortage(self.scratch.parent, min_bytes)

@@ -116,8 +116,13 @@ def misspelled_name(name: str, known_names: Iterable[str]) -> str | None:
     An edit adds, leaves out or replaces a character, or swaps two neighbours. It is none of a digit, since names that
     differ in a digit are those of different things, such as qwen2 and qwen3.
     """
-    near_names = {known_name for known_name in known_names if _is_one_edit(name, known_name)}
+    near_names = {near for near in names_one_edit_away(name, known_names) if not _differ_in_digit(name, near)}
     return near_names.pop() if len(near_names) == 1 else None
+
+
+def names_one_edit_away(name: str, known_names: Iterable[str]) -> list[str]:
+    """The `known_names` from which `name` differs by one edit: a character more, less or another, or two swapped."""
+    return [known_name for known_name in known_names if _is_one_edit(name, known_name)]
 
 
 def _common_length(name: str, other: str) -> int:
@@ -125,13 +130,20 @@ def _common_length(name: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
 
 
-def _is_one_edit(name: str, other: str) -> bool:
+def _changed_parts(name: str, other: str) -> tuple[str, str]:
+    """What is left of both texts without their common beginning and end."""
     start = _common_length(name, other)
     rest, other_rest = name[start:], other[start:]
     end = _common_length(rest[::-1], other_rest[::-1])
-    changed, other_changed = rest[: len(rest) - end], other_rest[: len(other_rest) - end]
-    if any(map(str.isdigit, changed + other_changed)):
-        return False
+    return rest[: len(rest) - end], other_rest[: len(other_rest) - end]
+
+
+def _differ_in_digit(name: str, other: str) -> bool:
+    return any(map(str.isdigit, "".join(_changed_parts(name, other))))
+
+
+def _is_one_edit(name: str, other: str) -> bool:
+    changed, other_changed = _changed_parts(name, other)
     is_swap = len(changed) == 2 and changed == other_changed[::-1]
     return name != other and (is_swap or max(len(changed), len(other_changed)) == 1)
 

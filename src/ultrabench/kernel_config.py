@@ -2,8 +2,9 @@
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -33,7 +34,9 @@ ROUTING_RULE = matching(
 ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
-"""Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
+"""Options that say how a log is read; if a launch changes them, kept logs are read again."""
+JUDGED_ANEW = ("written_from", "loss_comparable", "rank_order")
+"""Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
 
 ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
@@ -74,11 +77,19 @@ class KernelConfig:
     to (e + 1)**-A). With balanced and skew the router's scores weigh the experts but do not choose them."""
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and other words in braces are replaced by values of the run."""
+    folder: str | None = None
+    """The working folder of the command; None: the folder of the launch, from which a relative path starts."""
+    files: dict[str, str] = field(default_factory=dict, hash=False)
+    """Path below the folder `{files}` of a run -> text of a file that is written there on each node for each run.
+    Words in braces are replaced by values of the run."""
     env: dict[str, str] = field(default_factory=dict, hash=False)
     """More environment variables of the program; they are part of env_id. Secrets are redacted, so that a new
     value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
     written_from: str | None = None
     """The version of the program from whose sources the command was written."""
+    loss_comparable: bool | None = None
+    """Whether losses of layouts are compared, because the initial weights do not depend on the layout; None means true
+    for our own kernel and false for a command."""
     launch_per: Annotated[str, one_of("rank", "node")] = "rank"
     """How often the command is started: once for each rank, or once on each node, for torchrun and other programs that
     start the ranks of a node themselves."""
@@ -121,6 +132,11 @@ class KernelConfig:
             )
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
+        _require_file_names(self.files)
+        for option in ("files", "folder"):
+            if self.kind != "command" and getattr(self, option):
+                fact = f"kernel.{option} with kernel={self.name}; only a program of your own has it"
+                raise ConfigError(fact, "leave it out", setting=f"kernel.{option}")
         if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
             fact = f"kernel.env.{reserved_names[0]}: ultrabench sets it for each rank of kernel={self.name}"
             raise ConfigError(fact, "leave it out, or set it in a program of your own")
@@ -168,7 +184,7 @@ class KernelConfig:
 
         For our own kernel these are the sources that a rank imports. For a command they are its words and the
         content of the programs and configuration files among them. These are known by their suffix, because a
-        log or a data file may change.
+        log or a data file may change. Its folder and the texts of its files count where they are set.
         """
         digest = hashlib.sha256()
         if self.kind != "command":
@@ -181,9 +197,46 @@ class KernelConfig:
         for argument in (*self.command, *flag_words):
             digest.update(argument.encode() + b"\0")
             for file_name in (argument, argument.partition("=")[2]):  # a file may be the value of an option
-                if Path(file_name).suffix in CODE_SUFFIXES and Path(file_name).is_file():
-                    digest.update(Path(file_name).read_bytes())
+                path = self.path_of(file_name)
+                if path.suffix in CODE_SUFFIXES and path.is_file():
+                    digest.update(path.read_bytes())
+        set_options = {"folder": self.folder} if self.folder else {}
+        set_options |= {f"files.{name}": text for name, text in sorted(self.files.items())}
+        for option, text in set_options.items():
+            digest.update(f"{option}\0{text}\0".encode())
         return digest.hexdigest()[:16]
+
+    def path_of(self, file_name: str) -> Path:
+        """The path of a file that the command names, as seen from the folder of the launch."""
+        return Path(self.folder or "") / file_name
+
+
+MAX_NAME_BYTES = 255
+"""Largest size of the name of a file or a folder (NAME_MAX of Linux)."""
+
+
+def _require_file_names(names: Iterable[str]) -> None:
+    """Raises ConfigError for a path of kernel.files that is not below the folder of the files, or for two that exclude each other."""
+    paths = {name: PurePosixPath(name) for name in names}
+    folders = {parent: name for name, path in paths.items() for parent in path.parents if parent.name}
+    for name, path in paths.items():
+        setting = f"kernel.files.{name}"
+        if path.is_absolute() or ".." in path.parts or str(path) != name or not path.name or "\0" in name:
+            fact = f"kernel.files has the name {name!r}; a name is a path below the folder of the files"
+            raise ConfigError(
+                f"{fact}, without a leading '/', '.' or '..'", "such as conf/train.json", setting
+            )
+        if long_part := next((part for part in path.parts if len(part.encode()) > MAX_NAME_BYTES), None):
+            fact = f"kernel.files has a name of {len(long_part.encode())} bytes, {long_part[:20]!r}..."
+            raise ConfigError(f"{fact}; Linux takes at most {MAX_NAME_BYTES}", "shorten it", "kernel.files")
+        if path in folders:
+            fact = f"kernel.files has {name} and {folders[path]}, so that {name} would be a file and a folder"
+            raise ConfigError(fact, "rename one of them", setting)
+
+
+def compares_losses(kind: str, loss_comparable: bool | None) -> bool:
+    """Whether losses of layouts are compared with a kernel of this kind and setting of `loss_comparable`."""
+    return kind != "command" if loss_comparable is None else loss_comparable
 
 
 def rank_sources(root: Path) -> list[Path]:

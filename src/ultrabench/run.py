@@ -1,6 +1,7 @@
 """A run: one model with one layout on some nodes, named by a hash of its content."""
 
 import functools
+import json
 import re
 import sys
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
+from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
 from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group, variables_of
@@ -218,22 +220,19 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 # A plan calls this for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
 @functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
-    """The names of the words that the command of a kernel uses, such as `tp`, and of the model sizes that decide them.
+    """The names of the words that the command and the files of a kernel use, such as `tp`, and of the model sizes that decide them.
 
     Args:
         with_tables: whether the keys of `supports` and `flags` are included; otherwise only the words in braces are.
     """
     flag_words = (word for table in kernel.flags.values() for words in table.values() for word in words)
-    names = {match["name"] for match in _IN_BRACES.finditer(" ".join((*kernel.command, *flag_words)))}
+    command = " ".join((*kernel.command, *flag_words))
+    names = {match["name"] for match in _IN_BRACES.finditer(command)}
+    names.update(*map(names_in, (command, *kernel.files.values())))
     if with_tables:
         names |= {*kernel.supports, *kernel.flags}
         names.update(size_name for name in names & SIZES_BY_WORD.keys() for size_name in SIZES_BY_WORD[name])
     return frozenset(names)
-
-
-def command_text(value: object) -> str:
-    """The value of a word as text in a command: whole numbers without `.0`."""
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
@@ -241,23 +240,40 @@ def steps_asked(kernel: KernelConfig, measure: Measure) -> int:
     return measure.warmup_steps + measure.max_steps + kernel.times_by_arrival
 
 
+FILES_WORD = "files"
+"""The word for the folder of the files of a run, which is another one for each attempt and node."""
+
+
 class LaunchPlace(NamedTuple):
     """Where a command is started: the words of a command that differ between the processes of one run."""
 
     node_rank: int | str = 0
     """The number of the node in the run."""
-    local_rank: int | None = 0
+    local_rank: int | str | None = 0
     """The number of the rank on its node; None where the command starts all ranks of the node."""
     master_addr: str = "127.0.0.1"
     """The address of the first node."""
     master_port: int | str = 29500
     """A free port of the first node; by default the one that torchrun uses."""
+    files: str = f"{{{FILES_WORD}}}"
+    """The folder of the files of the run on this node."""
+
+
+PLACE_WORDS = LaunchPlace._fields[:-1]
+"""Words that differ between the processes of a run; only a command has them, since the ranks of a node share its files."""
+UNKNOWN_PLACE = LaunchPlace(*(f"{{{name}}}" for name in LaunchPlace._fields))
+"""The place of a command that is not started yet: its words stay in their braces."""
+
+
+def _words_of_attempt(spec: RunSpec, key: AttemptKey, measure: Measure) -> dict[str, Any]:
+    """Word -> its value for the command and the files of an attempt, without those that its place decides."""
+    return words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
 
 
 def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace | None = None) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
-    Each `{word}` is replaced by the value of this run, whole numbers without `.0`.
+    Each `{word}` is replaced by the value of this run, whole numbers without `.0`; so are words with + - * between them.
     If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
     because the command may be a shell that replaces it.
 
@@ -268,10 +284,13 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace
         ConfigError: a `{word}` is unknown, a known one has quotes, spaces or its group in the braces, or no process can
             take the command.
     """
-    place = place or LaunchPlace(local_rank=None if spec.kernel.starts_ranks else 0)
+    place = place or LaunchPlace()
     place_words = {name: value for name, value in place._asdict().items() if value is not None}
-    # A user may have words of these names.
-    words = {**place_words, **words_of(spec), **key._asdict(), "steps": steps_asked(spec.kernel, measure)}
+    if spec.kernel.starts_ranks:
+        place_words.pop("local_rank", None)
+    if not spec.kernel.files:
+        del place_words[FILES_WORD]
+    words = place_words | _words_of_attempt(spec, key, measure)  # a user may have words of these names
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]
@@ -281,6 +300,10 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace
                     f"kernel.command has {braces}; braces may contain only the word: write {{{word}}}"
                 )
             return braces
+        if word not in words and word == FILES_WORD:
+            raise ConfigError(
+                f"kernel.command has {braces}, the folder of kernel.files, which is empty: set it"
+            )
         if word not in words and word in LaunchPlace._fields:
             problem = f"kernel.command has {braces} with kernel.launch_per={spec.kernel.launch_per}"
             raise ConfigError(
@@ -293,9 +316,43 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace
 
     flags = (table.get(str(words.get(word)), table.get(ANY, ())) for word, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
-    command = [_IN_BRACES.sub(value_text, part) for part in parts]
+    calculated_parts = (replace_words(part, words, "kernel.command", CALCULATION) for part in parts)
+    command = [_IN_BRACES.sub(value_text, part) for part in calculated_parts]
     require_command(command, {**spec.kernel.env, **variables_of(spec.variant)})
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
+
+
+def fill_in_files(
+    spec: RunSpec, key: AttemptKey, measure: Measure, folder: str = f"{{{FILES_WORD}}}"
+) -> dict[str, str]:
+    """Path of each of the user's files below their folder -> its text for this run.
+
+    Known words in braces are replaced by values of this run, also with + - * between them; all else stays. True, false,
+    no value and nested values are written as in JSON, and in a file of Python as there.
+
+    Args:
+        folder: the folder of the files.
+
+    Raises:
+        ConfigError: a word is one edit from a known one or differs between ranks, or a word of a calculation is no number.
+    """
+    words = _words_of_attempt(spec, key, measure) | {FILES_WORD: folder}
+    json_words = {name: _as_json(value) for name, value in words.items()}
+    texts = {}
+    for name, template in spec.kernel.files.items():
+        where = f"kernel.files.{name}"
+        place_words = (w for w in names_in(template) if w in PLACE_WORDS and w not in words)
+        if place_word := next(place_words, None):
+            fact = f"{where} has {{{place_word}}}, which only a command can have, since ranks share a file"
+            raise ConfigError(fact, f"give {{{place_word}}} to the program in kernel.command", setting=where)
+        texts[name] = replace_words(template, words if name.endswith(".py") else json_words, where)
+    return texts
+
+
+def _as_json(value: object) -> object:
+    """A value of a word as JSON, YAML and TOML have it: texts and numbers stay as they are."""
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if is_plain else json.dumps(value)
 
 
 def env_id(

@@ -26,6 +26,7 @@ from ultrabench.sweep.config.files import (
     unknown_option,
 )
 from ultrabench.sweep.config.options import EXAMPLES, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
+from ultrabench.sweep.config.references import wrong_reference
 from ultrabench.sweep.config.sweep_config import SWEEP_NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
@@ -105,6 +106,8 @@ _OVERRIDE_MISTAKES: tuple[tuple[str, Sentence], ...] = (
     (rf"{_GROUP_PATTERN}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
      "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
     (rf"(?!model){_GROUP_PATTERN}=(.*/.*|.*\.ya?ml)", _path_of_option),
+    (r"[+~]*kernel\.files\.(?P<name>[^=]+)=.*",
+     "{override}: the name of a file has a dot; write kernel.files as a whole: 'kernel.files={{{name}: \"TEXT\"}}'".format),
     (r"hardware\.gpu=.*", "{override}: a file holds the GPU and its rates; choose the file with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
     (r"\+?launcher\.sbatch\.-.*", "{key}; write the option's name without leading dashes".format),
@@ -145,8 +148,6 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
     (r"Could not override '(?P<key>[^']+)'", lambda key, values, **_: unknown_override(key, values.get(key))),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
-    (r"Interpolation key '(?P<key>[^']+)' not found",
-     "${{{key}}} is not a setting; for a shell variable on the nodes write \\${{{key}}}".format),
     (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _list_or_settings),
     (r"Could not append to config. An item is already at '(?P<key>[^']+)'", "{key} exists; leave out the + in front of it".format),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
@@ -159,6 +160,8 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
 
 def _error_of_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """What was given, which values are known, and what to do, as far as the message of Hydra tells it."""
+    if reference_text := wrong_reference(error, overrides):
+        return ConfigError(reference_text)
     for pattern, make_line in _HYDRA_MESSAGES:
         if match := re.search(pattern, str(error)):
             text = make_line(**match.groupdict(), values=parts_of(overrides))
@@ -176,23 +179,65 @@ def _advice_for_unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = " ".join(override.split()).partition("=")
     rule_text = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
+    if re.fullmatch(_LIST_KEY, key):
+        rule_text = "a part of a list that is more than letters, digits and ./+- needs its own quotes"
+        value = value if value.startswith("[") else f"[{','.join(value.split())}]"
     if (plain_value := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
         rule_text = "on the command line, a name before a colon takes no quotes"
     mapping = re.sub(r"\[[^][]*\]", lambda bracketed: _quoted(bracketed[0]), plain_value)
-    readable_value = mapping if value.startswith("{") else _quoted(value)
-    readable_value = "{NAME: [VALUE, VALUE]}" if readable_value == value else readable_value
+    corrected = f"{key}={mapping if value.startswith('{') else _quoted(value)}"
+    if corrected == override or not _is_readable(corrected):
+        example = "TEXT" if key.lstrip("+") in ("kernel.files", "kernel.env") else "[VALUE, VALUE]"
+        corrected = f"{key}={{NAME: {example}}}" if value.startswith("{") else ""
     override_text = repr(override) if "\n" in override else override
-    return f"{override_text}: {rule_text}; write {shlex.quote(f'{key}={readable_value}')}"
+    remedy = shlex.quote(corrected) if corrected else f"it in a file, {_file_for(key)}"
+    return f"{override_text}: {rule_text}; write {remedy}"
+
+
+def _file_for(key: str) -> str:
+    """Where a file of the user can have the setting of an override."""
+    group = key.lstrip("+~").partition(".")[0]
+    return f"./ultrabench/{group if group in CONFIG_GROUPS else 'sweep'}/NAME.yaml"
+
+
+def _is_readable(override: str) -> bool:
+    """Whether Hydra can parse an override."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        OverridesParser.create().parse_override(override)
+    except OverrideParseException:
+        return False
+    return True
 
 
 def _quoted(value: str) -> str:
     """The value in a form that Hydra reads: a list with quotes around its items that need them, else one text."""
-    unquoted = value.replace('"', "")
-    if not re.fullmatch(r"\[[^[]*\]", unquoted):
-        return f'"{unquoted}"'
-    elements = filter(None, map(str.strip, unquoted.strip("[]").split(",")))
-    quoted = (e if re.fullmatch(r"[\w./=+-]+", e, re.ASCII) else f'"{e}"' for e in elements)
-    return f"[{','.join(quoted)}]"
+    if not re.fullmatch(r"\[.*\]", value):
+        return f'"{value.replace(chr(34), "")}"'
+    return f"[{','.join(map(_quoted_element, _elements(value[1:-1])))}]"
+
+
+def _quoted_element(element: str) -> str:
+    is_quoted = re.fullmatch(r"""'[^']*'|"[^"]*"|\[.*\]|\{\w+:.*\}""", element)
+    if is_quoted or re.fullmatch(r"[\w./+-]+", element, re.ASCII):
+        return element
+    return '"' + element.replace('"', '\\"') + '"'
+
+
+def _elements(list_text: str) -> Iterator[str]:
+    """The parts of a list between its commas, except those in brackets or quotes; empty ones are left out."""
+    parts, depth, quote = [""], 0, ""
+    for character in list_text:
+        if quote or character in "\"'":
+            quote = "" if quote == character else quote or character
+        depth += (character in "[{(") - (character in "]})") if not quote else 0
+        if character == "," and not quote and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return filter(None, map(str.strip, parts))
 
 
 def _options_by_setting() -> dict[str, list[str]]:
@@ -231,6 +276,8 @@ _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
+    (r"kernel\.files", "{key}: a new file needs a leading + and a program of your own (kernel=command or your file); write "
+     "'+{key}={{NAME: \"TEXT\"}}'"),
     *((rf"{parent}\b.*", f"{{key}}: a new {noun} needs a leading +; write +{parent}.NAME=VALUE") for parent, noun in
       (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"), ("hardware.peak_flops_per_s", "precision"))),
     *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")

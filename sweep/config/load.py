@@ -115,6 +115,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     if isinstance(kernel.get("env"), dict):
         kernel["env"], secrets = redact_env(kernel["env"])
         tree = tree | {"kernel": kernel}
+    _require_texts(kernel.get("files"))
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
     kernel_options = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in kernel_options.items()}
@@ -162,6 +163,18 @@ def _require_settings(tree: Mapping[str, Any]) -> None:
                 raise ConfigError(advice, setting=f"{group}.{key}")
     what = f"key of cluster={tree['names'].get('cluster')}"
     require_known(what, CLUSTER_KEYS, *sorted(tree["cluster"], key=str), setting="cluster")
+
+
+def _require_texts(files: Any) -> None:
+    """Raises ConfigError unless kernel.files maps names to texts; settings of YAML are no text."""
+    if not isinstance(files, dict | None):
+        problem = f"kernel.files={files!r} does not map names to texts"
+        raise ConfigError(problem, "write '{NAME: \"TEXT\"}'", setting="kernel.files")
+    for name, text in (files or {}).items():
+        if not isinstance(text, str):
+            setting = f"kernel.files.{name}"
+            remedy = "write the text of the file in quotes, or below the name and a '|'"
+            raise ConfigError(f"{setting}={text!r} is not a text", remedy, setting=setting)
 
 
 def _with_defaults(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

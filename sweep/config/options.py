@@ -15,8 +15,9 @@ from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
+from ultrabench.placeholders import command_text, names_in
 from ultrabench.record import field_types, value_from
-from ultrabench.run import AttemptKey, command_text
+from ultrabench.run import FILES_WORD, PLACE_WORDS, AttemptKey
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -221,7 +222,7 @@ def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) 
             (is_foreign, f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command"),
             (is_variable and name in RANK_VARIABLES, f"{setting}: ultrabench sets {name} for each rank; leave it out"),
             (name in set_by_kernel, f"{setting} and kernel.{group}.{name} are both set; give only one of them"),
-            (not is_variable and name in _words_of_runs(),
+            (not is_variable and name in (*_words_of_runs(), *([FILES_WORD] if kernel.files else [])),
              f"{setting}: {name} is already a word of every run; choose another name"),
         ]  # fmt: skip
         if refusal := next((line for applies, line in refusals if applies), None):
@@ -259,13 +260,15 @@ def _require_used(words: Mapping[str, Any], arguments: _ArgumentsByFlag, kernel:
     flag_arguments = (part for table in argument_tables for parts in table.values() for part in parts)
     command_parts = [*kernel.command, *flag_arguments]
     names_in_braces = [name for part in command_parts for name in re.findall(r"\{([^{}]*)\}", part)]
-    for name in (name for name in words if name not in names_in_braces):
-        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
+    calculated_names = {name for part in (*command_parts, *kernel.files.values()) for name in names_in(part)}
+    for name in (name for name in words if name not in {*names_in_braces, *calculated_names}):
+        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps", FILES_WORD, *PLACE_WORDS)
         unknown_words = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
         like = nearest_name(f"{{{name}}}", unknown_words, 0.55)
         reason = f"the command has {like} instead" if like else f"the command does not contain {{{name}}}"
         problem, setting = f"sweep.{WORDS}.{name} has no effect: {reason}", f"sweep.{WORDS}.{name}"
-        raise ConfigError(problem, f"use {{{name}}} in kernel.command", setting=setting)
+        place = "kernel.command or kernel.files" if kernel.files else "kernel.command"
+        raise ConfigError(problem, f"use {{{name}}} in {place}", setting=setting)
 
 
 def _words_of_runs() -> tuple[str, ...]:

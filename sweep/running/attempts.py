@@ -13,7 +13,7 @@ from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import near_best
 from ultrabench.store.jobs_seen import Origin
-from ultrabench.store.state import AttemptState, Nodes, SweepState
+from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Plan
@@ -287,10 +287,39 @@ def contender_ids(runs: Iterable[Candidate], state: SweepState, device: str) -> 
 
 def has_old_patterns(attempt: AttemptState, kernel: KernelConfig) -> bool:
     """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
-    if attempt.result is None or attempt.result.cause != UNMEASURED:
-        return False
-    old_kernel = (attempt.spec_as(dict[str, Any]) or {}).get("kernel", {})
-    return any(old_kernel.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
+    is_unmeasured = attempt.result is not None and attempt.result.cause == UNMEASURED
+    return is_unmeasured and bool(changed_patterns(attempt, kernel))
+
+
+def changed_patterns(attempt: AttemptState, kernel: KernelConfig) -> frozenset[str]:
+    """The options of LOG_OPTIONS that have another value now than when the logs of an attempt were read."""
+    claimed_kernel = (attempt.spec_as(dict[str, Any]) or {}).get("kernel")
+    values = attempt.reread.patterns if attempt.reread else claimed_kernel
+    if not isinstance(values, dict):
+        return frozenset()
+    # With any, steps are also found in the log that another value names.
+    options = (
+        name for name in LOG_OPTIONS if name != "step_rank" or kernel.step_rank != "any" or not attempt.ok
+    )
+    return frozenset(name for name in options if values.get(name) != getattr(kernel, name))
+
+
+def attempts_to_reread(state: SweepState, kernel: KernelConfig) -> list[AttemptState]:
+    """The attempts whose results other patterns read in their logs than `kernel` has: ok ones, and the latest of each repeat."""
+    latest_keys = {attempt.key for attempt in final_attempts(state).values()}
+    return [
+        attempt
+        for key, attempt in state.attempts.items()
+        if attempt.result and (attempt.ok or key in latest_keys)
+        and _is_read_in_log(attempt.result) and changed_patterns(attempt, kernel)
+    ]  # fmt: skip
+
+
+def _is_read_in_log(result: RunResult) -> bool:
+    """Whether patterns have read a result in a log: its steps, or that it has none that count."""
+    if result.status == Status.OK:
+        return result.measured_by in ("log", "arrival")
+    return result.cause in (UNMEASURED, "non_finite_loss", "bad_report") and result.measured_by != "report"
 
 
 @dataclass(frozen=True, slots=True)

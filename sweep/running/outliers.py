@@ -20,6 +20,7 @@ import msgspec
 
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
+from ultrabench.kernel_config import compares_losses
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
@@ -282,15 +283,19 @@ def with_loss_outliers(state: SweepState) -> SweepState:
 def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     """For each workload, the groups of ok attempts that have the same loss, the group of most layouts first.
 
-    Workloads with fewer than three layouts are left out. Losses are sorted, and neighbours within the
+    Workloads with fewer than three layouts are left out, and programs whose losses may differ between layouts, as the
+    latest launch says. Losses are sorted, and neighbours within the
     tolerance belong to one group, however long the chain is. So a new attempt may join two groups into one,
     but never split a group.
     """
     losses_by_workload: dict[tuple[float, Hashable], dict[AttemptKey, float]] = defaultdict(dict)
+    kernel_settings = state.config.get("kernel", {})
+    loss_comparable = kernel_settings.get("loss_comparable") if isinstance(kernel_settings, dict) else None
     for key, attempt in state.attempts.items():
         if (ok := attempt.ok) and ok.loss_final is not None and (claim := attempt.spec_as(_Claim)):
             with contextlib.suppress(KeyError, msgspec.DecodeError):  # a part of the claim is damaged
-                losses_by_workload[_workload(claim, ok)][key] = ok.loss_final
+                if compares_losses(_kind_of(bytes(claim.kernel)), loss_comparable):
+                    losses_by_workload[_workload(claim, ok)][key] = ok.loss_final
     return [
         _groups_by_loss(loss_by_attempt, tolerance)
         for (tolerance, _), loss_by_attempt in losses_by_workload.items()
@@ -324,6 +329,12 @@ class _Claim(msgspec.Struct):
     shape: msgspec.Raw
     workload: msgspec.Raw
     variant: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+@functools.cache  # most claims of a sweep have the same kernel
+def _kind_of(kernel: bytes) -> str:
+    """The kind of program in the kernel of a claim."""
+    return msgspec.json.decode(kernel, type=_Kernel).kind
 
 
 def _workload(claim: _Claim, result: RunResult) -> tuple[float, Hashable]:

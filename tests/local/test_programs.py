@@ -1,8 +1,10 @@
 """Programs of users: one that only logs, and one that needs a token."""
 
 import json
+import shutil
 import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -57,13 +59,45 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert "fix the program or the patterns for its log (kernel.step_line, " in launched.stderr
     ends = [(row["status"], row["cause"]) for row in bench.rows() if row["status"] != "cancelled"]
     assert ends == [("invalid", "unmeasured")]
-    bench.run(*words, right)
+    mended = bench.done(*words, right)
+    assert "other kernel.step_line than before: 1 result read again in the kept logs" in mended.stderr
     ends = Counter(row["status"] for row in bench.rows())
-    assert (ends["ok"], ends["invalid"]) == (3, 1)
-    assert "would refuse this plan" in bench.done("sweep", "plan", *words[2:], other).stderr
-    refused = bench.done(*words, other)
-    assert refused.returncode == 2
-    assert "has results that were read from logs with other patterns" in refused.stderr
+    assert (ends["ok"], ends["invalid"]) == (3, 0)
+    line = "other kernel.step_line than before: 3 results read again in the kept logs"
+    assert line in bench.run("sweep", "plan", *words[2:], other)
+    assert line in bench.done(*words, other).stderr
+    rows = bench.rows()
+    assert Counter(row["status"] for row in rows) == ends
+    assert {tuple(row["step_times_s"]) for row in rows if row["status"] == "ok"} == {(0.25,) * 6}
+    by_arrival = "kernel.step_line='iteration'"
+    line = "other kernel.step_line than before: 3 runs measured again, as no whole log is kept"
+    assert line in bench.run("sweep", "plan", *words[2:], by_arrival)
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples/config_file"
+
+
+def test_the_example_reads_a_file_that_is_written_for_each_run(bench):
+    """On two nodes, each with a folder of its own; the program runs in a folder beside that of the launch."""
+    shutil.copytree(EXAMPLE / "ultrabench", bench.folder / "ultrabench")
+    shutil.copytree(EXAMPLE, bench.folder / "program")
+    words = [
+        "kernel=config_file", "kernel.folder=program", "model=tiny", "name=t", "measure.warmup_steps=2",
+        "measure.min_steps=6", "measure.max_steps=6", *axes(nodes=2, tp=1, pp=1, mbs=[1, 2], gas=None, gbs=8, zero_stage=0),
+        *AT_ONCE, "kernel.command=[python,train.py,'{files}/config.json','{node_rank}','{local_rank}','{gas-mbs}']",
+    ]  # fmt: skip
+    planned = json.loads(bench.run("sweep", "plan", "--command", "--json", *words))
+    assert planned["command"][2:5] == ["{files}/config.json", "{node_rank}", "{local_rank}"]
+    assert json.loads(planned["files"]["config.json"])["training"]["samples_per_rank"] == 2
+    bench.run("sweep", "launch", *words)
+    rows = bench.rows()
+    assert [(row["status"], row["measured_by"]) for row in rows] == [("ok", "log")] * 2
+    shown = json.loads(bench.run("sweep", "show", "1", "--json"))["program"]
+    assert json.loads(shown["files"]["config.json"])["model"] == {"hidden_size": 64}
+    assert shown["command"][2:5] == planned["command"][2:5]
+    changed = bench.done("sweep", "launch", *words, "kernel.files={config.json: '{}'}")
+    assert changed.returncode == 2
+    assert "is a sweep with a different kernel (kernel.files: config.json)" in changed.stderr
 
 
 TRAINS = """

@@ -237,8 +237,20 @@ class Failed(Result):
     """Event: an attempt ended with another status than ok."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reread(AttemptRecord):
+    """Event: a launch with other patterns has read the kept log of an attempt again, or could not."""
+
+    generation: int
+    """The generation of the launch; of several such events the latest counts."""
+    patterns: dict[str, Any]
+    """Option of LOG_OPTIONS -> its value by which `result` was read."""
+    result: RunResult
+    """The result in place of the one that the agent reported."""
+
+
 ControlEvent = Launched | Pause | Cancel
-AttemptEvent = Claimed | Started | Phase | Result | Failed
+AttemptEvent = Claimed | Started | Phase | Result | Failed | Reread
 AllocationEvent = (
     AllocationPlanned | Submitting | Submitted | Adopted | AllocationStarted | Preflight | AllocationEnded
 )
@@ -304,7 +316,7 @@ _SAFE_NAMES_OF: dict[str, Callable[[Any], Iterable[str | None]]] = {
     ),
     **dict.fromkeys(("claimed", "started", "phase"), lambda event: (event.run_id,)),
     **dict.fromkeys(
-        ("result", "failed"),
+        ("result", "failed", "reread"),
         lambda event: (event.run_id, *event.result.suspect_hosts, *event.result.began_on),
     ),
     **dict.fromkeys(("submitted", "adopted"), lambda event: map(str, event.job.values())),

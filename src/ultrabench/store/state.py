@@ -41,7 +41,11 @@ class AttemptState:
     step_time_s: float | None = None
     """Median of these steps in seconds."""
     result: RunResult | None = None
-    """None while the attempt runs, or is lost and nobody has reported that yet."""
+    """None while the attempt runs, or is lost and nobody has reported that yet; that of `reread`, if there is one."""
+    reported: RunResult | None = None
+    """The result as the agent or the batch system has reported it."""
+    reread: events.Reread | None = None
+    """What the latest launch with other patterns has read in its log; None if no launch has read it again."""
     time: float | None = None
     """When it was claimed, in seconds since 1970, by the clock of the claimer; for display only."""
 
@@ -238,9 +242,12 @@ class Fold:
                 _set(attempt, levels, level, "spec_json", event.spec)
             case events.Result():
                 trust_level = trust(event.result.status, event.result.cause, event.source)
-                _set(attempt, levels, (trust_level, line.checksum), "result", event.result)
+                _set(attempt, levels, (trust_level, line.checksum), "reported", event.result)
                 if event.spec:
                     _set(attempt, levels, level, "spec_json", raw_json(event.spec))
+            case events.Reread():
+                _set(attempt, levels, (event.generation, line.checksum), "reread", event)
+        attempt.result = attempt.reread.result if attempt.reread else attempt.reported
         for name in _names_shared(type(event), AttemptState):
             _set(attempt, levels, level, name, getattr(event, name))
 

@@ -11,12 +11,14 @@ import pytest
 from tests.configs import measure, refused
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.diagnose.reread import ranks_to_read, reread
+from ultrabench.agent.ranks.cleanup import LOG_TAIL_BYTES, copy_logs, join_tails, whole_logs
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.agent.ranks.sources import ObservationSource, StepSource, report_sources
 from ultrabench.layout import Layout
 from ultrabench.log_lines import LogLines
 from ultrabench.log_steps import StepReader, StepSize
-from ultrabench.result import Status
+from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, LaunchPlace, Workload, fill_in
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
@@ -239,3 +241,39 @@ def test_the_error_of_arrival_widens_the_interval():
     plain, wide = (replace(result, step_times_s=times_s, arrival_error_s=error_s) for error_s in (0.0, 0.05))
     assert wide.step_time_ci95_rel - plain.step_time_ci95_rel == pytest.approx(0.05 / 0.5035)
     assert math.isclose(plain.step_time_ci95_rel, 0.007 / 2 / 0.5035)
+
+
+LOG = "".join(f"step {n} took {n / 10} s, mean {n} ms, loss {9 - n}, memory {n} GB\n" for n in range(1, 10))
+
+
+def test_a_kept_log_gives_the_result_of_other_patterns():
+    old = RunResult(status=Status.OK, measured_by="log", step_times_s=(9.0,), loss_final=7.0, duration_s=3.0,
+                    peak_mem_reserved_bytes=5, stopped="interval")  # fmt: skip
+    new = task_of(
+        step_line=r"mean (?P<milliseconds>\S+) ms, loss (?P<loss>\S+),",
+        memory_line=r"memory (?P<reserved_gb>\S+) GB",
+    )
+    result = reread(new, old, {0: LOG}, {"step_line"})
+    assert (result.status, result.step_times_s[0], result.loss_final) == (Status.OK, 0.003, 4.0)
+    assert (result.duration_s, result.stopped, result.peak_mem_reserved_bytes) == (3.0, "interval", 5)
+    assert reread(new, old, {0: LOG}, {"step_line", "memory_line"}).peak_mem_reserved_bytes == 9e9
+    unread = reread(task_of(step_line=r"lasted (?P<seconds>\S+)"), old, {0: LOG}, {"step_line"})
+    assert (unread.status, unread.cause, unread.step_times_s) == (Status.INVALID, "unmeasured", ())
+    again = reread(new, unread, {0: LOG}, {"step_line"})
+    assert (again.status, again.cause, again.reason, again.stopped) == (Status.OK, None, None, "program")
+    assert ranks_to_read(new, {"step_line"}) == ranks_to_read(new, {"memory_line"}) == {0}
+
+
+def test_only_whole_logs_are_read_again(tmp_path):
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    run.mkdir()
+    texts = ["one\nwithout an end", "", "x" * LOG_TAIL_BYTES, "last\n"]
+    for rank, text in enumerate(texts):
+        (run / f"rank{rank}.log").write_text(text)
+    join_tails(run, kept, range(4))
+    assert whole_logs(kept) == {0: texts[0] + "\n", 1: "", 3: "last\n"}
+    copy_logs(run, kept, 100)
+    assert whole_logs(kept) == {0: texts[0], 1: "", 3: "last\n"}
+    (run / "rank0.log").write_text("--- rank 7\n")
+    join_tails(run, tmp_path / "other", range(4))
+    assert whole_logs(tmp_path / "other") == whole_logs(tmp_path / "none") == {}

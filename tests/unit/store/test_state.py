@@ -105,6 +105,7 @@ RUN = events.Claimed(**NAME, allocation="n1", job=JOB, spec=raw_json({"nodes": 1
 EVERY_EVENT = [
     RUN, events.Started(**NAME, allocation="n1", scratch="/a"), events.Phase(**NAME, name="init", at=1.0),
     ended("crash"), ended("ok"),
+    events.Reread(**NAME, generation=1, patterns={"step_line": "x"}, result=RunResult(status=Status.OK)),
     events.AllocationPlanned(allocation="n1", nodes=1, limit_s=1.0, tasks=(KEY,), control="aaaa", by={"user": "ann"}),
     events.Submitting(allocation="n1", token="t"), events.Submitted(allocation="n1", job={"pid": 1}),
     events.Adopted(allocation="n1", job={"pid": 1}), events.Preflight(allocation="n1", found={"probe": {}}),
@@ -185,6 +186,17 @@ def test_who_is_believed(stronger, weaker):
     for results in ((stronger, weaker), (weaker, stronger)):
         lines = [written(ended(*words), writer=f"w{n}", time=float(n)) for n, words in enumerate(results)]
         assert fold(lines).attempts[KEY].result.status == stronger[0]
+
+
+def test_what_the_latest_launch_has_read_again_counts():
+    reported, first, second = ended("ok"), *(
+        events.Reread(**NAME, generation=n, patterns={"step_line": str(n)}, result=RunResult(status=Status.INVALID, reason=str(n)))
+        for n in (1, 2)
+    )  # fmt: skip
+    for history in permutations((reported, first, second)):
+        attempt = folded(*history).attempts[KEY]
+        assert (attempt.result.reason, attempt.reread.patterns) == ("2", {"step_line": "2"})
+        assert attempt.reported.status == Status.OK
 
 
 def launched(generation, *retry):

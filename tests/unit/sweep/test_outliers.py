@@ -13,6 +13,7 @@ from ultrabench.record import raw_json, to_dict
 from ultrabench.result import Status, doubt_text
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import extreme_medians_s
+from ultrabench.store.events import Launched
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
@@ -32,8 +33,11 @@ def attempt(name, repeat=0, number=0, allocation="a0", kernel=BF16, spec=None, *
     return AttemptState(key=key, allocation=allocation, spec_json=raw_json(spec), result=result)
 
 
-def state_of(attempts, allocations=()):
-    return SweepState(attempts={a.key: a for a in attempts}, allocations={a.name: a for a in allocations})
+def state_of(attempts, allocations=(), loss_comparable=True):
+    launched = Launched(generation=1, config={"kernel": {"loss_comparable": loss_comparable}})
+    return SweepState(
+        attempts={a.key: a for a in attempts}, allocations={a.name: a for a in allocations}, launched=launched
+    )
 
 
 def losses(*values, kernel=BF16):
@@ -96,6 +100,21 @@ SCALED = to_dict(replace(SPEC, shape=replace(TINY, rope_scaling=LONG)))
 def test_only_losses_of_one_workload_are_compared(other, outliers):
     odd = attempt(9, **{"loss_final": 9.0, **other})
     assert bad(state_of([*losses(5.0, 5.0, 5.0).attempts.values(), odd])) == outliers
+
+
+@pytest.mark.parametrize(
+    ("kernel", "loss_comparable", "outliers"),
+    [
+        (COMMAND, None, set()),
+        (COMMAND, False, set()),
+        (COMMAND, True, {3}),
+        (BF16, None, {3}),
+        (BF16, False, set()),
+    ],
+)
+def test_the_latest_launch_says_whether_losses_are_compared(kernel, loss_comparable, outliers):
+    attempts = [attempt(n, kernel=kernel, loss_final=9.0 if n == 3 else 5.0) for n in range(4)]
+    assert bad(state_of(attempts, loss_comparable=loss_comparable)) == outliers
 
 
 def test_losses_of_models_with_scaled_rotations_are_compared():

@@ -8,15 +8,21 @@ from hypothesis import strategies as st
 
 from tests.configs import left, retry
 from tests.unit.allocations import predicted
+from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.layout import dominates
 from ultrabench.record import raw_json
 from ultrabench.result import FAILURES, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import AllocationEnded, Start
+from ultrabench.store.events import AllocationEnded, Reread, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.attempts import dominator_by_run, has_old_patterns, next_attempts
+from ultrabench.sweep.running.attempts import (
+    attempts_to_reread,
+    dominator_by_run,
+    has_old_patterns,
+    next_attempts,
+)
 from ultrabench.sweep.running.blame import Blame, blame_of
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry
 
@@ -70,6 +76,26 @@ def test_a_run_without_steps_is_read_again_by_another_pattern_only():
     assert not has_old_patterns(attempt, kernel)
     assert has_old_patterns(attempt, replace(kernel, step_rank=0))
     assert not has_old_patterns(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
+
+
+def test_results_that_other_patterns_have_read_in_logs_are_read_again():
+    kernel = load_config(["kernel=megatron"]).kernel
+    changed = replace(kernel, loss_line="loss (?P<loss>x)", step_line="took (?P<seconds>x) s")
+    patterns = {name: getattr(changed, name) for name in LOG_OPTIONS}
+    results = [
+        result("ok", measured_by="log"), result("ok", measured_by="arrival"), result("ok", measured_by="report"),
+        result("invalid", cause="unmeasured"), result("invalid", cause="non_finite_loss"), result("hang"),
+    ]  # fmt: skip
+    attempts = [attempt for n, ended in enumerate(results) for attempt in failed(ended, run_id=str(n))]
+    for attempt in attempts:
+        attempt.spec_json = raw_json({"kernel": kernel})
+    assert attempts_to_reread(state_of(*attempts), kernel) == []
+    assert [a.key.run_id for a in attempts_to_reread(state_of(*attempts), changed)] == ["0", "1", "3", "4"]
+    attempts[0].reread = Reread(
+        **attempts[0].key._asdict(), generation=2, patterns=patterns, result=results[0]
+    )
+    assert [a.key.run_id for a in attempts_to_reread(state_of(*attempts), changed)] == ["1", "3", "4"]
+    assert [a.key.run_id for a in attempts_to_reread(state_of(attempts[0]), kernel)] == ["0"]
 
 
 @pytest.mark.parametrize(

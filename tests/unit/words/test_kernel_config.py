@@ -30,6 +30,39 @@ def test_a_file_that_is_edited_gives_another_digest(tmp_path, form):
     assert kernel.digest() != before
 
 
+def test_a_folder_and_files_change_the_digest_only_where_they_are_set(tmp_path):
+    (tmp_path / "train.py").write_text("one")
+    kernel = KernelConfig(name="mine", kind="command", command=("x", "train.py"))
+    assert kernel.digest() == "3413ec7e2c2e8156", "as version 0.2.0 computed it"
+    others = [{"folder": str(tmp_path)}, {"files": {"a": "1"}}, {"files": {"a": "2"}}, {"files": {"b": "1"}}]
+    assert len({replace(kernel, **options).digest() for options in ({}, *others)}) == 5
+    in_folder = replace(kernel, folder=str(tmp_path))
+    before = in_folder.digest()
+    (tmp_path / "train.py").write_text("two")
+    assert in_folder.digest() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, f"kernel.files has the name '{name}'; a name is a path below the folder of the files, without a leading")
+          for name in ("/etc/a.json", "../a", "a/../b", "./a", "a/", "a//b", ".", "")),
+        ("x" * 256, "kernel.files has a name of 256 bytes, 'xxxxxxxxxxxxxxxxxxxx'...; Linux takes at most 255"),
+        ("conf", "kernel.files has conf and conf/b.json, so that conf would be a file and a folder; rename one of them"),
+    ],
+)  # fmt: skip
+def test_a_name_of_a_file_stays_in_its_folder(name, message):
+    with refused(message):
+        KernelConfig(name="mine", kind="command", command=("x",), files={"conf/b.json": "", name: ""})
+
+
+@pytest.mark.parametrize("option", [{"files": {"a": ""}}, {"folder": "x"}])
+def test_our_own_kernel_has_no_files(option):
+    name = next(iter(option))
+    with refused(f"kernel.{name} with kernel=embedded; only a program of your own has it"):
+        KernelConfig(name="embedded", **option)
+
+
 def test_only_what_starts_ranks_changes_the_digest_of_a_command():
     kernel = KernelConfig(name="mine", kind="command", command=("./train", "{tp}"))
     assert kernel.digest() == "1c9e02f2237a6b80", "as before there was launch_per"

@@ -73,6 +73,9 @@ def plan(
     show_script: bool = typer.Option(
         False, "--show-script", help="Print only the script of the first Slurm job."
     ),
+    command: bool = typer.Option(
+        False, "--command", help="Print only the command and the files of the first run of your program."
+    ),
     results_dir: ResultsOption = None,
 ) -> None:
     """Show valid and rejected layouts and the predicted price.
@@ -80,12 +83,16 @@ def plan(
     It submits nothing."""
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
+    if command and (show_script or output or top):
+        raise ConfigError("--command prints one run and nothing else; leave out --show-script, -o and --top")
     _say_at_once("planning")
     overrides = [*overrides, *_results_override(results_dir)]
-    from ultrabench.cli.sweep.plan import print_script, show_plan
+    from ultrabench.cli.sweep.plan import print_command, print_script, show_plan
 
     if show_script:
         print_script(overrides)
+    elif command:
+        print_command(overrides, json_)
     else:
         show_plan(overrides, json_, output, top, advise_p_oom)
 

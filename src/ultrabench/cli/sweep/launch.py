@@ -14,6 +14,7 @@ from ultrabench.analysis.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.plan import plan_with_bar
+from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.tracking import tracked
 from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted
@@ -60,24 +61,38 @@ def run_launch(
     require_checkpoint_folder(config)
     folder = folder_of(config)
     folder.require_writable()  # before this machine is measured, which takes seconds
+    state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
+    rereads = read_again(config, folder, state, keep=reuse == "any")
+    if rereads.line:
+        say(rereads.line)
     if detach and config.launcher.name == "local":
         plan_with_bar(config)
+        if not yes:
+            rereads.ask()
         return _leave_in_background(folder)
     launcher = choose_launcher(config, folder)
     max_limit_s = launcher.limits.max_limit_s
     plan = within_limit(plan_with_bar(config), max_limit_s)
-    state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
+    state = rereads.apply(state)
     price = price_of(plan, state, max_limit_s)
     for note in (*other_shapes(config.models, state), *same_commands(plan), *starter_warnings(config)):
         warn(note)
     if config.launcher.name == "local":
+        if not yes:
+            rereads.ask()
         ask_for_this_machine(plan, price, yes)
     else:
         if acceptance_note := acceptance_warning(config):
             warn(acceptance_note)
         max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
     sweep = open_sweep(
-        plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours, max_limit_s=max_limit_s
+        plan,
+        reuse=reuse,
+        warn=warn,
+        say=say,
+        max_gpu_hours=max_gpu_hours,
+        max_limit_s=max_limit_s,
+        rereads=rereads.events,
     )
     known_price = price if sweep.plan is plan else None
     return follow(sweep, launcher, folder.display_name, known_price, detach=detach, ask=not yes, stderr=False)

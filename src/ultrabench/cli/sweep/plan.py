@@ -9,8 +9,11 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
+from ultrabench.cli.sweep.rereads import Rereads, read_again
+from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
@@ -20,6 +23,7 @@ from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, req
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.starters import starter_warnings
+from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
@@ -78,12 +82,14 @@ def show_plan(
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
     config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
-    folder, state, peak_rate = folder_of(config), SweepState(), dict[str, Any]()
+    folder, state, peak_rate, rereads = folder_of(config), SweepState(), dict[str, Any](), Rereads()
     sweep_json = find_sweep_json(folder)
     try:
         if sweep_json is not None:
             require_same(sweep_json, config, folder.path)
-            state = for_answers(fold(read_journal(folder.journal, warn)))
+            state = fold(read_journal(folder.journal, warn))
+            rereads = read_again(config, folder, state, keep=False)
+            state = for_answers(rereads.apply(state))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 peak_rate = {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
             require_same_launch(state, config, folder.path)
@@ -106,7 +112,7 @@ def show_plan(
     summary = _summary_document(plan, price, progress)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
-    notes += [*same_commands(plan), *starter_warnings(config)]
+    notes += [*([rereads.line] if rereads.line else []), *same_commands(plan), *starter_warnings(config)]
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
@@ -293,6 +299,22 @@ def layouts_to_try(
         advised_rows.sort(key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))
         best_rows += advised_rows[:top]
     return best_rows
+
+
+def print_command(overrides: list[str], as_json: bool) -> None:
+    """Prints the command and the files of the first run of a plan.
+
+    Raises:
+        ConfigError: our own kernel trains the runs, or no candidate can run.
+    """
+    config = in_force(load_config(overrides), warn)
+    run = within_limit(plan_with_bar(config)).runs[0]
+    start = start_of(run.spec, AttemptKey(run.run_id, 0, 0), config)
+    if as_json:
+        print_json({"sweep": config.name, "run_id": run.run_id, "layout": run.spec.label(), **start})
+        return
+    cell_text = f"{run.shape.name} on {counted(run.nodes, 'node')}, {run.spec.label()}"
+    show(Text(f"# run {run.run_id}: {cell_text}"), *start_lines(start))
 
 
 def print_script(overrides: list[str]) -> None:

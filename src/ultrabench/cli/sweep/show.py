@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,13 +19,15 @@ from ultrabench.analysis.numbers import formula_text, params_text, with_unit
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.predict.layout import ratio_line
+from ultrabench.cli.sweep.run_command import ProgramStart, start_lines, start_of
 from ultrabench.cli.sweep.top import cell_text, number_texts
 from ultrabench.cli.tables import plain_text, print_json, say, show, style_of, table, warn
-from ultrabench.errors import ConfigError, SweepFolderError
+from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError
 from ultrabench.hardware import GIB
 from ultrabench.rank_report import TRACE_PHASE
-from ultrabench.record import to_dict
+from ultrabench.record import from_dict, to_dict
 from ultrabench.result import SLOWER
+from ultrabench.run import AttemptKey, RunSpec
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
@@ -53,13 +56,16 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
     state = read_state()
     attempts = state.by_run().get(run_id, [])
     plan_row = next((row for row in read_rows(folder.plan) if row["run_id"] == run_id), None)
-    ratios = _communication_ratios(read_sweep_json(folder), plan_row, state) if plan_row else {}
+    sweep_json = read_sweep_json(folder)
+    ratios = _communication_ratios(sweep_json, plan_row, state) if plan_row else {}
+    start = _start(sweep_json, plan_row, attempts, state)
     if as_json:
         spec = next((spec for a in attempts if (spec := a.spec_as(dict[str, Any]))), None)
         documents = [_attempt_document(a, folder.log_folder(a.key)) for a in attempts]
         plan_facts = {"plan": plan_row, "communication_over_compute": ratios, "spec": spec}
         nodes = {"nodes_not_used": _unused_nodes(state, attempts)}
-        print_json({"sweep": folder.name, "run_id": run_id, **plan_facts, "attempts": documents, **nodes})
+        facts = {**plan_facts, **({"program": start} if start else {})}
+        print_json({"sweep": folder.name, "run_id": run_id, **facts, "attempts": documents, **nodes})
         return
     plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
     headings = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
@@ -69,6 +75,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         Text("\nplan", "bold"),
         *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
         *([ratio_line(ratios, str((plan_row or {}).get("dp_overlap")))] if ratios else []),
+        *([Text("\nprogram", "bold"), *start_lines(start)] if start else []),
         table("\nattempts", *headings, rows=map(_attempt_cells, attempts)),
         *_node_lines(state, attempts),
     )
@@ -79,6 +86,25 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
             show(*_evidence_lines(attempt.result.evidence, log_folder))
         for summary in _trace_summaries(log_folder):
             show(*_trace_lines(summary))
+
+
+def _start(
+    sweep: SweepJson, row: Row | None, attempts: Sequence[AttemptState], state: SweepState
+) -> ProgramStart | None:
+    """How the latest attempt of a run started its program, or the first one will; None for our own kernel.
+
+    It is also None where the configuration of the latest launch cannot be read, or its sizes are unknown.
+    """
+    if sweep.kernel.kind != "command":
+        return None
+    with contextlib.suppress(UltrabenchError):
+        config = config_from_tree(state.config or sweep.config)
+        specs = (from_dict(RunSpec, values) for a in attempts if (values := a.spec_as(dict[str, Any])))
+        planned_specs = (run.spec for run in runs_of(sweep, [row] if row else [], state))
+        if spec := next(chain(specs, planned_specs), None):
+            key = attempts[-1].key if attempts else AttemptKey(spec.run_id, 0, 0)
+            return start_of(spec, key, config)
+    return None
 
 
 def _unused_nodes(state: SweepState, attempts: Sequence[AttemptState]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow.compute as pc
+from rich.text import Text
 
 from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.measured import spec_of
@@ -25,7 +26,16 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import BATCH, FOLLOWING, Layout
 from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import AttemptKey, LaunchPlace, RunSpec, fill_in, words_in
+from ultrabench.run import (
+    FILES_WORD,
+    UNKNOWN_PLACE,
+    AttemptKey,
+    LaunchPlace,
+    RunSpec,
+    fill_in,
+    fill_in_files,
+    words_in,
+)
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -75,14 +85,18 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
-    place = SHELL_PLACE if kernel.starts_ranks else None
-    words = fill_in(spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure, place)
+    program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
+    place = SHELL_PLACE if kernel.starts_ranks else UNKNOWN_PLACE
+    words = fill_in(*program, place._replace(files=FILES_WORD))
+    files_of_run = fill_in_files(*program, FILES_WORD)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
     else:
         is_python = kernel.command[0] == "python"
         starter_words = words if kernel.starts_ranks else _torchrun_words(spec, words, is_python=is_python)
         document |= {"command": starter_words}
+        document |= {"files": files_of_run} if files_of_run else {}
+        document |= {"folder": kernel.folder} if kernel.folder else {}
     if as_json:
         print_json(document)
     else:
@@ -106,8 +120,16 @@ def _show_document(document: Mapping[str, Any], title: str) -> None:
         say(*comments, *(f"# set {env_word}" for env_word in env_words), f"# the file {file_name}:")
         sys.stdout.write(document["text"] + "\n")
     else:
-        show(*comments)
-        show(" \\\n  ".join([*env_words, *map(_shell_word, document["command"])]))
+        show(*comments, *([f"cd {shlex.quote(document['folder'])}"] if "folder" in document else []))
+        for name, text in document.get("files", {}).items():
+            path = shlex.quote(f"{FILES_WORD}/{name}")
+            show(
+                f"mkdir -p $(dirname {path})",
+                f"cat > {path} <<'END_OF_FILE'",
+                Text(text.rstrip("\n")),
+                "END_OF_FILE",
+            )
+        show(Text(" \\\n  ".join([*env_words, *map(_shell_word, document["command"])])))
 
 
 def _shell_word(word: str) -> str:
@@ -229,6 +251,9 @@ def not_expressed(
         run_value, kernel_value = getattr(spec.kernel, name), getattr(kernel, name)
         if name not in braced_words and run_value != kernel_value:
             yield f"{name}={run_value}: its {noun} sets {name}={kernel_value}"
+    for name in ("node_rank", "local_rank") if not kernel.starts_ranks else ():
+        if name in braced_words:
+            yield f"{{{name}}}: torchrun gives it to each rank as ${name.upper()}, not in the command"
     if kernel.precision == "fp8":
         yield f"the scale per row of precision=fp8: its {noun} sets {' '.join(kernel.flags['precision']['fp8'])}"
 

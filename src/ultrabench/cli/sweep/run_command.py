@@ -1,0 +1,56 @@
+"""The command of a run of the user's program with its folder, variables and files, as ultrabench prints it."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ultrabench.errors import ConfigError
+from ultrabench.run import FILES_WORD, UNKNOWN_PLACE, AttemptKey, RunSpec, fill_in, fill_in_files
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.variant import variables_of
+
+ProgramStart = dict[str, Any]
+"""How a program is started: {command, files, env, folder}."""
+
+
+def start_of(spec: RunSpec, key: AttemptKey, config: SweepConfig) -> ProgramStart:
+    """How a rank of an attempt is started; words that only its node decides stay in braces.
+
+    Raises:
+        ConfigError: our own kernel trains the run.
+    """
+    if spec.kernel.kind != "command":
+        fact = f"kernel={spec.kernel.name} is part of ultrabench and has no command"
+        raise ConfigError(fact, "choose a program of your own with kernel=command")
+    arguments = config.options.arguments_of(spec.variant) or spec.arguments
+    program = replace(
+        spec, kernel=replace(config.kernel, precision=spec.kernel.precision), arguments=arguments
+    )
+    return {
+        "folder": program.kernel.folder, "env": program.kernel.env | variables_of(spec.variant),
+        "command": fill_in(program, key, config.measure, UNKNOWN_PLACE), "files": fill_in_files(program, key, config.measure),
+    }  # fmt: skip
+
+
+def start_lines(start: ProgramStart) -> Iterator[RenderableType]:
+    """Lines with the command of a rank and the files that it may read."""
+    if start["folder"]:
+        yield Text(f"cd {shlex.quote(start['folder'])}")
+    yield Text(command_text(start["env"], start["command"]))
+    for name, text in start["files"].items():
+        yield Text(f"\n{{{FILES_WORD}}}/{name}", "bold")
+        yield Text(text.rstrip("\n"))
+    texts = (*start["command"], *start["files"].values())
+    open_words = [word for word in UNKNOWN_PLACE if any(str(word) in text for text in texts)]
+    if open_words:
+        yield Text(f"\nknown when a rank starts: {', '.join(map(str, open_words))}")
+
+
+def command_text(env: Mapping[str, str | None], words: list[str]) -> str:
+    """A command with its variables for a shell, a word on each line."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in env.items() if value is not None]
+    return " \\\n  ".join([*variables, *map(shlex.quote, words)])
