@@ -45,6 +45,8 @@ class Candidate:
     """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
     flops_formula: str
     """The formula that counts the FLOPs of a token."""
+    start_excess_s: float = 0.0
+    """Seconds by which measured starts of its program are longer than the start of the prediction."""
 
     @property
     def shape(self) -> ModelShape:
@@ -101,9 +103,14 @@ class Candidate:
         return self.prediction.p_oom <= LIKELY_OOM
 
     @property
+    def duration_s(self) -> float:
+        """Predicted seconds of one run, with the start that runs before it have measured."""
+        return self.prediction.duration_s + self.start_excess_s
+
+    @property
     def gpu_hours(self) -> float:
         """Predicted GPU hours of one run."""
-        return self.prediction.duration_s * self.layout.world_size / 3600
+        return self.duration_s * self.layout.world_size / 3600
 
     def tokens_per_s_per_gpu(self, result: RunResult) -> float:
         """Tokens per second per GPU in an ok result."""
