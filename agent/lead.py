@@ -18,6 +18,7 @@ from ultrabench.agent.diagnose.rank_cause import SHELL_SIGNAL_BASE
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import evidence_of_ranks
 from ultrabench.agent.disk_retry import log_line
+from ultrabench.agent.ranks.compiler_locks import locks_text
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import ClusterError, DiskError
@@ -57,6 +58,8 @@ KILLED_CODES = frozenset(
     code for number in CAUSE_BY_NAME["killed"].signals for code in (-number, SHELL_SIGNAL_BASE + number)
 )
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
+UNFINISHED_STATUSES = (Status.HANG, Status.TIMEOUT, Status.CANCELLED)
+"""Statuses of runs that have not ended by themselves, which may have waited for the lock of a compiler."""
 TaskResult = tuple[Task, RunResult]
 """A task that was run, and how it ended."""
 _TIME_OVER_TEXT = "its allocation ended at its time limit"
@@ -326,6 +329,8 @@ class Leader:
         except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
+        if progress.first_step_s is None and result.status in UNFINISHED_STATUSES and group.compiler_locks:
+            result = replace(result, reason=f"{result.reason}; {locks_text(group.compiler_locks)}")
         digest, overrides = self._allocation.kernel_digest, variables_of(task.spec.variant)
         return replace(
             result,

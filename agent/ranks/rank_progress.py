@@ -53,6 +53,8 @@ class RankProgress:
     """The report lines of its first MAX_KEPT_STEPS steps."""
     memory_report: dict[str, Any] = field(default_factory=dict)
     """What it reported about its memory, in bytes: peaks, limits, and what was free at the start."""
+    resident_bytes: int | None = None
+    """The largest resident set of a process of a program of the user, on CPUs; None where nobody has measured it."""
     mfus: list[float] = field(default_factory=list)
     """MFU that its log shows, as fractions in order, at most MAX_KEPT_STEPS of them."""
     losses: list[dict[str, Any]] = field(default_factory=list)
@@ -127,6 +129,7 @@ class RankProgress:
         """Records what its log shows beside steps; some programs reset their peaks, so the largest one counts."""
         for memory_key in line.keys() & {"allocated_bytes", "reserved_bytes"}:
             self.memory_report[memory_key] = max(line[memory_key], self.memory_report.get(memory_key, 0))
+        self.resident_bytes = line.get("resident_bytes", self.resident_bytes)
         if "mfu" in line and len(self.mfus) < MAX_KEPT_STEPS:
             self.mfus.append(line["mfu"])
         if "loss" in line and len(self.losses) < MAX_KEPT_STEPS:
@@ -138,6 +141,12 @@ class RankProgress:
         self.num_untimed = line.get("untimed", self.num_untimed)
         self.num_repeats = line.get("repeats", self.num_repeats)
         self.lines_per_step = line.get("lines_per_step", self.lines_per_step)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Its peak of reserved bytes as it reported it, else its largest resident set."""
+        reported_bytes: int | None = self.memory_report.get("reserved_bytes")
+        return self.resident_bytes if reported_bytes is None else reported_bytes
 
     @property
     def num_steps(self) -> int:
