@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ultrabench.errors import counted
 from ultrabench.layout import Layout
+from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
@@ -116,11 +117,21 @@ class Candidate:
         """Tokens per second per GPU in an ok result."""
         return self.spec.tokens_per_step / median(result.step_times_s) / self.layout.world_size
 
-    def mfu(self, tokens_per_s_per_gpu: float) -> float | None:
-        """The mfu at this token rate, a fraction; None where the peak rate is unknown."""
-        if self.peak_flops_per_s is None:
+    def flops(self, result: RunResult | None = None) -> ModelFlops:
+        """The FLOPs of a token, also by what the log of a run of its program says."""
+        spec = self.spec
+        seq_len, num_ranks = spec.workload.seq_len, spec.layout.world_size
+        return model_flops(spec.kernel, spec.shape, seq_len, self.flops_formula, result, num_ranks)
+
+    def mfu(self, tokens_per_s_per_gpu: float, result: RunResult | None = None) -> float | None:
+        """The mfu at this token rate, a fraction; None where the peak rate or the FLOPs are unknown.
+
+        Args:
+            result: the run that was measured; None for a predicted rate.
+        """
+        flops_per_token = self.flops(result).per_token
+        if self.peak_flops_per_s is None or flops_per_token is None:
             return None
-        flops_per_token = self.shape.flops_per_token(self.spec.workload.seq_len, self.flops_formula)
         return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 
 

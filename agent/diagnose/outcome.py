@@ -29,6 +29,7 @@ from ultrabench.log_lines import Sighting
 from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
+from ultrabench.model_flops import nearest_number
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked
@@ -91,6 +92,8 @@ def classify(
         arrival_error_s=arrival_error_s,
         log_doubts=_log_doubts(rank0, task) if result.status == Status.OK else {},
         source_mfu=reported_mfu,
+        source_num_params=_printed_params(rank0, task),
+        source_flops_per_token=rank0.flops_per_token,
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
@@ -303,6 +306,14 @@ def _loss_of_lines(losses: Sequence[dict[str, Any]], loss_step: int) -> float | 
     if "step" in losses[0]:
         return next((line["loss"] for line in losses if line.get("step", 0) >= loss_step), None)
     return losses[loss_step - 1]["loss"] if len(losses) >= loss_step else None
+
+
+def _printed_params(rank: RankProgress, task: Task) -> int | None:
+    """The number of parameters that the log shows; the largest where a pattern of the user reads them."""
+    kernel, shape = task.spec.kernel, task.spec.shape
+    if kernel.reads_params:
+        return max(rank.printed_params, default=None)
+    return nearest_number(rank.printed_params, kernel.number("params") or shape.num_params)
 
 
 def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:

@@ -23,6 +23,10 @@ SURE_STATES = ("T", "Z")
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """The evidence of a rank that its node has not examined."""
 
+MAX_KEPT_PARAMS = 20
+"""Numbers of parameters in the log of a rank that are remembered."""
+MIN_PARAMS = 1000
+"""Smallest number in a log that is taken for the number of parameters of a model."""
 MAX_KEPT_STEPS = 10_000
 """Steps of a rank that are remembered and stored; further ones are signs of progress only."""
 
@@ -59,6 +63,10 @@ class RankProgress:
     """MFU that its log shows, as fractions in order, at most MAX_KEPT_STEPS of them."""
     losses: list[dict[str, Any]] = field(default_factory=list)
     """What lines of kernel.loss_line show, in order: {loss} or {loss, step}, at most MAX_KEPT_STEPS of them."""
+    printed_params: list[int] = field(default_factory=list)
+    """Numbers of parameters that its log shows, each once, at most MAX_KEPT_PARAMS of them."""
+    flops_per_token: float | None = None
+    """FLOPs of a token that its log shows, by kernel.flops_per_token."""
     misread_text: str | None = None
     """Why a pattern of the kernel misreads its log; None if none does."""
     num_unread: int = 0
@@ -129,6 +137,9 @@ class RankProgress:
         """Records what its log shows beside steps; some programs reset their peaks, so the largest one counts."""
         for memory_key in line.keys() & {"allocated_bytes", "reserved_bytes"}:
             self.memory_report[memory_key] = max(line[memory_key], self.memory_report.get(memory_key, 0))
+        if (number := round(line.get("params", 0))) >= MIN_PARAMS and number not in self.printed_params:
+            self.printed_params = [*self.printed_params, number][:MAX_KEPT_PARAMS]
+        self.flops_per_token = line.get("flops_per_token", self.flops_per_token)
         self.resident_bytes = line.get("resident_bytes", self.resident_bytes)
         if "mfu" in line and len(self.mfus) < MAX_KEPT_STEPS:
             self.mfus.append(line["mfu"])

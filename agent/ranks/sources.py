@@ -167,7 +167,7 @@ def _log_sources(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]
     spec = task.spec
     size = StepSize(spec.tokens_per_step, spec.workload.gbs, spec.layout.world_size)
     for option, log_pattern in LOG_PATTERNS.items():
-        if pattern_text := getattr(spec.kernel, option):
+        if pattern_text := spec.kernel.pattern(option):
             pattern = compile_pattern(option, pattern_text)
             source_ranks = ranks if log_pattern.every_rank else [spec.logging_rank]
             for rank in (rank for rank in source_ranks if rank in ranks):

@@ -11,7 +11,8 @@ from msgspec import Meta
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern, times_by_arrival
+from ultrabench.log_numbers import UnreadableError, read_number
+from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
@@ -31,7 +32,11 @@ ROUTING_RULE = matching(
 )
 ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
-LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
+SIZE_OPTIONS = ("params", "flops_per_token")
+"""Options that say what is known of the size of a program's model: a number, or a pattern for its log."""
+UNKNOWN = "unknown"
+"""The value of kernel.params for a model of unknown size."""
+LOG_OPTIONS = (*(option for option in LOG_PATTERNS if option not in SIZE_OPTIONS), "step_rank")
 """Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
 
 ANY = "*"
@@ -92,6 +97,12 @@ class KernelConfig:
     """A regular expression for the peak memory of a rank, searched in the log of every rank."""
     mfu_line: str | None = None
     """A regular expression for the MFU as the program itself computes it, searched in the log of `step_rank`."""
+    params: int | float | str | None = None
+    """The number of parameters of the program's model, where it is not model= of the sweep: a number such as 124e6 or
+    124M, a regular expression with a group `params` for its log, or UNKNOWN: then there is no MFU and no prediction."""
+    flops_per_token: int | float | str | None = None
+    """The FLOPs of a token in the program's model, forward and backward, or a regular expression for its log; None means
+    that they follow from the parameters."""
     step_rank: Annotated[
         int | Literal["last_stage"], Meta(description="the number of a rank or last_stage")
     ] = 0
@@ -101,7 +112,9 @@ class KernelConfig:
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
         for option in LOG_PATTERNS:
-            if (pattern_text := getattr(self, option)) is not None:
+            if option in SIZE_OPTIONS and getattr(self, option) is not None:
+                self._require_size(option)
+            elif (pattern_text := self.pattern(option)) is not None:
                 compile_pattern(option, pattern_text)
         if (
             self.loss_line
@@ -116,6 +129,47 @@ class KernelConfig:
         if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
             fact = f"kernel.env.{reserved_names[0]}: ultrabench sets it for each rank of kernel={self.name}"
             raise ConfigError(fact, "leave it out, or set it in a program of your own")
+
+    def _require_size(self, option: str) -> None:
+        """Raises ConfigError unless an option of SIZE_OPTIONS has a value that it may have."""
+        value = getattr(self, option)
+        if self.kind != "command":
+            fact = f"kernel.{option}={value}: kernel={self.name} trains the model of the sweep"
+            raise ConfigError(fact, "leave it out; it is for kernel=command")
+        if option == "params" and value == UNKNOWN:
+            return
+        number = _number_in(value)
+        if number is not None and not 1 <= number < 1e18:
+            raise ConfigError(f"kernel.{option}={value}; must be from 1 to 1e18")
+        if number is None and f"(?P<{option}>" not in str(value):
+            forms = "a number such as 124e6 or 124M, or a regular expression with the group"
+            more_forms = ", or unknown" * (option == "params")
+            raise ConfigError(f"kernel.{option}={value!r}; must be {forms} (?P<{option}>...){more_forms}")
+        if number is None:
+            compile_pattern(option, str(value))
+
+    def number(self, option: str) -> float | None:
+        """The number in an option of SIZE_OPTIONS; None where it has none."""
+        return _number_in(getattr(self, option))
+
+    def pattern(self, option: str) -> str | None:
+        """The regular expression for an option of LOG_PATTERNS, also the one that stands for params without one."""
+        value = getattr(self, option)
+        if option not in SIZE_OPTIONS:
+            return None if value is None else str(value)
+        if isinstance(value, str) and value != UNKNOWN and _number_in(value) is None:
+            return value
+        return PRINTED_PARAMS if option == "params" and self.kind == "command" and value != UNKNOWN else None
+
+    @property
+    def reads_params(self) -> bool:
+        """Whether the log says the number of parameters, by a pattern of the user."""
+        return self.pattern("params") not in (None, PRINTED_PARAMS)
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether memory and step time follow from the sizes of the model."""
+        return self.params != UNKNOWN
 
     def logging_rank(self, world_size: int, pp: int) -> int:
         """The rank whose log has the steps of a run on `world_size` ranks with `pp` pipeline stages."""
@@ -160,6 +214,17 @@ class KernelConfig:
                 if Path(file_name).suffix in CODE_SUFFIXES and Path(file_name).is_file():
                     digest.update(Path(file_name).read_bytes())
         return digest.hexdigest()[:16]
+
+
+def _number_in(value: int | float | str | None) -> float | None:
+    """The number that a setting holds, also as a text such as 124M; None for another text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = read_number(value, ".")
+    except UnreadableError:
+        return None
+    return None if number.unit else number.value
 
 
 def rank_sources(root: Path) -> list[Path]:

@@ -107,6 +107,11 @@ def show_plan(
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
     notes += same_commands(plan)
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
+    if not config.kernel.is_predictable:
+        notes.append(
+            f"kernel.params={config.kernel.params}: the price assumes model=, and nothing else is predicted"
+        )
+        unmeasured_runs = []
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
     notes += _extrapolation_lines(plan, unmeasured_runs, summary["unmeasured"], best_rows)
@@ -266,6 +271,8 @@ def layouts_to_try(
         for run in runs:
             prediction, tokens_per_gpu = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             is_measured = run.run_id in rate_by_run
+            if not is_measured and not run.spec.kernel.is_predictable:
+                continue
             if rate := rate_by_run.get(run.run_id, tokens_per_gpu / prediction.step_time_s):
                 step_time_s, p_oom = tokens_per_gpu / rate, 0 if is_measured else prediction.p_oom
                 rows.append(
