@@ -92,8 +92,8 @@ def classify(
         arrival_error_s=arrival_error_s,
         log_doubts=_log_doubts(rank0, task) if result.status == Status.OK else {},
         source_mfu=reported_mfu,
-        source_num_params=_printed_params(rank0, task),
-        source_flops_per_token=rank0.flops_per_token,
+        source_num_params=_printed_params(progress.ranks, task),
+        source_flops_per_token=next(filter(None, (r.flops_per_token for r in progress.ranks)), None),
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
@@ -308,12 +308,13 @@ def _loss_of_lines(losses: Sequence[dict[str, Any]], loss_step: int) -> float | 
     return losses[loss_step - 1]["loss"] if len(losses) >= loss_step else None
 
 
-def _printed_params(rank: RankProgress, task: Task) -> int | None:
-    """The number of parameters that the log shows; the largest where a pattern of the user reads them."""
+def _printed_params(ranks: Sequence[RankProgress], task: Task) -> int | None:
+    """The number of parameters that the logs show; the largest where a pattern of the user reads them."""
     kernel, shape = task.spec.kernel, task.spec.shape
+    printed_params = [number for rank in ranks for number in rank.printed_params]
     if kernel.reads_params:
-        return max(rank.printed_params, default=None)
-    return nearest_number(rank.printed_params, kernel.number("params") or shape.num_params)
+        return max(printed_params, default=None)
+    return nearest_number(printed_params, kernel.number("params") or shape.num_params)
 
 
 def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:
