@@ -29,7 +29,7 @@ from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import DISK_SLOW, LOCATED_STATUSES, SLOWER, STOPPED, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
-from ultrabench.start_up import LIMIT_FACTOR, with_measured_start
+from ultrabench.start_up import LIMIT_FACTOR, with_measured_times
 from ultrabench.store.allocation import is_in_window, window_text
 from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.events import (
@@ -95,14 +95,14 @@ class Leader:
         self._remove_left_checkpoints()
         ending = self._refuse_nodes() or self._why_not_now(self._allocation.tasks[0]) or self._run_preflight()
         for task in self._allocation.tasks:
-            if ending := ending or self._why_not_now(self._with_measured_start(task)):
+            if ending := ending or self._why_not_now(self._with_measured_times(task)):
                 return ending
             if may_fit(task, self._task_results) and self._claim(task):
                 self._run(task)
         return Ending(self._group.outage.reason if self._group.outage else "all tasks done")
 
-    def _with_measured_start(self, task: Task) -> Task:
-        return with_measured_start(task, (result for _, result in self._task_results))
+    def _with_measured_times(self, task: Task) -> Task:
+        return with_measured_times(task, [result for _, result in self._task_results])
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -321,7 +321,7 @@ class Leader:
         """Starts the ranks of a task, watches and kills them, and returns the result."""
         group = self._group
         group.start(task, task_index)
-        forced_end, progress = self.watch(self._with_measured_start(task)), group.progress
+        forced_end, progress = self.watch(self._with_measured_times(task)), group.progress
         group.end_ranks()
         try:
             result = classify(progress, task, forced_end, group.outage)

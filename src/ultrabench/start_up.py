@@ -4,11 +4,11 @@ A start is everything from the start of the ranks to the end of the first step: 
 first run of a program is priced by a constant of the device, all others by what the runs before them have measured.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median_low
 
-from ultrabench.result import RunResult, Status
+from ultrabench.result import SLOWER, RunResult, Status
 from ultrabench.run import Task
 
 LIMIT_FACTOR = 3.0
@@ -37,18 +37,23 @@ def expected_start_s(results: Iterable[RunResult], predicted_s: float) -> float:
     return median_low(starts_s) if starts_s else max(unfinished_starts_s)
 
 
-def with_measured_start(task: Task, results: Iterable[RunResult]) -> Task:
-    """The task with the duration and the limit that follow from the starts of runs in its allocation, if they are longer.
+def with_measured_times(task: Task, results: Sequence[RunResult]) -> Task:
+    """The task with the start, the duration and the limit that follow from runs in its allocation, if they are longer.
 
-    Its launcher knew no start, or only those of runs that had ended before.
+    Its launcher knew no run, or only those that had ended before. A run that is measured to its end is expected to take as
+    long as the middle one of those before it, so that the end of the allocation does not cut it off.
     """
-    excess_s = expected_start_s(results, task.predicted_start_s) - task.predicted_start_s
-    if excess_s <= 0:
+    start_s = max(task.predicted_start_s, expected_start_s(results, task.predicted_start_s))
+    whole_runs_s = [
+        r.duration_s for r in results if r.status == Status.OK and r.stopped != SLOWER and r.duration_s
+    ]
+    usual_s = median_low(whole_runs_s) if whole_runs_s else 0.0
+    duration_s = max(task.predicted_duration_s + start_s - task.predicted_start_s, usual_s)
+    if duration_s == task.predicted_duration_s:
         return task
-    duration_s = task.predicted_duration_s + excess_s
     return replace(
         task,
-        predicted_start_s=task.predicted_start_s + excess_s,
+        predicted_start_s=start_s,
         predicted_duration_s=duration_s,
         limit_s=max(task.limit_s, LIMIT_FACTOR * duration_s),
     )

@@ -9,7 +9,7 @@ from tests.sweep_folder import ended
 from tests.unit.agent.one_node import task
 from ultrabench.agent.lead import result_if_overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
-from ultrabench.start_up import with_measured_start
+from ultrabench.start_up import with_measured_times
 
 CALM = {
     "started_s": 0.0, "moved_s": 49.0, "first_step_s": 20.0, "slowest_gap_s": 0.5, "phase": "measure", "has_reported": True,
@@ -57,11 +57,18 @@ def test_deadlines(change, until, status, reason):
     assert reason in result.reason
 
 
-def test_a_task_has_the_time_that_starts_in_its_allocation_took():
+def test_a_task_has_the_time_that_runs_of_its_allocation_took():
     expected = replace(TASK, predicted_start_s=20.0, predicted_duration_s=50.0, limit_s=300.0)
-    assert with_measured_start(expected, [ended(init_time_s=15.0)]) == expected
-    longer = with_measured_start(expected, [ended(init_time_s=200.0)])
+    assert with_measured_times(expected, [ended(init_time_s=15.0)]) == expected
+    longer = with_measured_times(expected, [ended(init_time_s=200.0)])
     assert (longer.predicted_start_s, longer.predicted_duration_s, longer.limit_s) == (200.0, 230.0, 690.0)
+    runs = [
+        ended(duration_s=90.0),
+        ended(duration_s=400.0),
+        ended(duration_s=1.0, stopped="slower_than_best"),
+    ]
+    longer = with_measured_times(expected, runs)
+    assert (longer.predicted_start_s, longer.predicted_duration_s, longer.limit_s) == (20.0, 90.0, 300.0)
 
 
 def test_the_life_of_a_rank_that_reports_nothing_is_no_gap():
