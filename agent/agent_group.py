@@ -199,6 +199,11 @@ class AgentGroup:
             if self.listen(POLL_S) > deadline_s:
                 return
 
+    @property
+    def compiler_locks(self) -> list[str]:
+        """Paths of the locks of compilers that the nodes have found after the last run, each once."""
+        return [*dict.fromkeys(path for node in self._node_states.values() for path in node.compiler_locks)]
+
     def measured_fields(self) -> dict[str, Any]:
         """The fields of a RunResult that the nodes have measured during the steps of the last run."""
         node_states = self._node_states.values()

@@ -18,6 +18,7 @@ from ultrabench.agent.diagnose.rank_cause import SHELL_SIGNAL_BASE
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import evidence_of_ranks
 from ultrabench.agent.disk_retry import log_line
+from ultrabench.agent.ranks.compiler_locks import locks_text
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import ClusterError, DiskError
@@ -28,6 +29,7 @@ from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import DISK_SLOW, LOCATED_STATUSES, SLOWER, STOPPED, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
+from ultrabench.start_up import LIMIT_FACTOR, with_measured_times
 from ultrabench.store.allocation import is_in_window, window_text
 from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.events import (
@@ -56,6 +58,8 @@ KILLED_CODES = frozenset(
     code for number in CAUSE_BY_NAME["killed"].signals for code in (-number, SHELL_SIGNAL_BASE + number)
 )
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
+UNFINISHED_STATUSES = (Status.HANG, Status.TIMEOUT, Status.CANCELLED)
+"""Statuses of runs that have not ended by themselves, which may have waited for the lock of a compiler."""
 TaskResult = tuple[Task, RunResult]
 """A task that was run, and how it ended."""
 _TIME_OVER_TEXT = "its allocation ended at its time limit"
@@ -91,11 +95,14 @@ class Leader:
         self._remove_left_checkpoints()
         ending = self._refuse_nodes() or self._why_not_now(self._allocation.tasks[0]) or self._run_preflight()
         for task in self._allocation.tasks:
-            if ending := ending or self._why_not_now(task):
+            if ending := ending or self._why_not_now(self._with_measured_times(task)):
                 return ending
             if may_fit(task, self._task_results) and self._claim(task):
                 self._run(task)
         return Ending(self._group.outage.reason if self._group.outage else "all tasks done")
+
+    def _with_measured_times(self, task: Task) -> Task:
+        return with_measured_times(task, [result for _, result in self._task_results])
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -314,7 +321,7 @@ class Leader:
         """Starts the ranks of a task, watches and kills them, and returns the result."""
         group = self._group
         group.start(task, task_index)
-        forced_end, progress = self.watch(task), group.progress
+        forced_end, progress = self.watch(self._with_measured_times(task)), group.progress
         group.end_ranks()
         try:
             result = classify(progress, task, forced_end, group.outage)
@@ -322,6 +329,8 @@ class Leader:
         except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
+        if progress.first_step_s is None and result.status in UNFINISHED_STATUSES and group.compiler_locks:
+            result = replace(result, reason=f"{result.reason}; {locks_text(group.compiler_locks)}")
         digest, overrides = self._allocation.kernel_digest, variables_of(task.spec.variant)
         return replace(
             result,
@@ -411,7 +420,8 @@ def result_if_overdue(task: Task, progress: AttemptProgress, now_s: float) -> Ru
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     # Writing a large trace may take as long as a start.
     if progress.first_step_s is None or phase == TRACE_PHASE:
-        max_silence_s = max(measure.start_deadline_s, LONGEST_GAP_FACTOR * task.predicted_step_time_s)
+        usual_deadline_s = max(measure.start_deadline_s, LONGEST_GAP_FACTOR * task.predicted_step_time_s)
+        max_silence_s = max(usual_deadline_s, LIMIT_FACTOR * task.predicted_start_s)
     else:
         max_silence_s = max(measure.deadline_floor_s, LONGEST_GAP_FACTOR * progress.longest_gap_s)
     silence_s = now_s - max(rank.last_progress_s for rank in progress.ranks)

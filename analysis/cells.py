@@ -369,7 +369,15 @@ def caveats(table: pa.Table) -> list[str]:
         f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"
         for examples, description in examples_by_text
         if examples
-    ] + [*left_out(table), *low_peak_in(table), *Environments(table).notes]
+    ] + [*left_out(table), *mfu_problems(table), *low_peak_in(table), *Environments(table).notes]
+
+
+def mfu_problems(table: pa.Table) -> list[str]:
+    """A line for each reason why rows have no MFU."""
+    num_by_problem = Counter(problem for problem in table["mfu_problem"].to_pylist() if problem)
+    return [f"no MFU in {counted(num, 'row')}: {problem}" for problem, num in sorted(num_by_problem.items())][
+        :3
+    ]
 
 
 def low_peak_in(table: pa.Table) -> list[str]:
@@ -403,6 +411,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         (
             f"Layouts: {layouts_text}",
             *left_out(table),
+            *mfu_problems(table),
             *low_peak_in(table),
             *Environments(table).notes,
             made_with(table),

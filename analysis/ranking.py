@@ -318,7 +318,7 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     """The runs of each cell in order, each as one result row with its `rank` in the whole table.
 
     Each cell lists its runs in this order: the best run and those that are as good; the other ok runs by the number
-    that is compared, with those that were stopped as slower; suspect runs; runs that failed or ran out of memory; runs
+    that is compared, also suspects and those that were stopped as slower; runs that failed or ran out of memory; runs
     that run or wait; skipped runs. A run with several repeats has one row, that of an ok repeat if there is one, else
     of one that ran out of memory, else of another one. `best` and `as_good_as_best` mark the winners. `num_repeats`
     is the number of repeats that have ended, and `num_repeats_failed` the number of these that were not ok.

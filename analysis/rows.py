@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
-from itertools import compress
+from itertools import compress, product
 from statistics import median
 from typing import Any
 
@@ -19,6 +19,7 @@ from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
+from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
 from ultrabench.result import DATES_TEXT, Doubt, RunResult, Status, doubt_text, is_date
@@ -34,6 +35,7 @@ from ultrabench.sweep.plan_table import (
     RUN_COLUMNS,
     columns_of_run,
     formula_of,
+    kernel_of_launch,
     price_per_gpu_hour,
     read_plan,
     rows_of,
@@ -98,6 +100,17 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         for columns in (row_columns, plan_columns):
             for name in _TRAINING_COLUMNS & columns.keys():
                 del columns[name]
+    kernel = kernel_of_launch(sweep, state)
+    if kernel.params is not None:  # the program's model is not that of its name
+        hidden_names = [
+            "num_params",
+            "num_active_params",
+            *(() if kernel.is_predictable else _PREDICTED_COLUMNS),
+        ]
+        for columns, name in product((row_columns, plan_columns), hidden_names):
+            columns.pop(name, None)
+        if num_params := kernel.number("params"):
+            row_columns["num_params"] = pa.array([round(num_params)] * len(numbered_rows), pa.int64())
     row_columns["first_values"] = pa.array(
         [_first_values(state.config or sweep.config)] * len(numbered_rows), pa.string()
     )
@@ -209,11 +222,8 @@ def _numbered_rows(
         name: _allocation_columns(allocation, sweep.cluster) for name, allocation in state.allocations.items()
     }
     control_times_s, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
-    shapes, formula, price = (
-        shapes_of(sweep, state),
-        formula_of(sweep, state),
-        price_per_gpu_hour(sweep, state),
-    )
+    shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
+    kernel, price = kernel_of_launch(sweep, state), price_per_gpu_hour(sweep, state)
     candidates = [*rows_of(plan, _CANDIDATE_COLUMNS)]
     is_run = [row["decision"] == "run" and row["model"] in shapes for row in candidates]
     # Only a run without an attempt can be skipped; where all were tried, the runs need not be made.
@@ -235,11 +245,17 @@ def _numbered_rows(
         row = _attempt_columns(attempt, allocation_columns, base.get("gpus"))
         row["is_final"] = attempt.key in final_keys
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
-        row |= _speed_columns(base, recorded_state.attempts[attempt.key].result, shape, formula)
+        result = recorded_state.attempts[attempt.key].result
+        flops = ModelFlops(None)
+        if shape is not None and base.get("seq_len"):
+            flops = model_flops(kernel, shape, base["seq_len"], formula, result, base.get("gpus") or 1)
+        row |= _speed_columns(base, result, flops)
         if price is not None and (tokens_per_s := row.get("tokens_per_s_per_gpu")):
             row["cost_per_billion_tokens"] = 1e9 * price / (3600 * tokens_per_s)
         row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], control_times_s)
-        speed_facts = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
+        trained_shape = shape if flops.formula else None
+        rate = row.get("tokens_per_s_per_gpu") or 0.0
+        speed_facts = row.get("mfu"), trained_shape, base.get("seq_len") or 0, rate
         return row | doubt_columns(suspicion.doubts(attempt, *speed_facts, base["precision"]))
 
     def readable_columns(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
@@ -389,7 +405,7 @@ def _result_columns(result: RunResult, gpus: int | None) -> Row:
     return _known_columns(row)
 
 
-def _speed_columns(row: Row, result: RunResult | None, shape: ModelShape | None, formula: str) -> Row:
+def _speed_columns(row: Row, result: RunResult | None, flops: ModelFlops) -> Row:
     """The columns from `step_time_s` to `hfu` of an ok result with measured steps; empty for other results.
 
     mfu = FLOPs of a token * tokens_per_s_per_gpu / peak. A column is absent where its inputs are unknown.
@@ -407,10 +423,12 @@ def _speed_columns(row: Row, result: RunResult | None, shape: ModelShape | None,
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_gpu": tokens_per_s / gpus,
     }
-    if shape is not None:
-        flops_per_s_per_gpu = shape.flops_per_token(row["seq_len"], formula) * tokens_per_s / gpus
-        columns |= {"model_flops_per_s_per_gpu": flops_per_s_per_gpu, "flops_formula": formula}
+    if flops.per_token is not None:
+        flops_per_s_per_gpu = flops.per_token * tokens_per_s / gpus
+        columns |= {"model_flops_per_s_per_gpu": flops_per_s_per_gpu, "flops_formula": flops.formula}
         columns["mfu"] = flops_per_s_per_gpu / peak_flops_per_s if peak_flops_per_s else None
+    elif flops.problem:
+        columns["mfu_problem"] = flops.problem
     if result.hardware_flops_per_step is not None and peak_flops_per_s:
         columns["hfu"] = result.hardware_flops_per_step / step_time_s / gpus / peak_flops_per_s
     if result.power_w_mean:

@@ -10,6 +10,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.predict.predict import start_s
 from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
@@ -80,7 +81,8 @@ def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: Planned
         rank_mem_bytes=config.hardware.mem_bytes,
         gpu_names=config.hardware.reported_as,
         predicted_step_time_s=run.prediction.step_time_s,
-        predicted_duration_s=run.prediction.duration_s,
+        predicted_duration_s=run.duration_s,
+        predicted_start_s=start_s(config.hardware, run.nodes) + run.start_excess_s,
         limit_s=run_limit_s(attempt, config),
         best_step_time_s=tokens_per_gpu / best_run.rate if best_run and best_run.rate else None,
         best_control_ratio=best_run.control_ratio if best_run and has_same_control else None,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ultrabench.errors import counted
 from ultrabench.layout import Layout
+from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
@@ -45,6 +46,8 @@ class Candidate:
     """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
     flops_formula: str
     """The formula that counts the FLOPs of a token."""
+    start_excess_s: float = 0.0
+    """Seconds by which measured starts of its program are longer than the start of the prediction."""
 
     @property
     def shape(self) -> ModelShape:
@@ -101,19 +104,34 @@ class Candidate:
         return self.prediction.p_oom <= LIKELY_OOM
 
     @property
+    def duration_s(self) -> float:
+        """Predicted seconds of one run, with the start that runs before it have measured."""
+        return self.prediction.duration_s + self.start_excess_s
+
+    @property
     def gpu_hours(self) -> float:
         """Predicted GPU hours of one run."""
-        return self.prediction.duration_s * self.layout.world_size / 3600
+        return self.duration_s * self.layout.world_size / 3600
 
     def tokens_per_s_per_gpu(self, result: RunResult) -> float:
         """Tokens per second per GPU in an ok result."""
         return self.spec.tokens_per_step / median(result.step_times_s) / self.layout.world_size
 
-    def mfu(self, tokens_per_s_per_gpu: float) -> float | None:
-        """The mfu at this token rate, a fraction; None where the peak rate is unknown."""
-        if self.peak_flops_per_s is None:
+    def flops(self, result: RunResult | None = None) -> ModelFlops:
+        """The FLOPs of a token, also by what the log of a run of its program says."""
+        spec = self.spec
+        seq_len, num_ranks = spec.workload.seq_len, spec.layout.world_size
+        return model_flops(spec.kernel, spec.shape, seq_len, self.flops_formula, result, num_ranks)
+
+    def mfu(self, tokens_per_s_per_gpu: float, result: RunResult | None = None) -> float | None:
+        """The mfu at this token rate, a fraction; None where the peak rate or the FLOPs are unknown.
+
+        Args:
+            result: the run that was measured; None for a predicted rate.
+        """
+        flops_per_token = self.flops(result).per_token
+        if self.peak_flops_per_s is None or flops_per_token is None:
             return None
-        flops_per_token = self.shape.flops_per_token(self.spec.workload.seq_len, self.flops_formula)
         return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from pyarrow.json import ParseOptions, read_json
 
 from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.kernel_config import SIZE_OPTIONS, KernelConfig
 from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict
@@ -258,6 +259,18 @@ def scaling_of(sweep: SweepJson, state: SweepState) -> str:
     return str((state.config or sweep.config).get("sweep", {}).get("scaling") or "strong")
 
 
+def kernel_of_launch(sweep: SweepJson, state: SweepState) -> KernelConfig:
+    """The kernel of the sweep with the size of its model as the latest launch gave it, which no result depends on."""
+    settings = (state.config or sweep.config).get("kernel")
+    sizes = dict[str, Any]()
+    if isinstance(settings, dict):
+        sizes = {option: settings.get(option) for option in SIZE_OPTIONS}
+    try:
+        return replace(sweep.kernel, **sizes)
+    except (ConfigError, TypeError):
+        return sweep.kernel
+
+
 def formula_of(sweep: SweepJson, state: SweepState) -> str:
     """The formula that counts the FLOPs of a token, as the latest launch gave it."""
     return str((state.config or sweep.config).get("measure", {}).get("flops_formula", "palm"))
@@ -279,13 +292,13 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
         SweepFolderError: neither sweep.json nor the latest launch has the shape of a model.
     """
     shape_by_name, trains_model = shapes_of(sweep, state), sweep.kernel.kind != "probe"
-    formula = formula_of(sweep, state)
+    formula, kernel = formula_of(sweep, state), kernel_of_launch(sweep, state)
     # Many runs have equal parts; checking each part once takes a third of the time.
     axes_of = operator.itemgetter(*AXES)
     layout_of = functools.cache(lambda values: Layout(**dict(zip(AXES, values, strict=True))))
     workload_of = functools.cache(lambda seq_len, gbs: replace(sweep.workload, seq_len=seq_len, gbs=gbs))
     variant_of = functools.cache(lambda text: json.loads(text) if text else {})
-    program_of = functools.cache(lambda precision, text: kernel_of(sweep.kernel, precision, variant_of(text)))
+    program_of = functools.cache(lambda precision, text: kernel_of(kernel, precision, variant_of(text)))
     peak_of = functools.cache(lambda nodes, precision: sweep.peak(nodes, precision) if trains_model else None)
     for row in rows:
         if row["decision"] != "run":

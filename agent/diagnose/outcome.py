@@ -29,6 +29,7 @@ from ultrabench.log_lines import Sighting, split_log
 from ultrabench.log_patterns import TRY_LOG, compile_pattern, misread_reason, nearest_lines
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
+from ultrabench.model_flops import nearest_number
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
@@ -93,6 +94,8 @@ def classify(
         arrival_error_s=arrival_error_s,
         log_doubts=_log_doubts(reporter, task) if result.status == Status.OK else {},
         source_mfu=reported_mfu,
+        source_num_params=_printed_params(progress.ranks, task),
+        source_flops_per_token=next(filter(None, (r.flops_per_token for r in progress.ranks)), None),
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
@@ -105,8 +108,8 @@ def classify(
         graphs=max((r.done_line["graphs"] for r in progress.ranks if "graphs" in r.done_line), default=None),
         attention=rank0.options_read_back.get("attention"),
         peak_mem_allocated_bytes=_max_over_ranks(progress.ranks, "allocated_bytes"),
-        peak_mem_reserved_bytes=_max_over_ranks(progress.ranks, "reserved_bytes"),
-        peak_mem_reserved_rank0_bytes=rank0.memory_report.get("reserved_bytes"),
+        peak_mem_reserved_bytes=max(filter(None, (r.reserved_bytes for r in progress.ranks)), default=None),
+        peak_mem_reserved_rank0_bytes=rank0.reserved_bytes,
         allocator_retries=_max_over_ranks(progress.ranks, "allocator_retries"),
         **_checkpoint_columns(progress, task, agent_end or result, outage),
         init_time_s=progress.first_step_s - progress.started_s if progress.first_step_s else None,
@@ -337,6 +340,15 @@ def _loss_of_lines(losses: Sequence[dict[str, Any]], loss_step: int) -> float | 
     if "step" in losses[0]:
         return next((line["loss"] for line in losses if line.get("step", 0) >= loss_step), None)
     return losses[loss_step - 1]["loss"] if len(losses) >= loss_step else None
+
+
+def _printed_params(ranks: Sequence[RankProgress], task: Task) -> int | None:
+    """The number of parameters that the logs show; the largest where a pattern of the user reads them."""
+    kernel, shape = task.spec.kernel, task.spec.shape
+    printed_params = [number for rank in ranks for number in rank.printed_params]
+    if kernel.reads_params:
+        return max(printed_params, default=None)
+    return nearest_number(printed_params, kernel.number("params") or shape.num_params)
 
 
 def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:

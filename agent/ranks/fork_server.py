@@ -27,6 +27,7 @@ from ultrabench.agent.disk_retry import log_line
 from ultrabench.processes import (
     RunningClock,
     become_subreaper,
+    command_line,
     descendants,
     die_with_parent,
     kill_until_gone,
@@ -74,6 +75,8 @@ class ForkServer:
             self._process = Popen(argv, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd])
         self._running_ranks, self._is_ready = set[int](), False
         """Ranks that were requested and have not ended, and whether the server can fork already."""
+        self._executing_ranks = set[int]()
+        """Ranks that are no copy of the server any more, but the program of the user."""
 
     @property
     def pid(self) -> int:
@@ -94,9 +97,18 @@ class ForkServer:
 
     def _send_request(self, request: dict[str, Any]) -> None:
         self._running_ranks.add(request["rank"])
+        self._executing_ranks.discard(request["rank"])
         self._requests[request["rank"]], self._waiting_since_s = request, self._clock()
         with contextlib.suppress(OSError):  # `new_exits` reports a dead server
             self._connection.send(request)
+
+    @property
+    def program_pids(self) -> dict[int, int]:
+        """Rank -> its pid, for the ranks that run and have begun to execute a program of the user."""
+        for rank in self._running_ranks - self._requests.keys() - self._executing_ranks:
+            if (words := command_line(self.rank_pids[rank])) and __name__ not in words:
+                self._executing_ranks.add(rank)
+        return {rank: self.rank_pids[rank] for rank in self._running_ranks & self._executing_ranks}
 
     def replace_if_stuck(self) -> None:
         """Replaces a server that is stopped, or does not fork in time; the ranks it has not forked are requested again.

@@ -19,11 +19,13 @@ from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.health_reader import HealthReader
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import cleanup
+from ultrabench.agent.ranks.compiler_locks import compiler_locks
 from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED_STATES, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_log import END_BYTES, MAX_LOG_BYTES, read_log
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, MeasuredPhase, RankEvent
+from ultrabench.agent.ranks.resident_memory import ResidentMemory
 from ultrabench.agent.ranks.sources import Source, report_sources
 from ultrabench.agent.ranks.workers import (
     Worker,
@@ -61,6 +63,8 @@ class NodeAfterRun:
     """The shares of the host's cores that all processes, and this agent, used during the steps; None if unknown."""
     foreign_processes: tuple[str, ...] = ()
     """Processes of somebody else that used the GPUs during the steps."""
+    compiler_locks: tuple[str, ...] = ()
+    """Locks in the caches of compilers that exist although the processes of the run are gone."""
     health: dict[str, dict[str, dict[str, float]]] | None = None
     """Health of the node after a preflight, with the growth of its counters meanwhile, as `to_facts` writes it."""
 
@@ -120,6 +124,7 @@ class Node:
         gpus = visible_gpus()[:gpus_per_node] if self._uses_gpus else []
         self._health_reader = HealthReader(gpus)  # it reads in the background
         self._gpu_gauge, self._host_load = GpuGauge(gpus), HostLoad()
+        self._resident_memory = ResidentMemory()
         self._rank_cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._uses_gpus else None)
         self._threads_per_rank = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
         self._shared_memory_cleanup = cleanup.SharedMemoryCleanup()
@@ -235,6 +240,7 @@ class Node:
         self._report_sources = report_sources(task, self.ranks, self._run_folder)
         self._gpu_gauge.clear()
         self._host_load.clear()
+        self._resident_memory.clear()
         self._oom_kills_before, self._full_folder, self._is_training = num_oom_kills(), None, True
         self._has_killed, self._has_launched, self._last_look_s = False, False, time.monotonic()
         self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
@@ -323,6 +329,8 @@ class Node:
             trusted_lines = (line for line in report_lines if self._task.forked or line["event"] != "probe")
             events += [{"rank": source.described_rank, "line": line} for line in trusted_lines]
         events += [*self._new_progress(), *self._launch_problems()]
+        if not self._task.forked and not self._uses_gpus:
+            events += self._resident_peaks()
         step_events = [e for e in events if e.get("line", {}).get("event") == "step"]
         self._measured_phase.observe(step_events)
         if self._is_training and (step_events or any("microbatches" in e for e in events)):
@@ -396,6 +404,11 @@ class Node:
             processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         )
 
+    def _resident_peaks(self) -> Iterator[RankEvent]:
+        """The peak memory of each rank where it has grown since the last call."""
+        for rank, peak_bytes in self._resident_memory.grown(self._fork_server.program_pids):
+            yield {"rank": rank, "line": {"event": OBSERVED_EVENT, "resident_bytes": peak_bytes}}
+
     def write_store_port(self, port: int) -> None:
         """Writes the port of rank 0's store to the file for which the other ranks wait."""
         write_whole(self._run_folder / "store", str(port))
@@ -442,7 +455,12 @@ class Node:
             complaint=complaint or gauge.unfreed_memory_text(self.disk.beat), sm_clocks_hz=tuple(gauge.clocks_hz),
             slowdowns=tuple(sorted(gauge.slowdowns)), foreign_processes=tuple(sorted(gauge.foreign_processes)),
             powers_w=gauge.powers_w, core_shares=self._host_load.core_shares, health=health_facts,
+            compiler_locks=() if self._task.probe else tuple(self._compiler_locks()),
         )  # fmt: skip
+
+    def _compiler_locks(self) -> list[str]:
+        env = {**self._base_env, **self._program_env}
+        return compiler_locks(with_variant_env(env, variables_of(self._task.spec.variant)))
 
     def _own_pids(self) -> set[int]:
         """The pids of this agent and its descendants; empty in a PID namespace, whose pids the driver does not know."""

@@ -24,6 +24,10 @@ SURE_STATES = ("T", "Z")
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """The evidence of a rank that its node has not examined."""
 
+MAX_KEPT_PARAMS = 20
+"""Numbers of parameters in the log of a rank that are remembered."""
+MIN_PARAMS = 1000
+"""Smallest number in a log that is taken for the number of parameters of a model."""
 MAX_KEPT_STEPS = 10_000
 """Steps of a rank that are remembered and stored; further ones are signs of progress only."""
 
@@ -57,10 +61,16 @@ class RankProgress:
     """The report lines of its first MAX_KEPT_STEPS steps."""
     memory_report: dict[str, Any] = field(default_factory=dict)
     """What it reported about its memory, in bytes: peaks, limits, and what was free at the start."""
+    resident_bytes: int | None = None
+    """The largest resident set of a process of a program of the user, on CPUs; None where nobody has measured it."""
     mfus: list[float] = field(default_factory=list)
     """MFU that its log shows, as fractions in order, at most MAX_KEPT_STEPS of them."""
     losses: list[dict[str, Any]] = field(default_factory=list)
     """What lines of kernel.loss_line show, in order: {loss} or {loss, step}, at most MAX_KEPT_STEPS of them."""
+    printed_params: list[int] = field(default_factory=list)
+    """Numbers of parameters that its log shows, each once, at most MAX_KEPT_PARAMS of them."""
+    flops_per_token: float | None = None
+    """FLOPs of a token that its log shows, by kernel.flops_per_token."""
     misread_text: str | None = None
     """Why a pattern of the kernel misreads its log; None if none does."""
     launch_problem: str | None = None
@@ -140,6 +150,10 @@ class RankProgress:
         """Records what its log shows beside steps; some programs reset their peaks, so the largest one counts."""
         for memory_key in line.keys() & {"allocated_bytes", "reserved_bytes"}:
             self.memory_report[memory_key] = max(line[memory_key], self.memory_report.get(memory_key, 0))
+        if (number := round(line.get("params", 0))) >= MIN_PARAMS and number not in self.printed_params:
+            self.printed_params = [*self.printed_params, number][:MAX_KEPT_PARAMS]
+        self.flops_per_token = line.get("flops_per_token", self.flops_per_token)
+        self.resident_bytes = line.get("resident_bytes", self.resident_bytes)
         if "mfu" in line and len(self.mfus) < MAX_KEPT_STEPS:
             self.mfus.append(line["mfu"])
         if "loss" in line and len(self.losses) < MAX_KEPT_STEPS:
@@ -152,6 +166,12 @@ class RankProgress:
         self.num_untimed = line.get("untimed", self.num_untimed)
         self.num_repeats = line.get("repeats", self.num_repeats)
         self.lines_per_step = line.get("lines_per_step", self.lines_per_step)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Its peak of reserved bytes as it reported it, else its largest resident set."""
+        reported_bytes: int | None = self.memory_report.get("reserved_bytes")
+        return self.resident_bytes if reported_bytes is None else reported_bytes
 
     @property
     def num_steps(self) -> int:

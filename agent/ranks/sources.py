@@ -173,7 +173,7 @@ def _log_sources(task: Task, writers: Mapping[int, int], run_folder: Path) -> It
     spec = task.spec
     size = StepSize(spec.tokens_per_step, spec.workload.gbs, spec.layout.world_size)
     for option, log_pattern in LOG_PATTERNS.items():
-        if pattern_text := getattr(spec.kernel, option):
+        if pattern_text := spec.kernel.pattern(option):
             pattern = compile_pattern(option, pattern_text)
             reads_all = log_pattern.every_rank or spec.logging_rank is None
             log_writers = {w for rank, w in writers.items() if reads_all or rank == spec.logging_rank}

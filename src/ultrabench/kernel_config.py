@@ -13,7 +13,8 @@ import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import DEGREES, RANK_ORDER, Layout
-from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern, times_by_arrival
+from ultrabench.log_numbers import UnreadableError, read_number
+from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
@@ -33,10 +34,14 @@ ROUTING_RULE = matching(
 )
 ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
-LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
-"""Options that say how a log is read; if a launch changes them, kept logs are read again."""
 JUDGED_ANEW = ("written_from", "loss_comparable", "rank_order")
 """Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
+SIZE_OPTIONS = ("params", "flops_per_token")
+"""Options that say what is known of the size of a program's model: a number, or a pattern for its log."""
+UNKNOWN = "unknown"
+"""The value of kernel.params for a model of unknown size."""
+LOG_OPTIONS = (*(option for option in LOG_PATTERNS if option not in SIZE_OPTIONS), "step_rank")
+"""Options that say how a log is read; if a launch changes them, kept logs are read again."""
 
 ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
@@ -107,6 +112,12 @@ class KernelConfig:
     """A regular expression for the peak memory of a rank, searched in the log of every rank."""
     mfu_line: str | None = None
     """A regular expression for the MFU as the program itself computes it, searched in the log of `step_rank`."""
+    params: int | float | str | None = None
+    """The number of parameters of the program's model, where it is not model= of the sweep: a number such as 124e6 or
+    124M, a regular expression with a group `params` for its log, or UNKNOWN: then there is no MFU and no prediction."""
+    flops_per_token: int | float | str | None = None
+    """The FLOPs of a token in the program's model, forward and backward, or a regular expression for its log; None means
+    that they follow from the parameters."""
     step_rank: Annotated[
         int | Literal["any", "last_stage"], Meta(description="the number of a rank, any or last_stage")
     ] = "any"
@@ -120,7 +131,9 @@ class KernelConfig:
         require_allowed(self, "kernel.")
         self._require_rank_order()
         for option in LOG_PATTERNS:
-            if (pattern_text := getattr(self, option)) is not None:
+            if option in SIZE_OPTIONS and getattr(self, option) is not None:
+                self._require_size(option)
+            elif (pattern_text := self.pattern(option)) is not None:
                 compile_pattern(option, pattern_text)
         if (
             self.loss_line
@@ -147,6 +160,47 @@ class KernelConfig:
         if sorted(self.rank_order) != sorted(DEGREES):
             rule = f"it must name each of {', '.join(RANK_ORDER)} once, first the one in which neighbouring ranks differ"
             raise ConfigError(f"{setting}; {rule}", setting="kernel.rank_order")
+
+    def _require_size(self, option: str) -> None:
+        """Raises ConfigError unless an option of SIZE_OPTIONS has a value that it may have."""
+        value = getattr(self, option)
+        if self.kind != "command":
+            fact = f"kernel.{option}={value}: kernel={self.name} trains the model of the sweep"
+            raise ConfigError(fact, "leave it out; it is for kernel=command")
+        if option == "params" and value == UNKNOWN:
+            return
+        number = _number_in(value)
+        if number is not None and not 1 <= number < 1e18:
+            raise ConfigError(f"kernel.{option}={value}; must be from 1 to 1e18")
+        if number is None and f"(?P<{option}>" not in str(value):
+            forms = "a number such as 124e6 or 124M, or a regular expression with the group"
+            more_forms = ", or unknown" * (option == "params")
+            raise ConfigError(f"kernel.{option}={value!r}; must be {forms} (?P<{option}>...){more_forms}")
+        if number is None:
+            compile_pattern(option, str(value))
+
+    def number(self, option: str) -> float | None:
+        """The number in an option of SIZE_OPTIONS; None where it has none."""
+        return _number_in(getattr(self, option))
+
+    def pattern(self, option: str) -> str | None:
+        """The regular expression for an option of LOG_PATTERNS, also the one that stands for params without one."""
+        value = getattr(self, option)
+        if option not in SIZE_OPTIONS:
+            return None if value is None else str(value)
+        if isinstance(value, str) and value != UNKNOWN and _number_in(value) is None:
+            return value
+        return PRINTED_PARAMS if option == "params" and self.kind == "command" and value != UNKNOWN else None
+
+    @property
+    def reads_params(self) -> bool:
+        """Whether the log says the number of parameters, by a pattern of the user."""
+        return self.pattern("params") not in (None, PRINTED_PARAMS)
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether memory and step time follow from the sizes of the model."""
+        return self.params != UNKNOWN
 
     def logging_rank(self, layout: Layout) -> int | None:
         """The rank whose log has the steps of a run with this layout; None if it may be any."""
@@ -237,6 +291,17 @@ def _require_file_names(names: Iterable[str]) -> None:
 def compares_losses(kind: str, loss_comparable: bool | None) -> bool:
     """Whether losses of layouts are compared with a kernel of this kind and setting of `loss_comparable`."""
     return kind != "command" if loss_comparable is None else loss_comparable
+
+
+def _number_in(value: int | float | str | None) -> float | None:
+    """The number that a setting holds, also as a text such as 124M; None for another text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = read_number(value, ".")
+    except UnreadableError:
+        return None
+    return None if number.unit else number.value
 
 
 def rank_sources(root: Path) -> list[Path]:

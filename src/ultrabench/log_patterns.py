@@ -59,10 +59,22 @@ LOG_PATTERNS: dict[str, LogPattern] = {
         every_rank=True,
     ),
     "mfu_line": LogPattern({"fraction": ("mfu", 1.0), "percent": ("mfu", 1e-2)}),
+    "params": LogPattern({"params": ("params", 1.0)}),
+    "flops_per_token": LogPattern({"flops_per_token": ("flops_per_token", 1.0)}),
 }  # fmt: skip
 """Option of a kernel that holds a pattern -> what it reads; the only list of these options and of their groups.
 
 A step_line without a group for a time or a rate times the steps by the arrival of its lines.
+"""
+_COUNT = r"\d[\d.,]*(?:e[-+]?\d+)?(?: ?[KMGBT]\b)?"
+PRINTED_PARAMS = (
+    r"(?i)^(?=.*param)(?!.*(?:\brank\b|\bper\b|\bnon|embed|decay|frozen|shard|layer))"
+    rf".*(?:\b(?:\w+_)?param(?:eter)?s\b[^\d:=]{{0,12}}[:=]\s*(?={_COUNT})"
+    rf"|(?<![\d.,])(?={_COUNT} +(?:total |model |trainable )?param(?:eter)?s\b))(?P<params>{_COUNT})"
+)
+"""Matches how most programs print the number of their parameters, without lines about parts of a model.
+
+It is used where kernel.params has no pattern, so that a model of another size is noticed.
 """
 TIME_GROUPS = frozenset(LOG_PATTERNS["step_line"].groups)
 """Groups of a step_line from which the time of a step follows."""
@@ -82,7 +94,15 @@ _UNITS_BY_GROUP = {
 }  # fmt: skip
 """Group -> the units that may stand beside its number, as `unit_beside` writes them."""
 _THOUSANDS_GROUPS = frozenset(
-    {"samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu", "step", *LOG_PATTERNS["memory_line"].groups}
+    {
+        "samples_per_s",
+        "tokens_per_s",
+        "tokens_per_s_per_gpu",
+        "step",
+        "params",
+        "flops_per_token",
+        *LOG_PATTERNS["memory_line"].groups,
+    }
 )
 """Groups whose numbers are large, so that a comma before three digits separates thousands."""
 _DECIMAL_GROUPS = frozenset({"loss", "fraction", "percent", "steps_per_s"})
@@ -196,6 +216,8 @@ def parse_log_line(line: str, pattern: re.Pattern[str], option: str) -> dict[str
     try:
         values = quantities(option, match)
     except MisreadError as error:
+        if pattern.pattern == PRINTED_PARAMS:  # nobody has said that this line is about parameters
+            return None
         return {"event": OBSERVED_EVENT, "misread": f"kernel.{option}: {error}"}
     except UnreadableError:
         if option != "loss_line":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ultrabench.errors import ClusterError
@@ -183,13 +183,27 @@ def descendants(ancestor_pid: int) -> set[int]:
 
     For a subreaper these are all processes that were started under it, because orphans become its children.
     """
+    return descendants_of_each({0: ancestor_pid})[0]
+
+
+def descendants_of_each(pid_by_rank: Mapping[int, int]) -> dict[int, set[int]]:
+    """Rank -> pids of the living processes that descend from its process, with one reading of /proc for all."""
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
     parent_by_pid = {pid: int(fields[1]) for pid in pids if (fields := _stat_fields(pid))}
-    descendant_pids, newest_pids = set[int](), {ancestor_pid}
-    while newest_pids:
-        newest_pids = {pid for pid, parent_pid in parent_by_pid.items() if parent_pid in newest_pids}
-        descendant_pids |= newest_pids
-    return descendant_pids
+    descendants_by_rank = dict[int, set[int]]()
+    for rank, ancestor_pid in pid_by_rank.items():
+        descendant_pids, newest_pids = set[int](), {ancestor_pid}
+        while newest_pids:
+            newest_pids = {pid for pid, parent_pid in parent_by_pid.items() if parent_pid in newest_pids}
+            descendant_pids |= newest_pids
+        descendants_by_rank[rank] = descendant_pids
+    return descendants_by_rank
+
+
+def peak_resident_bytes(pid: int) -> int:
+    """The largest resident set that a process has had; 0 when it is gone. Its file has KiB."""
+    peak_text = _proc_text(pid, "status").partition("\nVmHWM:")[2].split(maxsplit=1)
+    return 1024 * int(peak_text[0]) if peak_text else 0
 
 
 def pids_text(pids: Iterable[int]) -> str:

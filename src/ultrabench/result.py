@@ -196,6 +196,10 @@ class RunResult:
     """Code -> sentence of each doubt about how steps were read from a log."""
     source_mfu: float | None = None
     """MFU as the program itself computes it, a fraction: the median of what its log shows in the measured steps."""
+    source_num_params: int | None = None
+    """Number of parameters that the program prints; of several numbers the nearest to that of the model."""
+    source_flops_per_token: float | None = None
+    """FLOPs of a token that the program prints."""
     stopped: str | None = None
     """Why measuring ended: interval, max_steps, program, slower_than_best or time_limit."""
     ci_reached: bool | None = None

@@ -163,6 +163,8 @@ class Task(AttemptRecord):
     """Predicted seconds of the whole attempt; it is not started when its allocation has less time left."""
     limit_s: float
     """Wall-clock limit of the attempt."""
+    predicted_start_s: float = 0.0
+    """The part of predicted_duration_s until the first step ends; 0 where the launcher did not say it."""
     best_step_time_s: float | None = None
     """Step time of the best run of the cell when the attempt was submitted; None when there was none."""
     best_control_ratio: float | None = None

@@ -110,8 +110,8 @@ def standings(
 ) -> dict[Hashable, list[Standing]]:
     """Cell -> the standings of its runs, the best first; the cells are in the order of the repeats.
 
-    The best run and those that are as good come first, then the other ok runs by their value, also those that were
-    stopped as slower, then suspects, runs that failed or ran out of memory, runs that wait or run, and skipped ones.
+    The best run and those that are as good come first, then the other ok runs by their value, also suspects and those
+    that were stopped as slower, then runs that failed or ran out of memory, runs that wait or run, and skipped ones.
 
     Args:
         indices: the index of each repeat, if they are not counted from 0.
@@ -249,14 +249,13 @@ def _value_key(standing: Standing) -> tuple[float, str]:
     return math.inf if standing.value is None else -standing.value, standing.run_id
 
 
-def _place_key(standing: Standing, is_as_good: bool) -> tuple[float, float, str]:
+def _place_key(standing: Standing, is_as_good: bool) -> tuple[int, float, str]:
     """A sort key of the runs of a cell; the best and those that are as good come first.
 
     Args:
         is_as_good: whether the run is the best one or as good.
     """
-    is_suspect = standing.outcome == Status.OK and standing.suspect
-    return -1.0 if is_as_good else 0.5 if is_suspect else tier(standing.outcome), *_value_key(standing)
+    return -1 if is_as_good else tier(standing.outcome), *_value_key(standing)
 
 
 def merge_environments(

@@ -94,7 +94,11 @@ class Predictor:
     def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, start_time_s = self.hardware, start_s(self.hardware, spec.nodes)
-        time_s, (peak_bytes, memory_share, oom_chance) = step_time.total, self.occupancy(stages)
+        scale = model_scale(spec)
+        time_s = scale.flops * step_time.total
+        peak_bytes, memory_share, oom_chance = self.occupancy(stages, scale.params)
+        if not spec.kernel.is_predictable:  # nothing is left out for its memory
+            oom_chance = 0.0
         log_low_ratio, log_high_ratio = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
         is_nearly_full = reserved_share(stages, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
@@ -113,12 +117,16 @@ class Predictor:
             duration_s=start_time_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
 
-    def occupancy(self, stages: Sequence[StageMemory]) -> Occupancy:
-        """How full the rank is that needs most memory."""
-        gpu_bytes, peak = self.hardware.mem_bytes, max(stage.peak_bytes for stage in stages)
+    def occupancy(self, stages: Sequence[StageMemory], scale: float = 1.0) -> Occupancy:
+        """How full the rank is that needs most memory.
+
+        Args:
+            scale: how many times as much memory it needs as these stages.
+        """
+        gpu_bytes, peak = self.hardware.mem_bytes, scale * max(stage.peak_bytes for stage in stages)
         # The limit of a process counts from what it held before its tensors.
         base_bytes = self.memory.base_bytes if self.hardware.device == "cpu" else 0.0
-        return Occupancy(peak, peak / (gpu_bytes + base_bytes), p_oom(stages, gpu_bytes, self.memory))
+        return Occupancy(peak, peak / (gpu_bytes + base_bytes), p_oom(stages, gpu_bytes / scale, self.memory))
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
@@ -156,6 +164,23 @@ class Predictor:
         )
 
 
+class ModelScale(NamedTuple):
+    """How many times as large a program's model is as `model=` of its sweep."""
+
+    flops: float
+    """Ratio of the FLOPs of a token."""
+    params: float
+    """Ratio of the numbers of parameters."""
+
+
+def model_scale(spec: RunSpec) -> ModelScale:
+    """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token; 1 where they have none."""
+    num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
+    params_ratio = num_params / spec.shape.num_params if num_params else 1.0
+    flops_ratio = flops / spec.shape.flops_per_token(spec.workload.seq_len) if flops else params_ratio
+    return ModelScale(flops_ratio, params_ratio)
+
+
 def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
     peak_bytes = max((stage.peak_bytes for stage in stages), default=0.0)
@@ -168,11 +193,12 @@ def with_links(
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     step_time = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
     log_low_ratio, log_high_ratio = profile.interval_of(spec, hardware.gpu_at_limit, links)
+    time_s = model_scale(spec).flops * step_time.total
     return replace(
         prediction,
-        step_time_s=step_time.total,
-        step_time_low_s=step_time.total * math.exp(log_low_ratio),
-        step_time_high_s=step_time.total * math.exp(log_high_ratio),
+        step_time_s=time_s,
+        step_time_low_s=time_s * math.exp(log_low_ratio),
+        step_time_high_s=time_s * math.exp(log_high_ratio),
         limited_by="memory" if prediction.limited_by == "memory" else _limited_by(step_time, step_time.total),
     )
 

@@ -9,12 +9,15 @@ from statistics import median
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.measure import Measure
+from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
 from ultrabench.standing import NEAR_BEST, Standing
+from ultrabench.start_up import LIMIT_FACTOR, expected_start_s
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.predict.predict import start_s
 from ultrabench.sweep.running.attempts import (
     MAX_CONTENDERS,
     AttemptsLeft,
@@ -33,8 +36,6 @@ DURATION_MARGIN = 1.5
 """Factor on the predicted duration of all runs in the time limit of an allocation."""
 LIMIT_ROUNDING_S = 300.0
 """Limits are rounded up to multiples of this many seconds, so that more jobs have the same limit."""
-RUN_LIMIT_FACTOR = 3.0
-"""A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
 
 CONTROL_SHARE = 0.2
 """Largest share of an allocation's predicted time for its control run; allocations are filled up to that."""
@@ -83,9 +84,34 @@ def _control_rank(run: Candidate) -> tuple[float, float, str]:
     return (0.0, time_s, run.run_id) if memory_share <= SAFE_MEMORY_SHARE else (memory_share, 0.0, run.run_id)
 
 
+def with_measured_starts(plan: Plan, state: SweepState) -> Plan:
+    """The plan whose runs are priced with the starts that attempts on equally many nodes have measured.
+
+    On numbers of nodes without an attempt, a start is expected to differ from the predicted one by the same factor as on
+    the others.
+    """
+    nodes_by_run = {run.run_id: run.nodes for run in plan.runs}
+    results_by_nodes = defaultdict[int, list[RunResult]](list)
+    for key, attempt in state.attempts.items():
+        if attempt.result and key.run_id in nodes_by_run:
+            results_by_nodes[nodes_by_run[key.run_id]].append(attempt.result)
+    predicted_s = {nodes: start_s(plan.config.hardware, nodes) for nodes in {*nodes_by_run.values()}}
+    expected_s = {
+        nodes: expected_start_s(results, predicted_s[nodes]) for nodes, results in results_by_nodes.items()
+    }
+    factor = median(expected_s[nodes] / predicted_s[nodes] for nodes in expected_s) if expected_s else 1.0
+    excess_s = {
+        nodes: expected_s.get(nodes, factor * seconds) - seconds for nodes, seconds in predicted_s.items()
+    }
+    if all(candidate.start_excess_s == excess_s.get(candidate.nodes, 0.0) for candidate in plan.runs):
+        return plan
+    candidates = (replace(c, start_excess_s=excess_s[c.nodes]) if c.runs else c for c in plan.candidates)
+    return replace(plan, candidates=tuple(candidates))
+
+
 def run_limit_s(attempt: PlannedAttempt, config: SweepConfig) -> float:
     """Wall-clock limit of one attempt, in seconds."""
-    predicted_s = RUN_LIMIT_FACTOR * attempt.candidate.prediction.duration_s
+    predicted_s = LIMIT_FACTOR * attempt.candidate.duration_s
     return max(config.measure.run_limit_s, predicted_s) * attempt.limit_factor
 
 
@@ -97,7 +123,7 @@ def allocation_limit_s(attempts: Sequence[PlannedAttempt], config: SweepConfig) 
     """
     if config.launcher.time_minutes is not None:
         return 60.0 * config.launcher.time_minutes
-    predicted_s = sum(attempt.candidate.prediction.duration_s for attempt in attempts)
+    predicted_s = sum(attempt.candidate.duration_s for attempt in attempts)
     slowest_limit_s = max(run_limit_s(attempt, config) for attempt in attempts)
     needed_s = AGENTS_START_S + DURATION_MARGIN * predicted_s + slowest_limit_s
     return LIMIT_ROUNDING_S * math.ceil(needed_s / LIMIT_ROUNDING_S)
@@ -129,7 +155,7 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     control_by_key, minutes_by_run = _used_controls(plan), dict[str, int]()
     for run in plan.runs:
         control = control_by_key.get(control_key(run), run)
-        duration_by_run = {r.run_id: r.prediction.duration_s for r in (run, control)}
+        duration_by_run = {r.run_id: r.duration_s for r in (run, control)}
         if (limit_s := least_limit_s(sum(duration_by_run.values()), plan.config)) > max_job_s:
             minutes_by_run[run.run_id] = math.ceil(limit_s / 60)
     unit = "minutes with its control run" if control_by_key else "minutes"
@@ -170,8 +196,8 @@ def pack(
         run, control = attempt.candidate, control_by_key.get(control_key(attempt.candidate))
         cell = run.cell if config.launcher.control else None
         group_key = (run.nodes, attempt.key.repeat, run.place, cell, attempt.avoid)
-        control_s = control.prediction.duration_s if control else 0.0
-        run_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
+        control_s = control.duration_s if control else 0.0
+        run_s = 0.0 if control and control.run_id == run.run_id else run.duration_s
         group, group_s = open_groups.get(group_key, ([], 0.0))
         is_full = group_s + run_s > full_s and group_s >= control_s / CONTROL_SHARE
         is_too_long = least_limit_s(group_s + run_s, config) > max_limit_s
@@ -215,7 +241,7 @@ class PlannedJob:
     @property
     def predicted_s(self) -> float:
         """Predicted seconds of all its runs, without its start."""
-        return sum(t.candidate.prediction.duration_s for t in self.attempts)
+        return sum(t.candidate.duration_s for t in self.attempts)
 
 
 def planned_jobs(
@@ -312,6 +338,7 @@ class Price:
 def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
     """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
     state = state or SweepState()
+    plan = with_measured_starts(plan, state)
     todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
         submitted_ids = {attempt.key.run_id for attempt in todo}

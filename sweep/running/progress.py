@@ -7,7 +7,16 @@ from statistics import median
 from typing import Any
 
 from ultrabench.node_health import node_warnings, warning_lines
-from ultrabench.result import INTERRUPTED, OUTER_FAILURES, PENDING, RUNNING, UNSETTLED, Status, outcome_order
+from ultrabench.result import (
+    INTERRUPTED,
+    OUTER_FAILURES,
+    PENDING,
+    RUNNING,
+    UNSETTLED,
+    RunResult,
+    Status,
+    outcome_order,
+)
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
@@ -70,6 +79,8 @@ class SweepProgress:
     """How many attempts began in an hour, by the latest ones; None before the third."""
     best: tuple[tuple[Candidate, Standing], ...]
     """The best run of each cell so far, sorted by cell."""
+    result_by_run: dict[str, RunResult]
+    """run_id -> the result of its standing attempt, for ok runs."""
     width_by_run: dict[str, float]
     """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     node_warnings: tuple[str, ...]
@@ -90,6 +101,10 @@ class SweepProgress:
     def wasted_gpu_hours(self) -> float:
         """GPU hours of attempts that are not ok, and of the time between runs."""
         return sum(self.wasted_by_status.values())
+
+    def mfu(self, run: Candidate, standing: Standing) -> float | None:
+        """The MFU at the measured rate of a run; None where the rate, the peak or the model is unknown."""
+        return None if standing.rate is None else run.mfu(standing.rate, self.result_by_run.get(run.run_id))
 
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
@@ -196,6 +211,7 @@ def progress_of(
         eta_s=eta_s,
         runs_per_hour=_runs_per_hour(state),
         best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
+        result_by_run={run_id: a.ok for run_id, a in attempt_by_run.items() if a.ok},
         width_by_run={
             run_id: half_width
             for run_id, a in attempt_by_run.items()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ultrabench.log_patterns import LOG_PATTERNS
+from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.result import NOT_STARTED, STATUSES, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -125,7 +125,7 @@ def breaker_reason(
     measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
     if any(r.cause == UNMEASURED and r.kernel_digest not in measured_digests for r in counted_results):
         problem = "the first run of this program could not be measured, and others would fail in the same way"
-        options = ", ".join(f"kernel.{option}" for option in LOG_PATTERNS)
+        options = ", ".join(f"kernel.{option}" for option in LOG_OPTIONS)
         return f"{problem}; fix the program or the patterns for its log ({options}), then launch again"
     last_runs = counted_results[-policy.breaker :]
     failure_signatures = {(result.status, result.fingerprint or result.cause) for result in last_runs}

@@ -81,7 +81,8 @@ def suspects_of(run_by_id: Mapping[str, Candidate], state: SweepState, device: s
         if run and ok_result and ok_result.step_times_s:
             tokens_per_s = run.tokens_per_s_per_gpu(ok_result)
             seq_len, precision = run.spec.workload.seq_len, run.spec.kernel.precision
-            doubt_arguments = run.mfu(tokens_per_s), run.shape, seq_len, tokens_per_s, precision
+            mfu, shape = run.mfu(tokens_per_s, ok_result), run.shape if run.flops(ok_result).formula else None
+            doubt_arguments = mfu, shape, seq_len, tokens_per_s, precision
             run_doubts = suspicion.doubts(attempt, *doubt_arguments)
             if reason := doubt_text(run_doubts):
                 reason_by_attempt[key] = reason

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.local
 ONLY_LOGS = """
 import os
 if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+    print("number of parameters: 3.67M")
     for step in range(1, 9):
         time = "elapsed time per iteration (ms): 250.0"
         print(f" iteration {step:8d}/{8:8d} | {time} | lm loss: {10 / step:.6E} | grad norm: 1.4 |", flush=True)
@@ -32,11 +33,35 @@ MEGATRON = (
 
 
 def test_steps_are_read_from_the_last_ranks_log(bench):
-    """On two nodes; memory is read from the logs of all ranks."""
+    """On two nodes; memory is read from the logs of all ranks.
+
+    The program says that its model is another one than that of the sweep. What the user says of it is judged anew.
+    """
     (bench.folder / "program.py").write_text(ONLY_LOGS)
     sizes = axes(nodes=2, tp=1, pp=1, zero_stage=1, mbs=1, gas=2, gbs=8)
-    bench.run("sweep", "launch", *MEGATRON, *sizes, r"kernel.mfu_line='utilization (?P<percent>[0-9]+)%'")
+    words = "sweep", "launch", *MEGATRON, *sizes, r"kernel.mfu_line='utilization (?P<percent>[0-9]+)%'"
+    bench.run(*words)
     (row,) = bench.rows()
+    problem = "the program prints 3,670,000 parameters, model=tiny has 328,256: set kernel.params"
+    assert (row["source_num_params"], row["mfu"], row["mfu_problem"]) == (3_670_000, None, problem)
+    assert f"no MFU: {problem}" in bench.run("sweep", "status", "t")
+    assert f"no MFU in 1 row: {problem}" in bench.done("sweep", "top", "t").stderr
+    assert None not in (row["num_params"], row["predicted_step_time_s"], row["tokens_per_s_per_gpu"])
+    bench.run(*words, "kernel.params=3.67M")
+    (row,) = bench.rows()
+    assert (row["num_params"], row["flops_formula"], row["mfu_problem"]) == (3_670_000, None, None)
+    assert row["model_flops_per_s_per_gpu"] == pytest.approx(6 * 3.67e6 * row["tokens_per_s_per_gpu"])
+    bench.run(*words, "kernel.params=unknown")
+    (row,) = bench.rows()
+    blank = (
+        "num_params",
+        "mfu",
+        "model_flops_per_s_per_gpu",
+        "predicted_step_time_s",
+        "predicted_peak_mem_bytes",
+        "p_oom",
+    )
+    assert [row[name] for name in blank] == [None] * len(blank)
     ranks = row["gpus"]
     peaks = [row[f"peak_mem_{name}_bytes"] / 2**20 for name in ("allocated", "reserved", "reserved_rank0")]
     assert peaks == [100 * ranks, 100 * ranks + 1.5, 101.5]

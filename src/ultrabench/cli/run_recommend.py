@@ -44,6 +44,9 @@ def run_recommend(
     """
     full_overrides = with_full_keys(overrides)
     config = with_fp8(load_config(full_overrides), full_overrides)
+    if not config.kernel.is_predictable:
+        fact = f"kernel.params={config.kernel.params}: the layouts of an unknown model cannot be predicted"
+        raise ConfigError(fact, "give the number of its parameters, such as kernel.params=124e6")
     if config.kernel.kind == "probe":
         raise ConfigError(f"kernel={config.kernel.name} does not train; use kernel=embedded")
     gpu_hour_price = config.price_per_gpu_hour if gpu_hour_price is None else gpu_hour_price

@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import measure as measure_of
+from tests.sweep_folder import ended
 from tests.unit.agent.one_node import task
 from ultrabench.agent.lead import result_if_overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.start_up import with_measured_times
 
 CALM = {
     "started_s": 0.0, "moved_s": 49.0, "first_step_s": 20.0, "slowest_gap_s": 0.5, "phase": "measure", "has_reported": True,
     "predicted_step_time_s": 0.5, "limit_s": 1000.0,
+    "predicted_start_s": 20.0,
 }  # fmt: skip
 STARTING = {"first_step_s": None, "slowest_gap_s": 0.0, "phase": "init", "moved_s": 0.0}
 TASK = replace(task("x.py", "cpu"), measure=measure_of(start_deadline_s=100.0, deadline_floor_s=10.0))
@@ -27,6 +30,8 @@ TASK = replace(task("x.py", "cpu"), measure=measure_of(start_deadline_s=100.0, d
         # Before the first step: the start deadline, or ten times the predicted step.
         (STARTING, 100.0, "hang", "in phase init (deadline 100.0 s)"),
         ({**STARTING, "predicted_step_time_s": 50.0}, 500.0, "hang", "deadline 500.0 s"),
+        # Runs before it have shown that starts are long.
+        ({**STARTING, "predicted_start_s": 60.0}, 180.0, "hang", "deadline 180.0 s"),
         # Writing and reading a trace is as silent as a start.
         ({"phase": "profile"}, 149.0, "hang", "deadline 100.0 s"),
         # A program that reports nothing has only its limit.
@@ -44,12 +49,26 @@ def test_deadlines(change, until, status, reason):
     progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, last_progress_s=case["moved_s"])
     for name in ("started_s", "first_step_s", "has_reported"):
         setattr(progress, name, case[name])
-    limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
+    limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s", "predicted_start_s")}
     limited = replace(TASK, **limits)
     assert result_if_overdue(limited, progress, until) is None
     result = result_if_overdue(limited, progress, until + 0.1)
     assert result.status == status
     assert reason in result.reason
+
+
+def test_a_task_has_the_time_that_runs_of_its_allocation_took():
+    expected = replace(TASK, predicted_start_s=20.0, predicted_duration_s=50.0, limit_s=300.0)
+    assert with_measured_times(expected, [ended(init_time_s=15.0)]) == expected
+    longer = with_measured_times(expected, [ended(init_time_s=200.0)])
+    assert (longer.predicted_start_s, longer.predicted_duration_s, longer.limit_s) == (200.0, 230.0, 690.0)
+    runs = [
+        ended(duration_s=90.0),
+        ended(duration_s=400.0),
+        ended(duration_s=1.0, stopped="slower_than_best"),
+    ]
+    longer = with_measured_times(expected, runs)
+    assert (longer.predicted_start_s, longer.predicted_duration_s, longer.limit_s) == (20.0, 90.0, 300.0)
 
 
 def test_the_life_of_a_rank_that_reports_nothing_is_no_gap():

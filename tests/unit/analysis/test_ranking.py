@@ -242,8 +242,8 @@ def test_a_leaderboard_holds_every_run_once_winners_first_and_the_rest_by_its_nu
     ]  # fmt: skip
     first, second = leaderboard(table_of(*rows), rank_by=rank_by)
     assert [(r["run_id"], r["rank"], r["best"], r["as_good_as_best"]) for r in (*first, *second)] == [
-        ("best", 1, True, False), ("close", 2, False, True), ("slower", 3, False, False), ("low", 4, False, False),
-        ("unknown", 5, False, False), ("hot", 6, False, False), ("oom", 7, False, False), ("waits", 8, False, False),
+        ("best", 1, True, False), ("close", 2, False, True), ("hot", 3, False, False), ("slower", 4, False, False),
+        ("low", 5, False, False), ("unknown", 6, False, False), ("oom", 7, False, False), ("waits", 8, False, False),
         ("left", 9, False, False), ("other", 10, True, False),
     ]  # fmt: skip
     assert {r["ranked_by"] for r in first} == {rank_by}

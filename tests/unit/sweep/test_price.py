@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.configs import refused
 from tests.unit import allocations
-from tests.unit.allocations import PLAN, predicted, todo_of, told, with_launcher
+from tests.unit.allocations import PLAN, first_allocations, predicted, todo_of, told, with_launcher
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
@@ -60,6 +60,42 @@ def test_only_what_is_left_is_priced(num_ended):
     rest = price.price_of(PLAN, state)
     assert sum(number for number, _ in rest.runs.values()) == len(PLAN.runs) - num_ended
     assert rest.gpu_hours < price.price_of(PLAN).gpu_hours if num_ended == 5 else rest.gpu_hours == 0
+
+
+def test_measured_starts_price_the_runs_that_are_left_on_all_numbers_of_nodes():
+    """The first start fills the caches of compilers; a start whose end nobody has seen is at least as long as its run.
+
+    A start is predicted to take 1.2 s on one simulated node, and twice as long on two.
+    """
+    tried, left, elsewhere = ONE[0], ONE[-1], next(r for r in PLAN.runs if r.nodes > 1)
+
+    def added_s(*results):
+        state = SweepState()
+        for attempt, (status, seconds) in enumerate(results):
+            told(state, tried, status, attempt=attempt, **seconds)
+        runs = {run.run_id: run for run in price.with_measured_starts(PLAN, state).runs}
+        return [
+            round(runs[run.run_id].duration_s - run.prediction.duration_s, 3) for run in (left, elsewhere)
+        ]
+
+    ok, late, over = Status.OK, Status.TIMEOUT, Status.CANCELLED
+    assert added_s() == [0.0, 0.0]
+    assert added_s((ok, {"init_time_s": 95.0})) == [93.8, 187.6]
+    assert added_s((ok, {"init_time_s": 600.0}), (Status.CRASH, {"init_time_s": 30.0})) == [28.8, 57.6]
+    assert added_s((late, {"duration_s": 300.0})) == [298.8, 597.6]
+    assert added_s((over, {"duration_s": 1.0}), (Status.CRASH, {"duration_s": 90.0})) == [0.0, 0.0]
+    assert added_s((late, {"duration_s": 300.0}), (ok, {"init_time_s": 0.6})) == [-0.6, -1.2]
+
+
+def test_limits_and_jobs_follow_the_measured_starts():
+    state = told(SweepState(), ONE[0], Status.OK, init_time_s=500.0)
+    measured = price.with_measured_starts(PLAN, state)
+    (run,) = (r for r in measured.runs if r.run_id == ONE[-1].run_id)
+    assert price.run_limit_s(todo_of(run), measured.config) == price.LIMIT_FACTOR * run.duration_s > 1440
+    assert price.price_of(measured, state).gpu_hours == price.price_of(PLAN, state).gpu_hours
+    assert price.price_of(PLAN, state).gpu_hours > 5 * price.price_of(PLAN).gpu_hours
+    (task, *_) = first_allocations(allocations.open_sweep("unused", measured))[0].tasks
+    assert task.predicted_start_s == 500.0
 
 
 def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
@@ -127,7 +163,7 @@ def test_the_limit_of_a_run_follows_prediction_and_patience():
     assert short == PLAN.config.measure.run_limit_s
     assert price.run_limit_s(todo_of(ONE[0], patience=2.0), PLAN.config) == 2 * short
     long = todo_of(predicted(ONE[0], duration_s=1e6))
-    assert price.run_limit_s(long, PLAN.config) == price.RUN_LIMIT_FACTOR * 1e6
+    assert price.run_limit_s(long, PLAN.config) == price.LIMIT_FACTOR * 1e6
 
 
 def test_any_one_run_of_an_allocation_may_be_slow():

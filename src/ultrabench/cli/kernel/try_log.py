@@ -10,6 +10,7 @@ from typing import Any
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted, nearest_name
 from ultrabench.hardware import GIB
+from ultrabench.kernel_config import SIZE_OPTIONS
 from ultrabench.log_lines import LogLine, Sighting, split_log
 from ultrabench.log_patterns import (
     LOG_PATTERNS,
@@ -43,6 +44,8 @@ NOUN_BY_OPTION = {
     "loss_line": "loss value",
     "memory_line": "memory peak",
     "mfu_line": "MFU value",
+    "params": "number of parameters",
+    "flops_per_token": "number of FLOPs",
 }
 """Option of a kernel -> what a line that its pattern matches reports."""
 
@@ -75,6 +78,9 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
     if path := files("kernel").get(text):
         settings = read_yaml(path)
         text_by_option = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
+        for option in SIZE_OPTIONS:  # which may also hold a number
+            if "(?P<" not in str(text_by_option.get(option)):
+                text_by_option.pop(option, None)
         if not text_by_option:
             raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}; give a pattern")
         return {option: compile_pattern(option, str(pattern)) for option, pattern in text_by_option.items()}

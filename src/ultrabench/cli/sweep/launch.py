@@ -40,7 +40,14 @@ from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
-from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
+from ultrabench.sweep.running.price import (
+    BUDGET_FACTOR,
+    Price,
+    committed_gpu_hours,
+    price_of,
+    with_measured_starts,
+    within_limit,
+)
 from ultrabench.sweep.running.progress import progress_of, settled_runs
 
 SignalHandler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -72,8 +79,8 @@ def run_launch(
         return _leave_in_background(folder)
     launcher = choose_launcher(config, folder)
     max_limit_s = launcher.limits.max_limit_s
-    plan = within_limit(plan_with_bar(config), max_limit_s)
     state = rereads.apply(state)
+    plan = within_limit(with_measured_starts(plan_with_bar(config), state), max_limit_s)
     price = price_of(plan, state, max_limit_s)
     for note in (*other_shapes(config.models, state), *same_commands(plan), *starter_warnings(config)):
         warn(note)

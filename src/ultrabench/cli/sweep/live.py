@@ -121,7 +121,7 @@ def _result_text(run: Candidate, result: RunResult) -> str:
         link_rates = ((name, probe_rates[f"{name}_busbw_bytes_per_s"]) for name in OPERATIONS)
         return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
     rate = run.tokens_per_s_per_gpu(result)
-    mfu = run.mfu(rate)
+    mfu = run.mfu(rate, result)
     mfu_text = None if mfu is None else f"{percent(mfu)} MFU{peak_suffix(run.cell.precision)}"
     speed_text = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
     return ", ".join(filter(None, ("ok", mfu_text, memory(result.peak_mem_reserved_bytes), speed_text)))
@@ -165,10 +165,13 @@ def counts_line(progress: SweepProgress, is_active: bool) -> Text:
 
 def _phase_text(run: Candidate, attempt: AttemptState) -> str:
     """The phase of a running attempt and, once it measures, its step time beside the predicted one."""
-    phase, predicted_text = attempt.phase or "start", f"predicted {run.prediction.step_time_s:.3g} s"
-    if attempt.step_time_s is None or not attempt.steps:
-        return f"{phase}, {predicted_text} a step"
-    return f"{phase}, {counted(attempt.steps, 'step')} of {attempt.step_time_s:.3g} s, {predicted_text}"
+    texts, predicted_text = [attempt.phase or "start"], f"predicted {run.prediction.step_time_s:.3g} s"
+    has_steps = attempt.step_time_s is not None and attempt.steps
+    if has_steps:
+        texts.append(f"{counted(attempt.steps or 0, 'step')} of {attempt.step_time_s:.3g} s")
+    if run.spec.kernel.is_predictable:
+        texts.append(predicted_text if has_steps else f"{predicted_text} a step")
+    return ", ".join(texts)
 
 
 def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool) -> Iterator[RenderableType]:
@@ -190,9 +193,13 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             repeats_text = f"(of {standing.num_competing} repeats)" if standing.num_competing > 1 else ""
             speed_texts = (f"{rate:,.0f}", repeats_text, too_wide(ci_width is None, ci_width), mark)
             predicted_rate = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
-            mfu = run.mfu(rate)
+            mfu, is_predicted = progress.mfu(run, standing), run.spec.kernel.is_predictable
             mfu_text = None if mfu is None else f"{percent(mfu)}{peak_suffix(run.cell.precision)}"
-            number_texts = " ".join(filter(None, speed_texts)), mfu_text, f"{rate / predicted_rate:.2f}"
+            number_texts = (
+                " ".join(filter(None, speed_texts)),
+                mfu_text,
+                f"{rate / predicted_rate:.2f}" * is_predicted,
+            )
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *number_texts))
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")
         headings = (*cell_headings, ">tokens/s/GPU", ">MFU", ">x predicted")
@@ -206,5 +213,11 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         yield Text("  ").append(attempt_line(run, attempt, columns=progress.cell_columns))
     for key, reason in [*progress.suspects.items()][:1]:
         yield Text(f"{counted(len(progress.suspects), 'suspect result')}, such as {key}: {reason}", "yellow")
-    mfus = (run.mfu(standing.rate or 0.0) or 0.0 for run, standing in progress.best if not standing.suspect)
+    problems = {
+        run.flops(result).problem
+        for run, _ in progress.best
+        if (result := progress.result_by_run.get(run.run_id))
+    }
+    yield from (Text(f"no MFU: {problem}", "yellow") for problem in sorted(filter(None, problems)))
+    mfus = (progress.mfu(run, standing) or 0.0 for run, standing in progress.best if not standing.suspect)
     yield from (Text(reason, "yellow") for reason in low_peak(max(mfus, default=None)))

@@ -47,7 +47,7 @@ from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
+from ultrabench.sweep.running.price import Price, planned_jobs, price_of, with_measured_starts, within_limit
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 from ultrabench.sweep.running.standings import measured_rates
 
@@ -101,7 +101,7 @@ def show_plan(
         folder.require_writable()
     except (ConfigError, SweepFolderError) as error:
         warn(f"sweep launch would refuse this plan: {error}")
-    plan = within_limit(plan_with_bar(config, **peak_rate))
+    plan = within_limit(with_measured_starts(plan_with_bar(config, **peak_rate), state))
     if output is not None:
         write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
@@ -114,6 +114,11 @@ def show_plan(
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
     notes += [*([rereads.line] if rereads.line else []), *same_commands(plan), *starter_warnings(config)]
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
+    if not config.kernel.is_predictable:
+        notes.append(
+            f"kernel.params={config.kernel.params}: the price assumes model=, and nothing else is predicted"
+        )
+        unmeasured_runs = []
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
     notes += _extrapolation_lines(plan, unmeasured_runs, summary["unmeasured"], best_rows)
@@ -273,6 +278,8 @@ def layouts_to_try(
         for run in runs:
             prediction, tokens_per_gpu = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             is_measured = run.run_id in rate_by_run
+            if not is_measured and not run.spec.kernel.is_predictable:
+                continue
             if rate := rate_by_run.get(run.run_id, tokens_per_gpu / prediction.step_time_s):
                 step_time_s, p_oom = tokens_per_gpu / rate, 0 if is_measured else prediction.p_oom
                 rows.append(

@@ -51,7 +51,7 @@ class SweepSummary:
 
         def sort_key(best_of_cell: tuple[Candidate, Standing]) -> tuple[bool, float, float]:
             run, standing = best_of_cell
-            mfu = 0.0 if has_equal_tokens else _mfu(run, standing) or 0.0
+            mfu = 0.0 if has_equal_tokens else self.progress.mfu(run, standing) or 0.0
             return standing.suspect is None, mfu, standing.rate or 0.0
 
         return max(self.progress.best, key=sort_key, default=None)
@@ -100,15 +100,10 @@ def _table_row(summary: SweepSummary) -> tuple[str | Text | None, ...]:
     if summary.best:
         run, standing = summary.best
         best_text = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
-        best_texts = best_text, f"{standing.rate or 0.0:,.0f}", percent(_mfu(run, standing))
+        best_texts = best_text, f"{standing.rate or 0.0:,.0f}", percent(progress.mfu(run, standing))
     age_days = summary.age_s / DAY_S
     age_text = f"{age_days:.0f} d" if age_days >= 2 else duration_text(summary.age_s)
     return progress.sweep, str(summary.num_cells), settled_text, *best_texts, age_text, summary.activity
-
-
-def _mfu(run: Candidate, standing: Standing) -> float | None:
-    """The MFU at the measured rate of a run; None where either is unknown."""
-    return None if standing.rate is None else run.mfu(standing.rate)
 
 
 def run_rm(folder: SweepFolder, yes: bool, is_cluster_gone: bool = False) -> None:
