@@ -301,6 +301,7 @@ class EndRecorder:
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
             control=allocation.control, tasks=tuple(task.key for task in allocation.tasks),
             variant=job_options(allocation.tasks[0].spec.variant) if allocation.tasks else {},
+            sweep_id=allocation.sweep_id, sweep=Path(allocation.sweep_dir).name,
         )  # fmt: skip
         self._sweep.journal.write(planned_event)
 
@@ -390,8 +391,8 @@ def open_allocations(state: SweepState) -> dict[str, AllocationState]:
 
 
 def visible_to(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
-    """The allocations among `allocations` that a launcher can see and end."""
-    return {n: a for n, a in allocations.items() if sees(launcher.origin, a.by)}
+    """The allocations among `allocations` that a launcher can see and end; those of a copied folder are none of its."""
+    return {n: a for n, a in allocations.items() if sees(launcher.origin, a.by) and not a.is_copied}
 
 
 def live_allocations(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str, AllocationState]:

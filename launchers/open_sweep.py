@@ -29,10 +29,12 @@ from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
 from ultrabench.store.events import Launched
 from ultrabench.store.folder import SweepFolder, write_whole
-from ultrabench.store.journal import JournalReader, JournalWriter
+from ultrabench.store.identity import ensure_identity, new_sweep_id
+from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.store.kernel_secrets import redact_arguments, write_secrets
 from ultrabench.store.state import Fold, SweepState
-from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
+from ultrabench.store.state import fold as fold_events
+from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json, place_of
 from ultrabench.sweep.config.load import profile_of
 from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
@@ -169,6 +171,8 @@ class OpenSweep:
     kernel_digest: str
     """Digest of the training program when the sweep was launched."""
     git_commit: str | None
+    sweep_id: str = ""
+    """Id of the sweep."""
     max_gpu_hours: float | None = None
     """The budget of this launch; None means that it has no limit."""
     fold: Fold = field(default_factory=Fold)
@@ -251,7 +255,8 @@ def open_sweep(
         choices = "same (measure again in the new environment) or any (keep the old results)"
         raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
-    existing_json, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
+    existing_json = ensure_identity(folder, say) if find_sweep_json(folder) else None
+    journal = JournalWriter(folder.journal, "launcher")
     has_known_peak = bool(config.hardware.peak_flops_per_s)
     if existing_json is not None:
         require_same(existing_json, config, folder.path)
@@ -259,7 +264,7 @@ def open_sweep(
             journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
     environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
     folder.create()
-    sweep_json = existing_json or create_sweep_json(folder, sweep_json_of(config, environment))
+    sweep_json = existing_json or _new_sweep_json(folder, sweep_json_of(config, environment))
     if existing_json is None:
         peak = sweep_json.peak(1, config.kernel.precision)
         for line in busy_peak(peak.core_share if peak else None):
@@ -277,6 +282,7 @@ def open_sweep(
     launch_event = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=launch_provenance, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
+        sweep_id=sweep_json.id,
     )  # fmt: skip
     journal.write(launch_event)
     _keep_difference(folder)
@@ -284,7 +290,15 @@ def open_sweep(
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, fold=fold, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=launch_provenance["git_commit"], max_gpu_hours=max_gpu_hours,
+        sweep_id=sweep_json.id,
     )  # fmt: skip
+
+
+def _new_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
+    """Creates sweep.json with a new id, or with that of the journal if the file was deleted."""
+    launched = fold_events(read_journal(folder.journal)).launched
+    sweep_id = (launched.sweep_id if launched else "") or new_sweep_id()
+    return create_sweep_json(folder, replace(content, id=sweep_id, place=place_of(folder)))
 
 
 def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Reconciler:
         token = uuid.uuid4().hex
         new_allocations = make_allocations(
             sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,
-            git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
+            sweep_id=sweep.sweep_id, git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
         )  # fmt: skip
         try:
             for allocation in new_allocations:

@@ -258,8 +258,8 @@ class Campaign:
         options = ("-a", "-X", "-n", "-P", "-D", "-S", since, "-o", "JobID,NodeList,JobName")
         for line in slurm_says("sacct", *options).splitlines():
             job_id, names, job_name = line.split("|", 2)
-            array = job_name.removeprefix(f"ub-{self.sweep}-")
-            if array != job_name:
+            if job_name.startswith(f"ub-{self.sweep}-"):
+                array = "-".join(job_name.split("-")[-2:])
                 name = f"{array}.{job_id.partition('_')[2]}"
                 job_ids[name].add(job_id)
                 nodes[name] |= set(hosts(names))

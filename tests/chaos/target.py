@@ -134,8 +134,9 @@ def environment(pid: int) -> dict[str, str]:
 def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
     """The jobs of a sweep in these states, by default those that run."""
     text = slurm_says("squeue", "-h", "-r", "-t", states, "-o", "%j.%K|%i|%N", *options)
-    lines = sorted(line.partition(f"ub-{sweep}-")[2] for line in text.splitlines())
-    return [Job(*line.split("|")) for line in lines if line]
+    lines = filter(None, (line.partition(f"ub-{sweep}-")[2] for line in text.splitlines()))
+    # The id of the sweep stands between its name and that of the allocation.
+    return [Job(*line.partition("-")[2].split("|")) for line in sorted(lines)]
 
 
 def nodes_at_work(sweep: str) -> list[str]:

@@ -70,9 +70,13 @@ class SweepFolder:
         """Folder of the logs and the evidence of one attempt."""
         return self.path / "logs" / key.run_id / f"{key.repeat}.{key.attempt}"
 
-    def checkpoint(self, folder: Path, key: AttemptKey | Literal["*"]) -> Path:
-        """Where in `folder`, which sweeps may share, an attempt saves its state; * makes a pattern for all of them."""
-        return folder / f"checkpoint-{content_id(str(self.path))[:8]}-{key}"
+    def checkpoint(self, folder: Path, sweep_id: str, key: AttemptKey | Literal["*"]) -> Path:
+        """Where in `folder`, which sweeps may share, an attempt saves its state; * makes a pattern for all of them.
+
+        Args:
+            sweep_id: id of the sweep; empty for a sweep of an earlier version, which used the path of its folder.
+        """
+        return folder / f"checkpoint-{(sweep_id or content_id(str(self.path)))[:8]}-{key}"
 
     def require_writable(self) -> None:
         """Makes a folder where this one is or will be, and removes it again.

@@ -24,11 +24,29 @@ FULL_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the folder of a sweep is."""
+
+    path: str
+    """Real path, without links."""
+    device: int
+    """Number of its file system, which may differ between hosts."""
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepJson:
     """The content of sweep.json."""
 
     sweep: str
     """Name of the sweep."""
+    id: str = ""
+    """Random hexadecimal digits by which the sweep is known whatever its path and name; empty if an earlier version
+    wrote the file and nothing was written since."""
+    place: Place | None = None
+    """Where the folder was when it was last written; a copy is known by another place."""
+    copy_of: str = ""
+    """Id of the sweep whose folder was copied to make this one; empty if this is no copy."""
     cluster: str | None
     hardware: Hardware
     kernel: KernelConfig
@@ -126,6 +144,32 @@ def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
     """
     json_value = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
     write_whole(folder.sweep_json, json.dumps(json_value, indent=1) + "\n")
+
+
+def place_of(folder: SweepFolder) -> Place:
+    """Where the folder of a sweep is now.
+
+    Raises:
+        SweepFolderError: the folder cannot be read.
+    """
+    try:
+        stat = folder.path.stat()
+    except OSError as error:
+        raise SweepFolderError(
+            f"cannot read {folder.path}: {error.strerror}; is it a sweep folder?"
+        ) from error
+    return Place(path=str(folder.path.resolve()), device=stat.st_dev, inode=stat.st_ino)
+
+
+def update_sweep_json(folder: SweepFolder, values: dict[str, Any]) -> None:
+    """Writes some values into sweep.json; those that only other versions know stay.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    json_value = json.loads(folder.sweep_json.read_text())
+    changes = {name: to_dict(v) if isinstance(v, Place) else v for name, v in values.items()}
+    write_whole(folder.sweep_json, json.dumps(json_value | changes, indent=1) + "\n")
 
 
 def create_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:

@@ -195,3 +195,23 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     slurm.observe()
     assert slurm.ends(after=GRACE_S) == (Status.CANCELLED, "Slurm ended job 57_0: TIMEOUT")
     assert slurm.asked == ["57_0"]
+
+
+# a sweep that was renamed
+
+
+@pytest.mark.parametrize(
+    ("planned", "name"),
+    [
+        ({"job": {"job_id": "57_0", "name": "ub-old-n1-0000aaaa"}}, "ub-old-n1-0000aaaa"),
+        ({"sweep": "old", "sweep_id": "c0ffee00c0ffee00"}, "ub-old-c0ffee00-n1-0000aaaa"),
+        ({}, "ub-quick-n1-0000aaaa"),
+    ],
+)
+def test_a_job_keeps_the_name_that_its_sweep_had(slurm, planned, name):
+    """Jobs of earlier versions have no id in their names."""
+    for field, value in planned.items():
+        setattr(slurm.held[A], field, value)
+    slurm.listed = rows(("57_0", "RUNNING"), name=name)
+    look = slurm.observe()
+    assert (look.running, look.jobs[A]["name"]) == ({A}, name)

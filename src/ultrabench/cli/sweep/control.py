@@ -17,6 +17,7 @@ from ultrabench.result import FAILURES, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Cancel, Launched, Pause
 from ultrabench.store.folder import SweepFolder, living_launchers, write_whole
+from ultrabench.store.identity import ensure_identity
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
@@ -39,6 +40,8 @@ def run_retry(
         status_list: the statuses to retry with commas between them; None means all failures except a lack of memory.
         run_id_prefix: beginning of the ids of the runs to retry; None means all runs.
     """
+    if not dry_run:
+        ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     state = for_answers(state)
     attempts = _attempts_to_retry(folder, state, status_list, run_id_prefix)
@@ -100,6 +103,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan, blame: Blam
 
 def run_pause(folder: SweepFolder) -> None:
     """Pauses a sweep: running allocations end after their current run, and queued ones are cancelled."""
+    ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     if is_settled(plan, state):
         say(f"nothing to pause: every run of {folder.name} is settled")
@@ -118,6 +122,7 @@ def run_pause(folder: SweepFolder) -> None:
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
+    ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     require_tracker(plan.config)
     folder.pause.unlink(missing_ok=True)
@@ -128,6 +133,7 @@ def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -
 
 def run_cancel(folder: SweepFolder) -> None:
     """Cancels a sweep: no new allocation is submitted, and all queued and running ones are ended."""
+    ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     if is_settled(plan, state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")

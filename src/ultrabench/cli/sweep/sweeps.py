@@ -20,6 +20,7 @@ from ultrabench.record import value_from
 from ultrabench.standing import Standing
 from ultrabench.store.damage import one_line_if_damaged, read_each
 from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, newest_first, sweep_dirs
+from ultrabench.store.identity import ensure_identity
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
@@ -122,6 +123,7 @@ def run_rm(folder: SweepFolder, yes: bool, is_cluster_gone: bool = False) -> Non
         typer.Abort: the answer is no.
     """
     folder = require_own_folder(folder)
+    ensure_identity(folder, say)
     _require_idle(folder, "deleted", is_cluster_gone)
     attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
     _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
@@ -140,7 +142,7 @@ def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
     """
     value_from(Annotated[str, SWEEP_NAME], new_name, "NEW")
     folder = require_own_folder(folder)
-    read_sweep_json(folder)  # a damaged one could not get the new name
+    ensure_identity(folder, say)
     _require_idle(folder, "renamed")
     _confirm(f"Exported files keep the old name. Rename {folder.path} to {new_name}?", yes)
     _require_idle(folder, "renamed")
