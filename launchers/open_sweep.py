@@ -1,6 +1,5 @@
 """Opens a sweep for a launch: makes its folder, gathers facts about this machine, and writes the plan."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -17,7 +16,7 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
-from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
@@ -32,9 +31,16 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.identity import ensure_identity, new_sweep_id
 from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.store.kernel_secrets import redact_arguments, write_secrets
+from ultrabench.store.lease import Lease
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.state import fold as fold_events
-from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json, place_of
+from ultrabench.store.sweep_json import (
+    SweepJson,
+    create_sweep_json,
+    find_sweep_json,
+    place_of,
+    read_sweep_json,
+)
 from ultrabench.sweep.config.load import profile_of
 from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
@@ -173,6 +179,8 @@ class OpenSweep:
     git_commit: str | None
     sweep_id: str = ""
     """Id of the sweep."""
+    lease: Lease | None = None
+    """Shows others that this launcher is alive; None in tests without a launcher."""
     max_gpu_hours: float | None = None
     """The budget of this launch; None means that it has no limit."""
     fold: Fold = field(default_factory=Fold)
@@ -186,6 +194,22 @@ class OpenSweep:
     def state(self) -> SweepState:
         """The state of the sweep now; every call returns the same object, which grows with the journal."""
         return self.fold.add(self.reader.poll())
+
+    def renew_lapsed_lease(self) -> bool:
+        """Takes the lease again if it lapsed, as while this launcher was suspended; returns whether it had lapsed.
+
+        Raises:
+            ClusterError: the folder was deleted, or holds another sweep now.
+            OSError: the folder cannot be written now.
+        """
+        if self.lease is None or not self.lease.has_lapsed():
+            return False
+        self.folder.require_present()
+        if read_sweep_json(self.folder).id != self.sweep_id:
+            failure = f"{self.folder.path} holds another sweep since this launcher was suspended"
+            raise ClusterError(f"{failure}; find this one with: ultrabench sweep list")
+        self.lease.renew_lapsed()
+        return True
 
     def owner_of(self, name: str) -> str | None:
         """The allocation that claimed this attempt or allocation; None if nobody has claimed it."""
@@ -256,14 +280,16 @@ def open_sweep(
         raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
     existing_json = ensure_identity(folder, say) if find_sweep_json(folder) else None
-    journal = JournalWriter(folder.journal, "launcher")
+    journal, lease = JournalWriter(folder.journal, "launcher"), None
     has_known_peak = bool(config.hardware.peak_flops_per_s)
     if existing_json is not None:
         require_same(existing_json, config, folder.path)
-        with contextlib.suppress(OSError):
-            journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
+        lease = _take_lease(
+            folder, journal
+        )  # from now on others see a launcher, also while the machine is measured
     environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
     folder.create()
+    lease = lease or _take_lease(folder, journal)
     sweep_json = existing_json or _new_sweep_json(folder, sweep_json_of(config, environment))
     if existing_json is None:
         peak = sweep_json.peak(1, config.kernel.precision)
@@ -290,8 +316,21 @@ def open_sweep(
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, fold=fold, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=launch_provenance["git_commit"], max_gpu_hours=max_gpu_hours,
-        sweep_id=sweep_json.id,
+        sweep_id=sweep_json.id, lease=lease,
     )  # fmt: skip
+
+
+def _take_lease(folder: SweepFolder, journal: JournalWriter) -> Lease:
+    """The lease of this launcher on a sweep.
+
+    Raises:
+        SweepFolderError: the folder cannot be written.
+    """
+    try:
+        return Lease(folder, journal.name)
+    except OSError as error:
+        failure = f"cannot write {folder.leases}: {error.strerror}; free space or make it writable"
+        raise SweepFolderError(failure) from error
 
 
 def _new_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:

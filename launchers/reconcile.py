@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import shlex
 import shutil
 import time
@@ -19,7 +18,6 @@ from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.refusals import Refusals
 from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.store.events import Submitted, Submitting
-from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.running.attempts import Launch
@@ -107,9 +105,8 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running what was asked for.
         """
-        if time.monotonic() - self.memory.touched_at > SIGN_OF_LIFE_S:
-            self.memory.touched_at = time.monotonic()
-            os.utime(self.sweep.journal.path)  # it shows other launchers that this one is alive
+        if self.sweep.renew_lapsed_lease():
+            self.say("this launcher was suspended or its disk did not answer; it looks at the sweep again")
         jobs_seen, state = self.recorder.look()
         self.show(state, jobs_seen.alive)
         self._settle_unanswered(state, jobs_seen)
@@ -191,6 +188,8 @@ class Reconciler:
     def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> bool:
         """Submits jobs as one array; returns whether the batch system took them."""
         sweep, journal = self.sweep, self.sweep.journal
+        if sweep.lease is not None and sweep.lease.has_lapsed():
+            return False  # others may have taken this launcher for dead: the next round looks again
         token = uuid.uuid4().hex
         new_allocations = make_allocations(
             sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,

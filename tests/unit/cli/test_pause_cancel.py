@@ -20,8 +20,8 @@ from ultrabench.store.events import (
     LeadingAgent,
     Submitting,
 )
-from ultrabench.store.folder import living_launchers
 from ultrabench.store.journal import read_journal
+from ultrabench.store.lease import Lease, living_launchers
 from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import load_config
 
@@ -94,12 +94,14 @@ def unreachable(sweep, monkeypatch):
     write(sweep, Launched(generation=2, config=SLURM), by="launcher")
     write(sweep, PLANNED)
     monkeypatch.setenv("PATH", str(sweep.path))
-    return sweep
+    lease = Lease(sweep, "launcher-a")
+    yield sweep
+    lease.release()
 
 
 def nobody_follows(sweep):
-    for path in sweep.journal.glob("launcher-*"):
-        path.rename(path.with_name(path.name.replace("launcher", "earlier")))
+    for path in sweep.leases.glob("*.json"):
+        path.unlink()
 
 
 def over(sweep):

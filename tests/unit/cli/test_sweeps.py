@@ -13,6 +13,8 @@ from tests.unit.cli.conftest import HEAD, QUICK, as_json, content, one_line, rec
 from ultrabench.processes import own_name
 from ultrabench.store.events import AllocationPlanned
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.identity import ensure_identity
+from ultrabench.store.lease import Lease
 
 
 @pytest.fixture
@@ -116,6 +118,7 @@ def test_a_sweep_that_is_half_deleted_is_no_sweep(ultrabench, sweep, older, monk
 def test_a_sweep_whose_jobs_may_live_stays(ultrabench, sweep, command):
     verb, *new = command
     planned(sweep, user="ann", host="far")
+    ensure_identity(sweep)
     before = content(sweep)
     line = one_line(ultrabench, "sweep", verb, "quick-cpu", *new, "--yes")
     assert line.startswith("quick-cpu is in use (allocation n1-b.0 of ann on far); only an idle sweep can")
@@ -125,10 +128,12 @@ def test_a_sweep_whose_jobs_may_live_stays(ultrabench, sweep, command):
 
 def test_a_sweep_that_a_launcher_follows_stays(ultrabench, sweep):
     host = socket.gethostname().split(".")[0]
-    (sweep.journal / f"launcher-{host}-{os.getpid()}-0.jsonl").touch()
+    lease = Lease(sweep, "launcher-a")
     assert f"process {os.getpid()} on {host} follows it" in one_line(
         ultrabench, "sweep", "rm", "quick-cpu", "--yes"
     )
+    lease.release()
+    assert ultrabench("sweep", "rm", "quick-cpu", "--yes")[0] == 0
 
 
 def test_jobs_that_died_without_a_word_do_not_keep_a_sweep(ultrabench, sweep):

@@ -16,9 +16,10 @@ from ultrabench.processes import own_name
 from ultrabench.result import FAILURES, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Cancel, Launched, Pause
-from ultrabench.store.folder import SweepFolder, living_launchers, write_whole
+from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.identity import ensure_identity
 from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
@@ -103,7 +104,6 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan, blame: Blam
 
 def run_pause(folder: SweepFolder) -> None:
     """Pauses a sweep: running allocations end after their current run, and queued ones are cancelled."""
-    ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     if is_settled(plan, state):
         say(f"nothing to pause: every run of {folder.name} is settled")
@@ -111,6 +111,8 @@ def run_pause(folder: SweepFolder) -> None:
     if state.cancelled:
         say(f"nothing to pause: {folder.name} is cancelled; run the launch command again to continue")
         return
+    ensure_identity(folder, say)
+    state = fold(read_journal(folder.journal))  # a copy has no jobs any more
     if not state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1))
     # The file is written after the journal, because the resume that removes it needs the event.
@@ -133,17 +135,17 @@ def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -
 
 def run_cancel(folder: SweepFolder) -> None:
     """Cancels a sweep: no new allocation is submitted, and all queued and running ones are ended."""
-    ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     if is_settled(plan, state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
-    writer = JournalWriter(folder.journal, "cancel")
-    writer.write(Cancel(generation=state.generation + 1))
+    ensure_identity(folder, say)
+    state = fold(read_journal(folder.journal))  # a copy has no jobs any more
+    JournalWriter(folder.journal, "cancel").write(Cancel(generation=state.generation + 1))
     try:
         _end_allocations(folder, state, plan, queued_only=False)
     except ClusterError as error:
-        launchers = living_launchers(folder, writer.path)
+        launchers = living_launchers(folder, writes=True)
         if not launchers:
             remedy = "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
             raise ClusterError(f"{error}. {remedy}") from error

@@ -19,9 +19,10 @@ from ultrabench.launchers.local import GRACE_S
 from ultrabench.record import value_from
 from ultrabench.standing import Standing
 from ultrabench.store.damage import one_line_if_damaged, read_each
-from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, newest_first, sweep_dirs
+from ultrabench.store.folder import SweepFolder, last_written_s, newest_first, sweep_dirs
 from ultrabench.store.identity import ensure_identity
 from ultrabench.store.journal import read_journal
+from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.store.sweep_moves import remove_sweep, rename_sweep, require_own_folder
@@ -176,7 +177,7 @@ def _require_idle(folder: SweepFolder, participle: str, is_cluster_gone: bool = 
     if is_cluster_gone and (silent_s := time.time() - last_written_s(folder.path)) < QUIET_S:
         fact = f"an agent or a launcher of {folder.name} wrote to its journal {silent_s:.0f} s ago"
         raise SweepFolderError(f"{fact}; --cluster-gone needs {QUIET_S / 60:g} minutes of silence")
-    user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder)]
+    user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder, writes=True)]
     if not user_texts and open_allocations(state) and not is_cluster_gone:
         config = launched_config(folder, state)
         try:
