@@ -11,7 +11,7 @@ import pytest
 from tests.sweep_folder import events_of, make_folder, write
 from tests.unit.cli.conftest import HEAD, QUICK, as_json, content, one_line, record
 from ultrabench.processes import own_name
-from ultrabench.store.events import AllocationPlanned
+from ultrabench.store.events import AllocationPlanned, Launched
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.identity import ensure_identity
 from ultrabench.store.lease import Lease
@@ -134,6 +134,19 @@ def test_a_sweep_that_a_launcher_follows_stays(ultrabench, sweep):
     )
     lease.release()
     assert ultrabench("sweep", "rm", "quick-cpu", "--yes")[0] == 0
+
+
+def test_checkpoints_that_killed_runs_left_elsewhere_are_named_and_deleted(ultrabench, sweep, tmp_path):
+    saves, sweep_id = tmp_path / "saves", ensure_identity(sweep).id
+    own, other = saves / f"checkpoint-{sweep_id[:8]}-a.0.0", saves / "checkpoint-0123abcd-a.0.0"
+    for path in (own, other):
+        path.mkdir(parents=True)
+    launched = Launched(
+        generation=9, config={"measure": {"checkpoint_folder": "saves"}}, work_dir=str(tmp_path)
+    )
+    write(sweep, launched, by="launcher")
+    code, _, err = ultrabench("sweep", "rm", "quick-cpu", "--yes")
+    assert (code, str(own) in err, own.exists(), other.exists()) == (0, True, False, True)
 
 
 def test_jobs_that_died_without_a_word_do_not_keep_a_sweep(ultrabench, sweep):

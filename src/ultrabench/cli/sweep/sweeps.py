@@ -1,5 +1,6 @@
 """The commands on whole sweeps: `ultrabench sweep list`, `rm` and `rename`."""
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from ultrabench.store.folder import SweepFolder, last_written_s, newest_first, s
 from ultrabench.store.identity import ensure_identity
 from ultrabench.store.journal import read_journal
 from ultrabench.store.lease import living_launchers
-from ultrabench.store.state import fold
+from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.store.sweep_moves import remove_sweep, rename_sweep, require_own_folder
 from ultrabench.sweep.candidate import Candidate, by_cell
@@ -124,13 +125,27 @@ def run_rm(folder: SweepFolder, yes: bool, is_cluster_gone: bool = False) -> Non
         typer.Abort: the answer is no.
     """
     folder = require_own_folder(folder)
-    ensure_identity(folder, say)
+    sweep_id = ensure_identity(folder, say).id
     _require_idle(folder, "deleted", is_cluster_gone)
-    attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
-    _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
+    state = fold(read_journal(folder.journal))
+    checkpoints = _left_checkpoints(folder, sweep_id, state)
+    checkpoint_text = f" and {', '.join(map(str, checkpoints))}" if checkpoints else ""
+    attempts = counted(len(state.attempts), "attempt")
+    _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results){checkpoint_text}?", yes)
     _require_idle(folder, "deleted", is_cluster_gone)  # a launch may have begun meanwhile
+    for path in checkpoints:
+        shutil.rmtree(path, ignore_errors=True)
     remove_sweep(folder)
-    say(f"deleted {folder.path}")
+    say(f"deleted {folder.path}{checkpoint_text}")
+
+
+def _left_checkpoints(folder: SweepFolder, sweep_id: str, state: SweepState) -> list[Path]:
+    """The checkpoints of a sweep in `measure.checkpoint_folder`, which runs that were killed have left there."""
+    checkpoint_folder = state.config.get("measure", {}).get("checkpoint_folder")
+    if not checkpoint_folder or state.launched is None:
+        return []
+    save_folder = Path(state.launched.work_dir or Path.cwd()) / checkpoint_folder
+    return sorted(save_folder.glob(folder.checkpoint(save_folder, sweep_id, "*").name))
 
 
 def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
