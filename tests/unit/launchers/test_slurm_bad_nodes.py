@@ -72,7 +72,11 @@ def test_an_exclusion_that_leaves_too_few_nodes_is_never_sent(
         slurm_module, "array_script", lambda allocations, config, exclude, module: scripts.append([*exclude])
     )
     monkeypatch.setattr(slurm_module, "submit", lambda path, script, environment: "57")
-    slurm.launcher.submit([SimpleNamespace(name=A, nodes=num_nodes)], ["a", "gpu01", "gpu02"], notes.append)
+    slurm.launcher.submit(
+        [SimpleNamespace(name=A, nodes=num_nodes, sweep_dir="quick", sweep_id="")],
+        ["a", "gpu01", "gpu02"],
+        notes.append,
+    )
     assert scripts == [sent]
     assert [said in note for note in notes] == ([True] if said else [])
 
