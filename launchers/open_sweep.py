@@ -195,6 +195,11 @@ class OpenSweep:
         """The state of the sweep now; every call returns the same object, which grows with the journal."""
         return self.fold.add(self.reader.poll())
 
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether others may take this launcher for dead, as after it was suspended, so that it must look again."""
+        return self.lease is not None and self.lease.has_lapsed()
+
     def renew_lapsed_lease(self) -> bool:
         """Takes the lease again if it lapsed, as while this launcher was suspended; returns whether it had lapsed.
 
@@ -284,9 +289,7 @@ def open_sweep(
     has_known_peak = bool(config.hardware.peak_flops_per_s)
     if existing_json is not None:
         require_same(existing_json, config, folder.path)
-        lease = _take_lease(
-            folder, journal
-        )  # from now on others see a launcher, also while the machine is measured
+        lease = _take_lease(folder, journal)  # others see it also while this machine is measured
     environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
     folder.create()
     lease = lease or _take_lease(folder, journal)
@@ -321,7 +324,7 @@ def open_sweep(
 
 
 def _take_lease(folder: SweepFolder, journal: JournalWriter) -> Lease:
-    """The lease of this launcher on a sweep.
+    """The lease of this launcher on a sweep; from now on others see that a launcher follows it.
 
     Raises:
         SweepFolderError: the folder cannot be written.

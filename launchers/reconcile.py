@@ -188,8 +188,6 @@ class Reconciler:
     def _submit_array(self, jobs: Sequence[PlannedJob], bad_hosts: list[str]) -> bool:
         """Submits jobs as one array; returns whether the batch system took them."""
         sweep, journal = self.sweep, self.sweep.journal
-        if sweep.lease is not None and sweep.lease.has_lapsed():
-            return False  # others may have taken this launcher for dead: the next round looks again
         token = uuid.uuid4().hex
         new_allocations = make_allocations(
             sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,
@@ -205,6 +203,9 @@ class Reconciler:
             for allocation in new_allocations:
                 shutil.rmtree(allocation.folder, ignore_errors=True)
             raise
+        if sweep.has_lapsed:  # others may have taken this launcher for dead: the next round looks again
+            self.recorder.record_refused(new_allocations, "not submitted: this launcher was suspended")
+            return False
         try:
             job_by_name = self.launcher.submit(new_allocations, bad_hosts, self._say_once)
         except NotTakenError as refusal:

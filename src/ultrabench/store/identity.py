@@ -41,12 +41,11 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
     original = _original_of(folder, sweep_json, place)
     try:
         if original is not None:
-            say(
-                f"{folder.path} is a copy of {original}: it becomes a sweep of its own, without the jobs of {original}"
-            )
+            fact = f"{folder.path} is a copy of {original}"
+            say(f"{fact}: it becomes a sweep of its own, without the jobs of {original}")
             copy_of = sweep_json.id or OLD_COPY
-            names = tuple(sorted(fold(read_journal(folder.journal)).allocations))
-            JournalWriter(folder.journal, "copy").write(Copied(copy_of=copy_of, allocations=names))
+            copied_event = Copied(copy_of=copy_of, allocations=_allocation_names(folder))
+            JournalWriter(folder.journal, "copy").write(copied_event)
             sweep_json = replace(sweep_json, id=_first_id(folder, copy_of), copy_of=copy_of)
         elif not sweep_json.id:
             sweep_json = replace(sweep_json, id=_first_id(folder, "first"))
@@ -56,6 +55,14 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
         failure = f"cannot write {folder.sweep_json}: {error.strerror}; make it writable or free space"
         raise (error if may_pass(error) else SweepFolderError(failure)) from error
     return sweep_json
+
+
+def _allocation_names(folder: SweepFolder) -> tuple[str, ...]:
+    """The allocations that the journal or their own files name."""
+    names = {*fold(read_journal(folder.journal)).allocations}
+    with contextlib.suppress(FileNotFoundError):
+        names |= {entry.name for entry in os.scandir(folder.allocations) if entry.is_dir()}
+    return tuple(sorted(names))
 
 
 def _first_id(folder: SweepFolder, occasion: str) -> str:
@@ -73,18 +80,23 @@ def _original_of(folder: SweepFolder, sweep_json: SweepJson, place: Place) -> Pa
     recorded_place = sweep_json.place
     if recorded_place is None or (place.device, place.inode) == (recorded_place.device, recorded_place.inode):
         return None
-    for path in (Path(recorded_place.path), *_moved_from(folder.path.resolve().parent, recorded_place)):
+    recorded_path = Path(recorded_place.path)
+    for path in (
+        recorded_path,
+        *_folders_with_inode(recorded_place, recorded_path.parent, folder.path.resolve().parent),
+    ):
         if _id_in(path) == sweep_json.id and not is_same_folder(path, folder.path):
             return path
     return None
 
 
-def _moved_from(parent: Path, recorded_place: Place) -> Iterator[Path]:
-    """The folders beside the sweep that have the recorded inode, such as a moved original that a copy replaced."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(parent):
-            if entry.inode() == recorded_place.inode:
-                yield Path(entry.path)
+def _folders_with_inode(recorded_place: Place, *parents: Path) -> Iterator[Path]:
+    """The folders in `parents` that have the recorded inode, such as an original that was renamed after it was copied."""
+    for parent in parents:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(parent):
+                if entry.inode() == recorded_place.inode:
+                    yield Path(entry.path)
 
 
 def _original_by_allocations(folder: SweepFolder, sweep_json: SweepJson) -> Path | None:

@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.processes import own_name, pid_namespace, start_time, state_of
 from ultrabench.record import from_dict, to_dict
 from ultrabench.store.folder import SweepFolder, write_whole
@@ -51,17 +51,15 @@ class LeaseHolder:
         another namespace. But a signal reaches hidden processes, too, so that the answer that there is no such process
         is certain. A stopped process neither works nor is gone.
         """
-        if (self.boot_id, self.pid_namespace) != (_boot_id(), _own_namespace()):
+        if not self.boot_id or (self.boot_id, self.pid_namespace) != (_boot_id(), _own_namespace()):
             return None
         if (start_ticks := start_time(self.pid)) is not None:
             is_same = start_ticks == self.start_ticks
             return None if is_same and state_of(self.pid) in "Tt" else is_same
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            return None
+        except OSError as error:
+            return False if isinstance(error, ProcessLookupError) else None
         return None
 
 
@@ -72,8 +70,12 @@ def _boot_id() -> str:
         return ""
 
 
-def _own_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+def _own_namespace() -> int | None:
+    """The PID namespace of this process; None where /proc shows another one, so that pids mean nothing here."""
+    try:
+        return pid_namespace()
+    except (ClusterError, OSError):
+        return None
 
 
 def _seconds_since_boot() -> float:
@@ -110,13 +112,14 @@ class Lease:
         ).start()
 
     def renew(self) -> None:
-        """Shows others that this launcher is alive.
+        """Shows others that this launcher is alive; a lease that lapsed meanwhile, as on a disk that hung, stays lapsed.
 
         Raises:
             OSError: the file cannot be written, or is gone with the folder.
         """
         os.utime(self.path)
-        self._renewed_at = _seconds_since_boot()
+        if not self.has_lapsed():
+            self._renewed_at = _seconds_since_boot()
 
     def renew_lapsed(self) -> None:
         """Takes the lease again after it lapsed, also if somebody removed its file meanwhile.

@@ -111,6 +111,7 @@ EVERY_EVENT = [
     events.AllocationStarted(allocation="n1", agent=events.LeadingAgent(host="gpu01", job=JOB)),
     events.AllocationEnded(allocation="n1", reason="all tasks done", job=JOB, elapsed_s=1.0, held_s=3.0),
     events.Launched(generation=1, config={}, retry=(KEY,)), Pause(generation=1), Cancel(generation=1),
+    events.Copied(copy_of="c0ffee00", allocations=("n1", "n2")),
 ]  # fmt: skip
 JUNK = [
     None, "x", -1, 0.5, [], [1], [[1]], {}, {"status": "fine"}, True, "7" * 40, float("nan"), float("inf"),
