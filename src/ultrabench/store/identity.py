@@ -20,6 +20,9 @@ from ultrabench.store.sweep_json import Place, SweepJson, place_of, read_sweep_j
 OLD_COPY = "unknown"
 """What `copy_of` says of a copy whose original has no id, since an earlier version wrote it."""
 
+_IDENTITY_FIELDS = ("id", "first_name", "place", "copy_of")
+"""Fields of sweep.json that say which sweep a folder holds."""
+
 
 def new_sweep_id() -> str:
     """A random id for a sweep, 16 hexadecimal digits."""
@@ -46,11 +49,11 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
             copy_of = sweep_json.id or OLD_COPY
             copied_event = Copied(copy_of=copy_of, allocations=_allocation_names(folder))
             JournalWriter(folder.journal, "copy").write(copied_event)
-            sweep_json = replace(sweep_json, id=_first_id(folder, copy_of), copy_of=copy_of)
+            sweep_json = replace(sweep_json, id=_first_id(folder, copy_of), copy_of=copy_of, first_name="")
         elif not sweep_json.id:
-            sweep_json = replace(sweep_json, id=_first_id(folder, "first"))
+            sweep_json = replace(sweep_json, id=_first_id(folder, "first"), first_name=sweep_json.sweep)
         sweep_json = replace(sweep_json, place=place)
-        update_sweep_json(folder, {"id": sweep_json.id, "place": place, "copy_of": sweep_json.copy_of})
+        update_sweep_json(folder, {name: getattr(sweep_json, name) for name in _IDENTITY_FIELDS})
     except OSError as error:
         failure = f"cannot write {folder.sweep_json}: {error.strerror}; make it writable or free space"
         raise (error if may_pass(error) else SweepFolderError(failure)) from error

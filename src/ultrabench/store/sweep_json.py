@@ -1,6 +1,7 @@
 """Reads and writes sweep.json, which holds what all runs share and is written at the first launch."""
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -43,6 +44,8 @@ class SweepJson:
     id: str = ""
     """Random hexadecimal digits by which the sweep is known whatever its path and name; empty if an earlier version
     wrote the file and nothing was written since."""
+    first_name: str = ""
+    """Name of a sweep of an earlier version when it got its id, by which trackers know it; empty for others."""
     place: Place | None = None
     """Where the folder was when it was last written; a copy is known by another place."""
     copy_of: str = ""
@@ -65,6 +68,11 @@ class SweepJson:
     """Who launched what, from where, and with which version of ultrabench."""
     config: dict[str, Any]
     """The resolved configuration of the first launch."""
+
+    @property
+    def key(self) -> str:
+        """Eight hex digits by which trackers know the sweep, also after it was renamed."""
+        return key_of(self.first_name or self.id or self.sweep)
 
     def peak(self, nodes: int, precision: str) -> Peak | None:
         """The peak rate of one rank, which mfu is relative to; None where it is unknown."""
@@ -144,6 +152,11 @@ def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
     """
     json_value = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
     write_whole(folder.sweep_json, json.dumps(json_value, indent=1) + "\n")
+
+
+def key_of(text: str) -> str:
+    """Eight hex digits that stand for the id or the name of a sweep."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def place_of(folder: SweepFolder) -> Place:
