@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.host_list import expand_hosts
 from ultrabench.launchers.launcher import Allocations, NotTakenError, Say, own_origin
 from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
@@ -35,7 +35,7 @@ from ultrabench.launchers.slurm.script import JOB_PREFIX, array_name, array_scri
 from ultrabench.launchers.slurm.site import Site, partition_nodes
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
-from ultrabench.store.allocation import JOB_LOG, Allocation
+from ultrabench.store.allocation import JOB_LOG, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
@@ -138,6 +138,8 @@ class SlurmLauncher:
         """Jobs that were submitted twice by accident, and were cancelled for that."""
         self._accounting_since: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
+        self._first_sweep_names: dict[str, str] = {}
+        """Allocation that an earlier version planned -> the name that the sweep had then."""
         self._unanswered: set[str] = set()
         """Allocations of which sbatch did not say whether Slurm took them, and that squeue has not shown yet."""
 
@@ -279,8 +281,17 @@ class SlurmLauncher:
         """The name of the job of an allocation, which it keeps when its sweep is renamed."""
         if recorded_name := (allocation.job or {}).get("name"):
             return str(recorded_name)
-        sweep = allocation.sweep or self._folder.name
+        sweep = allocation.sweep or self._first_sweep_name(allocation.name)
         return job_name(sweep, allocation.sweep_id, allocation.name.rpartition(".")[0])
+
+    def _first_sweep_name(self, name: str) -> str:
+        """The name that the sweep had when an earlier version planned this allocation."""
+        if name not in self._first_sweep_names:
+            sweep_path = self._folder.path
+            with contextlib.suppress(SweepFolderError):
+                sweep_path = Path(read_allocation(self._folder.allocations / name).sweep_dir)
+            self._first_sweep_names[name] = sweep_path.name
+        return self._first_sweep_names[name]
 
     def observe(self, allocations: Allocations) -> JobsSeen:
         """The jobs of the sweep by squeue or, for jobs that squeue has forgotten, by sacct.

@@ -20,7 +20,7 @@ from ultrabench.store.sweep_json import Place, SweepJson, place_of, read_sweep_j
 OLD_COPY = "unknown"
 """What `copy_of` says of a copy whose original has no id, since an earlier version wrote it."""
 
-_IDENTITY_FIELDS = ("id", "first_name", "place", "copy_of")
+_IDENTITY_FIELDS = ("id", "sweep", "first_name", "place", "copy_of")
 """Fields of sweep.json that say which sweep a folder holds."""
 
 
@@ -49,7 +49,15 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
             copy_of = sweep_json.id or OLD_COPY
             copied_event = Copied(copy_of=copy_of, allocations=_allocation_names(folder))
             JournalWriter(folder.journal, "copy").write(copied_event)
-            sweep_json = replace(sweep_json, id=_first_id(folder, copy_of), copy_of=copy_of, first_name="")
+            for lease_path in folder.leases.glob("*.json"):  # of launchers that follow the original
+                lease_path.unlink(missing_ok=True)
+            sweep_json = replace(
+                sweep_json,
+                id=_first_id(folder, copy_of),
+                copy_of=copy_of,
+                sweep=folder.path.name,
+                first_name="",
+            )
         elif not sweep_json.id:
             sweep_json = replace(sweep_json, id=_first_id(folder, "first"), first_name=sweep_json.sweep)
         sweep_json = replace(sweep_json, place=place)

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.allocations import with_launcher
+from tests.unit.allocations import first_allocations, open_sweep, with_launcher
 from tests.unit.launchers import played_slurm
 from tests.unit.launchers.played_slurm import GRACE_S, JOB_NAME, A, B, rows
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S
 from ultrabench.result import Status
+from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen
 
 slurm = played_slurm.slurm
@@ -215,3 +216,13 @@ def test_a_job_keeps_the_name_that_its_sweep_had(slurm, planned, name):
     slurm.listed = rows(("57_0", "RUNNING"), name=name)
     look = slurm.observe()
     assert (look.running, look.jobs[A]["name"]) == ({A}, name)
+
+
+def test_an_unanswered_job_of_an_earlier_version_keeps_the_name_in_its_file(slurm, tmp_path):
+    """Its sweep was renamed, and the journal does not say how the job was named."""
+    (allocation,) = first_allocations(open_sweep(tmp_path / "old"))
+    replace(allocation, name=A).write()
+    (tmp_path / "old").rename(tmp_path / "new")
+    slurm.launcher._folder = SweepFolder(tmp_path / "new")
+    slurm.listed = rows(("57_0", "RUNNING"), name=f"ub-old-{A.rpartition('.')[0]}")
+    assert slurm.observe().running == {A}

@@ -15,6 +15,7 @@ from ultrabench.store.events import AllocationPlanned, AllocationStarted, Leadin
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.identity import OLD_COPY, ensure_identity
 from ultrabench.store.journal import read_journal
+from ultrabench.store.lease import Lease, living_launchers
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import place_of, read_sweep_json
 from ultrabench.store.sweep_moves import rename_sweep
@@ -38,7 +39,7 @@ def state_of(folder):
 
 
 def copy_of(folder, name="copy"):
-    path = folder.path.with_name(name)
+    path = folder.path.parent / name
     shutil.copytree(folder.path, path)
     return SweepFolder(path)
 
@@ -60,6 +61,14 @@ def test_another_path_is_the_same_sweep(folder, tmp_path, monkeypatch, kind):
     assert not state_of(folder).allocations["n1-0000aaaa.0"].is_copied
 
 
+@pytest.mark.parametrize("parent", ["", "elsewhere"])
+def test_a_copy_is_known_after_its_original_was_renamed(folder, tmp_path, parent):
+    (tmp_path / parent).mkdir(exist_ok=True)
+    copy = copy_of(folder, f"{parent}/copy" if parent else "copy")
+    original = rename_sweep(folder, "renamed")
+    assert ensure_identity(copy).copy_of == read_sweep_json(original).id
+
+
 @pytest.mark.parametrize("move", ["rename", "mv", "cp and rm"])
 def test_a_moved_folder_keeps_its_id(folder, tmp_path, move):
     sweep_id, new_path = read_sweep_json(folder).id, tmp_path / "second"
@@ -77,14 +86,20 @@ def test_a_moved_folder_keeps_its_id(folder, tmp_path, move):
 
 
 def test_a_copy_gets_a_new_id_and_no_jobs(folder):
+    lease = Lease(folder, "launcher-a")
     sweep_id, copy, messages = read_sweep_json(folder).id, copy_of(folder), []
+    (copy.allocations / "n1-0000bbbb.0").mkdir(parents=True)  # its lines of the journal are lost
     content = ensure_identity(copy, messages.append)
     assert content.id != sweep_id
-    assert (content.copy_of, content.place) == (sweep_id, place_of(copy))
+    assert (content.sweep, content.copy_of, content.place) == ("copy", sweep_id, place_of(copy))
+    assert living_launchers(copy) == []
+    assert len(living_launchers(folder)) == 1
+    lease.release()
     (message,) = messages
     assert f"{copy.path} is a copy of {folder.path}" in message
     allocation = state_of(copy).allocations["n1-0000aaaa.0"]
     assert allocation.is_copied
+    assert state_of(copy).allocations["n1-0000bbbb.0"].is_copied
     assert "belongs to the original" in allocation.ended
     assert allocation.held_s == 0.0
     assert ensure_identity(copy, pytest.fail).id == content.id

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from ultrabench.errors import ClusterError
 from ultrabench.processes import own_name, start_time
 from ultrabench.record import to_dict
 from ultrabench.store import lease as lease_module
@@ -36,6 +37,13 @@ def here():
     """A holder on this host and in this namespace, but without a process."""
     boot_id, namespace = lease_module._boot_id(), lease_module._own_namespace()
     return replace(HOLDER, host=HERE, boot_id=boot_id, pid_namespace=namespace)
+
+
+def raiser(error):
+    def fail():
+        raise error
+
+    return fail
 
 
 def leave(folder, holder, age_s=0.0, name="launcher-x"):
@@ -117,6 +125,22 @@ def test_the_clock_of_the_file_server_counts(folder, monkeypatch):
     ahead_s = time.time() + 3600
     monkeypatch.setattr(lease_module.time, "time", lambda: ahead_s)
     assert len(living_launchers(folder, writes=True)) == 1
+
+
+def test_a_lease_that_lapsed_while_its_disk_hung_stays_lapsed(folder, monkeypatch):
+    lease = Lease(folder, "launcher-a")
+    now_s = lease_module._seconds_since_boot() + LAPSE_S + 1
+    monkeypatch.setattr(lease_module, "_seconds_since_boot", lambda: now_s)
+    lease.renew()
+    assert lease.has_lapsed()
+    lease.renew_lapsed()
+    assert not lease.has_lapsed()
+
+
+def test_where_proc_shows_another_namespace_pids_mean_nothing(folder, here, monkeypatch):
+    monkeypatch.setattr(lease_module, "pid_namespace", raiser(ClusterError("/proc shows another namespace")))
+    leave(folder, replace(here, pid=os.getpid(), start_ticks=1))
+    assert len(living_launchers(folder)) == 1
 
 
 def test_files_that_are_no_lease_are_passed_over(folder):
