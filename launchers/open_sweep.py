@@ -284,11 +284,12 @@ def open_sweep(
         choices = "same (measure again in the new environment) or any (keep the old results)"
         raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
-    existing_json = ensure_identity(folder, say) if find_sweep_json(folder) else None
+    existing_json = find_sweep_json(folder)
     journal, lease = JournalWriter(folder.journal, "launcher"), None
     has_known_peak = bool(config.hardware.peak_flops_per_s)
     if existing_json is not None:
         require_same(existing_json, config, folder.path)
+        existing_json = ensure_identity(folder, say)
         lease = _take_lease(folder, journal)  # others see it also while this machine is measured
     environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
     folder.create()

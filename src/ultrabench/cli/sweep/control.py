@@ -41,8 +41,6 @@ def run_retry(
         status_list: the statuses to retry with commas between them; None means all failures except a lack of memory.
         run_id_prefix: beginning of the ids of the runs to retry; None means all runs.
     """
-    if not dry_run:
-        ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     state = for_answers(state)
     attempts = _attempts_to_retry(folder, state, status_list, run_id_prefix)
@@ -124,9 +122,9 @@ def run_pause(folder: SweepFolder) -> None:
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
-    ensure_identity(folder, say)
     state, plan = _state_and_plan(folder)
     require_tracker(plan.config)
+    ensure_identity(folder, say)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))
