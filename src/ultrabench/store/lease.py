@@ -17,7 +17,7 @@ from pathlib import Path
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.processes import own_name, pid_namespace, start_time, state_of
 from ultrabench.record import from_dict, to_dict
-from ultrabench.store.folder import SweepFolder, write_whole
+from ultrabench.store.folder import SweepFolder, mtime_s, write_whole
 
 RENEW_S = 10.0
 """Seconds between two renewals of a lease."""
@@ -42,6 +42,8 @@ class LeaseHolder:
 
     def __str__(self) -> str:
         """The launcher as messages name it."""
+        if not self.pid:
+            return f"a launcher on {self.host}"
         return f"process {self.pid} on {self.host}"
 
     def visible_life(self) -> bool | None:
@@ -61,6 +63,12 @@ class LeaseHolder:
         except OSError as error:
             return False if isinstance(error, ProcessLookupError) else None
         return None
+
+
+_UNREADABLE_HOLDER = LeaseHolder(
+    host="an unknown host", boot_id="", pid_namespace=0, pid=0, start_ticks=0, user=""
+)
+"""Stands for the launcher of another user whose lease cannot be read: only its renewals tell whether it lives."""
 
 
 def _boot_id() -> str:
@@ -164,11 +172,9 @@ def living_launchers(
     Args:
         writes: whether a file may be written to learn the time of the file server, whose clock may differ from ours.
     """
-    paths = sorted(folder.leases.glob("*.json"))
+    paths = [path for path in sorted(folder.leases.glob("*.json")) if own is None or path != own.path]
     now_s = _file_server_now_s(folder) if paths and (writes or own) else time.time()
-    return [
-        holder for path in paths if own is None or path != own.path if (holder := _living_holder(path, now_s))
-    ]
+    return [holder for path in paths if (holder := _living_holder(path, now_s))]
 
 
 def lives(folder: SweepFolder, name: str) -> bool:
@@ -183,6 +189,8 @@ def _living_holder(path: Path, now_s: float) -> LeaseHolder | None:
         with path.open("rb") as file:  # opening it makes a file server show its latest time
             content, renewed_at = file.read(), os.fstat(file.fileno()).st_mtime
         holder = from_dict(LeaseHolder, json.loads(content), skip_unknown=True)
+    except PermissionError:
+        holder, renewed_at = _UNREADABLE_HOLDER, mtime_s(path)
     except (OSError, ValueError, TypeError, RecursionError, ConfigError):
         return None
     life = holder.visible_life()

@@ -143,6 +143,14 @@ def test_where_proc_shows_another_namespace_pids_mean_nothing(folder, here, monk
     assert len(living_launchers(folder)) == 1
 
 
+@pytest.mark.parametrize(("age_s", "is_alive"), [(0, True), (LAPSE_S + 1, False)])
+def test_of_a_lease_that_cannot_be_read_the_renewals_tell(folder, monkeypatch, age_s, is_alive):
+    """A launcher of another user with a strict umask."""
+    leave(folder, HOLDER, age_s)
+    monkeypatch.setattr(lease_module.Path, "open", lambda self, mode: raiser(PermissionError(13, "denied"))())
+    assert [*map(str, living_launchers(folder))] == ["a launcher on an unknown host"] * is_alive
+
+
 def test_files_that_are_no_lease_are_passed_over(folder):
     for name, text in (("a", ""), ("b", "[]"), ("c", "{}"), ("d", '{"pid": "x"}'), ("e", "[" * 100_000)):
         (folder.leases / f"{name}.json").write_text(text)
