@@ -19,6 +19,7 @@ from tests.chaos.judge import judge
 from tests.chaos.refusals import JOBS_AT_A_TIME
 from tests.chaos.target import AWAY_S, Hit, MissedError, jobs, one_of, wait_for
 from tests.chaos.witness import executions_of
+from ultrabench.store.claim import GIVEN_UP, owner_of
 
 if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
@@ -29,6 +30,8 @@ RENAMED_S = 8.0
 """Seconds for which a sweep is followed under another name."""
 BESIDE_S = 12.0
 """Seconds for which a launcher in a PID namespace of its own follows the sweep, too."""
+FOLLOWED = " follows it"
+"""What a command says that needs an idle sweep and sees a launcher."""
 HANGS_S = 20
 """Seconds for which sbatch hangs before it submits the job; they are more than all grace periods of a launcher."""
 HANGING_SBATCH = f'if [ -e $FLAG ]; then echo $$ >> $HITS; sleep {HANGS_S}; fi\nexec $REAL "$@"'
@@ -51,7 +54,7 @@ def _linked_results(campaign: "Campaign", fault: Fault) -> Hit:
         path.symlink_to(campaign.results)
     campaign.kill_launchers()
     words = ("sweep", "rm", campaign.sweep, "--results-dir", str(path))
-    _require_refused(campaign, lambda: jobs(campaign.sweep), *words)
+    _require_refused(campaign, lambda: jobs(campaign.sweep), " is in use (", *words)
     campaign.launch(f"results_dir={path}")
     return {"target": f"the results by a {'bind mount' if is_mounted else 'link'}"}
 
@@ -103,7 +106,7 @@ def _hidden_pids(campaign: "Campaign", fault: Fault) -> Hit:
     hides = bool(fault.share % 2)
     view = ["unshare", "--mount", "bash", "-c", mount, "-", *become] if hides else _NAMESPACE
     for words in (("sweep", "rm", campaign.sweep), ("sweep", "rename", campaign.sweep, "new")):
-        _require_refused(campaign, campaign.living, *words, view=view)
+        _require_refused(campaign, campaign.living, FOLLOWED, *words, view=view)
     if hides:
         return {"target": f"rm and rename by user {STRANGER} behind hidepid=2"}
     command = [*_NAMESPACE, *campaign.bench.command(*campaign.launch_words())]
@@ -119,19 +122,20 @@ _NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def _require_refused(
-    campaign: "Campaign", is_alive: Callable[[], object], *words: str, view: Sequence[str] = ()
+    campaign: "Campaign", is_alive: Callable[[], object], why: str, *words: str, view: Sequence[str] = ()
 ) -> None:
     """Reports a problem if a command that needs an idle sweep does not find it in use.
 
     It is not confirmed, so that it harms nothing. The sweep must be alive before and after it, since it may end meanwhile.
 
     Args:
+        why: a part of the message, since jobs would hide that a launcher is not seen.
         view: a program and its arguments that limit what the command sees.
     """
     was_alive = is_alive()
     command = [*view, *campaign.bench.command(*words)]
     process = patience.run(command, IDLE_S, cwd=campaign.bench.folder, env=campaign.bench.environment())
-    if was_alive and is_alive() and (process.returncode != 2 or " is in use (" not in process.stderr):
+    if was_alive and is_alive() and (process.returncode != 2 or why not in process.stderr):
         campaign.complain(f"{' '.join(words)} did not find it in use: {process.stderr[-300:]}")
 
 
@@ -140,18 +144,28 @@ def _hanging_sbatch(campaign: "Campaign", fault: Fault) -> Hit:
     beside = ("launch", "rm and rename", "kill and launch")[fault.share % 3]
     with Wrappers(campaign, fault, {"sbatch": HANGING_SBATCH}) as wrappers:
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
+        old_names, submitters = _given_up(campaign), campaign.living()
         if beside == "rm and rename":
             for words in (("sweep", "rm", campaign.sweep), ("sweep", "rename", campaign.sweep, "new")):
-                _require_refused(campaign, campaign.living, *words)
+                _require_refused(campaign, campaign.living, FOLLOWED, *words)
         else:
             if "kill" in beside:
                 campaign.kill_launchers()
             campaign.launch()
         time.sleep(HANGS_S)
+    live_submitters = [launcher for launcher in submitters if launcher.poll() is None]
+    if live_submitters and (names := sorted(_given_up(campaign) - old_names)):
+        campaign.complain(f"{', '.join(names)} were given up while their launcher waited for sbatch")
     num_tries = len(wrappers.pids())
     # A job that appears after its launcher was killed runs nothing.
     costs = JOBS_AT_A_TIME * num_tries if "kill" in beside else 0
     return {"target": f"{beside} beside {num_tries} submissions", "costs": costs}
+
+
+def _given_up(campaign: "Campaign") -> set[str]:
+    """The allocations of the sweep that launchers have claimed so that they run nothing."""
+    claims = campaign.folder / "claims"
+    return {path.name for path in claims.glob("n*.*") if owner_of(claims, path.name) == GIVEN_UP}
 
 
 def _bad_variant(campaign: "Campaign", fault: Fault) -> Hit:
