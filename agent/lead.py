@@ -129,18 +129,21 @@ class Leader:
         checkpoint_paths = [task.checkpoint for task in self._allocation.tasks if task.checkpoint]
         if not checkpoint_paths:
             return
-        folder = self._node.folder
-        pattern = folder.checkpoint(Path(checkpoint_paths[0]).parent, "*")
+        folder, save_folder = self._node.folder, Path(checkpoint_paths[0]).parent
+        # Earlier versions named checkpoints after the path of the sweep.
+        sweep_ids = {self._allocation.sweep_id, ""}
 
         def remove() -> None:
-            paths = {*pattern.parent.glob(pattern.name)}
+            patterns = [folder.checkpoint(save_folder, sweep_id, "*") for sweep_id in sweep_ids]
+            paths = {path for pattern in patterns for path in save_folder.glob(pattern.name)}
             attempts = fold(read_journal(folder.journal, log_line)).attempts if paths else {}
-            obsolete = {folder.checkpoint(pattern.parent, key) for key, a in attempts.items() if a.result}
+            ended_keys = [key for key, attempt in attempts.items() if attempt.result]
+            obsolete = {folder.checkpoint(save_folder, i, key) for i in sweep_ids for key in ended_keys}
             for path in paths & obsolete:
                 shutil.rmtree(path, ignore_errors=True)
 
         try:
-            self._node.disk.retry(remove, CLEANING_S, subject=str(pattern.parent))
+            self._node.disk.retry(remove, CLEANING_S, subject=str(save_folder))
         except (ClusterError, OSError) as error:
             log_line(f"checkpoints of earlier runs may be left: {error}")
 

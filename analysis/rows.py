@@ -290,7 +290,7 @@ def _shared_columns(sweep: SweepJson, kernel: KernelConfig, run_facts: Row, shap
     """
     peak = sweep.peak(run_facts["nodes"], kernel.precision) if run_facts else None
     return {
-        "schema_version": RESULTS_SCHEMA_VERSION, "sweep": sweep.sweep, "cluster": sweep.cluster,
+        "schema_version": RESULTS_SCHEMA_VERSION, "sweep": sweep.sweep, "sweep_key": sweep.key, "cluster": sweep.cluster,
         "hardware": sweep.hardware.name, "kernel": kernel.name, "kernel_version": str(kernel.version),
         "kernel_digest": sweep.kernel_digest, "env": _json_text(kernel.env) if kernel.env else None,
         "precision": kernel.precision, "compile": kernel.compiles(run_facts.get("pp_schedule")),

@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     "Identity": (
         column("schema_version", INT, "Version of this schema."),
         column("sweep", TEXT, "Name of the sweep."),
+        column("sweep_key", TEXT, "Eight hex digits by which trackers know the sweep, also after it was renamed."),
         column("run_id", TEXT, "First 16 hex digits of the hash of everything that defines the run."),
         column("env_id", TEXT, "Hash of the environment: env, program, GPU, torch, CUDA, NCCL, driver, variables."),
         column("env", TEXT, "Environment variables that kernel.env set for the program, as JSON; secrets are redacted."),

@@ -32,6 +32,7 @@ def make_allocations(
     token: str,
     origin: Origin,
     kernel_digest: str,
+    sweep_id: str = "",
     git_commit: str | None = None,
     num_cores: int | None = None,
 ) -> list[Allocation]:
@@ -41,6 +42,7 @@ def make_allocations(
         token: hexadecimal digits that no other submission has.
         origin: the user who submits the allocations, and the place.
         kernel_digest: digest of the training program; the program on the nodes must have the same one.
+        sweep_id: id of the sweep, by which its checkpoints and jobs are found under every path and name.
         num_cores: number of cores of this host; None if they were not counted.
     """
     config = plan.config
@@ -48,6 +50,7 @@ def make_allocations(
         Allocation(
             name=f"n{job.nodes}-{token[:8]}.{index}",
             sweep_dir=str(folder.path),
+            sweep_id=sweep_id,
             work_dir=str(Path.cwd()),
             nodes=job.nodes,
             gpus_per_node=config.hardware.gpus_per_node,
@@ -62,13 +65,13 @@ def make_allocations(
             window=config.launcher.window,
             utc_offset_s=utc_offset_s(time.time()) if config.launcher.window else None,
             by=origin,
-            tasks=tuple(_task(plan, folder, attempt, job) for attempt in job.attempts),
+            tasks=tuple(_task(plan, folder, sweep_id, attempt, job) for attempt in job.attempts),
         )
         for index, job in enumerate(jobs)
     ]
 
 
-def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: PlannedJob) -> Task:
+def _task(plan: Plan, folder: SweepFolder, sweep_id: str, attempt: PlannedAttempt, job: PlannedJob) -> Task:
     config, run = plan.config, attempt.candidate
     save_folder = Path.cwd() / (config.measure.checkpoint_folder or folder.path)
     best_run, tokens_per_gpu = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
@@ -87,7 +90,9 @@ def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: Planned
         best_step_time_s=tokens_per_gpu / best_run.rate if best_run and best_run.rate else None,
         best_control_ratio=best_run.control_ratio if best_run and has_same_control else None,
         profile=config.trace,
-        checkpoint=str(folder.checkpoint(save_folder, attempt.key)) if config.measure.checkpoint else None,
+        checkpoint=str(folder.checkpoint(save_folder, sweep_id, attempt.key))
+        if config.measure.checkpoint
+        else None,
     )
 
 

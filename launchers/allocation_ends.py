@@ -16,13 +16,16 @@ from ultrabench.result import NOT_STARTED, STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, EndCode, Failed, Start
-from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, mtime_s
+from ultrabench.store.folder import SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
+from ultrabench.store.lease import lives, living_launchers
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
 from ultrabench.sweep.running.attempts import NO_LAUNCH, Launch
 from ultrabench.variant import job_options
 
+MISSED_TOUCHES = 3
+"""Number of missed touches of its journal after which an agent counts as gone."""
 GRACES_UNTIL_SEEN = 1.5
 """Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
 
@@ -41,8 +44,6 @@ class LaunchMemory:
     """Nodes that the latest submission did not use."""
     cancelled_at: float = -math.inf
     """When this launch last tried to cancel its allocations, by its monotonic clock."""
-    touched_at: float = 0.0
-    """When this launch last showed other launches that it is alive, by its monotonic clock."""
     claimed_names: set[str] = field(default_factory=set)
     """Allocations that agents own, even if they have not written anything yet."""
     recorded_ends: set[tuple[str, Start]] = field(default_factory=set)
@@ -193,11 +194,22 @@ class EndRecorder:
                 end = replace(end, status=Status.LOST, reason=self.watchdog.freezes[name], agent_gone=False)
             if allocation.ended is not None:
                 self.record_end(allocation, None, state)
+            elif end and name not in started_names and self._is_being_submitted(allocation):
+                unclear_names.add(name)
             elif end and (self._is_dead(allocation, end) if name in started_names else self.give_up(name)):
                 self.record_end(allocation, end, state)
             elif end or name not in visible_names:  # another user's job, or one submitted later
                 unclear_names.add(name)
         return frozenset(unclear_names)
+
+    def _is_being_submitted(self, allocation: AllocationState) -> bool:
+        """Whether another launcher, which is alive, may still wait for the answer to the submission of an allocation."""
+        sweep, launcher_name = self._sweep, allocation.submission[0]
+        if allocation.job is not None or launcher_name == sweep.journal.name:
+            return False
+        if launcher_name:
+            return lives(sweep.folder, launcher_name)
+        return bool(living_launchers(sweep.folder, sweep.lease))
 
     def _is_dead(self, allocation: AllocationState, end: JobEnd) -> bool:
         """Whether an allocation whose agents had started is over; one that is not visible may still run.
@@ -301,6 +313,7 @@ class EndRecorder:
             allocation=allocation.name, nodes=allocation.nodes, by=allocation.by, limit_s=allocation.limit_s,
             control=allocation.control, tasks=tuple(task.key for task in allocation.tasks),
             variant=job_options(allocation.tasks[0].spec.variant) if allocation.tasks else {},
+            sweep_id=allocation.sweep_id, sweep=Path(allocation.sweep_dir).name,
         )  # fmt: skip
         self._sweep.journal.write(planned_event)
 
@@ -390,8 +403,8 @@ def open_allocations(state: SweepState) -> dict[str, AllocationState]:
 
 
 def visible_to(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
-    """The allocations among `allocations` that a launcher can see and end."""
-    return {n: a for n, a in allocations.items() if sees(launcher.origin, a.by)}
+    """The allocations among `allocations` that a launcher can see and end; those of a copied folder are none of its."""
+    return {n: a for n, a in allocations.items() if sees(launcher.origin, a.by) and not a.is_copied}
 
 
 def live_allocations(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str, AllocationState]:

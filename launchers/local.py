@@ -6,6 +6,7 @@ they continue when the launcher ends.
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -41,6 +42,10 @@ WARNING_S = 30
 """Seconds before the time limit at which submitit warns the agents."""
 OWN_MODULES = {"ultrabench.agent", "ultrabench.launchers.local", "submitit.local._local"}
 """Modules of an allocation's processes: its agents, the process that starts them, submitit's controller."""
+
+
+_ALLOCATION_IN_PATH = re.compile(r"/(?:.*/)?allocations/([^/]+)(?:/.*)?", re.DOTALL)
+"""The name of an allocation in the absolute path of its folder, or of a file in it."""
 
 
 class LocalLauncher:
@@ -155,11 +160,15 @@ class LocalLauncher:
         clean_up_after_the_dead()
 
     def _pids_by_allocation(self) -> defaultdict[str, list[int]]:
-        """Allocation -> our processes that have its folder, or a file in it, as argument."""
-        pids_by_name, prefix = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
+        """Allocation -> our processes that have its folder, or a file in it, as argument.
+
+        The path in front of the name does not count: links, mounts and a new name give a folder other paths, and no two
+        submissions share a name.
+        """
+        pids_by_name = defaultdict[str, list[int]](list)
         for pid in processes.own_processes():
             arguments = processes.command_line(pid)
-            names = {path.removeprefix(prefix).split("/")[0] for path in arguments if path.startswith(prefix)}
+            names = {match[1] for path in arguments if (match := _ALLOCATION_IN_PATH.fullmatch(path))}
             if names and OWN_MODULES & set(arguments) and processes.start_time(pid) is not None:
                 for name in names:
                     pids_by_name[name].append(pid)

@@ -1,6 +1,5 @@
 """Opens a sweep for a launch: makes its folder, gathers facts about this machine, and writes the plan."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -17,7 +16,7 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
-from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import JUDGED_ANEW, LOG_OPTIONS, SIZE_OPTIONS
 from ultrabench.launchers.launcher import Say
@@ -29,10 +28,19 @@ from ultrabench.run import AttemptKey, env_id
 from ultrabench.store.claim import give_up, owner_of
 from ultrabench.store.events import Launched, Reread
 from ultrabench.store.folder import SweepFolder, write_whole
-from ultrabench.store.journal import JournalReader, JournalWriter
+from ultrabench.store.identity import ensure_identity, new_sweep_id
+from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
 from ultrabench.store.kernel_secrets import redact_arguments, write_secrets
+from ultrabench.store.lease import Lease
 from ultrabench.store.state import Fold, SweepState
-from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
+from ultrabench.store.state import fold as fold_events
+from ultrabench.store.sweep_json import (
+    SweepJson,
+    create_sweep_json,
+    find_sweep_json,
+    place_of,
+    read_sweep_json,
+)
 from ultrabench.sweep.config.load import profile_of
 from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
@@ -166,6 +174,10 @@ class OpenSweep:
     kernel_digest: str
     """Digest of the training program when the sweep was launched."""
     git_commit: str | None
+    sweep_id: str = ""
+    """Id of the sweep."""
+    lease: Lease | None = None
+    """Shows others that this launcher is alive; None in tests without a launcher."""
     max_gpu_hours: float | None = None
     """The budget of this launch; None means that it has no limit."""
     fold: Fold = field(default_factory=Fold)
@@ -179,6 +191,27 @@ class OpenSweep:
     def state(self) -> SweepState:
         """The state of the sweep now; every call returns the same object, which grows with the journal."""
         return self.fold.add(self.reader.poll())
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether others may take this launcher for dead, as after it was suspended, so that it must look again."""
+        return self.lease is not None and self.lease.has_lapsed()
+
+    def renew_lapsed_lease(self) -> bool:
+        """Takes the lease again if it lapsed, as while this launcher was suspended; returns whether it had lapsed.
+
+        Raises:
+            ClusterError: the folder was deleted, or holds another sweep now.
+            OSError: the folder cannot be written now.
+        """
+        if self.lease is None or not self.lease.has_lapsed():
+            return False
+        self.folder.require_present()
+        if read_sweep_json(self.folder).id != self.sweep_id:
+            failure = f"{self.folder.path} holds another sweep since this launcher was suspended"
+            raise ClusterError(f"{failure}; find this one with: ultrabench sweep list")
+        self.lease.renew_lapsed()
+        return True
 
     def owner_of(self, name: str) -> str | None:
         """The allocation that claimed this attempt or allocation; None if nobody has claimed it."""
@@ -250,15 +283,17 @@ def open_sweep(
         choices = "same (measure again in the new environment) or any (keep the old results)"
         raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
-    existing_json, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
+    existing_json = find_sweep_json(folder)
+    journal, lease = JournalWriter(folder.journal, "launcher"), None
     has_known_peak = bool(config.hardware.peak_flops_per_s)
     if existing_json is not None:
         require_same(existing_json, config, folder.path)
-        with contextlib.suppress(OSError):
-            journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
+        existing_json = ensure_identity(folder, say)
+        lease = _take_lease(folder, journal)  # others see it also while this machine is measured
     environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
     folder.create()
-    sweep_json = existing_json or create_sweep_json(folder, sweep_json_of(config, environment))
+    lease = lease or _take_lease(folder, journal)
+    sweep_json = existing_json or _new_sweep_json(folder, sweep_json_of(config, environment))
     if existing_json is None:
         peak = sweep_json.peak(1, config.kernel.precision)
         for line in busy_peak(peak.core_share if peak else None):
@@ -276,6 +311,7 @@ def open_sweep(
     launch_event = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=launch_provenance, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
+        sweep_id=sweep_json.id,
     )  # fmt: skip
     journal.write(launch_event)
     for event in rereads:
@@ -285,7 +321,28 @@ def open_sweep(
     return OpenSweep(
         folder=folder, plan=plan, journal=journal, reader=reader, fold=fold, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=launch_provenance["git_commit"], max_gpu_hours=max_gpu_hours,
+        sweep_id=sweep_json.id, lease=lease,
     )  # fmt: skip
+
+
+def _take_lease(folder: SweepFolder, journal: JournalWriter) -> Lease:
+    """The lease of this launcher on a sweep; from now on others see that a launcher follows it.
+
+    Raises:
+        SweepFolderError: the folder cannot be written.
+    """
+    try:
+        return Lease(folder, journal.name)
+    except OSError as error:
+        failure = f"cannot write {folder.leases}: {error.strerror}; free space or make it writable"
+        raise SweepFolderError(failure) from error
+
+
+def _new_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
+    """Creates sweep.json with a new id, or with that of the journal if the file was deleted."""
+    launched = fold_events(read_journal(folder.journal)).launched
+    sweep_id = (launched.sweep_id if launched else "") or new_sweep_id()
+    return create_sweep_json(folder, replace(content, id=sweep_id, place=place_of(folder)))
 
 
 def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import shlex
 import shutil
 import time
@@ -19,7 +18,6 @@ from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.refusals import Refusals
 from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.store.events import Submitted, Submitting
-from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.running.attempts import Launch
@@ -107,9 +105,8 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running what was asked for.
         """
-        if time.monotonic() - self.memory.touched_at > SIGN_OF_LIFE_S:
-            self.memory.touched_at = time.monotonic()
-            os.utime(self.sweep.journal.path)  # it shows other launchers that this one is alive
+        if self.sweep.renew_lapsed_lease():
+            self.say("this launcher was suspended or its disk did not answer; it looks at the sweep again")
         jobs_seen, state = self.recorder.look()
         self.show(state, jobs_seen.alive)
         self._settle_unanswered(state, jobs_seen)
@@ -194,7 +191,7 @@ class Reconciler:
         token = uuid.uuid4().hex
         new_allocations = make_allocations(
             sweep.plan, sweep.folder, jobs, token=token, origin=self.launcher.origin, kernel_digest=sweep.kernel_digest,
-            git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
+            sweep_id=sweep.sweep_id, git_commit=sweep.git_commit, num_cores=sweep.environment.get("cores"),
         )  # fmt: skip
         try:
             for allocation in new_allocations:
@@ -206,6 +203,9 @@ class Reconciler:
             for allocation in new_allocations:
                 shutil.rmtree(allocation.folder, ignore_errors=True)
             raise
+        if sweep.has_lapsed:  # others may have taken this launcher for dead: the next round looks again
+            self.recorder.record_refused(new_allocations, "not submitted: this launcher was suspended")
+            return False
         try:
             job_by_name = self.launcher.submit(new_allocations, bad_hosts, self._say_once)
         except NotTakenError as refusal:

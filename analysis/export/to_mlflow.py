@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.analysis.export.library import require_library, tracker_module
-from ultrabench.analysis.export.tracked_runs import TrackedRun, sweep_key
+from ultrabench.analysis.export.tracked_runs import TrackedRun
 
 _KEY_TAG = "ultrabench.key"
 """Tag by which a run that was logged before is found again."""
@@ -46,7 +46,12 @@ class MLflowExperiment:
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: settings as params, which never change, numbers as metrics, the outcome as tags."""
-        tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT_TAG: self._parent_id(run.sweep)}
+        tags = {
+            "sweep": run.sweep,
+            "cell": run.cell,
+            **run.tags,
+            _PARENT_TAG: self._parent_id(run.sweep, run.sweep_key),
+        }
         mlflow_run, entities = self._found_or_new_run(run.key, run.name, tags), self._entities
         old_metrics, now_ms = mlflow_run.data.metrics, int(1000 * time.time())
         new_metrics = {name: value for name, value in run.metrics.items() if old_metrics.get(name) != value}
@@ -59,18 +64,22 @@ class MLflowExperiment:
         )
         self._client.set_terminated(mlflow_run.info.run_id, "FINISHED" if run.is_ok else "FAILED")
 
-    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+    def attach(self, sweep: str, sweep_key: str, paths: Sequence[Path]) -> None:
         """Keeps files as artifacts of the sweep's run; a file of the same name is replaced."""
+        parent_id = self._parent_id(sweep, sweep_key)
         for path in paths:
-            self._client.log_artifact(self._parent_id(sweep), str(path))
-        self._client.set_terminated(self._parent_id(sweep))
+            self._client.log_artifact(parent_id, str(path))
+        self._client.set_terminated(parent_id)
 
-    def _parent_id(self, sweep: str) -> str:
-        """The id of the run of a sweep."""
-        if sweep not in self._parent_ids:
-            parent_run = self._found_or_new_run(sweep_key(sweep), sweep, {"sweep": sweep})
-            self._parent_ids[sweep] = parent_run.info.run_id
-        return self._parent_ids[sweep]
+    def _parent_id(self, sweep: str, sweep_key: str) -> str:
+        """The id of the run of a sweep, which bears its present name."""
+        if sweep_key not in self._parent_ids:
+            parent_run = self._found_or_new_run(sweep_key, sweep, {"sweep": sweep})
+            if parent_run.info.run_name != sweep:
+                self._client.update_run(parent_run.info.run_id, name=sweep)
+                self._client.set_tag(parent_run.info.run_id, "sweep", sweep)
+            self._parent_ids[sweep_key] = parent_run.info.run_id
+        return self._parent_ids[sweep_key]
 
     def _found_or_new_run(self, key: str, name: str, tags: dict[str, str]) -> Any:
         """The run with this key, which is made if there is none."""

@@ -25,7 +25,9 @@ class TensorBoard:
 
     def log(self, run: TrackedRun) -> None:
         """Writes the event file of a run: its settings as hparams, its numbers as scalars, and its step times."""
-        run_folder = self._sweep_folder(run.sweep) / f"{plain_name(run.name)[:150]}-{run.run_id}"
+        run_folder = (
+            self._sweep_folder(run.sweep, run.sweep_key) / f"{plain_name(run.name)[:150]}-{run.run_id}"
+        )
         start_unix_s = run.started_at.timestamp() if run.started_at else 0.0
         temporary_folder = run_folder.with_name(f".{run.run_id}")
         shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -37,8 +39,16 @@ class TensorBoard:
             shutil.rmtree(earlier_folder)
         temporary_folder.rename(run_folder)
 
-    def _sweep_folder(self, sweep: str) -> Path:
-        return self._tensorboard_folder / plain_name(sweep)
+    def _sweep_folder(self, sweep: str, sweep_key: str) -> Path:
+        """The folder of a sweep; that of a sweep which was renamed since gets the new name."""
+        sweep_folder = self._tensorboard_folder / plain_name(sweep)
+        if not sweep_folder.exists():
+            for key_file in self._tensorboard_folder.glob(f"*/.{sweep_key}"):
+                key_file.parent.rename(sweep_folder)
+                break
+        sweep_folder.mkdir(parents=True, exist_ok=True)
+        (sweep_folder / f".{sweep_key}").touch()
+        return sweep_folder
 
     def _summaries(self, run: TrackedRun, start_unix_s: float) -> Iterator[tuple[int, Any]]:
         settings = {"name": run.name, **run.config, **run.tags}
@@ -51,7 +61,7 @@ class TensorBoard:
     def _scalar_summary(self, tag: str, number: float) -> Any:
         return self._summary_class(value=[self._summary_class.Value(tag=tag, simple_value=number)])
 
-    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+    def attach(self, sweep: str, sweep_key: str, paths: Sequence[Path]) -> None:
         """Copies files beside the event files, since TensorBoard keeps none."""
         for path in paths:
-            shutil.copy(path, self._sweep_folder(sweep) / path.name)
+            shutil.copy(path, self._sweep_folder(sweep, sweep_key) / path.name)

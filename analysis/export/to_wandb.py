@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.analysis.export.library import tracker_module
-from ultrabench.analysis.export.tracked_runs import TrackedRun, plain_name, sweep_key
+from ultrabench.analysis.export.tracked_runs import TrackedRun, plain_name
 
 
 class WeightsAndBiases:
@@ -33,9 +33,9 @@ class WeightsAndBiases:
         wandb_run.summary.update({**run.metrics, **run.tags})
         self._finish_run(wandb_run, exit_code=0 if run.is_ok else 1)
 
-    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+    def attach(self, sweep: str, sweep_key: str, paths: Sequence[Path]) -> None:
         """Keeps files as an artifact of a run of the sweep; equal files make no new version."""
-        wandb_run = self._begin_run(sweep_key(sweep), sweep, sweep, "sweep")
+        wandb_run = self._begin_run(sweep_key, sweep, sweep, "sweep")
         artifact = self._wandb.Artifact(plain_name(sweep), type="results")
         for path in paths:
             artifact.add_file(str(path))

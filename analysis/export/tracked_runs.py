@@ -3,7 +3,6 @@
 Every tracker and the CSV file show these records, so that they agree with one another and with `sweep top`.
 """
 
-import hashlib
 import math
 import operator
 import re
@@ -23,13 +22,23 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, TEXT
 from ultrabench.errors import counted
 from ultrabench.result import NOT_TRIED, Status
+from ultrabench.store.sweep_json import key_of
 
 SettingValue = str | int | float | bool
 """A setting of a run."""
 _ROW_KEY = ("sweep", "run_id", "repeat", "attempt")
 """Columns whose values identify a row of the results."""
 _row_key_of = operator.itemgetter(*_ROW_KEY)
-_ID_COLUMNS = ("schema_version", *_ROW_KEY, "env_id", "env", "variables", "kernel_digest", "gpu_name")
+_ID_COLUMNS = (
+    "schema_version",
+    "sweep_key",
+    *_ROW_KEY,
+    "env_id",
+    "env",
+    "variables",
+    "kernel_digest",
+    "gpu_name",
+)
 """Columns of the group Identity that say which measurement of a run it was, and not what was run."""
 _CONFIG_COLUMNS = [
     column.name
@@ -55,6 +64,8 @@ class TrackedRun:
     """A run as trackers show it, by the repeat that stands for it in its cell."""
 
     sweep: str
+    sweep_key: str
+    """Eight hex digits that stand for the sweep, which keeps them when it is renamed."""
     run_id: str
     name: str
     """Model, nodes and layout, as tables name them."""
@@ -73,17 +84,12 @@ class TrackedRun:
     @property
     def key(self) -> str:
         """The id of the run in a tracker: a hash of the sweep, since several may have measured it, and its own id."""
-        return f"{sweep_key(self.sweep)}-{self.run_id}"
+        return f"{self.sweep_key}-{self.run_id}"
 
     @property
     def is_ok(self) -> bool:
         """Whether the run ended with the status ok."""
         return self.tags["status"] == Status.OK
-
-
-def sweep_key(sweep: str) -> str:
-    """Eight hex digits that stand for the name of a sweep where a tracker allows fewer characters."""
-    return hashlib.sha256(sweep.encode()).hexdigest()[:8]
 
 
 def plain_name(name: str) -> str:
@@ -135,9 +141,11 @@ def _tracked_run(row: Row, board_row: Row, has_ranks: bool) -> TrackedRun:
     numbers = [*_known_values(board_row, rank_columns), *_known_values(row, _METRIC_COLUMNS)]
     tag_texts = {name: board_row[name] for name in (*_MARK_COLUMNS * has_ranks, "ranked_by")}
     tag_texts |= {name: row[name] for name in _TAG_COLUMNS}
+    sweep_name = row["sweep"] or row["source"] or ""
     cell_name = f"{row['model']} on {counted(row['nodes'], 'node')}"
     return TrackedRun(
-        sweep=row["sweep"] or row["source"] or "",
+        sweep=sweep_name,
+        sweep_key=row["sweep_key"] or key_of(sweep_name),
         run_id=row["run_id"],
         name=" ".join((cell_name, *layout_words(row | {"options": board_row["options"]}))),
         cell=cell_name,

@@ -12,6 +12,7 @@ from ultrabench.analysis.export.tracked_runs import TrackedRun
 from ultrabench.analysis.page.page import page
 from ultrabench.analysis.page.rows import document
 from ultrabench.errors import UltrabenchError
+from ultrabench.store.sweep_json import key_of
 
 
 class Tracker(Protocol):
@@ -23,8 +24,12 @@ class Tracker(Protocol):
     def log(self, run: TrackedRun) -> None:
         """Logs a run that has ended."""
 
-    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
-        """Keeps files that belong to a whole sweep."""
+    def attach(self, sweep: str, sweep_key: str, paths: Sequence[Path]) -> None:
+        """Keeps files that belong to a whole sweep.
+
+        Args:
+            sweep_key: eight hex digits by which the sweep is known, also after it was renamed.
+        """
 
 
 def open_tracker(kind: str, project: str | None, folder: Path) -> Tracker:
@@ -68,9 +73,16 @@ def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, r
         for run in runs:
             tracker.log(run)
         with tempfile.TemporaryDirectory() as temporary_folder:
-            tracker.attach(results_name, _files(table, results_name, Path(temporary_folder)))
+            files = _files(table, results_name, Path(temporary_folder))
+            tracker.attach(results_name, _sweep_key(table, results_name), files)
     except Exception as error:
         raise _tracker_error(error) from error
+
+
+def _sweep_key(table: pa.Table, results_name: str) -> str:
+    """The key of the sweep of a table; that of its name where the rows have none, or those of several sweeps."""
+    keys = {key for key in table["sweep_key"].unique().to_pylist() if key}
+    return keys.pop() if len(keys) == 1 else key_of(results_name)
 
 
 def _files(table: pa.Table, results_name: str, folder: Path) -> tuple[Path, Path]:

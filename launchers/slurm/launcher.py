@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.host_list import expand_hosts
 from ultrabench.launchers.launcher import Allocations, NotTakenError, Say, own_origin
 from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find_job
@@ -31,11 +31,11 @@ from ultrabench.launchers.slurm.refusal import (
     is_by_partition,
     limit_of,
 )
-from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
+from ultrabench.launchers.slurm.script import JOB_PREFIX, array_name, array_script, job_name
 from ultrabench.launchers.slurm.site import Site, partition_nodes
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
 from ultrabench.result import Status
-from ultrabench.store.allocation import JOB_LOG, Allocation
+from ultrabench.store.allocation import JOB_LOG, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
@@ -122,7 +122,6 @@ class SlurmLauncher:
         self.limits, self.origin = limits, own_origin(cluster)
         self.query = SlurmQuery(config.launcher.poll_s)
         self._config, self._folder = config, folder
-        self._prefix = job_prefix(folder.path)
         self._unseen_at: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
         self._ended_at: dict[str, float] = {}
@@ -139,6 +138,8 @@ class SlurmLauncher:
         """Jobs that were submitted twice by accident, and were cancelled for that."""
         self._accounting_since: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
+        self._first_sweep_names: dict[str, str] = {}
+        """Allocation that an earlier version planned -> the name that the sweep had then."""
         self._unanswered: set[str] = set()
         """Allocations of which sbatch did not say whether Slurm took them, and that squeue has not shown yet."""
 
@@ -153,8 +154,9 @@ class SlurmLauncher:
         """
         bad_hosts = self._spare_enough(bad_hosts, allocations[0].nodes, say)
         script = array_script(allocations, self._config, bad_hosts, self.module)
-        job_name = f"{self._prefix}{array_name(allocations[0])}"
-        path = self._folder.scripts / f"{job_name}.sh"
+        first = allocations[0]
+        name = job_name(Path(first.sweep_dir).name, first.sweep_id, array_name(first))
+        path = self._folder.scripts / f"{name}.sh"
         try:
             job_id = submit(path, script, self._config.launcher.environment)
         except CommandError as error:
@@ -170,7 +172,7 @@ class SlurmLauncher:
             raise self._refusal(
                 allocations[0], Failure.UNCLEAR, "its output does not name exactly one job", bad_hosts
             )
-        return {a.name: _job(f"{job_id}_{i}", job_name) for i, a in enumerate(allocations)}
+        return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
 
     def _refusal(
         self, allocation: Allocation, failure: Failure, complaint: str, bad_hosts: Sequence[str]
@@ -275,8 +277,21 @@ class SlurmLauncher:
                 return f"partition {partition.name} is {partition.state}"
         return "its partition takes no jobs now"
 
-    def _allocation_name(self, job: SlurmJob) -> str:
-        return f"{job.name.removeprefix(self._prefix)}.{job.job_id.partition('_')[2]}"
+    def _job_name(self, allocation: AllocationState) -> str:
+        """The name of the job of an allocation, which it keeps when its sweep is renamed."""
+        if recorded_name := (allocation.job or {}).get("name"):
+            return str(recorded_name)
+        sweep = allocation.sweep or self._first_sweep_name(allocation.name)
+        return job_name(sweep, allocation.sweep_id, allocation.name.rpartition(".")[0])
+
+    def _first_sweep_name(self, name: str) -> str:
+        """The name that the sweep had when an earlier version planned this allocation."""
+        if name not in self._first_sweep_names:
+            sweep_path = self._folder.path
+            with contextlib.suppress(SweepFolderError):
+                sweep_path = Path(read_allocation(self._folder.allocations / name).sweep_dir)
+            self._first_sweep_names[name] = sweep_path.name
+        return self._first_sweep_names[name]
 
     def observe(self, allocations: Allocations) -> JobsSeen:
         """The jobs of the sweep by squeue or, for jobs that squeue has forgotten, by sacct.
@@ -289,10 +304,12 @@ class SlurmLauncher:
         self._sought_since = {n: self._sought_since.get(n, began_at) for n in unended_names}
         self._ended_at = {n: self._ended_at.get(n, began_at) for n in allocations.keys() - unended_names}
         self._unanswered -= {name for name, allocation in allocations.items() if allocation.agents}
-        answer = self.query.jobs(self._prefix, fresh=bool(self._unanswered))
+        array_by_job_name = {self._job_name(a): name.rpartition(".")[0] for name, a in allocations.items()}
+        answer = self.query.jobs(JOB_PREFIX, fresh=bool(self._unanswered))
         listed_jobs = defaultdict[str, list[SlurmJob]](list)
         for job in answer.jobs.values():
-            listed_jobs[self._allocation_name(job)].append(job)
+            if array := array_by_job_name.get(job.name):
+                listed_jobs[f"{array}.{job.job_id.partition('_')[2]}"].append(job)
         self._unanswered &= unended_names - listed_jobs.keys()
         listed_names = [n for n in listed_jobs if n in allocations]
         jobs_by_name = {
@@ -329,8 +346,9 @@ class SlurmLauncher:
     def _identity(self, allocation: AllocationState) -> JobIdentity:
         """What the job of an allocation must be; an id alone is no proof, since Slurm uses ids again."""
         cluster = "" if self.origin["cluster"] == UNKNOWN_CLUSTER else self.origin["cluster"]
-        name = f"{self._prefix}{allocation.name.rpartition('.')[0]}"
-        return JobIdentity(name=name, cluster=cluster, submitting_at=allocation.submitting_at)
+        return JobIdentity(
+            name=self._job_name(allocation), cluster=cluster, submitting_at=allocation.submitting_at
+        )
 
     def _jobs_of_owner(self, owner_id: str, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
         """The jobs of an allocation without those of an accidental second submission, which run nothing.
@@ -449,8 +467,8 @@ class SlurmLauncher:
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""
-        for array in sorted({name.rpartition(".")[0] for name in allocations}):
-            self.query.cancel_named(f"{self._prefix}{array}", pending_only=queued_only)
+        for name in sorted({self._job_name(allocation) for allocation in allocations.values()}):
+            self.query.cancel_named(name, pending_only=queued_only)
         return {}
 
     def end_frozen_job(self, allocation_name: str, job: Job) -> None:

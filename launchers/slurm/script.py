@@ -17,15 +17,24 @@ from ultrabench.variant import fill_in_container
 SRUN_WAIT_S = 60
 """Seconds that srun gives the other agents after the first one has ended."""
 
+JOB_PREFIX = "ub-"
+"""The beginning of the names of all jobs of ultrabench."""
+
 
 def array_name(allocation: Allocation) -> str:
     """The common part of the names of an array's allocations, such as `n2-1a2b3c4d` of `n2-1a2b3c4d.0`."""
     return allocation.name.rpartition(".")[0]
 
 
-def job_prefix(sweep_dir: Path) -> str:
-    """The beginning of the names of all jobs of a sweep, by which squeue shows the sweep they belong to."""
-    return f"ub-{sweep_dir.name}-"
+def job_name(sweep: str, sweep_id: str, array: str) -> str:
+    """The name of the jobs of an array, by which squeue shows the sweep they belong to.
+
+    Args:
+        sweep: name of the sweep when the array was planned.
+        sweep_id: id of the sweep; empty if an earlier version planned the array.
+        array: the common part of the names of its allocations, as `array_name` gives it.
+    """
+    return JOB_PREFIX + "-".join(filter(None, (sweep, sweep_id[:8], array)))
 
 
 def require_plain(*folders: Path) -> None:
@@ -68,7 +77,7 @@ def array_script(
     script = _make_sbatch_string(
         command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(array_path)))]),
         folder=sweep_dir,
-        job_name=f"{job_prefix(sweep_dir)}{array_name(allocation)}",
+        job_name=job_name(sweep_dir.name, allocation.sweep_id, array_name(allocation)),
         map_count=len(array),
         additional_parameters=options,
         setup=["export PYTHONSAFEPATH=1", *_checked_setup(launcher_config.setup)],

@@ -1,7 +1,7 @@
 """Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command continues a stopped one.
 
 `--kinds port_scan,other_user` draws only these kinds; `failures`, `interference`,
-`misleading`, `refusals` and `bad_nodes` name groups of kinds.
+`misleading`, `refusals`, `bad_nodes` and `ownership` name groups of kinds.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from tests.chaos.fault import (
     INTERFERENCE,
     MISLEADING,
     OF_A_PROGRAM,
+    OWNERSHIP,
     REFUSALS,
     draw,
 )
@@ -35,7 +36,7 @@ from tests.slurm.sweeps import SlurmBench
 PART = 25
 """Number of faults in one campaign; every fourth campaign runs the embedded kernel."""
 GROUPS = {"failures": FAILURES, "interference": INTERFERENCE, "misleading": MISLEADING, "refusals": REFUSALS,
-          "bad_nodes": BAD_NODES}  # fmt: skip
+          "bad_nodes": BAD_NODES, "ownership": OWNERSHIP}  # fmt: skip
 ALL = ",".join(GROUPS)
 
 

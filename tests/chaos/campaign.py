@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests import patience
-from tests.chaos import bad_nodes, failures, interference, misleading, refusals
+from tests.chaos import bad_nodes, failures, interference, misleading, ownership, refusals
 from tests.chaos.fault import Fault
 from tests.chaos.judge import SlurmView, allocation_events, excluded_nodes, judge, submitted_jobs
 from tests.chaos.nodes import Nodes
@@ -22,7 +22,8 @@ from tests.chaos.witness import executions_of
 from tests.slurm.conftest import Cluster
 from tests.slurm.sweeps import MANY, SlurmBench, slurm_says
 
-STRIKES = failures.STRIKES | interference.STRIKES | misleading.STRIKES | refusals.STRIKES | bad_nodes.STRIKES
+STRIKES = failures.STRIKES | interference.STRIKES | misleading.STRIKES | refusals.STRIKES
+STRIKES |= bad_nodes.STRIKES | ownership.STRIKES
 SIZE = "64m"
 """Size of the file system for the results, which is small so that faults can fill it."""
 LIFE_S = 15.0
@@ -71,6 +72,7 @@ class Campaign:
         self.nodes = Nodes(bench.folder / "nodes", cluster.nodes())
         words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(self.results)]
         self.mounted = subprocess.run(words, capture_output=True).returncode == 0
+        self._other_mounts: list[Path] = []
 
     @property
     def folder(self) -> Path:
@@ -92,9 +94,17 @@ class Campaign:
             self.cluster.run("scancel", *run_counts, code=None)
         for other in self.clusters[1:]:
             other.tool("down")
-        if self.mounted:
-            subprocess.run(["umount", "--lazy", str(self.results)], capture_output=True)
+        for path in (*self._other_mounts, *([self.results] if self.mounted else [])):
+            subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
         self.nodes.close()
+
+    def mount_again(self, path: Path) -> bool:
+        """Makes the results appear at another path until the end; returns False where nothing can be mounted."""
+        if self.mounted:
+            path.mkdir()
+            subprocess.run(["mount", "--bind", str(self.results), str(path)], check=True, capture_output=True)
+            self._other_mounts.append(path)
+        return self.mounted
 
     def launch(self, *options: str, program: Sequence[str] = (), **variables: str) -> None:
         """Starts a launcher of the sweep, as a person does who sees that none runs.
@@ -258,8 +268,8 @@ class Campaign:
         options = ("-a", "-X", "-n", "-P", "-D", "-S", since, "-o", "JobID,NodeList,JobName")
         for line in slurm_says("sacct", *options).splitlines():
             job_id, names, job_name = line.split("|", 2)
-            array = job_name.removeprefix(f"ub-{self.sweep}-")
-            if array != job_name:
+            if job_name.startswith(f"ub-{self.sweep}-"):
+                array = "-".join(job_name.split("-")[-2:])
                 name = f"{array}.{job_id.partition('_')[2]}"
                 job_ids[name].add(job_id)
                 nodes[name] |= set(hosts(names))

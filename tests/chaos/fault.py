@@ -37,7 +37,12 @@ BAD_NODES: dict[str, frozenset[str]] = {
     "no_agent": frozenset({"lost not_started"}),
 }
 """Kinds of faults of one node that nobody has listed; every crash there, and every job that starts no agent, is explained."""
-EXPLAINS = FAILURES | INTERFERENCE | MISLEADING | REFUSALS | BAD_NODES
+OWNERSHIP: dict[str, frozenset[str]] = {
+    "linked_results": frozenset(), "rename": frozenset(), "hidden_pids": frozenset(), "hanging_sbatch": frozenset(),
+    "bad_variant": frozenset(), "full_at_end": frozenset(),
+}  # fmt: skip
+"""Kinds of faults by which it is unclear who owns or follows a sweep, or what a run leaves and needs at its end."""
+EXPLAINS = FAILURES | INTERFERENCE | MISLEADING | REFUSALS | BAD_NODES | OWNERSHIP
 """Kind of fault -> the true ends of the attempt it hits: a status, or a status and a cause.
 
 A fault explains at most one end per allocation, and of a run that it hits in every attempt MAX_ATTEMPTS.
@@ -45,7 +50,7 @@ A fault explains at most one end per allocation, and of a run that it hits in ev
 MAX_ATTEMPTS = 3
 """Largest number of attempts of a run that takes its allocation away each time."""
 OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children", "slow_unlink",
-                          "kill_agent_always", "bad_node"})  # fmt: skip
+                          "kill_agent_always", "bad_node", "bad_variant", "full_at_end"})  # fmt: skip
 """Kinds that need the program of these tests, which carries out orders."""
 
 

@@ -150,7 +150,8 @@ def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
     ends = {_key(row): row for row in rows}
     problems += [f"{key} ran and is not recorded" for key in counts if key not in ends]
     for key, row in ends.items():
-        if key not in counts and row["status"] not in UNFINISHED:
+        is_unstarted = row["status"] in UNFINISHED or row.get("cause") == "not_started"
+        if key not in counts and not is_unstarted:
             problems.append(f"{key} is {row['status']} and never ran")
         if key in counts.keys() - complete and row["status"] == "ok" and row.get("stopped") not in CUT_SHORT:
             problems.append(f"{key} is ok and its program never came to its end")
@@ -185,12 +186,12 @@ def _explained(rows: Rows, records: Rows) -> list[str]:
             continue
         places = {row["allocation"], _key(row).rpartition(".")[0]}
         bad = [record for record in records if record.get("node") in (row.get("began_on") or ())]
-        unstarted = [record for record in records if record["kind"] == "no_agent"]
+        unstarted = [record for record in records if record["kind"] == "no_agent" or "variant" in record]
         if bad and row["status"] == "crash":
             bad[0]["ends"].append("crash")
             continue
-        if unstarted and (row["status"], row.get("cause")) == ("lost", "not_started"):
-            unstarted[0]["ends"].append("lost")
+        if unstarted and row["status"] in ("lost", "crash") and row.get("cause") == "not_started":
+            unstarted[0]["ends"].append(row["status"])
             continue
         ends = {row["status"], f"{row['status']} {row.get('cause')}"}
         fits = [o for o in open_ if o[1] in places and ends & EXPLAINS[o[0]["kind"]]]

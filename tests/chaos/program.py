@@ -22,6 +22,8 @@ folder, sweep, *key = sys.argv[1:]
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 STEP_S = 0.08
+fills = []
+"""Orders to fill the file system of the results at the end of this run."""
 IGNORES_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"
 
 allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
@@ -158,8 +160,23 @@ def obey():
             small.mkdir()
             for n in range(SMALL_FILES):
                 os.close(os.open(small / str(n), os.O_CREAT))
+        elif kind == "full_at_end":
+            fills.append(number)
         elif kind == "kill_agent_always":
             Path(folder, "always", f"{sweep}.{key[0]}.{key[1]}").write_text(share)
+
+
+def fill_results(number):
+    """Fills the file system of the results; the chaos campaign removes the file."""
+    filler = Path(folder, f"results/filler.{number}")
+    with open(filler, "wb", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            try:
+                while file.write(b"x" * size):
+                    pass
+            except OSError:  # the file system is full
+                pass
+    Path(folder, "taken", f"{number}.full").touch()
 
 
 say("phase", name="train")
@@ -178,4 +195,6 @@ for step in range(1, 13):
     say("step", step=step, seconds=time.monotonic() - started, loss=10.0 / step)
 witness("end")
 say("memory", allocated_bytes=2**20, reserved_bytes=2**21)
+for number in fills:
+    fill_results(number)
 say("done")

@@ -134,8 +134,9 @@ def environment(pid: int) -> dict[str, str]:
 def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
     """The jobs of a sweep in these states, by default those that run."""
     text = slurm_says("squeue", "-h", "-r", "-t", states, "-o", "%j.%K|%i|%N", *options)
-    lines = sorted(line.partition(f"ub-{sweep}-")[2] for line in text.splitlines())
-    return [Job(*line.split("|")) for line in lines if line]
+    rows = [line.split("|") for line in sorted(text.splitlines()) if line.startswith(f"ub-{sweep}-")]
+    # A job name ends with the id of the sweep and the two parts of the name of the allocation.
+    return [Job("-".join(name.split("-")[-2:]), job_id, nodes) for name, job_id, nodes in rows]
 
 
 def nodes_at_work(sweep: str) -> list[str]:

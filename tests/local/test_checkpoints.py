@@ -7,6 +7,7 @@ import pytest
 from tests.local.conftest import AT_ONCE, EMBEDDED, axes
 from ultrabench.analysis.schema import CHECKPOINT
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.sweep_json import read_sweep_json
 
 pytestmark = pytest.mark.local
 
@@ -48,7 +49,8 @@ def test_a_save_that_hangs_is_given_up_and_the_next_start_removes_what_killed_ru
     folder = SweepFolder(bench.folder / "results/t")
     saves = folder.path.glob("checkpoint-*")
     assert [*saves] == []
-    ended, other = (folder.checkpoint(folder.path, key) for key in (f"{row['run_id']}.0.0", "runs.0.0"))
+    sweep_id, keys = read_sweep_json(folder).id, (f"{row['run_id']}.0.0", "runs.0.0")
+    ended, other = (folder.checkpoint(folder.path, sweep_id, key) for key in keys)
     for path in (ended, other):
         (path / "sync").mkdir(parents=True)
     bench.run(*words, *axes(**sizes, mbs=[1, 2]))

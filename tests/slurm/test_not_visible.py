@@ -6,6 +6,9 @@ import shutil
 import pytest
 
 from tests.slurm.sweeps import FEW, slurm_says
+from ultrabench.launchers.slurm.script import job_name
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.sweep_json import read_sweep_json
 
 pytestmark = pytest.mark.slurm
 
@@ -48,7 +51,9 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
 
 def held_hours(sweeps):
     """The GPU hours of the sweep's jobs, once the accounting knows the end of all of them."""
-    names = ",".join({f"ub-t-{name.rpartition('.')[0]}" for name in sweeps.allocations()})
+    sweep_id = read_sweep_json(SweepFolder(sweeps.folder / "results/t")).id
+    arrays = {name.rpartition(".")[0] for name in sweeps.allocations()}
+    names = ",".join(job_name("t", sweep_id, array) for array in arrays)
     words = ["sacct", "-X", "-n", "-P", "--starttime=now-1hour", "--format=ElapsedRaw,NNodes,End"]
 
     def rows():

@@ -26,6 +26,8 @@ class Allocation:
     name: str
     sweep_dir: str
     """Absolute path of the sweep's folder."""
+    sweep_id: str = ""
+    """Id of the sweep; empty if an earlier version wrote the file."""
     work_dir: str
     """Folder in which commands of the user run: the one where `sweep launch` was started."""
     nodes: int

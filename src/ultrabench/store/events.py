@@ -66,6 +66,8 @@ class Launched:
     """Budget of the sweep in GPU hours; None means no limit."""
     work_dir: str | None = None
     """Folder in which commands of the user run."""
+    sweep_id: str = ""
+    """Id of the sweep; empty in lines of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,20 @@ class AllocationPlanned:
     """The container and the interpreter of its agents, where the sweep lists several."""
     by: dict[str, str] = field(default_factory=dict)
     """Who submits it: {user, cluster, host}; cluster is empty for local processes."""
+    sweep_id: str = ""
+    """Id of the sweep; empty in lines of earlier versions."""
+    sweep: str = ""
+    """Name of the sweep at that time, which the job bears; empty in lines of earlier versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """Event: the folder turned out to be a copy, and got an id of its own; the jobs belong to the original."""
+
+    copy_of: str
+    """Id of the sweep whose folder was copied."""
+    allocations: tuple[str, ...]
+    """Allocations of the original that the journal held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +270,7 @@ AttemptEvent = Claimed | Started | Phase | Result | Failed | Reread
 AllocationEvent = (
     AllocationPlanned | Submitting | Submitted | Adopted | AllocationStarted | Preflight | AllocationEnded
 )
-Event = ControlEvent | AttemptEvent | AllocationEvent
+Event = ControlEvent | AttemptEvent | AllocationEvent | Copied
 
 NAMES = {kind: re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Event)}
 """Class of an event -> value of `event` in a journal line, such as `allocation_planned`."""
@@ -311,9 +327,9 @@ def _checksum(text: bytes) -> int:
 
 
 _SAFE_NAMES_OF: dict[str, Callable[[Any], Iterable[str | None]]] = {
-    **dict.fromkeys(
-        ("launched", "pause", "cancel", "allocation_planned", "submitting", "preflight"), lambda event: ()
-    ),
+    **dict.fromkeys(("launched", "pause", "cancel", "submitting", "preflight"), lambda event: ()),
+    "allocation_planned": lambda event: (event.sweep_id or None, event.sweep or None),
+    "copied": lambda event: event.allocations,
     **dict.fromkeys(("claimed", "started", "phase"), lambda event: (event.run_id,)),
     **dict.fromkeys(
         ("result", "failed", "reread"),

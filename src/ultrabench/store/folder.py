@@ -1,13 +1,10 @@
-"""The folder of a sweep: the paths of its files, the launchers that write there now, and how a SWEEP argument is
-resolved to a folder."""
+"""The folder of a sweep: the paths of its files, and how a SWEEP argument is resolved to a folder."""
 
 import contextlib
 import os
 import secrets
 import shlex
-import socket
 import tempfile
-import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,11 +14,6 @@ from typing import Literal
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
 from ultrabench.record import content_id
 from ultrabench.run import AttemptKey
-
-SIGN_OF_LIFE_S = 30.0
-"""Seconds after which a launcher touches its journal again."""
-MISSED_TOUCHES = 3
-"""Number of missed touches after which a launcher on another host counts as gone."""
 
 
 class _PathInFolder:
@@ -51,6 +43,8 @@ class SweepFolder:
     """Folder that holds one folder for each allocation, written before it is submitted."""
     secrets = _PathInFolder("allocations", "secrets.json")
     """File with the secrets of the training program's environment, which only its owner can read."""
+    leases = _PathInFolder("leases")
+    """Folder of the leases, one file for each launcher that follows the sweep."""
     scripts = _PathInFolder("scripts")
     """Folder of the job scripts that were submitted."""
     pause = _PathInFolder("pause")
@@ -70,9 +64,13 @@ class SweepFolder:
         """Folder of the logs and the evidence of one attempt."""
         return self.path / "logs" / key.run_id / f"{key.repeat}.{key.attempt}"
 
-    def checkpoint(self, folder: Path, key: AttemptKey | Literal["*"]) -> Path:
-        """Where in `folder`, which sweeps may share, an attempt saves its state; * makes a pattern for all of them."""
-        return folder / f"checkpoint-{content_id(str(self.path))[:8]}-{key}"
+    def checkpoint(self, folder: Path, sweep_id: str, key: AttemptKey | Literal["*"]) -> Path:
+        """Where in `folder`, which sweeps may share, an attempt saves its state; * makes a pattern for all of them.
+
+        Args:
+            sweep_id: id of the sweep; empty for a sweep of an earlier version, which used the path of its folder.
+        """
+        return folder / f"checkpoint-{(sweep_id or content_id(str(self.path)))[:8]}-{key}"
 
     def require_writable(self) -> None:
         """Makes a folder where this one is or will be, and removes it again.
@@ -216,24 +214,6 @@ def last_written_s(folder: Path) -> float:
     """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
     times_s = [mtime_s(path, follow_symlinks=False) for path in folder.glob("journal/*.jsonl")]
     return max(times_s, default=mtime_s(folder / "sweep.json"))
-
-
-def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> list[str]:
-    """Launchers that seem to follow a sweep now, each as `process P on HOST`.
-
-    Args:
-        own_journal: the journal file of the caller. Its time stamp is used as the current time, because the clock
-            of a file server may differ from that of this host.
-    """
-    now_s = own_journal.stat().st_mtime if own_journal else time.time()
-    this_host = socket.gethostname().split(".")[0]
-    launchers = []
-    for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
-        host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
-        is_alive = os.path.exists(f"/proc/{pid}") if host == this_host else True
-        if path != own_journal and is_alive and now_s - mtime_s(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
-            launchers.append(f"process {pid} on {host}")
-    return launchers
 
 
 def mtime_s(path: Path, *, follow_symlinks: bool = True) -> float:

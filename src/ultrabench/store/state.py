@@ -82,6 +82,12 @@ class AllocationState:
     """run_id of its control run, if it begins with one."""
     variant: dict[str, Any] = field(default_factory=dict)
     """The container and the interpreter of its agents, where the sweep lists several."""
+    sweep_id: str = ""
+    """Id of the sweep that planned it; empty if an earlier version did."""
+    sweep: str = ""
+    """Name of the sweep when it was planned, which its job bears; empty if an earlier version planned it."""
+    is_copied: bool = False
+    """Whether it belongs to another sweep, of whose folder this one is a copy: then its job is none of ours."""
     agents: tuple[events.LeadingAgent, ...] = ()
     """Leading agents that started, the latest start last."""
     preflight: dict[str, Any] = field(default_factory=dict)
@@ -102,8 +108,18 @@ class AllocationState:
         allocation, or an earlier start, may end at any time.
         """
         if self.agents:
-            return self.ends.get(self.start) or self.ends.get(events.Start(restart=self.start.restart))
-        return min(self.ends.values(), key=_most_trusted, default=None)
+            end = self.ends.get(self.start) or self.ends.get(events.Start(restart=self.start.restart))
+        else:
+            end = min(self.ends.values(), key=_most_trusted, default=None)
+        return end or (self._copied_end if self.is_copied else None)
+
+    @property
+    def _copied_end(self) -> events.AllocationEnded:
+        """The end of an allocation whose folder was copied while it was open."""
+        reason = "the folder of the sweep was copied: the job belongs to the original"
+        return events.AllocationEnded(
+            allocation=self.name, reason=reason, code=events.EndCode.OTHER, source="launcher", held_s=0.0
+        )
 
     @property
     def ended(self) -> str | None:
@@ -220,6 +236,9 @@ class Fold:
                 case events.Launched() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
+                case events.Copied() as event:
+                    for name in event.allocations:
+                        self._allocation(name).is_copied = True
                 case event:
                     self._add_to_allocation(event, line)
         if len(attempts := self.state.attempts) > num_before:  # sorted here, so that others sort fast
@@ -251,11 +270,13 @@ class Fold:
         for name in _names_shared(type(event), AttemptState):
             _set(attempt, levels, level, name, getattr(event, name))
 
+    def _allocation(self, name: str) -> AllocationState:
+        """What the journal says about an allocation, to which more is added."""
+        return self.state.allocations.setdefault(name, AllocationState(name=name))
+
     def _add_to_allocation(self, event: events.AllocationEvent, line: events.Line) -> None:
         level, levels = (line.writer, line.seq, line.checksum), self._levels[event.allocation]
-        allocation = self.state.allocations.setdefault(
-            event.allocation, AllocationState(name=event.allocation)
-        )
+        allocation = self._allocation(event.allocation)
         match event:
             case events.AllocationPlanned() | events.Submitted():
                 for name in _names_shared(type(event), AllocationState):

@@ -1,6 +1,7 @@
 """Reads and writes sweep.json, which holds what all runs share and is written at the first launch."""
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -24,11 +25,31 @@ FULL_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the folder of a sweep is."""
+
+    path: str
+    """Real path, without links."""
+    device: int
+    """Number of its file system, which may differ between hosts."""
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepJson:
     """The content of sweep.json."""
 
     sweep: str
     """Name of the sweep."""
+    id: str = ""
+    """Random hexadecimal digits by which the sweep is known whatever its path and name; empty if an earlier version
+    wrote the file and nothing was written since."""
+    first_name: str = ""
+    """Name of a sweep of an earlier version when it got its id, by which trackers know it; empty for others."""
+    place: Place | None = None
+    """Where the folder was when it was last written; a copy is known by another place."""
+    copy_of: str = ""
+    """Id of the sweep whose folder was copied to make this one; empty if this is no copy."""
     cluster: str | None
     hardware: Hardware
     kernel: KernelConfig
@@ -47,6 +68,11 @@ class SweepJson:
     """Who launched what, from where, and with which version of ultrabench."""
     config: dict[str, Any]
     """The resolved configuration of the first launch."""
+
+    @property
+    def key(self) -> str:
+        """Eight hex digits by which trackers know the sweep, also after it was renamed."""
+        return key_of(self.first_name or self.id or self.sweep)
 
     def peak(self, nodes: int, precision: str) -> Peak | None:
         """The peak rate of one rank, which mfu is relative to; None where it is unknown."""
@@ -126,6 +152,37 @@ def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
     """
     json_value = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
     write_whole(folder.sweep_json, json.dumps(json_value, indent=1) + "\n")
+
+
+def key_of(text: str) -> str:
+    """Eight hex digits that stand for the id or the name of a sweep."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def place_of(folder: SweepFolder) -> Place:
+    """Where the folder of a sweep is now.
+
+    Raises:
+        SweepFolderError: the folder cannot be read.
+    """
+    try:
+        stat = folder.path.stat()
+    except OSError as error:
+        raise SweepFolderError(
+            f"cannot read {folder.path}: {error.strerror}; is it a sweep folder?"
+        ) from error
+    return Place(path=str(folder.path.resolve()), device=stat.st_dev, inode=stat.st_ino)
+
+
+def update_sweep_json(folder: SweepFolder, values: dict[str, Any]) -> None:
+    """Writes some values into sweep.json; those that only other versions know stay.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    json_value = json.loads(folder.sweep_json.read_text())
+    changes = {name: to_dict(v) if isinstance(v, Place) else v for name, v in values.items()}
+    write_whole(folder.sweep_json, json.dumps(json_value | changes, indent=1) + "\n")
 
 
 def create_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:

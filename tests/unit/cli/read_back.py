@@ -1,4 +1,4 @@
-"""Exports a sweep twice in one process and prints as JSON what the tracker's own reader then finds.
+"""Exports a sweep in one process, again after it was renamed, and prints as JSON what the tracker's own reader then finds.
 
 `python -m tests.unit.cli.read_back KIND`, in a process of its own, since these libraries leave threads and connections behind.
 """
@@ -17,8 +17,8 @@ _BLOCK, _HEADER = 32768, struct.Struct("<IHB")
 
 
 def export(kind):
-    for _ in range(2):
-        sys.argv = ["ultrabench", "export", kind]
+    for command in (["export", kind], ["sweep", "rename", "quick-cpu", "new", "--yes"], ["export", kind]):
+        sys.argv = ["ultrabench", *command]
         with contextlib.suppress(SystemExit):
             main()
 

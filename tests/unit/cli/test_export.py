@@ -36,7 +36,7 @@ def measured(sweep):
 
 
 def read_back(kind, folder):
-    """What the tracker's own reader finds after two exports, by run: the part of its id that is the run_id."""
+    """What the tracker's own reader finds after two exports under two names, by run: the part of its id that is the run_id."""
     for package in PACKAGES[kind]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'ultrabench[{kind}]'")
@@ -104,7 +104,7 @@ def test_wandb_offline_holds_one_run_a_layout_also_after_the_second_export(ultra
     require_same(by_id[best["run_id"]], best, config=lambda value: value)
     assert (by_id[OK.run_id]["ended"], by_id[CRASHED.run_id]["ended"]) == (0, 1)
     assert by_id[CRASHED.run_id]["metrics"]["reason"] == "rank 1: ValueError: [bold]no[/bold]"
-    assert (of_sweep["name"], of_sweep["files"]) == ("quick-cpu", ["report.html", "runs.parquet"])
+    assert (of_sweep["name"], of_sweep["files"]) == ("new", ["report.html", "runs.parquet"])
 
 
 def test_mlflow_on_sqlite_holds_one_run_a_layout_and_one_point_a_number(ultrabench, measured, tmp_path):
@@ -116,7 +116,8 @@ def test_mlflow_on_sqlite_holds_one_run_a_layout_and_one_point_a_number(ultraben
     assert all(run["points"] == [1] for run in runs.values())
     assert {run["tags"]["mlflow.parentRunId"] for run in runs.values()} == {of_sweep["id"]}
     assert (runs[OK.run_id]["ended"], runs[CRASHED.run_id]["ended"]) == ("FINISHED", "FAILED")
-    assert of_sweep["files"] == ["report.html", "runs.parquet"]
+    assert (of_sweep["name"], of_sweep["files"]) == ("new", ["report.html", "runs.parquet"])
+    assert {run["tags"]["sweep"] for run in (*runs.values(), of_sweep)} == {"new"}
 
 
 def test_tensorboard_reads_one_event_file_a_layout_with_its_step_times(ultrabench, measured, tmp_path):
@@ -127,8 +128,9 @@ def test_tensorboard_reads_one_event_file_a_layout_with_its_step_times(ultrabenc
     assert run["metrics"].pop("step_times_s") == pytest.approx([best["step_time_s"]] * 6)
     single = {name: point for name, (point,) in run["metrics"].items()}
     require_same({**run, "metrics": single}, best, lambda value: value, lambda n: pytest.approx(n, rel=1e-6))
-    folder = tmp_path / "results/tensorboard/quick-cpu"
-    assert {path.name for path in folder.iterdir() if path.is_file()} == {"report.html", "runs.parquet"}
+    (folder,) = (tmp_path / "results/tensorboard").iterdir()
+    assert folder.name == "new"
+    assert {path.name for path in folder.glob("[!.]*") if path.is_file()} == {"report.html", "runs.parquet"}
 
 
 @pytest.mark.parametrize("command", ["export {}", "sweep launch model=tiny launcher.track={}"])

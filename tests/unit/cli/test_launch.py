@@ -216,8 +216,7 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
 def test_a_launch_tells_how_many_runs_are_left(sweep):
     record(sweep, QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM")
     state, total = fold(read_journal(sweep.journal)), len(QUICK.runs)
-    journal = SimpleNamespace(path=next(sweep.journal.iterdir()))
-    opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, journal=journal)
+    opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, lease=None)
     assert f": {total} runs, " in [*first_lines(opened, price_of(QUICK))][1]
     assert f": {total - 2} of {total} runs left, " in [*first_lines(opened, price_of(QUICK, state))][1]
     for run in QUICK.runs:

@@ -11,6 +11,7 @@ from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
 from ultrabench.errors import ClusterError
 from ultrabench.launchers import open_sweep as opening
 from ultrabench.processes import own_name
+from ultrabench.store.claim import GIVEN_UP, owner_of
 from ultrabench.store.events import (
     AllocationEnded,
     AllocationPlanned,
@@ -20,8 +21,8 @@ from ultrabench.store.events import (
     LeadingAgent,
     Submitting,
 )
-from ultrabench.store.folder import living_launchers
 from ultrabench.store.journal import read_journal
+from ultrabench.store.lease import Lease, living_launchers
 from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import load_config
 
@@ -94,12 +95,14 @@ def unreachable(sweep, monkeypatch):
     write(sweep, Launched(generation=2, config=SLURM), by="launcher")
     write(sweep, PLANNED)
     monkeypatch.setenv("PATH", str(sweep.path))
-    return sweep
+    lease = Lease(sweep, "launcher-a")
+    yield sweep
+    lease.release()
 
 
 def nobody_follows(sweep):
-    for path in sweep.journal.glob("launcher-*"):
-        path.rename(path.with_name(path.name.replace("launcher", "earlier")))
+    for path in sweep.leases.glob("*.json"):
+        path.unlink()
 
 
 def over(sweep):
@@ -115,8 +118,23 @@ def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follo
     nobody_follows(unreachable)
     refusal = one_line(ultrabench, "sweep", "cancel", code=3)
     assert refusal.startswith("scancel: No such file or directory; ")
-    assert "recorded, but no launcher carries it out: run this command again where scancel works" in refusal
+    assert (
+        "recorded, but no launcher carries it out: run this command again where its jobs can be ended"
+        in refusal
+    )
     assert (state_of(unreachable).cancelled, len(sorted_events(unreachable, "cancel"))) == (True, 2)
+
+
+def test_a_run_in_another_pid_namespace_or_host_is_not_called_cancelled(ultrabench, sweep):
+    """A container or another host shares the folder, but its processes cannot be seen."""
+    write(sweep, replace(PLANNED, by={"user": own_name(), "cluster": "", "host": "login2:4026532501"}))
+    assert ultrabench("sweep", "cancel")[0] == 0, "its agents have not started, and will run nothing"
+    assert owner_of(sweep.claims, "n1-b.0") == GIVEN_UP
+    (sweep.claims / "n1-b.0").unlink()
+    write(sweep, AllocationStarted(allocation="n1-b.0", agent=LeadingAgent(host="login2", pid=7)))
+    refusal = one_line(ultrabench, "sweep", "cancel", code=3)
+    assert refusal.startswith("n1-b.0 runs on login2:4026532501, whose processes cannot be ended from here. ")
+    assert state_of(sweep).cancelled
 
 
 def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable):

@@ -5,14 +5,18 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.sweep_folder import events_of, make_folder, write
+from tests.unit.allocations import first_allocations, open_sweep
 from tests.unit.cli.conftest import HEAD, QUICK, as_json, content, one_line, record
 from ultrabench.processes import own_name
 from ultrabench.store.events import AllocationPlanned
 from ultrabench.store.folder import SweepFolder
+from ultrabench.store.identity import ensure_identity
+from ultrabench.store.lease import Lease
 
 
 @pytest.fixture
@@ -24,10 +28,10 @@ def older(sweep):
     return folder
 
 
-def planned(sweep, user=None, host=None):
+def planned(sweep, user=None, host=None, name="n1-b.0"):
     """Journals an allocation of which no end is recorded."""
     place = {"user": user or own_name(), "cluster": "", "host": host or socket.gethostname().split(".")[0]}
-    write(sweep, AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=(), by=place))
+    write(sweep, AllocationPlanned(allocation=name, nodes=1, limit_s=60.0, tasks=(), by=place))
 
 
 def test_the_list_has_every_sweep_newest_first_with_the_best_run_of_status(ultrabench, sweep, older):
@@ -116,6 +120,7 @@ def test_a_sweep_that_is_half_deleted_is_no_sweep(ultrabench, sweep, older, monk
 def test_a_sweep_whose_jobs_may_live_stays(ultrabench, sweep, command):
     verb, *new = command
     planned(sweep, user="ann", host="far")
+    ensure_identity(sweep)
     before = content(sweep)
     line = one_line(ultrabench, "sweep", verb, "quick-cpu", *new, "--yes")
     assert line.startswith("quick-cpu is in use (allocation n1-b.0 of ann on far); only an idle sweep can")
@@ -125,10 +130,35 @@ def test_a_sweep_whose_jobs_may_live_stays(ultrabench, sweep, command):
 
 def test_a_sweep_that_a_launcher_follows_stays(ultrabench, sweep):
     host = socket.gethostname().split(".")[0]
-    (sweep.journal / f"launcher-{host}-{os.getpid()}-0.jsonl").touch()
+    lease = Lease(sweep, "launcher-a")
     assert f"process {os.getpid()} on {host} follows it" in one_line(
         ultrabench, "sweep", "rm", "quick-cpu", "--yes"
     )
+    lease.release()
+    assert ultrabench("sweep", "rm", "quick-cpu", "--yes")[0] == 0
+
+
+def test_checkpoints_that_killed_runs_left_elsewhere_are_named_and_deleted(ultrabench, sweep, tmp_path):
+    saves = tmp_path / "saves"
+    (allocation,) = first_allocations(open_sweep(sweep.path))
+    own, other = saves / "checkpoint-c0ffee00-a.0.0", saves / "checkpoint-0123abcd-a.0.0"
+    for path in (own, other):
+        path.mkdir(parents=True)
+    replace(allocation, tasks=(replace(allocation.tasks[0], checkpoint=str(own)),)).write()
+    planned(sweep, name=allocation.name)
+    copy = sweep.path.with_name("copy")
+    shutil.copytree(sweep.path, copy)
+    ensure_identity(sweep)
+    code, _, err = ultrabench("sweep", "rm", "copy", "--yes")
+    assert (code, copy.exists(), own.exists()) == (0, False, True)
+    code, _, err = ultrabench("sweep", "rm", "quick-cpu", "--yes")
+    assert (code, str(own) in err, own.exists(), other.exists()) == (0, True, False, True)
+
+
+def test_a_sweep_with_a_damaged_sweep_json_can_be_deleted(ultrabench, sweep):
+    sweep.sweep_json.write_text("{")
+    assert ultrabench("sweep", "rm", "quick-cpu", "--yes")[0] == 0
+    assert not sweep.path.exists()
 
 
 def test_jobs_that_died_without_a_word_do_not_keep_a_sweep(ultrabench, sweep):

@@ -230,7 +230,9 @@ class Stage:
         tape = Tape(process, max_steps)
         tape.coarse = self.coarse and process.memory is not None
         journal = TapedJournal(lines, process, tape)
-        folder = SimpleNamespace(path=Path("t"), allocations=Path("t/allocations"), claims=claims)
+        folder = SimpleNamespace(
+            path=Path("t"), allocations=Path("t/allocations"), claims=claims, leases=Path("t/leases")
+        )
         taped = {"folder": folder, "journal": journal, "tape": tape, "lines": lines, "folds": self._folds}
         sweep = TapedSweep(**self._open, **taped)
         try:

@@ -3,6 +3,7 @@
 import errno
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,8 +29,10 @@ from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
 from ultrabench.result import NOT_STARTED, STOPPED, Status
 from ultrabench.store.claim import claim
-from ultrabench.store.events import AllocationEnded, Cancel, EndCode, Pause, Submitting
+from ultrabench.store.events import AllocationEnded, AllocationPlanned, Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
+from ultrabench.store.journal import JournalWriter
+from ultrabench.store.lease import Lease
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import Launch
@@ -453,3 +456,35 @@ def test_a_cancelled_job_that_had_not_started_is_no_attempt(sweep):
     sweep.journal.write(Cancel(generation=2))
     reconciler.run_once()
     assert statuses(sweep) == {}
+
+
+# a launcher that lives, or did not
+
+
+@pytest.mark.parametrize("is_submitting", [True, False])
+def test_what_a_living_launcher_submits_is_not_over(sweep, is_submitting):
+    """Slurm does not list a job while sbatch hangs."""
+    other, launcher = JournalWriter(sweep.folder.journal, "launcher"), Played()
+    lease = Lease(sweep.folder, other.name)
+    other.write(AllocationPlanned(allocation=NAME, nodes=1, limit_s=60.0, tasks=()))
+    if is_submitting:
+        other.write(Submitting(allocation=NAME, token="t"))
+    launcher.ended_jobs = {NAME: JobEnd(reason="Slurm does not know a job of it")}
+    recorder = EndRecorder(sweep, launcher, LaunchMemory(), lambda note: None)
+    seen, state = recorder.look()
+    assert (seen.alive, state.allocations[NAME].ended) == ({NAME}, None)
+    lease.release()
+    seen, state = recorder.look()
+    assert (seen.alive, state.allocations[NAME].ended) == (set(), "Slurm does not know a job of it")
+
+
+def test_a_launcher_that_lapsed_before_sbatch_submits_nothing_until_it_has_looked_again(sweep):
+    answers, launcher = [False, True, False, False], Played()
+    sweep.lease = SimpleNamespace(has_lapsed=lambda: answers.pop(0))
+    reconciler = played.reconciler_of(sweep, launcher)
+    reconciler.run_once()
+    (allocation,) = sweep.state().allocations.values()
+    assert (launcher.taken, [*sweep.folder.allocations.iterdir()]) == ([], [])
+    assert allocation.ended == "not submitted: this launcher was suspended"
+    reconciler.run_once()
+    assert len(launcher.taken) == 1

@@ -132,3 +132,10 @@ def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher)
             path.write_text("{}")
             os.utime(path, (time_s, time_s))
         assert gone_within(launcher, states).ended_jobs[NAME].held_s == held_s
+
+
+def test_processes_are_found_by_every_path_of_the_folder(folder, launcher, start, tmp_path):
+    """The sweep was launched by a link, or has another name since."""
+    for path in (tmp_path / "link", tmp_path / "earlier name"):
+        start("ultrabench.agent", str(path / "allocations" / NAME))
+        assert set(launcher.observe(states_of(NAME)).jobs) == {NAME}

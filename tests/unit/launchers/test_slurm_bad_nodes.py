@@ -72,7 +72,7 @@ def test_an_exclusion_that_leaves_too_few_nodes_is_never_sent(
         slurm_module, "array_script", lambda allocations, config, exclude, module: scripts.append([*exclude])
     )
     monkeypatch.setattr(slurm_module, "submit", lambda path, script, environment: "57")
-    slurm.launcher.submit([SimpleNamespace(name=A, nodes=num_nodes)], ["a", "gpu01", "gpu02"], notes.append)
+    slurm.launcher.submit([_allocation(num_nodes)], ["a", "gpu01", "gpu02"], notes.append)
     assert scripts == [sent]
     assert [said in note for note in notes] == ([True] if said else [])
 
@@ -124,7 +124,7 @@ def test_a_node_that_slurm_no_longer_lists_needs_no_exclusion(slurm, monkeypatch
         slurm_module, "array_script", lambda allocations, config, exclude, module: scripts.append([*exclude])
     )
     monkeypatch.setattr(slurm_module, "submit", lambda path, script, environment: "57")
-    slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], ["gpu06", "gpu02", "gpu03"], notes.append)
+    slurm.launcher.submit([_allocation(1)], ["gpu06", "gpu02", "gpu03"], notes.append)
     assert (scripts, notes) == ([["gpu02", "gpu03"]], [])
 
 
@@ -141,5 +141,10 @@ def test_a_wrong_name_in_launcher_exclude_is_said(slurm, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"exclude=gpu\[02,06\] names nodes that Slurm does not list: gpu06"
     ) as refused:
-        slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], print)
+        slurm.launcher.submit([_allocation(1)], [], print)
     assert "remove gpu06 from launcher.exclude" in str(refused.value)
+
+
+def _allocation(num_nodes):
+    """What a Slurm launcher asks of an allocation that it submits."""
+    return SimpleNamespace(name=A, nodes=num_nodes, sweep_dir="quick", sweep_id="")

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.allocations import with_launcher
+from tests.unit.allocations import first_allocations, open_sweep, with_launcher
 from tests.unit.launchers import played_slurm
 from tests.unit.launchers.played_slurm import GRACE_S, JOB_NAME, A, B, rows
 from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S
 from ultrabench.result import Status
+from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen
 
 slurm = played_slurm.slurm
@@ -195,3 +196,33 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     slurm.observe()
     assert slurm.ends(after=GRACE_S) == (Status.CANCELLED, "Slurm ended job 57_0: TIMEOUT")
     assert slurm.asked == ["57_0"]
+
+
+# a sweep that was renamed
+
+
+@pytest.mark.parametrize(
+    ("planned", "name"),
+    [
+        ({"job": {"job_id": "57_0", "name": "ub-old-n1-0000aaaa"}}, "ub-old-n1-0000aaaa"),
+        ({"sweep": "old", "sweep_id": "c0ffee00c0ffee00"}, "ub-old-c0ffee00-n1-0000aaaa"),
+        ({}, "ub-quick-n1-0000aaaa"),
+    ],
+)
+def test_a_job_keeps_the_name_that_its_sweep_had(slurm, planned, name):
+    """Jobs of earlier versions have no id in their names."""
+    for field, value in planned.items():
+        setattr(slurm.held[A], field, value)
+    slurm.listed = rows(("57_0", "RUNNING"), name=name)
+    look = slurm.observe()
+    assert (look.running, look.jobs[A]["name"]) == ({A}, name)
+
+
+def test_an_unanswered_job_of_an_earlier_version_keeps_the_name_in_its_file(slurm, tmp_path):
+    """Its sweep was renamed, and the journal does not say how the job was named."""
+    (allocation,) = first_allocations(open_sweep(tmp_path / "old"))
+    replace(allocation, name=A).write()
+    (tmp_path / "old").rename(tmp_path / "new")
+    slurm.launcher._folder = SweepFolder(tmp_path / "new")
+    slurm.listed = rows(("57_0", "RUNNING"), name=f"ub-old-{A.rpartition('.')[0]}")
+    assert slurm.observe().running == {A}

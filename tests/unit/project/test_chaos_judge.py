@@ -126,6 +126,13 @@ def test_a_job_that_starts_no_agent_is_explained_on_a_node_where_none_starts():
     assert judge(lost, [], None, 1, 1) != []
 
 
+def test_a_run_whose_variant_cannot_start_is_explained_only_in_a_sweep_with_such_a_variant():
+    failed, variants = [row(status="crash", cause="not_started")], {"kind": "bad_variant", "allocations": []}
+    assert judge(failed, [variants | {"variant": "/bad/python"}], [], 1, 1) == []
+    assert judge(failed, [variants], [], 1, 1) != []
+    assert judge([row(status="crash")], [variants | {"variant": "/bad/python"}], [], 1, 1) != []
+
+
 def test_too_many_jobs():
     table = [row(str(number)) for number in range(10)]
     runs = executions_of(

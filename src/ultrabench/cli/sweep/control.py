@@ -1,5 +1,6 @@
 """The commands that act on a launched sweep: `ultrabench sweep retry`, `pause`, `resume` and `cancel`."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,13 @@ from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.processes import own_name
 from ultrabench.result import FAILURES, Status
 from ultrabench.run import AttemptKey
+from ultrabench.store.claim import give_up
 from ultrabench.store.events import Cancel, Launched, Pause
-from ultrabench.store.folder import SweepFolder, living_launchers, write_whole
+from ultrabench.store.folder import SweepFolder, write_whole
+from ultrabench.store.identity import ensure_identity
+from ultrabench.store.jobs_seen import is_same_place
 from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
@@ -107,6 +112,8 @@ def run_pause(folder: SweepFolder) -> None:
     if state.cancelled:
         say(f"nothing to pause: {folder.name} is cancelled; run the launch command again to continue")
         return
+    ensure_identity(folder, say)
+    state = fold(read_journal(folder.journal))  # a copy has no jobs any more
     if not state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1))
     # The file is written after the journal, because the resume that removes it needs the event.
@@ -120,6 +127,7 @@ def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
     state, plan = _state_and_plan(folder)
     require_tracker(plan.config)
+    ensure_identity(folder, say)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))
@@ -132,14 +140,15 @@ def run_cancel(folder: SweepFolder) -> None:
     if is_settled(plan, state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
-    writer = JournalWriter(folder.journal, "cancel")
-    writer.write(Cancel(generation=state.generation + 1))
+    ensure_identity(folder, say)
+    state = fold(read_journal(folder.journal))  # a copy has no jobs any more
+    JournalWriter(folder.journal, "cancel").write(Cancel(generation=state.generation + 1))
     try:
         _end_allocations(folder, state, plan, queued_only=False)
     except ClusterError as error:
-        launchers = living_launchers(folder, writer.path)
+        launchers = living_launchers(folder, writes=True)
         if not launchers:
-            remedy = "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
+            remedy = "The cancel is recorded, but no launcher carries it out: run this command again where its jobs can be ended"
             raise ClusterError(f"{error}. {remedy}") from error
         say(f"{error}. {launchers[0]} follows this sweep and retries until the jobs have ended")
         return
@@ -192,9 +201,27 @@ def _reopen(
 
 
 def _end_allocations(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:
-    """Ends the open allocations of a sweep that this user has submitted."""
+    """Ends the open allocations of a sweep that this user has submitted.
+
+    Those that have not started are given up first, so that a job that is being submitted now runs nothing.
+
+    Raises:
+        ClusterError: some of them cannot be ended from here.
+    """
     allocations = open_allocations(state)
     other_users = {str(a.by["user"]) for a in allocations.values() if a.by and a.by.get("user") != own_name()}
     if other_users:
         say(f"jobs of {', '.join(sorted(other_users))} are still active: only their owner can end them")
-    choose_launcher(plan.config, folder, submits=False).cancel(allocations, queued_only=queued_only)
+    launcher = choose_launcher(plan.config, folder, submits=False)
+    own_allocations = {n: a for n, a in allocations.items() if a.by.get("user", own_name()) == own_name()}
+    unended = {} if queued_only else own_allocations
+    for name in [name for name, allocation in unended.items() if not allocation.agents]:
+        with contextlib.suppress(OSError):
+            if give_up(folder.claims, name):
+                del unended[name]
+    launcher.cancel(allocations, queued_only=queued_only)
+    if launcher.origin["cluster"]:
+        return  # jobs of a cluster are ended by their names, from every host
+    if hidden := {n: a for n, a in unended.items() if not is_same_place(launcher.origin, a.by)}:
+        names, places = ", ".join(hidden), ", ".join(sorted({a.by["host"] for a in hidden.values()}))
+        raise ClusterError(f"{names} runs on {places}, whose processes cannot be ended from here")

@@ -28,10 +28,11 @@ from ultrabench.launchers.required_programs import require_checkpoint_folder, re
 from ultrabench.launchers.starters import starter_warnings
 from ultrabench.processes import own_name
 from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
-from ultrabench.store.folder import SweepFolder, living_launchers
+from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
 from ultrabench.store.kernel_secrets import redact_arguments
+from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
@@ -207,7 +208,7 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     if any(is_set_by_setting.values()) and is_settled(sweep.plan, sweep.state(), sweep.accepts):
         settings_text = " ".join(setting for setting, is_set in is_set_by_setting.items() if is_set)
         yield f"{settings_text} applies to new runs only, and all runs are measured; add repeats=N or name=NAME"
-    for launcher_text in living_launchers(sweep.folder, sweep.journal.path):
+    for launcher_text in living_launchers(sweep.folder, sweep.lease):
         yield f"{launcher_text} also follows this sweep; both can continue: no run is made twice"
 
 

@@ -14,8 +14,9 @@ from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import output_console, print_json, show, warn
 from ultrabench.errors import counted
 from ultrabench.store.events import EndCode
-from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers
+from ultrabench.store.folder import SweepFolder, last_written_s
 from ultrabench.store.journal import JournalReader
+from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate

@@ -1,5 +1,7 @@
 """The commands on whole sweeps: `ultrabench sweep list`, `rm` and `rename`."""
 
+import contextlib
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,13 @@ from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.local import GRACE_S
 from ultrabench.record import value_from
 from ultrabench.standing import Standing
+from ultrabench.store.allocation import read_allocation
 from ultrabench.store.damage import one_line_if_damaged, read_each
-from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, newest_first, sweep_dirs
+from ultrabench.store.folder import SweepFolder, last_written_s, newest_first, sweep_dirs
+from ultrabench.store.identity import ensure_identity
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import fold
+from ultrabench.store.lease import living_launchers
+from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.store.sweep_moves import remove_sweep, rename_sweep, require_own_folder
 from ultrabench.sweep.candidate import Candidate, by_cell
@@ -117,12 +122,34 @@ def run_rm(folder: SweepFolder, yes: bool, is_cluster_gone: bool = False) -> Non
         typer.Abort: the answer is no.
     """
     folder = require_own_folder(folder)
+    # A sweep can also be deleted if its sweep.json is damaged or its disk is full; it may then be a copy.
+    is_identified = False
+    with contextlib.suppress(OSError, SweepFolderError):
+        ensure_identity(folder, say)
+        is_identified = True
     _require_idle(folder, "deleted", is_cluster_gone)
-    attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
-    _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
+    state = fold(read_journal(folder.journal))
+    checkpoints = _left_checkpoints(folder, state) if is_identified else []
+    checkpoint_text = f" and {', '.join(map(str, checkpoints))}" if checkpoints else ""
+    attempts = counted(len(state.attempts), "attempt")
+    _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results){checkpoint_text}?", yes)
     _require_idle(folder, "deleted", is_cluster_gone)  # a launch may have begun meanwhile
+    for path in checkpoints:
+        shutil.rmtree(path, ignore_errors=True)
+    if left_paths := [str(path) for path in checkpoints if path.exists()]:
+        raise SweepFolderError(f"cannot delete {', '.join(left_paths)}; make them writable, then rm again")
     remove_sweep(folder)
-    say(f"deleted {folder.path}")
+    say(f"deleted {folder.path}{checkpoint_text}")
+
+
+def _left_checkpoints(folder: SweepFolder, state: SweepState) -> list[Path]:
+    """The checkpoints that killed runs of a sweep have left in `measure.checkpoint_folder`."""
+    paths = set[Path]()
+    for name in (name for name, allocation in state.allocations.items() if not allocation.is_copied):
+        with contextlib.suppress(SweepFolderError):
+            tasks = read_allocation(folder.allocations / name).tasks
+            paths |= {Path(task.checkpoint) for task in tasks if task.checkpoint}
+    return sorted(path for path in paths if path.exists() and folder.path not in path.parents)
 
 
 def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
@@ -135,7 +162,7 @@ def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
     """
     value_from(Annotated[str, SWEEP_NAME], new_name, "NEW")
     folder = require_own_folder(folder)
-    read_sweep_json(folder)  # a damaged one could not get the new name
+    ensure_identity(folder, say)
     _require_idle(folder, "renamed")
     _confirm(f"Exported files keep the old name. Rename {folder.path} to {new_name}?", yes)
     _require_idle(folder, "renamed")
@@ -169,13 +196,11 @@ def _require_idle(folder: SweepFolder, participle: str, is_cluster_gone: bool = 
     if is_cluster_gone and (silent_s := time.time() - last_written_s(folder.path)) < QUIET_S:
         fact = f"an agent or a launcher of {folder.name} wrote to its journal {silent_s:.0f} s ago"
         raise SweepFolderError(f"{fact}; --cluster-gone needs {QUIET_S / 60:g} minutes of silence")
-    user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder)]
+    user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder, writes=True)]
     if not user_texts and open_allocations(state) and not is_cluster_gone:
         config = launched_config(folder, state)
         try:
-            launcher = choose_launcher(
-                config, folder
-            )  # it must know the cluster, to tell its jobs from others
+            launcher = choose_launcher(config, folder)  # it knows the cluster, by which jobs differ
         except ClusterError as error:
             num_open = counted(len(open_allocations(state)), "job")
             fact = f"{error.fact}; {num_open} of {folder.name} may still run or wait"
