@@ -1,7 +1,7 @@
 """Completes imported rows: what follows from their other columns, and why they may be in doubt."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.importing.given_rates import compare_rates, flops_ranges
+from ultrabench.analysis.importing.scopes import convert_scopes
+from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import sizes_of
 from ultrabench.analysis.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
@@ -25,6 +27,8 @@ _PARAM_COLUMNS = ["num_params", "num_active_params"]
 _COUNT_COLUMNS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
 _PEAK_MEM_COLUMNS = ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes"]
 _MEASURED_COLUMNS = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_MEM_COLUMNS)
+MIN_PEAK_MEM_BYTES = 1e6
+"""Number of bytes below which a peak of memory is probably in another unit."""
 _RANKS_PRODUCT, _BATCH_PRODUCT = "*".join(DEGREES), "*".join(("dp", *BATCH))
 """Expressions of columns that give the number of ranks and the global batch size."""
 _DERIVED_COUNTS = (
@@ -49,7 +53,7 @@ class Derived:
 
 
 def with_derived_columns(
-    rows: pd.DataFrame, models: Mapping[str, str], half_digits: Mapping[str, pd.Series]
+    rows: pd.DataFrame, table_map: TableMap, half_digits: Mapping[str, pd.Series]
 ) -> Derived:
     """The rows with the columns that follow from those of the table, and reasons to doubt them.
 
@@ -58,12 +62,12 @@ def with_derived_columns(
     weights once.
 
     Args:
-        models: name of a model in the table -> our name of it.
+        table_map: the map of the table, of which this takes the names of models and what rates are of.
         half_digits: column -> for each row half a unit of the last digit of its number.
     """
     type_by_column = {column.name: float if column.type in (INT, FLOAT) else object for column in SCHEMA}
     frame = rows.reindex(columns=[*type_by_column, "tokens_per_step"]).astype(type_by_column)
-    doubts = [*_fill_model(frame, models)]
+    doubts = [*_fill_model(frame, table_map.models)]
     shapes = _shapes(frame)
     for name in _PARAM_COLUMNS:
         counts = pd.Series({row: getattr(shape, name) for row, shape in shapes.items()}, dtype=float)
@@ -73,10 +77,11 @@ def with_derived_columns(
     doubts.append(("other_batch", _checked_batch(frame)))
     frame["tokens_per_step"] = _evaluated(frame, "gbs * seq_len")
     _fill_peak(frame)
-    contradictions, notes = _fill_speed(frame, shapes, half_digits)
-    doubts += [("contradiction", sentences) for sentences in contradictions]
+    half_digits, scope_notes = convert_scopes(frame, table_map.scope_by_column(), half_digits)
+    speed_doubts, notes = _fill_speed(frame, shapes, half_digits, table_map.certain_columns())
+    doubts += speed_doubts
     frame["schema_version"] = RESULTS_SCHEMA_VERSION
-    return Derived(frame=frame, doubts=[*doubts, *_impossible_doubts(frame)], notes=notes)
+    return Derived(frame=frame, doubts=[*doubts, *_impossible_doubts(frame)], notes=[*scope_notes, *notes])
 
 
 def typed_table(frame: pd.DataFrame, columns: list[str]) -> pa.Table:
@@ -190,11 +195,14 @@ def _fill_peak(frame: pd.DataFrame) -> None:
 
 
 def _fill_speed(
-    frame: pd.DataFrame, shapes: Mapping[Any, ModelShape], half_digits: Mapping[str, pd.Series]
-) -> tuple[list[pd.Series], list[str]]:
+    frame: pd.DataFrame,
+    shapes: Mapping[Any, ModelShape],
+    half_digits: Mapping[str, pd.Series],
+    certain_columns: Collection[str],
+) -> tuple[Doubts, list[str]]:
     """Fills step time, speeds, FLOP per second and mfu of ok rows as far as they follow from those of the table.
 
-    Returns sentences about numbers that contradict others of their row, and what was assumed.
+    Returns doubts about numbers that contradict others or look like another quantity, and what was assumed.
     """
     formulas = frame["flops_formula"].where(frame["flops_formula"].isin([*FLOPS_FORMULAS]), "palm")
     facts = zip(frame.index, frame["seq_len"], frame["recompute"], formulas, strict=True)
@@ -209,7 +217,8 @@ def _fill_speed(
             ranges_by_key[key] = flops_ranges(shape, int(seq_len), known_recompute)
             flops_by_key[key] = shape.flops_per_token(int(seq_len), formula)
     formula_flops = pd.Series([flops_by_key[key] for key in keys], frame.index, float)
-    rates = compare_rates(frame, half_digits, [ranges_by_key[key] for key in keys], formula_flops)
+    ranges = [ranges_by_key[key] for key in keys]
+    rates = compare_rates(frame, half_digits, ranges, formula_flops, certain_columns)
     has_speed = (frame["status"] == "ok") & (frame["gpus"] != 0) & rates.gpu_tokens_per_s.notna()
     gpu_tokens_per_s = rates.gpu_tokens_per_s.where(has_speed)
     tokens_per_s = gpu_tokens_per_s * frame["gpus"]
@@ -240,7 +249,8 @@ def _fill_speed(
         why = "since GPUs, mbs, gas (or gbs) or seq_len is missing"
         todo = "give them, or rank with --rank-by step_time_s"
         notes.append(f"{counted(num_rateless, 'row')} with a step time but no speed, {why}: {todo}")
-    return rates.doubts, notes
+    doubts = [("contradiction", sentences) for sentences in rates.contradictions]
+    return [*doubts, *(("other_reading", sentences) for sentences in rates.other_readings)], notes
 
 
 def _fill(frame: pd.DataFrame, name: str, values: pd.Series) -> None:
@@ -253,6 +263,10 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     for column in (*_COUNT_COLUMNS, *_MEASURED_COLUMNS):
         values = (frame if column in _COUNT_COLUMNS else ok_rows)[column]
         yield "impossible_value", values[values <= 0].map(f"impossible value: {column}={{:.4g}}".format)
+    for column in _PEAK_MEM_COLUMNS:
+        few_bytes = ok_rows[column][(ok_rows[column] > 0) & (ok_rows[column] < MIN_PEAK_MEM_BYTES)]
+        sentences = f"{column}=" + _texts(few_bytes)
+        yield "other_reading", sentences + " is in bytes (perhaps it is in MiB or GiB: give its unit)"
     yield "unknown_model", pd.Series("unknown model", frame.index[frame["model"].isna()])
     has_no_speed = ~(ok_rows["step_time_s"] > 0) & ~(ok_rows["tokens_per_s_per_gpu"] > 0)
     yield "unknown_step_time", pd.Series("unknown step time", ok_rows.index[has_no_speed])

@@ -76,7 +76,7 @@ def import_table(path: Path, table_map: TableMap) -> Imported:
     try:
         reader = _Reader(table_file, table_map)
         rows = reader.our_columns()
-        derived = with_derived_columns(rows, table_map.models, reader.half_digits)
+        derived = with_derived_columns(rows, table_map, reader.half_digits)
         frame = derived.frame
         used_columns = {*source_columns, *table_map.options}
         unused_columns = tuple(name for name in names if name not in used_columns)
@@ -179,7 +179,7 @@ class _Reader:
         name_by_text |= _OTHER_PRECISION_WORDS if our_column == "precision" else {}
         new_by_value = {}
         for value in values.dropna().unique():
-            text = str(value).strip().lower()
+            text = str(value).strip().lower().removeprefix("torch.")
             unknown_text = text if our_column in _LOWER_CASE_COLUMNS else value
             new_by_value[value] = value if value in names else name_by_text.get(text, unknown_text)
         return values.map(new_by_value).astype(object).where(values.notna(), None)
@@ -278,7 +278,8 @@ class _Reader:
         """The unit of a source: that of the map, else the one that its header names."""
         key = our_column, source.column
         if key not in self._unit_by_source:
-            named_unit = header_unit(our_column, source.column) if units_of(our_column) else None
+            has_scope = source.per is not None
+            named_unit = header_unit(our_column, source.column, has_scope) if units_of(our_column) else None
             if source.unit is None and named_unit is not None and named_unit != unit_of(our_column):
                 self.notes.append(
                     f"{our_column}: {source.column!r} is read in {named_unit}, as its header says"

@@ -148,6 +148,9 @@ def unit_words(text: str) -> str:
     spelling = text.strip().lower()
     spelling = _RATE_SPELLINGS.get(spelling, spelling)
     words = [_WORD_BY_SPELLING.get(part) for part in spelling.split("/")]
+    if words[0] is None and len(words) > 2:  # a path such as throughput/device/tokens/s
+        path_words, words = words[:-2], words[-2:]
+        words += ["gpu"] if "gpu" in path_words else []
     if None in words or (len(words) == 1 and words[0] in _NO_UNIT_ALONE):
         return ""
     return "/".join(word for word in words if word)
@@ -160,7 +163,7 @@ _UNIT_AFTER = re.compile(r"\s?(?:MODEL_)?([A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0
 _UNIT_BEFORE = re.compile(
     r"(?:[\[(]\s*(?P<brackets>[A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})\s*[\])]\s*[:=|]?\s*"
     r"|(?<![A-Za-z])(?P<label>tflops|ms|msec|milliseconds|secs?|seconds)\s*[\"']?\s*[:=]\s*[\"']?"
-    r"|(?<![A-Za-z/])(?P<rate>[A-Za-z]+(?:/[A-Za-z]+){1,2}|tgs)\s*[\"']?\s*[:=]?\s*[\"']?"
+    r"|(?<![A-Za-z/])(?P<rate>[A-Za-z]+(?:/[A-Za-z]+){1,4}|tgs)\s*[\"']?\s*[:=]?\s*[\"']?"
     r"|(?:_|\bin )(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*[\"']?)$",
     re.IGNORECASE,
 )

@@ -87,6 +87,11 @@ _THOUSANDS_GROUPS = frozenset(
 """Groups whose numbers are large, so that a comma before three digits separates thousands."""
 _DECIMAL_GROUPS = frozenset({"loss", "fraction", "percent", "steps_per_s"})
 """Groups whose numbers are small, so that a comma before three digits stands before decimals."""
+_RATE_OF_ONE_GPU = re.compile(
+    r"tok\w*?[ _]?(?:/|per[ _])(?:s|sec|second)[ _]?(?:/|per[ _])(?:gpu|device)(?![a-z])|tok\w*/(?:gpu|device)/s",
+    re.IGNORECASE,
+)
+"""The label of a rate in tokens/s of one GPU."""
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _NOT_LITERAL = re.compile(r"\(\?P<\w+>|\\.|\[[^\]]*\]")
 """Parts of a pattern whose letters are no text of the log: names of groups, escapes and sets."""
@@ -240,6 +245,9 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
             continue
         unit = number.unit or unit_beside(match.string, *match.span(group))
         _require_unit(group, unit, text, groups)
+        if group == "tokens_per_s_per_gpu" and unit == "token/s" and _RATE_OF_ONE_GPU.search(match.string):
+            fact = f"{text.strip()!r:.40} is in tokens/s, and the line has another number that is of one GPU"
+            raise MisreadError(f"{fact}; match that one, or use the group (?P<tokens_per_s>...)")
         value_by_quantity[quantity] = _plausible_reading(group, number, text) * factor
     return value_by_quantity
 

@@ -182,7 +182,8 @@ def _step_notes(
     num_unread = sum(dropped.kind == "unreadable" for dropped in dropped_lines)
     yield from log_doubts(
         logged_steps, by_arrival=reader.by_arrival, num_lines=len(step_lines), num_unread=num_unread,
-        lines_per_step=reader.lines_per_step,
+        lines_per_step=reader.lines_per_step, uncounted_stride=reader.uncounted_stride,
+        are_of_one_step=reader.are_of_one_step, num_parts=reader.num_parts,
     ).values()  # fmt: skip
 
 
