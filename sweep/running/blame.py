@@ -17,12 +17,12 @@ import msgspec
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import from_dict
 from ultrabench.result import (
-    CIRCUMSTANTIAL_CAUSES,
     LOCATED_STATUSES,
     NOT_STARTED,
     TRANSIENT_CAUSES,
     RunResult,
     Status,
+    proves_node_fault,
 )
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -146,11 +146,7 @@ def trial_of(attempt: AttemptState) -> Trial | None:
     )
     if trial.is_ok or result.status not in LOCATED_STATUSES:
         return trial if trial.is_ok else None
-    is_proof = (
-        result.status == Status.NODE_FAIL
-        and result.cause not in CIRCUMSTANTIAL_CAUSES
-        and bool(result.suspect_hosts)
-    )
+    is_proof = proves_node_fault(result.status, result.cause) and bool(result.suspect_hosts)
     return replace(
         trial,
         failure=result.fingerprint or f"{result.status} {result.cause}",
