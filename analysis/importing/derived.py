@@ -225,14 +225,14 @@ def _fill_speed(
     _fill(frame, "tokens_per_s_per_gpu", gpu_tokens_per_s)
     _fill(frame, "tokens_per_s", tokens_per_s)
     _fill(frame, "step_time_s", frame["tokens_per_step"] / tokens_per_s)
-    mfu_is_given = frame["mfu"].notna() & frame["flops_formula"].isna()
+    has_mfu_of_table = frame["mfu"].notna() & frame["flops_formula"].isna()
     is_palm = np.isclose(
         frame["mfu"], gpu_tokens_per_s * formula_flops / frame["peak_flops_per_s"], rtol=1e-3
     )
     flops_per_s = gpu_tokens_per_s * formula_flops
     _fill(frame, "model_flops_per_s_per_gpu", flops_per_s)
     _fill(frame, "mfu", flops_per_s / frame["peak_flops_per_s"])
-    has_formula = flops_per_s.notna() & (~mfu_is_given | is_palm)
+    has_formula = flops_per_s.notna() & (~has_mfu_of_table | is_palm)
     frame.loc[has_formula, "flops_formula"] = formulas[has_formula]
     notes = []
     if num_assumed := int((rates.follows_from_flops & has_speed).sum()):

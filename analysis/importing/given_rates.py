@@ -219,11 +219,11 @@ def _sentence(
         "mfu": reference * flops / peak,
         "source_mfu": reference * flops / peak,
     }[name]
-    given_text = f"{name}={_text(name, facts[name])}"
+    number_text = f"{name}={_text(name, facts[name])}"
     source_text = f"{source}={_text(source, facts[source])}" if source in RATE_COLUMNS else source
     formula_text = " by the formula palm" if name in FLOP_COLUMNS else ""
     sentence = (
-        f"{given_text} contradicts {source_text}, from which {_text(name, expected)} follows{formula_text}"
+        f"{number_text} contradicts {source_text}, from which {_text(name, expected)} follows{formula_text}"
     )
     limits = [*ranges] if name in FLOP_COLUMNS else [(1.0, 1.0)]
     explanations = {}

@@ -395,8 +395,8 @@ class _Reader:
 
 def _status_word(text: str) -> str | None:
     """The status that a text names, whatever signs stand around it; None if it names none."""
-    word = re.sub(r"[^a-z_ ]+", " ", text.lower()).strip()
-    name = _OTHER_STATUS_WORDS.get(word, word.replace(" ", "_"))
+    status_text = re.sub(r"[^a-z_ ]+", " ", text.lower()).strip()
+    name = _OTHER_STATUS_WORDS.get(status_text, status_text.replace(" ", "_"))
     return name if name in {*Status} else None
 
 
@@ -425,17 +425,17 @@ def _add_doubts(frame: pd.DataFrame, rows: pd.DataFrame, doubts: Doubts, table_m
 
     Returns the code and the sentence of each doubt; the index is the row.
     """
-    own_codes = frame["suspect_codes"].where(frame["suspect"].notna())
-    own_texts = zip(frame.index, frame["suspect"], own_codes, strict=True)
-    own_pairs = [
+    codes_of_table = frame["suspect_codes"].where(frame["suspect"].notna())
+    texts_of_table = zip(frame.index, frame["suspect"], codes_of_table, strict=True)
+    doubts_of_table = [
         (row, code, sentence)
-        for row, text, codes in own_texts
+        for row, text, codes in texts_of_table
         if isinstance(text, str)
         for code, sentence in _coded_sentences(text, codes)
     ]
-    own_frame = pd.DataFrame(
-        {"code": [code for _, code, _ in own_pairs], "sentence": [text for *_, text in own_pairs]},
-        index=[row for row, *_ in own_pairs], dtype=object,
+    table_doubt_frame = pd.DataFrame(
+        {"code": [code for _, code, _ in doubts_of_table], "sentence": [text for *_, text in doubts_of_table]},
+        index=[row for row, *_ in doubts_of_table], dtype=object,
     )  # fmt: skip
     for sentence, rule in table_map.doubts.items():
         doubted_rows = frame
@@ -445,7 +445,7 @@ def _add_doubts(frame: pd.DataFrame, rows: pd.DataFrame, doubts: Doubts, table_m
     frames = [
         pd.DataFrame({"code": code, "sentence": texts.dropna()}, dtype=object) for code, texts in doubts
     ]
-    doubt_frame = pd.concat([own_frame, *frames])
+    doubt_frame = pd.concat([table_doubt_frame, *frames])
     doubt_frame = doubt_frame[~doubt_frame.assign(row=doubt_frame.index).duplicated(["row", "sentence"])]
     doubts_by_row = doubt_frame.groupby(level=0)
     joined_sentences = {n: "; ".join(sentences) for n, sentences in doubts_by_row["sentence"]}

@@ -117,14 +117,15 @@ def column_doubts(
     texts = " or ".join(reading.text for reading in named_readings)
     entries = [entry for reading in named_readings if (entry := reading.map_entry)]
     numbers = mfu["usual"].where(rows).dropna()
-    shown, show = (numbers, _mfu_text) if len(numbers) else (speeds[rows], _speed_text)
-    others = shown / best.factors[shown.index]
-    span = f"{_span(others, show)} instead of {_span(shown, show)} in {counted(len(shown), 'row')}"
+    numbers_as_mapped, show = (numbers, _mfu_text) if len(numbers) else (speeds[rows], _speed_text)
+    numbers_as_read = numbers_as_mapped / best.factors[numbers_as_mapped.index]
+    rows_text = counted(len(numbers_as_mapped), "row")
+    span = f"{_span(numbers_as_read, show)} instead of {_span(numbers_as_mapped, show)} in {rows_text}"
     todo = f"write {' or '.join(entries)} into the map if so, " if entries else ""
-    what = "MFU" if len(numbers) else "the speed of a GPU"
+    quantity = "MFU" if len(numbers) else "the speed of a GPU"
     sentences = {}
     for row in rows.index[rows]:
-        fact = f"{name}={_number_text(name, frame[name][row])} may be {texts}: {what} is then {span}"
+        fact = f"{name}={_number_text(name, frame[name][row])} may be {texts}: {quantity} is then {span}"
         sentences[row] = f"{fact}; {todo}certain: true if not"
     return pd.Series(sentences, dtype=object)
 

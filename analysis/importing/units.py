@@ -103,11 +103,11 @@ def require_unit_of(our_column: str, unit: str) -> None:
     units = units_of(our_column)
     if unit not in units:
         quantity = unit_of(our_column)
-        own = {COUNT: "a number", TOKEN_RATE: "tokens/s", FRACTION: "a fraction"}.get(
+        quantity_text = {COUNT: "a number", TOKEN_RATE: "tokens/s", FRACTION: "a fraction"}.get(
             quantity, f"in {quantity}"
         )
         choice = f"its units: {', '.join(units)}" if units else "it takes no unit"
-        raise ConfigError(f"{our_column} with unit={unit!r}: {our_column} is {own}; {choice}")
+        raise ConfigError(f"{our_column} with unit={unit!r}: {our_column} is {quantity_text}; {choice}")
 
 
 def units_of(our_column: str) -> list[str]:
@@ -167,9 +167,9 @@ def _rate_texts(header: str) -> list[str]:
     text = re.sub(r"[(\[][^)\]]*[)\]]", " ", header).strip().lower()
     text = re.sub(r"(?<![a-z])(thousand|million|[km])[ _-](?=t\w*(?:/| ?per))", r"\1", text)
     text = re.sub(r"[ _-]per[ _-]| ?/ ?", "/", text)
-    words = [word for word in re.split(r"[\s_,.:-]+", text) if word]
-    quotients = [word for word in words if "/" in word]
-    names = [word for word in words[-1:] if re.fullmatch(r"[km]?(?:tps|tgs)", word)]
+    header_parts = [part for part in re.split(r"[\s_,.:-]+", text) if part]
+    quotients = [part for part in header_parts if "/" in part]
+    names = [part for part in header_parts[-1:] if re.fullmatch(r"[km]?(?:tps|tgs)", part)]
     return [*quotients, *names]
 
 

@@ -122,9 +122,11 @@ def _readings(digits: str, decimal_mark: str | None) -> tuple[str, str | None]:
 
 def is_decimal_comma(digits: str) -> bool:
     """Whether the only comma of a number must stand before decimals, since three digits follow in a group of thousands."""
-    whole, _, rest = digits.partition(",")
+    integer_digits, _, decimals = digits.partition(",")
     return (
-        "," in digits and ("," not in rest) and (len(rest) != 3 or len(whole) > 3 or whole[:1] in ("", "0"))
+        "," in digits
+        and ("," not in decimals)
+        and (len(decimals) != 3 or len(integer_digits) > 3 or integer_digits[:1] in ("", "0"))
     )
 
 
@@ -188,7 +190,7 @@ _DURATION = re.compile(r"\d+ ?[hm] ?\d[\d.]*(?: ?m ?\d[\d.]*)? ?s(?![A-Za-z])|\d
 """A duration of several parts, such as 1m02s, 1 m 2 s, 2m 5.3s or 1h02."""
 
 
-def whole_number_text(line: str, start: int, end: int) -> str | None:
+def uncut_number_text(line: str, start: int, end: int) -> str | None:
     """The number of which the text at `start:end` of a line is only a part, such as 1,53 for 1; None if it is all of it.
 
     In a line without spaces, commas separate values.

@@ -14,8 +14,8 @@ from ultrabench.log_numbers import (
     cut_suffix,
     decimal_mark_in,
     read_number,
+    uncut_number_text,
     unit_beside,
-    whole_number_text,
 )
 from ultrabench.rank_report import is_number
 
@@ -234,7 +234,7 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
     value_by_quantity: dict[str, float] = {}
     for group, text in text_by_group.items():
         quantity, factor = groups[group]
-        _require_whole(group, match)
+        _require_uncut(group, match)
         try:
             number = read_number(text, mark)
         except UnreadableError:
@@ -252,17 +252,17 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
     return value_by_quantity
 
 
-def _require_whole(group: str, match: re.Match[str]) -> None:
+def _require_uncut(group: str, match: re.Match[str]) -> None:
     """Raises MisreadError if a group matches only a part of a number."""
     start, end = match.span(group)
-    whole_text = whole_number_text(match.string, start, end)
-    if whole_text and group == "step" and ":" in whole_text:
-        whole_text = None
+    uncut_text = uncut_number_text(match.string, start, end)
+    if uncut_text and group == "step" and ":" in uncut_text:
+        uncut_text = None
     suffix = cut_suffix(match.string, end)
     if suffix and match[group][-1:].isdigit() and group not in LOG_PATTERNS["memory_line"].groups:
-        whole_text = f"{match[group]}{suffix}"
-    if whole_text:
-        fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {whole_text!r:.60}"
+        uncut_text = f"{match[group]}{suffix}"
+    if uncut_text:
+        fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {uncut_text!r:.60}"
         raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+[KMGBT]?")
 
 
@@ -270,8 +270,8 @@ def _require_unit(group: str, unit: str, text: str, groups: Mapping[str, object]
     """Raises MisreadError if the unit beside a number is another one than that of its group."""
     if not unit or group not in _UNITS_BY_GROUP or unit in _UNITS_BY_GROUP[group]:
         return
-    kind, _, own_unit = group.rpartition("_")
-    if own_unit in _BYTES_BY_UNIT:
+    kind, _, unit_of_group = group.rpartition("_")
+    if unit_of_group in _BYTES_BY_UNIT:
         if unit not in ("bytes", "kb", "mb", "gb", "tb"):
             return
         fitting_groups = [name for name in groups if name.startswith(kind) and unit in _UNITS_BY_GROUP[name]]

@@ -134,7 +134,7 @@ class StepReader:
     """By what the last time was divided, since its line was for so many steps; None if it was not."""
     inner_lines: int = 0
     """Lines that repeat the number of a step with another time, by the same rank."""
-    word_repeats: int = 0
+    num_equal_lines: int = 0
     """Lines that equal the line before, although nothing shows that they are of the same step."""
     num_counted: int = 0
     num_repeats: int = 0
@@ -149,10 +149,10 @@ class StepReader:
     _decimal_mark: str | None = None
     _last: _Counted | None = None
     _max_step: int | None = None
-    _seen_steps: set[int] = field(default_factory=set)
+    _counted_steps: set[int] = field(default_factory=set)
     _rank_of_max: str | None = None
     _strides: Counter[int] = field(default_factory=Counter)
-    _held: StepLine | None = None
+    _first_line: StepLine | None = None
     """The first line, while it is not known for how many steps it is."""
     _printed_s: float = 0.0
     _distance_s: float = 0.0
@@ -221,8 +221,8 @@ class StepReader:
 
     def finish(self) -> list[StepLine]:
         """The first line if it was the only one."""
-        held, self._held = self._held, None
-        return [held] if held else []
+        first_line, self._first_line = self._first_line, None
+        return [first_line] if first_line else []
 
     def _drop_unreadable(self, match: re.Match[str], reason: str) -> DroppedLine:
         """Drops a line without a time; the next line is not for its step."""
@@ -238,7 +238,7 @@ class StepReader:
             return None
         if step is None:
             return self._equal_text_reason(last, new)
-        if self._max_step is None or step > self._max_step or step not in self._seen_steps:
+        if self._max_step is None or step > self._max_step or step not in self._counted_steps:
             return None
         is_other_rank = new.rank is not None and new.rank != self._rank_of_max
         num_behind = 1 if "step" in new.values else 0  # ranks are not quite in step; a bar is of one process
@@ -267,7 +267,7 @@ class StepReader:
             return "another rank prints the same"
         if before and after and self.by_arrival and after.at_s <= before.at_s:
             return "the same text came at the same time"
-        self.word_repeats += 1
+        self.num_equal_lines += 1
         return None
 
     def _count(self, new: _Counted, match: re.Match[str], step: int | None) -> Iterator[StepLine]:
@@ -278,9 +278,9 @@ class StepReader:
                 stride = step - self._max_step
                 self._strides[stride] += 1
             elif self._max_step is not None:
-                self._seen_steps.clear()
+                self._counted_steps.clear()
             self._max_step, self._rank_of_max = step, new.rank
-            self._seen_steps.add(step)
+            self._counted_steps.add(step)
         self._note_counters(new.line.text)
         self.num_parts += _is_part_of_step(match)
         previous, self._last = self._last, new
@@ -292,15 +292,17 @@ class StepReader:
         values = self._of_one_step(new, previous, match, num_steps)
         step_line = StepLine(self._number, values, num_steps, new.line.sighting)
         if is_first and step is not None and step > 1 and not self.by_arrival:
-            self._held = step_line
+            self._first_line = step_line
             return
-        if held := self._held:
-            self._held = None
-            held_steps = min(int(held.values.get("step", num_steps)) or 1, num_steps)
-            seconds = held.values.get("seconds")
+        if first_line := self._first_line:
+            self._first_line = None
+            num_first_steps = min(int(first_line.values.get("step", num_steps)) or 1, num_steps)
+            seconds = first_line.values.get("seconds")
             if seconds is not None and self.divided_by:
-                held = held._replace(values={**held.values, "seconds": seconds / held_steps})
-            yield held._replace(num_steps=held_steps)
+                first_line = first_line._replace(
+                    values={**first_line.values, "seconds": seconds / num_first_steps}
+                )
+            yield first_line._replace(num_steps=num_first_steps)
         yield step_line
 
     def _usual_stride(self, stride: int) -> int:

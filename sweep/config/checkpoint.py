@@ -134,8 +134,8 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     try:
         return shape_from({"name": name, **field_values}, f"model={where}")
     except ShapeError as error:
-        shown_keys = {field: key_by_field.get(field, field) for field in RENAMED.values()}
-        raise ShapeError(f"model={where}", error.rule, shown_keys) from error
+        key_by_renamed_field = {field: key_by_field.get(field, field) for field in RENAMED.values()}
+        raise ShapeError(f"model={where}", error.rule, key_by_renamed_field) from error
 
 
 def _abbreviated(value: Any) -> str:

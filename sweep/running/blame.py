@@ -550,7 +550,9 @@ class _Table:
         ok_here = self._ok_trials_by_host.get(node, ())
         num_ok_since = sum(t.started_at >= first_at and t.place_of(node) in places for t in ok_here)
         # All attempts in which some node was at one of these places, without those in which this node took part.
-        num_ok = sum(num for held, num in self._num_ok_by_places.items() if not places.isdisjoint(held))
+        num_ok = sum(
+            num for trial_places, num in self._num_ok_by_places.items() if not places.isdisjoint(trial_places)
+        )
         num_ok_with_it = sum(not places.isdisjoint(t.places) for t in ok_here)
         failed_runs = {trial.run_id for trial in blamed_trials}
         failures, not_compared = {trial.failure for trial in blamed_trials}, {node, *self._likely_bad}

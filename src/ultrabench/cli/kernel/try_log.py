@@ -96,9 +96,9 @@ def _match_report(option: str, pattern: re.Pattern[str], log: str) -> dict[str, 
     """
     log_lines = split_log(log)
     if option == "step_line":
-        matched_lines, refused, notes = _steps_found(pattern, log_lines)
+        matched_lines, refused, notes = _step_report(pattern, log_lines)
     else:
-        matched_lines, refused = _observations_found(option, pattern, log_lines)
+        matched_lines, refused = _observation_report(option, pattern, log_lines)
         notes = []
     nearest = [] if matched_lines else refused[:1] or nearest_lines(log, pattern.pattern)
     report = {"lines": matched_lines, "refused": refused, "notes": notes, "nearest": nearest}
@@ -107,7 +107,7 @@ def _match_report(option: str, pattern: re.Pattern[str], log: str) -> dict[str, 
     )
 
 
-def _steps_found(
+def _step_report(
     pattern: re.Pattern[str], log_lines: list[LogLine]
 ) -> tuple[list[dict[str, Any]], list[str], list[str]]:
     """The steps in a log, why other matching lines do not count, and what speaks against the pattern."""
@@ -168,9 +168,9 @@ def _step_notes(
             f"{reader.num_evaluation} of {reader.num_counted} lines that count contain a word for evaluation; let the "
             "pattern match lines of training only"
         )
-    if reader.word_repeats:
+    if reader.num_equal_lines:
         yield (
-            f"{counted(reader.word_repeats, 'line')} repeat the line before word for word; in a run they count only "
+            f"{counted(reader.num_equal_lines, 'line')} repeat the line before word for word; in a run they count only "
             "if they come at least half a step later"
         )
     unknown = None if all(line.sighting for line in step_lines) else Sighting(0.0, 0.0)
@@ -187,7 +187,7 @@ def _step_notes(
     ).values()  # fmt: skip
 
 
-def _observations_found(
+def _observation_report(
     option: str, pattern: re.Pattern[str], log_lines: list[LogLine]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """What the lines of a log show beside steps, and why other matching lines do not count."""
@@ -233,9 +233,9 @@ def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
     if not matched_lines:
         say(f"kernel.{option}: no {noun} found in {log_path}; nearest lines:", *report["nearest"])
         return
-    shown_lines = matched_lines[:MAX_SHOWN_LINES]
-    columns = [*dict.fromkeys(name for line in shown_lines for name in line)]
-    shown_rows = [[_with_unit(name, line.get(name)) for name in columns] for line in shown_lines]
+    first_lines = matched_lines[:MAX_SHOWN_LINES]
+    columns = [*dict.fromkeys(name for line in first_lines for name in line)]
+    shown_rows = [[_with_unit(name, line.get(name)) for name in columns] for line in first_lines]
     first_text = f", the first {MAX_SHOWN_LINES}:" if len(matched_lines) > MAX_SHOWN_LINES else ""
     num_steps = sum(line.get("num_steps", 1) for line in matched_lines)
     count_text = counted(num_steps if option == "step_line" else len(matched_lines), noun)
@@ -243,9 +243,9 @@ def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
     show(table("", *(f">{HEADINGS.get(name, name)}" for name in columns), rows=shown_rows))
     say(*(f"kernel.{option}: {note}" for note in report["notes"]))
     if refused:
-        shown_text = f", the first {MAX_SHOWN_LINES}" if len(refused) > MAX_SHOWN_LINES else ""
+        limit_text = f", the first {MAX_SHOWN_LINES}" if len(refused) > MAX_SHOWN_LINES else ""
         ignored_text = counted(len(refused), "matching line")
-        say(f"kernel.{option}: {ignored_text} ignored{shown_text}:", *refused[:MAX_SHOWN_LINES])
+        say(f"kernel.{option}: {ignored_text} ignored{limit_text}:", *refused[:MAX_SHOWN_LINES])
 
 
 def _with_unit(name: str, value: Any) -> str:
