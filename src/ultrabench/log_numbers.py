@@ -30,6 +30,7 @@ _WORD_BY_SPELLING = {
         "sample": ("sample", "samples", "seq", "seqs", "sequence", "sequences", "example", "examples", "sentence", "sentences"),
         "token": ("token", "tokens", "tok", "toks", "tks"),
         "gpu": ("gpu", "gpus", "device", "devices", "chip", "chips", "rank", "accelerator"),
+        "node": ("node", "nodes", "host"), "replica": ("replica", "replicas"),
         "flop": tuple(f"{prefix}flop{end}" for prefix in ("", "g", "t", "p") for end in ("", "s")),
         "%": ("%", "percent", "pct"),
         "bytes": ("b", "bytes"),
@@ -46,7 +47,7 @@ _RATE_SPELLINGS = {
     "tflops": "flop/s",
     "gflops": "flop/s",
 }
-_NO_UNIT_ALONE = frozenset({"step", "sample", "token", "gpu", "bytes", "flop"})
+_NO_UNIT_ALONE = frozenset({"step", "sample", "token", "gpu", "node", "replica", "bytes", "flop"})
 """Words that are a unit only together with another one; alone they are words of a sentence."""
 
 

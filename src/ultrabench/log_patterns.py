@@ -92,6 +92,20 @@ _RATE_OF_ONE_GPU = re.compile(
     re.IGNORECASE,
 )
 """The label of a rate in tokens/s of one GPU."""
+_LABELS_BY_KIND = {
+    "time": r"eta|remaining|time left|loss|lr|learning[ _]rate|grad[ _]norm|epoch[ _]time|epoch[ _]took",
+    "loss": r"loss[ _-]scale|scale",
+    "reserved": r"(?:max[ _-]?)?(?:memory[ _-]?|mem[ _-]?)?(?:alloc|allocated)(?:[ _-]?(?:memory|mem))?",
+    "allocated": r"(?:max[ _-]?)?(?:memory[ _-]?|mem[ _-]?)?reserved(?:[ _-]?(?:memory|mem))?",
+    "mfu": r"hfu",
+}
+_LABEL_BY_KIND = {
+    kind: re.compile(rf"(?<![a-z])({labels})[\s:=\"'(\[]*$", re.IGNORECASE)
+    for kind, labels in _LABELS_BY_KIND.items()
+}
+"""Kind of a group -> the labels of other quantities, right before a number."""
+_NEXT_THOUSANDS = re.compile(r"[ \u00a0\u2009\u202f]\d{3}(?![\d.,])")
+"""Three digits behind a space, which may belong to the number before it."""
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _NOT_LITERAL = re.compile(r"\(\?P<\w+>|\\.|\[[^\]]*\]")
 """Parts of a pattern whose letters are no text of the log: names of groups, escapes and sets."""
@@ -235,6 +249,7 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
     for group, text in text_by_group.items():
         quantity, factor = groups[group]
         _require_uncut(group, match)
+        _require_label(group, match)
         try:
             number = read_number(text, mark)
         except UnreadableError:
@@ -261,9 +276,27 @@ def _require_uncut(group: str, match: re.Match[str]) -> None:
     suffix = cut_suffix(match.string, end)
     if suffix and match[group][-1:].isdigit() and group not in LOG_PATTERNS["memory_line"].groups:
         uncut_text = f"{match[group]}{suffix}"
+    thousands = _NEXT_THOUSANDS.match(match.string[end:])
+    if thousands and group in _THOUSANDS_GROUPS - {"step"} and re.fullmatch(r"[1-9]\d{0,2}", match[group]):
+        uncut_text = f"{match[group]}{thousands[0]}"
     if uncut_text:
         fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {uncut_text!r:.60}"
         raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+[KMGBT]?")
+
+
+def _require_label(group: str, match: re.Match[str]) -> None:
+    """Raises MisreadError if the label right before a number is that of another quantity."""
+    kind = {
+        "seconds": "time",
+        "milliseconds": "time",
+        "loss": "loss",
+        "fraction": "mfu",
+        "percent": "mfu",
+    }.get(group)
+    pattern = _LABEL_BY_KIND.get(kind or group.partition("_")[0])
+    if pattern and (label := pattern.search(match.string[: match.start(group)])):
+        fact = f"the label of {match[group].strip()!r:.40} is {label[1]!r}, which the group {group} does not read"
+        raise MisreadError(f"{fact}; match another number or use another group")
 
 
 def _require_unit(group: str, unit: str, text: str, groups: Mapping[str, object]) -> None:
@@ -272,7 +305,7 @@ def _require_unit(group: str, unit: str, text: str, groups: Mapping[str, object]
         return
     kind, _, unit_of_group = group.rpartition("_")
     if unit_of_group in _BYTES_BY_UNIT:
-        if unit not in ("bytes", "kb", "mb", "gb", "tb"):
+        if unit not in ("bytes", "kb", "mb", "gb", "tb", "%"):
             return
         fitting_groups = [name for name in groups if name.startswith(kind) and unit in _UNITS_BY_GROUP[name]]
     else:
@@ -309,7 +342,7 @@ def misread_reason(option: str, values: Mapping[str, float], device_bytes: float
     peak_bytes = max(values.get("reserved_bytes", 0.0), values.get("allocated_bytes", 0.0))
     if option == "memory_line" and peak_bytes > device_bytes:
         peak_gib, device_gib = (size / _BYTES_BY_UNIT["gib"] for size in (peak_bytes, device_bytes))
-        sizes_text = f"{peak_gib:.4g} GiB exceeds the {device_gib:.4g} GiB of the device"
+        sizes_text = f"{peak_gib:.5g} GiB exceeds the {device_gib:.4g} GiB of the device"
         return f"{sizes_text}; check the unit in the name of the group"
     return None
 

@@ -19,7 +19,7 @@ _COUNTER = re.compile(
 )
 """A number that counts steps, with its name."""
 _MICRO_COUNTER = re.compile(
-    r"\b(micro[-_ ]?(?:batch|step)|mb|accum(?:ulation)?(?:[-_ ]step)?|grad_accum(?:_step)?)\b\W{0,4}(\d+)\b",
+    r"\b(micro(?:[-_ ]?(?:batch|step))?|mb|accum(?:ulation)?(?:[-_ ]step)?|grad_accum(?:_step)?)\b\W{0,4}(\d+)\b",
     re.IGNORECASE,
 )
 """A number that counts micro-batches, with its name."""
@@ -41,7 +41,8 @@ _SEVERAL_STEPS = re.compile(
 )
 """Words which say for how many steps a line is."""
 _PART_LABEL = re.compile(
-    r"(?<![a-z])(?:forward|fwd|backward|bwd|data[ _-]?load\w*|dataloader|data[ _-]time|all-?reduce|grad(?:ient)?[ _-]sync)"
+    r"(?<![a-z])(?:forward|fwd|backward|bwd|data[ _-]?load\w*|dataloader|data[ _-]time|all-?reduce|grad(?:ient)?[ _-]sync"
+    r"|checkpoint|saving)"
     r"(?![a-z])[^\d|,;]*$",
     re.IGNORECASE,
 )
@@ -51,6 +52,10 @@ _PART_TIME = re.compile(
 )
 """A time of a part of a step, with its label."""
 
+GROWING_RATES = (
+    "each rate is about as much larger than the one before: they are probably counts since the start"
+)
+"""The sentence about lines whose rates grow like a count."""
 MAX_PACE_RATIO = 1.5
 """Ratio between the distance of two lines and the time that they print from which the time is in doubt."""
 GAS_TOLERANCE = 0.25
@@ -451,6 +456,8 @@ def log_doubts(
         doubts["part_of_step"] = (
             f"the times of {counted(num_parts, 'line')} are those of a part of a step by their labels"
         )
+    if not by_arrival and even_growth_s([1 / step.seconds for step in steps]):
+        doubts["growing_rates"] = GROWING_RATES
     ratio = None if by_arrival else pace_ratio(steps)
     if uncounted_stride > 1:
         is_time_of_one = ratio is not None and _is_near(ratio, uncounted_stride)

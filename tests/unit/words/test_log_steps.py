@@ -299,3 +299,5 @@ def test_times_since_the_start_of_the_program_are_in_doubt(times_s, growth_s):
     assert found == (growth_s if growth_s is None else pytest.approx(growth_s, rel=0.02))
     doubts = log_doubts([LoggedStep(s, 1, Sighting(0, 0)) for s in times_s], by_arrival=False)
     assert ("growing_times" in doubts) == (growth_s is not None)
+    doubts = log_doubts([LoggedStep(1 / s, 1, Sighting(0, 0)) for s in times_s], by_arrival=False)
+    assert ("growing_rates" in doubts) == (growth_s is not None)

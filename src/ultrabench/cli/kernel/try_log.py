@@ -21,9 +21,19 @@ from ultrabench.log_patterns import (
     parse_log_line,
     search_line,
 )
-from ultrabench.log_steps import DroppedLine, LoggedStep, StepLine, StepReader, log_doubts
+from ultrabench.log_steps import (
+    GROWING_RATES,
+    DroppedLine,
+    LoggedStep,
+    StepLine,
+    StepReader,
+    even_growth_s,
+    log_doubts,
+)
 from ultrabench.sweep.config.files import files, read_yaml
 
+MAX_DEVICE_BYTES = 2.0**40
+"""Memory that no device exceeds, where the device is unknown."""
 MAX_SHOWN_LINES = 5
 """Number of matches that the table shows, from the beginning of a log."""
 STEP_UNITS = {
@@ -145,6 +155,8 @@ def _step_notes(
         )
     rates = {name for line in step_lines for name in line.values if name in STEP_UNITS} - {"seconds"}
     for name in sorted(rates):
+        if even_growth_s([line.values[name] for line in step_lines if name in line.values]):
+            yield GROWING_RATES
         yield f"a run computes the time of a step from {name}: {TIME_BY_RATE[name]} / {name}"
     times_s = [line.values["seconds"] for line in step_lines if "seconds" in line.values]
     if times_s:
@@ -196,7 +208,7 @@ def _observation_report(
         if search_line(pattern, line.text) is None:
             continue
         values = dict(parse_log_line(line.text, pattern, option) or {})
-        refusal = values.pop("misread", None) or misread_reason(option, values)
+        refusal = values.pop("misread", None) or misread_reason(option, values, MAX_DEVICE_BYTES)
         values.pop("event", None)
         if values and not refusal:
             matched_lines.append({"line": line_number, **values})
