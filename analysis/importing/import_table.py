@@ -408,6 +408,8 @@ def _list_of(text: str) -> list[Any]:
 
 
 def _time_of(text: str) -> pd.Timestamp:
+    if not re.match(r"\d{4}-?\d\d", text):  # 05/02/2026 is a day in May or in February
+        raise ValueError
     return pd.to_datetime(text, utc=True).floor("us")
 
 

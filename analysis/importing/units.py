@@ -84,7 +84,14 @@ _OF_WHAT = re.compile(r"/(?:gpu|device|gcd|rank|card|node|step|it|iter|iteration
 _OF_DEVICE = re.compile(r"/(?:gpu|device|gcd|card|accelerator|chip|rank|node)s?(?=/)")
 """The devices in a unit such as tokens/GPU/s."""
 _PER_GPU = re.compile(r"(?:/|per)[ _-]?(?:gpu|device|gcd|card|accelerator|chip)(?![a-z])", re.IGNORECASE)
-_PER_OTHER = re.compile(r"(?:/|per)[ _-]?(?:node|host|dp[ _-]?rank|replica|rank)(?![a-z])", re.IGNORECASE)
+_OTHER_SCOPES = (
+    r"node|host|server|machine|dp(?:[ _-]?(?:rank|group|replica))?|data[ _-]parallel[ _-](?:rank|group|replica)"
+    r"|model[ _-]replica|replica|pipeline|worker|process|rank"
+)
+_PER_OTHER = re.compile(
+    rf"(?:/|per)[ _-]?(?:{_OTHER_SCOPES})(?![a-z])|(?<![a-z])(?:{_OTHER_SCOPES})[ _-](?:tok|tps|throughput|t?flop)",
+    re.IGNORECASE,
+)
 _OF_ALL = re.compile(r"(?<![a-z])(?:total|global|aggregate|overall|all gpus|cluster)(?![a-z])", re.IGNORECASE)
 """Words in a header that say of how many GPUs a rate is."""
 _AMBIGUOUS_PREFIXES = {
