@@ -206,15 +206,17 @@ def _fill_speed(
     """
     formulas = frame["flops_formula"].where(frame["flops_formula"].isin([*FLOPS_FORMULAS]), "palm")
     facts = zip(frame.index, frame["seq_len"], frame["recompute"], formulas, strict=True)
-    keys = [(shapes.get(row), seq_len, recompute, formula) for row, seq_len, recompute, formula in facts]
+    keys = [  # a null may be unequal to itself
+        (shapes.get(row), seq_len, recompute if isinstance(recompute, str) else None, formula)
+        for row, seq_len, recompute, formula in facts
+    ]
     ranges_by_key: dict[Any, list[tuple[float, float]]] = {}
     flops_by_key: dict[Any, float] = {}
     for key in dict.fromkeys(keys):
         shape, seq_len, recompute, formula = key
         ranges_by_key[key], flops_by_key[key] = [], np.nan
         if shape is not None and seq_len > 0:
-            known_recompute = recompute if isinstance(recompute, str) else None
-            ranges_by_key[key] = flops_ranges(shape, int(seq_len), known_recompute)
+            ranges_by_key[key] = flops_ranges(shape, int(seq_len), recompute)
             flops_by_key[key] = shape.flops_per_token(int(seq_len), formula)
     formula_flops = pd.Series([flops_by_key[key] for key in keys], frame.index, float)
     ranges = [ranges_by_key[key] for key in keys]
@@ -286,8 +288,11 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     source_mfu = frame["source_mfu"][frame["source_mfu"] > 1]
     sentences = "impossible value: source_mfu=" + source_mfu.map("{:.4g}".format).astype(object)
     yield "impossible_value", sentences + " is above 1 (perhaps it is in per cent: give it unit: '%')"
+    sentences_by_code: dict[str, dict[Any, str]] = {}
     for row, mfu in frame["mfu"][frame["mfu"] > 1].items():
-        yield from ((doubt.code, pd.Series({row: doubt.sentence})) for doubt in rate_doubts(mfu))
+        for doubt in rate_doubts(mfu):
+            sentences_by_code.setdefault(doubt.code, {})[row] = doubt.sentence
+    yield from ((code, pd.Series(by_row)) for code, by_row in sentences_by_code.items())
     for hardware_name in {*frame["hardware"].dropna()} & files("hardware").keys():
         mem_bytes = load_hardware(hardware_name).mem_bytes
         used_bytes = frame.loc[frame["hardware"] == hardware_name, _PEAK_MEM_COLUMNS].max(axis=1)

@@ -124,8 +124,8 @@ def column_doubts(
     todo = f"write {' or '.join(entries)} into the map if so, " if entries else ""
     quantity = "MFU" if len(numbers) else "the speed of a GPU"
     sentences = {}
-    for row in rows.index[rows]:
-        fact = f"{name}={_number_text(name, frame[name][row])} may be {texts}: {quantity} is then {span}"
+    for row, number in frame.loc[rows, name].items():
+        fact = f"{name}={_number_text(name, number)} may be {texts}: {quantity} is then {span}"
         sentences[row] = f"{fact}; {todo}certain: true if not"
     return pd.Series(sentences, dtype=object)
 
