@@ -214,7 +214,7 @@ def _require_same_scope(our_column: str, header: str) -> None:
     elif is_per_gpu and _OF_ALL.search(header) and not _PER_GPU.search(header):
         todo = "map it to tokens_per_s" if "tokens" in our_column else "write per: all into the map"
     elif _PER_OTHER.search(header):
-        todo = f"say of what it is, with per: {' or per: '.join(SCOPE_TEXTS)}"
+        todo = f"write what it is into the map: per: {' or per: '.join(SCOPE_TEXTS)}"
     else:
         return
     scope = "one GPU" if is_per_gpu else "all GPUs"
