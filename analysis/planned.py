@@ -4,6 +4,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.importing.derived import typed_table, with_derived_columns
+from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
@@ -49,5 +50,6 @@ def predicted_results(plan: pa.Table, source_name: str) -> pa.Table:
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),
         suspect=lacks_room.map({True: NO_ROOM, False: None}), suspect_codes=lacks_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
-    derived = with_derived_columns(rows, {model: model for model in runs["model"]}, {})
+    table_map = TableMap(columns={}, models={model: model for model in runs["model"]})
+    derived = with_derived_columns(rows, table_map, {})
     return typed_table(derived.frame, SCHEMA.names)

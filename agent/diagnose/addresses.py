@@ -13,7 +13,7 @@ _WORD = re.compile(r"[\w.:%-]+")
 _PORT = re.compile(r":\d{1,5}$")
 
 
-def own_addresses(root: Path = Path("/")) -> list[str]:
+def addresses_of_host(root: Path = Path("/")) -> list[str]:
     """The names and addresses of this host: IPv4, IPv6, GIDs of InfiniBand and RoCE, and its names in /etc/hosts.
 
     It reads files of Linux only, since a name server may not answer.
@@ -79,14 +79,14 @@ class AddressBook:
 
     def hosts_in(self, text: str) -> set[str]:
         """The hosts that a text names."""
-        return {host for word in _WORD.findall(text) if (host := self._host_of(word.rstrip(".:-")))}
+        return {host for name_text in _WORD.findall(text) if (host := self._host_of(name_text.rstrip(".:-")))}
 
-    def _host_of(self, word: str) -> str | None:
+    def _host_of(self, name_text: str) -> str | None:
         """The host of a name or an address, perhaps with a port; None if it is of no known host."""
-        for name in (word, _PORT.sub("", word)):
+        for name in (name_text, _PORT.sub("", name_text)):
             if host := self._host_by_address.get(_canonical(name) or name.lower()):
                 return host
-        return self._host_of_interface(_PORT.sub("", word).partition(":")[0].partition(".")[0].lower())
+        return self._host_of_interface(_PORT.sub("", name_text).partition(":")[0].partition(".")[0].lower())
 
     def _host_of_interface(self, label: str) -> str | None:
         """The host whose interface has this name: sites add a word to the name of the host, as in gpu02-ib0 or ib-gpu02.

@@ -241,22 +241,24 @@ def has_filled_gpu(rank: RankProgress, text: str) -> bool | None:
     """
     memory, error = rank.memory_report, rank.error_line
     bytes_of = {kind: _size_bytes(text, patterns) for kind, patterns in _SIZE_PATTERNS.items()}
-    free_share_at_start = _own_share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
+    free_share_at_start = _share_of_gpu(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
     if free_share_at_start is not None and free_share_at_start < MIN_OWN_SHARE:
         return False
     torch_bytes = bytes_of["torch"]
     if bytes_of["allocated"] is not None:
         torch_bytes = bytes_of["allocated"] + (bytes_of["reserved"] or 0.0)
-    own_bytes = bytes_of["process"] or _own_process_bytes(text, torch_bytes)
-    process_share = _own_share(own_bytes, bytes_of["free"], bytes_of["total"])
+    process_bytes = bytes_of["process"] or _listed_process_bytes(text, torch_bytes)
+    process_share = _share_of_gpu(process_bytes, bytes_of["free"], bytes_of["total"])
     if process_share is not None:
         return process_share >= MIN_OWN_SHARE
-    reported_share = _own_share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
-    torch_share = _own_share(torch_bytes, bytes_of["free"], bytes_of["total"]) or reported_share
+    reported_share = _share_of_gpu(
+        error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes")
+    )
+    torch_share = _share_of_gpu(torch_bytes, bytes_of["free"], bytes_of["total"]) or reported_share
     return (torch_share or 0.0) >= (MIN_OWN_SHARE if free_share_at_start is None else MIN_TORCH_SHARE) or None
 
 
-def _own_process_bytes(text: str, torch_bytes: float | None) -> float | None:
+def _listed_process_bytes(text: str, torch_bytes: float | None) -> float | None:
     """What the rank's process holds of the GPU, where torch does not know its own pid, as in a PID namespace.
 
     Torch then lists the process among the others. It is the smallest one that holds at least what torch has.
@@ -280,7 +282,9 @@ def has_reached_limit(rank: RankProgress, text: str) -> bool | None:
     return used_bytes + int(request_match[1]) > MIN_USED_LIMIT_SHARE * limit_bytes or None
 
 
-def _own_share(used_bytes: float | None, free_bytes: float | None, total_bytes: float | None) -> float | None:
+def _share_of_gpu(
+    used_bytes: float | None, free_bytes: float | None, total_bytes: float | None
+) -> float | None:
     if used_bytes is None or free_bytes is None or not total_bytes:
         return None
     return (used_bytes + free_bytes) / total_bytes

@@ -257,6 +257,9 @@ def _log_doubts(rank: RankProgress, task: Task) -> dict[str, str]:
         num_unread=rank.num_unread,
         num_steps_asked=steps_asked(task.spec.kernel, task.measure) if is_asked else None,
         lines_per_step=rank.lines_per_step,
+        uncounted_stride=rank.uncounted_stride,
+        are_of_one_step=rank.are_of_one_step,
+        num_parts=rank.num_parts,
     )
 
 

@@ -211,14 +211,14 @@ def _root(candidates: Sequence[Failure], record: LogRecord) -> RankCause | None:
     if driver_cause := _driver_cause(record, episode[0].failure):
         return driver_cause
     hardware = next((c for c in episode if c.cause.status == Status.NODE_FAIL), None)
-    own = next((n for n, c in enumerate(episode) if not c.may_follow), None)
+    first_fault = next((n for n, c in enumerate(episode) if not c.may_follow), None)
     timeout = next((n for n, c in enumerate(episode) if c.cause.name == "nccl_timeout"), None)
     if hardware:
         return hardware
-    if own is None:
+    if first_fault is None:
         return episode[0]
     # What a rank shows after its communication was given up follows from that.
-    return episode[timeout] if timeout is not None and timeout < own else episode[own]
+    return episode[timeout] if timeout is not None and timeout < first_fault else episode[first_fault]
 
 
 def _gap_lines(record: LogRecord, earlier: Failure | None, later: Failure | None) -> int:
@@ -271,16 +271,16 @@ def _cause_of_closing(record: LogRecord) -> RankCause | None:
     for line in reversed(split_lines(record.tail)):
         text = prefixes.split(line)[1].strip()
         kind = line_kind(text) if text == line.strip() or not line[:1].isspace() else LineKind.STACK
-        shown = cause_of_lines([text]) if kind in (LineKind.PROGRESS, LineKind.NOTE) else None
-        if shown and not is_warning(text):
-            is_memory, is_logged = shown[0].status == Status.OOM, is_note(text)
+        cause_and_line = cause_of_lines([text]) if kind in (LineKind.PROGRESS, LineKind.NOTE) else None
+        if cause_and_line and not is_warning(text):
+            is_memory, is_logged = cause_and_line[0].status == Status.OOM, is_note(text)
             limit = MAX_LINES_AFTER if is_memory else MAX_PLAIN_LINES_AFTER
-            if shown[0].status == Status.COMM_ERROR:
+            if cause_and_line[0].status == Status.COMM_ERROR:
                 limit = -1 if is_logged else 0
             elif is_logged:
                 limit = MAX_PLAIN_LINES_AFTER if is_memory else 0
             if lines_after <= limit:
-                return RankCause(*shown)
+                return RankCause(*cause_and_line)
         lines_after += kind is LineKind.PROGRESS
         if lines_after > MAX_LINES_AFTER:
             return None

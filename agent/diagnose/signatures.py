@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from signal import SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGSEGV, SIGTERM, SIGUSR2
 
-from ultrabench.result import CIRCUMSTANTIAL_CAUSES, Status
+from ultrabench.result import Status, proves_node_fault
 
 FIRST_TIER_OF_CONSEQUENCES = 3
 """The smallest tier of causes that the failure of another process, or of another rank, may have."""
@@ -39,8 +39,8 @@ class Cause:
 
     @property
     def proves_fault(self) -> bool:
-        """Whether its text proves a fault of the node, whatever other ranks and other nodes do."""
-        return self.status == Status.NODE_FAIL and self.name not in CIRCUMSTANTIAL_CAUSES
+        """Whether its text proves a fault of the node."""
+        return proves_node_fault(self.status, self.name)
 
     @property
     def is_specific(self) -> bool:

@@ -44,15 +44,15 @@ def host_evidence(
         return _network_evidence(rank_findings, ranks, address_book)
     # A rank that has lost its peers may report a network error, or end early without an error.
     weaker_causes = {EXITED_EARLY} - {root.name}
-    own_findings = [
+    independent_findings = [
         finding
         for finding in rank_findings
         if finding.cause.status != Status.COMM_ERROR and finding.cause.name not in weaker_causes
     ]
     # Kills and exits without a word do not say which of them came first; next to another failure they follow it.
     if not rank_findings[0].may_follow:
-        own_findings = [finding for finding in own_findings if not finding.may_follow]
-    failed_by_themselves = [finding.rank for finding in own_findings]
+        independent_findings = [finding for finding in independent_findings if not finding.may_follow]
+    failed_by_themselves = [finding.rank for finding in independent_findings]
     evidence = evidence_of_ranks(failed_by_themselves, ranks)
     # A lack of memory is the run's, unless it does not lack any on other nodes.
     return evidence._replace(suspect_hosts=()) if root.status == Status.OOM else evidence
@@ -61,9 +61,9 @@ def host_evidence(
 def evidence_of_ranks(culprits: Collection[RankProgress], ranks: Sequence[RankProgress]) -> HostEvidence:
     """The evidence where `culprits` failed by themselves: their only host is a suspect if all its ranks are among them."""
     began_on, all_hosts = _hosts_of(culprits, ranks), {rank.host for rank in ranks}
-    is_whole_host = len(began_on) == 1 and all(r in culprits for r in ranks if r.host == began_on[0])
+    has_failed_entirely = len(began_on) == 1 and all(r in culprits for r in ranks if r.host == began_on[0])
     return HostEvidence(
-        suspect_hosts=began_on if is_whole_host and len(all_hosts) > 1 else (), began_on=began_on
+        suspect_hosts=began_on if has_failed_entirely and len(all_hosts) > 1 else (), began_on=began_on
     )
 
 

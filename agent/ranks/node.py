@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench import checkout, processes
-from ultrabench.agent.diagnose.addresses import own_addresses
+from ultrabench.agent.diagnose.addresses import addresses_of_host
 from ultrabench.agent.diagnose.hang_evidence import dump_variables, fatal_stacks, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.health_reader import HealthReader
@@ -176,7 +176,7 @@ class Node:
         return {
             "node": self.identity.node_index,
             "host": self.identity.host,
-            "addresses": own_addresses(),
+            "addresses": addresses_of_host(),
             "threads": self._threads_per_rank,
             "bindings": [cpu_text(cpus) for cpus in self._rank_cpus or ()],
             "foreign": foreign_processes(self._is_ours) if self._uses_gpus else [],

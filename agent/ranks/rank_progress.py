@@ -83,6 +83,12 @@ class RankProgress:
     """Number of lines of its log that match kernel.step_line but repeat a step."""
     lines_per_step: float = 1.0
     """How many lines of its log show the same step."""
+    uncounted_stride: int = 1
+    """The number of steps of a line of its log, where it counts as one."""
+    are_of_one_step: bool = False
+    """Whether words of its log say that times are those of one step."""
+    num_parts: int = 0
+    """Number of lines of its log whose time is that of a part of a step."""
     options_read_back: dict[str, str] = field(default_factory=dict)
     """Option -> value that it read back from the objects of its first step; empty until then."""
     done_line: dict[str, Any] = field(default_factory=dict)
@@ -166,6 +172,9 @@ class RankProgress:
         self.num_untimed = line.get("untimed", self.num_untimed)
         self.num_repeats = line.get("repeats", self.num_repeats)
         self.lines_per_step = line.get("lines_per_step", self.lines_per_step)
+        self.uncounted_stride = line.get("uncounted_stride", self.uncounted_stride)
+        self.are_of_one_step = line.get("are_of_one_step", self.are_of_one_step)
+        self.num_parts = line.get("parts", self.num_parts)
 
     @property
     def reserved_bytes(self) -> int | None:

@@ -135,6 +135,9 @@ class StepSource:
         yield {
             "event": OBSERVED_EVENT,
             "lines_per_step": self.reader.lines_per_step,
+            "uncounted_stride": self.reader.uncounted_stride,
+            "are_of_one_step": self.reader.are_of_one_step,
+            "parts": self.reader.num_parts,
             "untimed": self.timer.num_untimed,
             "repeats": self.reader.num_repeats,
         }

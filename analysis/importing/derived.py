@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.importing.given_rates import compare_rates, flops_ranges
+from ultrabench.analysis.importing.scopes import convert_scopes
+from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import sizes_of
 from ultrabench.analysis.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
@@ -26,6 +28,8 @@ _PARAM_COLUMNS = ["num_params", "num_active_params"]
 _COUNT_COLUMNS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
 _PEAK_MEM_COLUMNS = ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes"]
 _MEASURED_COLUMNS = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_MEM_COLUMNS)
+MIN_PEAK_MEM_BYTES = 1e6
+"""Number of bytes below which a peak of memory is probably in another unit."""
 _RANKS_PRODUCT, _BATCH_PRODUCT = "*".join(DEGREES), "*".join(("dp", *BATCH))
 """Expressions of columns that give the number of ranks and the global batch size."""
 _DERIVED_COUNTS = (
@@ -50,7 +54,7 @@ class Derived:
 
 
 def with_derived_columns(
-    rows: pd.DataFrame, models: Mapping[str, str], half_digits: Mapping[str, pd.Series]
+    rows: pd.DataFrame, table_map: TableMap, half_digits: Mapping[str, pd.Series]
 ) -> Derived:
     """The rows with the columns that follow from those of the table, and reasons to doubt them.
 
@@ -59,12 +63,12 @@ def with_derived_columns(
     weights once.
 
     Args:
-        models: name of a model in the table -> our name of it.
+        table_map: the map of the table, of which this takes the names of models and what rates are of.
         half_digits: column -> for each row half a unit of the last digit of its number.
     """
     type_by_column = {column.name: float if column.type in (INT, FLOAT) else object for column in SCHEMA}
     frame = rows.reindex(columns=[*type_by_column, "tokens_per_step"]).astype(type_by_column)
-    doubts = [*_fill_model(frame, models)]
+    doubts = [*_fill_model(frame, table_map.models)]
     shapes = _shapes(frame)
     for name in _PARAM_COLUMNS:
         counts = pd.Series({row: getattr(shape, name) for row, shape in shapes.items()}, dtype=float)
@@ -74,10 +78,11 @@ def with_derived_columns(
     doubts.append(("other_batch", _checked_batch(frame)))
     frame["tokens_per_step"] = _evaluated(frame, "gbs * seq_len")
     _fill_peak(frame)
-    contradictions, notes = _fill_speed(frame, shapes, half_digits)
-    doubts += [("contradiction", sentences) for sentences in contradictions]
+    half_digits, scope_notes = convert_scopes(frame, table_map.scope_by_column(), half_digits)
+    speed_doubts, notes = _fill_speed(frame, shapes, half_digits, table_map.certain_columns())
+    doubts += speed_doubts
     frame["schema_version"] = RESULTS_SCHEMA_VERSION
-    return Derived(frame=frame, doubts=[*doubts, *_impossible_doubts(frame)], notes=notes)
+    return Derived(frame=frame, doubts=[*doubts, *_impossible_doubts(frame)], notes=[*scope_notes, *notes])
 
 
 def typed_table(frame: pd.DataFrame, columns: list[str]) -> pa.Table:
@@ -191,40 +196,46 @@ def _fill_peak(frame: pd.DataFrame) -> None:
 
 
 def _fill_speed(
-    frame: pd.DataFrame, shapes: Mapping[Any, ModelShape], half_digits: Mapping[str, pd.Series]
-) -> tuple[list[pd.Series], list[str]]:
+    frame: pd.DataFrame,
+    shapes: Mapping[Any, ModelShape],
+    half_digits: Mapping[str, pd.Series],
+    certain_columns: Collection[str],
+) -> tuple[Doubts, list[str]]:
     """Fills step time, speeds, FLOP per second and mfu of ok rows as far as they follow from those of the table.
 
-    Returns sentences about numbers that contradict others of their row, and what was assumed.
+    Returns doubts about numbers that contradict others or look like another quantity, and what was assumed.
     """
     formulas = frame["flops_formula"].where(frame["flops_formula"].isin([*FLOPS_FORMULAS]), "palm")
     facts = zip(frame.index, frame["seq_len"], frame["recompute"], formulas, strict=True)
-    keys = [(shapes.get(row), seq_len, recompute, formula) for row, seq_len, recompute, formula in facts]
+    keys = [  # a null may be unequal to itself
+        (shapes.get(row), seq_len, recompute if isinstance(recompute, str) else None, formula)
+        for row, seq_len, recompute, formula in facts
+    ]
     ranges_by_key: dict[Any, list[tuple[float, float]]] = {}
     flops_by_key: dict[Any, float] = {}
     for key in dict.fromkeys(keys):
         shape, seq_len, recompute, formula = key
         ranges_by_key[key], flops_by_key[key] = [], np.nan
         if shape is not None and seq_len > 0:
-            known_recompute = recompute if isinstance(recompute, str) else None
-            ranges_by_key[key] = flops_ranges(shape, int(seq_len), known_recompute)
+            ranges_by_key[key] = flops_ranges(shape, int(seq_len), recompute)
             flops_by_key[key] = shape.flops_per_token(int(seq_len), formula)
     formula_flops = pd.Series([flops_by_key[key] for key in keys], frame.index, float)
-    rates = compare_rates(frame, half_digits, [ranges_by_key[key] for key in keys], formula_flops)
+    ranges = [ranges_by_key[key] for key in keys]
+    rates = compare_rates(frame, half_digits, ranges, formula_flops, certain_columns)
     has_speed = (frame["status"] == "ok") & (frame["gpus"] != 0) & rates.gpu_tokens_per_s.notna()
     gpu_tokens_per_s = rates.gpu_tokens_per_s.where(has_speed)
     tokens_per_s = gpu_tokens_per_s * frame["gpus"]
     _fill(frame, "tokens_per_s_per_gpu", gpu_tokens_per_s)
     _fill(frame, "tokens_per_s", tokens_per_s)
     _fill(frame, "step_time_s", frame["tokens_per_step"] / tokens_per_s)
-    mfu_is_given = frame["mfu"].notna() & frame["flops_formula"].isna()
+    has_mfu_of_table = frame["mfu"].notna() & frame["flops_formula"].isna()
     is_palm = np.isclose(
         frame["mfu"], gpu_tokens_per_s * formula_flops / frame["peak_flops_per_s"], rtol=1e-3
     )
     flops_per_s = gpu_tokens_per_s * formula_flops
     _fill(frame, "model_flops_per_s_per_gpu", flops_per_s)
     _fill(frame, "mfu", flops_per_s / frame["peak_flops_per_s"])
-    has_formula = flops_per_s.notna() & (~mfu_is_given | is_palm)
+    has_formula = flops_per_s.notna() & (~has_mfu_of_table | is_palm)
     frame.loc[has_formula, "flops_formula"] = formulas[has_formula]
     notes = []
     if num_assumed := int((rates.follows_from_flops & has_speed).sum()):
@@ -241,7 +252,8 @@ def _fill_speed(
         why = "since GPUs, mbs, gas (or gbs) or seq_len is missing"
         todo = "give them, or rank with --rank-by step_time_s"
         notes.append(f"{counted(num_rateless, 'row')} with a step time but no speed, {why}: {todo}")
-    return rates.doubts, notes
+    doubts = [("contradiction", sentences) for sentences in rates.contradictions]
+    return [*doubts, *(("other_reading", sentences) for sentences in rates.other_readings)], notes
 
 
 def _fill(frame: pd.DataFrame, name: str, values: pd.Series) -> None:
@@ -254,6 +266,10 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     for column in (*_COUNT_COLUMNS, *_MEASURED_COLUMNS):
         values = (frame if column in _COUNT_COLUMNS else ok_rows)[column]
         yield "impossible_value", values[values <= 0].map(f"impossible value: {column}={{:.4g}}".format)
+    for column in _PEAK_MEM_COLUMNS:
+        few_bytes = ok_rows[column][(ok_rows[column] > 0) & (ok_rows[column] < MIN_PEAK_MEM_BYTES)]
+        sentences = f"{column}=" + _texts(few_bytes)
+        yield "other_reading", sentences + " is in bytes (perhaps it is in MiB or GiB: give its unit)"
     yield "unknown_model", pd.Series("unknown model", frame.index[frame["model"].isna()])
     has_no_speed = ~(ok_rows["step_time_s"] > 0) & ~(ok_rows["tokens_per_s_per_gpu"] > 0)
     yield "unknown_step_time", pd.Series("unknown step time", ok_rows.index[has_no_speed])
@@ -273,8 +289,11 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     source_mfu = frame["source_mfu"][frame["source_mfu"] > 1]
     sentences = "impossible value: source_mfu=" + source_mfu.map("{:.4g}".format).astype(object)
     yield "impossible_value", sentences + " is above 1 (perhaps it is in per cent: give it unit: '%')"
+    sentences_by_code: dict[str, dict[Any, str]] = {}
     for row, mfu in frame["mfu"][frame["mfu"] > 1].items():
-        yield from ((doubt.code, pd.Series({row: doubt.sentence})) for doubt in rate_doubts(mfu))
+        for doubt in rate_doubts(mfu):
+            sentences_by_code.setdefault(doubt.code, {})[row] = doubt.sentence
+    yield from ((code, pd.Series(by_row)) for code, by_row in sentences_by_code.items())
     for hardware_name in {*frame["hardware"].dropna()} & files("hardware").keys():
         mem_bytes = load_hardware(hardware_name).mem_bytes
         used_bytes = frame.loc[frame["hardware"] == hardware_name, _PEAK_MEM_COLUMNS].max(axis=1)

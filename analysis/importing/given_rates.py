@@ -4,8 +4,7 @@ Step time, tokens/s, tokens/s/GPU and the batch determine each other; FLOP rates
 formulas in use. What contradicts is kept, and is a reason to doubt the row.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,20 +12,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ultrabench.analysis.importing.readings import TOLERANCE, Reading, column_doubts, readings_of
 from ultrabench.analysis.numbers import with_unit
-from ultrabench.layout import DEGREES
 from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
 
-TOLERANCE = 0.03
-"""Relative difference, beside the rounding of digits, up to which two numbers say the same."""
 RATE_COLUMNS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu")
 """Columns that give the tokens per second of a GPU; the first one counts if two contradict and nothing else decides."""
 FLOP_COLUMNS = ("model_flops_per_s_per_gpu", "mfu", "source_mfu")
 """Columns that give the FLOP per second of a GPU by some formula, in the order in which they replace a speed."""
 COMPARED_COLUMNS = (*RATE_COLUMNS, *FLOP_COLUMNS)
-_FACT_COLUMNS = (
-    *COMPARED_COLUMNS, "nodes", "gpus", *DEGREES, "gas", "seq_len", "tokens_per_step", "peak_flops_per_s",
-)  # fmt: skip
+_FACT_COLUMNS = (*COMPARED_COLUMNS, "gpus", "tokens_per_step", "peak_flops_per_s")
 """Columns that the sentence about a contradiction needs."""
 
 
@@ -38,8 +33,10 @@ class ComparedRates:
     """Tokens per second of a GPU on which most numbers of the row agree; null where the table gives no speed."""
     follows_from_flops: pd.Series
     """Whether it follows only from FLOP per second or MFU, by an assumed formula."""
-    doubts: list[pd.Series]
+    contradictions: list[pd.Series]
     """For each column a sentence about each row whose number contradicts the others; other rows are absent."""
+    other_readings: list[pd.Series]
+    """For each column a sentence about each row that is probably of another reading of it; other rows are absent."""
 
 
 def flops_ranges(shape: ModelShape, seq_len: int, recompute: str | None) -> list[tuple[float, float]]:
@@ -69,6 +66,7 @@ def compare_rates(
     half_digits: Mapping[str, pd.Series],
     ranges: Sequence[Sequence[tuple[float, float]]],
     formula_flops: pd.Series,
+    certain_columns: Collection[str] = (),
 ) -> ComparedRates:
     """Compares the numbers of ok rows, of which the frame holds only those that the table gives.
 
@@ -76,6 +74,7 @@ def compare_rates(
         half_digits: column -> for each row the most that the rounding of its digits changed.
         ranges: for each row what `flops_ranges` returns; empty where the model is unknown.
         formula_flops: FLOPs of a token by which a speed follows from FLOP per second; null where unknown.
+        certain_columns: columns that are what they are mapped to, whatever their numbers look like.
     """
     flops_limits = _limits(ranges)
     gpus = frame["gpus"].where(frame["gpus"] > 0)
@@ -116,7 +115,9 @@ def compare_rates(
     })  # fmt: skip
     for name in FLOP_COLUMNS:  # without a known model no formula can be tried
         is_contradiction[name] &= np.isfinite(flops_limits[0]).any(axis=1)
-    doubts = []
+    readings_by_name = {name: readings_of(name, frame) for name in COMPARED_COLUMNS}
+    contradictions, other_readings = [], []
+    num_agreeing = pd.DataFrame(agrees).sum(axis=1)
     for name in COMPARED_COLUMNS:
         is_doubtful = is_contradiction[name].to_numpy()
         facts_of_rows = frame.loc[is_doubtful, [*_FACT_COLUMNS]].to_dict("records")
@@ -124,11 +125,28 @@ def compare_rates(
         for position, facts in zip(np.flatnonzero(is_doubtful).tolist(), facts_of_rows, strict=True):
             row = frame.index[position]
             numbers = reference[row], values[name][row]
-            sentences[row] = _sentence(facts, name, source[row], *numbers, ranges[position])
-        doubts.append(pd.Series(sentences, dtype=object))
+            sentences[row] = _sentence(
+                facts, row, name, source[row], *numbers, ranges[position], readings_by_name
+            )
+        contradictions.append(pd.Series(sentences, dtype=object))
+        if name in certain_columns or values[name].isna().all():
+            continue
+        flops = (
+            formula_flops,
+            flops_limits[0].min(axis=1, initial=np.inf, where=np.isfinite(flops_limits[0])),
+        )
+        usual_flops, least_flops = flops if name in RATE_COLUMNS else (1.0, 1.0)
+        mfu = pd.DataFrame({"usual": values[name] * usual_flops, "least": values[name] * least_flops})
+        mfu = mfu.div(frame["peak_flops_per_s"], axis=0).replace(np.inf, np.nan)
+        is_confirmed = agrees[name] & (num_agreeing > 1)
+        judged_speeds = values[name].where(~is_contradiction[name])
+        other_readings.append(
+            column_doubts(name, frame, judged_speeds, mfu, is_confirmed, readings_by_name[name])
+        )
     return ComparedRates(
-        gpu_tokens_per_s=reference, follows_from_flops=follows_from_flops & reference.notna(), doubts=doubts
-    )
+        gpu_tokens_per_s=reference, follows_from_flops=follows_from_flops & reference.notna(),
+        contradictions=contradictions, other_readings=other_readings,
+    )  # fmt: skip
 
 
 def _positive(values: pd.Series) -> pd.Series:
@@ -181,11 +199,13 @@ def _agreement(
 
 def _sentence(
     facts: Mapping[Any, Any],
+    row: Any,
     name: str,
     source: str,
     reference: float,
     value: float,
     ranges: Sequence[tuple[float, float]],
+    readings_by_name: Mapping[str, Sequence[Reading]],
 ) -> str:
     """The sentence about a number that contradicts the others, with what they mean, and its likeliest reading."""
     tokens_per_step = facts["tokens_per_step"]
@@ -199,21 +219,23 @@ def _sentence(
         "mfu": reference * flops / peak,
         "source_mfu": reference * flops / peak,
     }[name]
-    given_text = f"{name}={_text(name, facts[name])}"
+    number_text = f"{name}={_text(name, facts[name])}"
     source_text = f"{source}={_text(source, facts[source])}" if source in RATE_COLUMNS else source
     formula_text = " by the formula palm" if name in FLOP_COLUMNS else ""
     sentence = (
-        f"{given_text} contradicts {source_text}, from which {_text(name, expected)} follows{formula_text}"
+        f"{number_text} contradicts {source_text}, from which {_text(name, expected)} follows{formula_text}"
     )
     limits = [*ranges] if name in FLOP_COLUMNS else [(1.0, 1.0)]
-    readings_by_name = {}
+    explanations = {}
     if source in RATE_COLUMNS:
         inverse_limits = [(1 / high, 1 / low) for low, high in limits]
-        readings_by_name[source] = [*_readings(facts, source, reference / value, inverse_limits)]
-    readings_by_name[name] = [*_readings(facts, name, value / reference, limits)]
-    texts = [
-        f"{column} is {' or '.join(readings)}" for column, readings in readings_by_name.items() if readings
-    ]
+        explanations[source] = [
+            *_explanations(readings_by_name[source], row, reference / value, inverse_limits)
+        ]
+    explanations[name] = [*_explanations(readings_by_name[name], row, value / reference, limits)]
+    if name in FLOP_COLUMNS and ranges and 0.5 < (count_ratio := value / reference / flops) < 2:
+        explanations[name].append(f"another count of FLOPs, {count_ratio:.2f} times that of palm")
+    texts = [f"{column} is {' or '.join(readings)}" for column, readings in explanations.items() if readings]
     return f"{sentence} (perhaps {', or '.join(texts)})" if texts else sentence
 
 
@@ -223,48 +245,19 @@ def _text(column: str, value: float) -> str:
     return str(with_unit(column, value))
 
 
-def _readings(
-    facts: Mapping[Any, Any], name: str, ratio: float, limits: Sequence[tuple[float, float]]
+def _explanations(
+    readings: Sequence[Reading], row: Any, ratio: float, limits: Sequence[tuple[float, float]]
 ) -> Iterator[str]:
-    """What a number may be instead of what its column says, if it is `ratio` times what the other one gives.
+    """The readings by which a number may be `ratio` times what the other one gives.
 
     Args:
         limits: the smallest and the largest ratio that would be right, by each formula.
     """
-    shares = {
-        "of all GPUs": facts["gpus"],
-        "per node": facts["gpus"] / facts["nodes"],
-        "per DP rank": math.prod(facts[degree] for degree in DEGREES) / facts["dp"],
-    }
-    if name == "tokens_per_s_per_gpu":
-        factors = shares | {"in sequences/s": 1 / facts["seq_len"]}
-    elif name == "tokens_per_s":
-        factors = {
-            "per GPU": 1 / facts["gpus"],
-            "per node": 1 / facts["nodes"],
-            "per DP rank": 1 / facts["dp"],
-            "in sequences/s": 1 / facts["seq_len"],
-        }
-    elif name == "step_time_s":  # the rate is the larger, the shorter the time is
-        factors = {"of one micro-batch": facts["gas"], "in ms": 1e-3, "in us": 1e-6, "in minutes": 60.0}
-    elif name == "model_flops_per_s_per_gpu":
-        factors = shares | {
-            "in TFLOP/s": 1e-12,
-            "in GFLOP/s": 1e-9,
-            "in PFLOP/s": 1e-15,
-            "in thousands": 1e-3,
-        }
-    else:
-        factors = {"in per cent": 100.0, "a fraction that was read as per cent": 0.01, "relative to half the peak": 2.0,
-                   "relative to twice the peak, as with sparsity": 0.5}  # fmt: skip
-    for text, factor in factors.items():
+    for reading in readings:
+        factor = reading.factors[row]
         if not factor > 0 or factor == 1:
             continue
         if any(
             low * factor / (1 + TOLERANCE) <= ratio <= high * factor * (1 + TOLERANCE) for low, high in limits
         ):
-            yield text
-    if name in FLOP_COLUMNS and limits:
-        best_factor = ratio / limits[0][0]
-        if 0.5 < best_factor < 2:
-            yield f"another count of FLOPs, {best_factor:.2f} times that of palm"
+            yield reading.text

@@ -57,10 +57,10 @@ def identify(
     notes, other_names = list[str](), list[str]()
     if base_numbers.duplicated().any():
         settings = {name: frame[name].fillna("").astype(str) for name in _SETTING_COLUMNS}
-        given_ids = frame["run_id"].notna()
+        has_id_of_table = frame["run_id"].notna()
         new_names = list[str]()
         for name, texts in {**unused_texts, **settings}.items():
-            if name in values_by_option or not _differs(texts, base_numbers, ~given_ids):
+            if name in values_by_option or not _differs(texts, base_numbers, ~has_id_of_table):
                 continue
             if _may_be_option(texts):
                 values_by_option[name] = texts
@@ -109,8 +109,8 @@ def _is_measurement(texts: pd.Series) -> bool:
 
 
 def _variants(frame: pd.DataFrame, values_by_option: Mapping[str, pd.Series]) -> list[str | None]:
-    given_texts = [text if isinstance(text, str) else None for text in frame["variant"]]
-    options_of_rows = [dict(variant_in(text)) for text in given_texts]
+    variant_texts = [text if isinstance(text, str) else None for text in frame["variant"]]
+    options_of_rows = [dict(variant_in(text)) for text in variant_texts]
     for name, texts in values_by_option.items():
         for options, text in zip(options_of_rows, texts.reindex(frame.index), strict=True):
             if isinstance(text, str) and text:
@@ -129,8 +129,8 @@ def _run_ids(frame: pd.DataFrame, variants: Iterable[str | None]) -> list[str]:
         content_id(content | {"variant": options} if options else content)
         for content, options in zip(contents, options_of_rows, strict=True)
     ]
-    given_ids = frame["run_id"].tolist()
+    ids_of_table = frame["run_id"].tolist()
     return [
-        given if isinstance(given, str) else id_by_number[number]
-        for given, number in zip(given_ids, numbers, strict=True)
+        id_of_table if isinstance(id_of_table, str) else id_by_number[number]
+        for id_of_table, number in zip(ids_of_table, numbers, strict=True)
     ]

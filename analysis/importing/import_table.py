@@ -76,7 +76,7 @@ def import_table(path: Path, table_map: TableMap) -> Imported:
     try:
         reader = _Reader(table_file, table_map)
         rows = reader.our_columns()
-        derived = with_derived_columns(rows, table_map.models, reader.half_digits)
+        derived = with_derived_columns(rows, table_map, reader.half_digits)
         frame = derived.frame
         used_columns = {*source_columns, *table_map.options}
         unused_columns = tuple(name for name in names if name not in used_columns)
@@ -179,7 +179,7 @@ class _Reader:
         name_by_text |= _OTHER_PRECISION_WORDS if our_column == "precision" else {}
         new_by_value = {}
         for value in values.dropna().unique():
-            text = str(value).strip().lower()
+            text = str(value).strip().lower().removeprefix("torch.")
             unknown_text = text if our_column in _LOWER_CASE_COLUMNS else value
             new_by_value[value] = value if value in names else name_by_text.get(text, unknown_text)
         return values.map(new_by_value).astype(object).where(values.notna(), None)
@@ -278,7 +278,8 @@ class _Reader:
         """The unit of a source: that of the map, else the one that its header names."""
         key = our_column, source.column
         if key not in self._unit_by_source:
-            named_unit = header_unit(our_column, source.column) if units_of(our_column) else None
+            has_scope = source.per is not None
+            named_unit = header_unit(our_column, source.column, has_scope) if units_of(our_column) else None
             if source.unit is None and named_unit is not None and named_unit != unit_of(our_column):
                 self.notes.append(
                     f"{our_column}: {source.column!r} is read in {named_unit}, as its header says"
@@ -394,8 +395,8 @@ class _Reader:
 
 def _status_word(text: str) -> str | None:
     """The status that a text names, whatever signs stand around it; None if it names none."""
-    word = re.sub(r"[^a-z_ ]+", " ", text.lower()).strip()
-    name = _OTHER_STATUS_WORDS.get(word, word.replace(" ", "_"))
+    status_text = re.sub(r"[^a-z_ ]+", " ", text.lower()).strip()
+    name = _OTHER_STATUS_WORDS.get(status_text, status_text.replace(" ", "_"))
     return name if name in {*Status} else None
 
 
@@ -407,6 +408,8 @@ def _list_of(text: str) -> list[Any]:
 
 
 def _time_of(text: str) -> pd.Timestamp:
+    if not re.match(r"\d{4}-?\d\d", text):  # 05/02/2026 is a day in May or in February
+        raise ValueError
     return pd.to_datetime(text, utc=True).floor("us")
 
 
@@ -424,17 +427,17 @@ def _add_doubts(frame: pd.DataFrame, rows: pd.DataFrame, doubts: Doubts, table_m
 
     Returns the code and the sentence of each doubt; the index is the row.
     """
-    own_codes = frame["suspect_codes"].where(frame["suspect"].notna())
-    own_texts = zip(frame.index, frame["suspect"], own_codes, strict=True)
-    own_pairs = [
+    codes_of_table = frame["suspect_codes"].where(frame["suspect"].notna())
+    texts_of_table = zip(frame.index, frame["suspect"], codes_of_table, strict=True)
+    doubts_of_table = [
         (row, code, sentence)
-        for row, text, codes in own_texts
+        for row, text, codes in texts_of_table
         if isinstance(text, str)
         for code, sentence in _coded_sentences(text, codes)
     ]
-    own_frame = pd.DataFrame(
-        {"code": [code for _, code, _ in own_pairs], "sentence": [text for *_, text in own_pairs]},
-        index=[row for row, *_ in own_pairs], dtype=object,
+    table_doubt_frame = pd.DataFrame(
+        {"code": [code for _, code, _ in doubts_of_table], "sentence": [text for *_, text in doubts_of_table]},
+        index=[row for row, *_ in doubts_of_table], dtype=object,
     )  # fmt: skip
     for sentence, rule in table_map.doubts.items():
         doubted_rows = frame
@@ -444,7 +447,7 @@ def _add_doubts(frame: pd.DataFrame, rows: pd.DataFrame, doubts: Doubts, table_m
     frames = [
         pd.DataFrame({"code": code, "sentence": texts.dropna()}, dtype=object) for code, texts in doubts
     ]
-    doubt_frame = pd.concat([own_frame, *frames])
+    doubt_frame = pd.concat([table_doubt_frame, *frames])
     doubt_frame = doubt_frame[~doubt_frame.assign(row=doubt_frame.index).duplicated(["row", "sentence"])]
     doubts_by_row = doubt_frame.groupby(level=0)
     joined_sentences = {n: "; ".join(sentences) for n, sentences in doubts_by_row["sentence"]}

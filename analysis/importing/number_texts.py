@@ -40,8 +40,8 @@ class Numbers:
     def half_digits(self) -> pd.Series:
         """For each number half a unit of its last written digit, in ultrabench's unit: the most that rounding changed."""
         halves = np.array([_half_digit(text, self.decimal) for text in self.distinct_texts]) * self.factors
-        taken = np.append(halves, np.nan)[self.codes]
-        return pd.Series(taken, self.values.index)
+        cell_halves = np.append(halves, np.nan)[self.codes]
+        return pd.Series(cell_halves, self.values.index)
 
 
 def decimal_reading(texts: Iterable[str], *, is_int: bool) -> str | None:
@@ -130,20 +130,22 @@ def _grouped(core: str, sign: str) -> bool:
 
 def _fits(core: str, decimal: str, is_int: bool) -> bool:
     """Whether a number can be read with this sign of decimals."""
-    whole, has_decimals, rest = core.partition(decimal)
-    if decimal in rest:
+    integer_text, has_decimals, decimals = core.partition(decimal)
+    if decimal in decimals:
         return False
-    plain_whole = _without_groups(whole, _OTHER[decimal])
-    if plain_whole is None or not _PLAIN.match(f"{plain_whole}.{rest}" if has_decimals else plain_whole):
+    integer_digits = _without_groups(integer_text, _OTHER[decimal])
+    if integer_digits is None or not _PLAIN.match(
+        f"{integer_digits}.{decimals}" if has_decimals else integer_digits
+    ):
         return False
     return not is_int or _float(core, decimal) % 1 == 0
 
 
-def _without_groups(whole: str, sign: str) -> str | None:
+def _without_groups(integer_text: str, sign: str) -> str | None:
     """The digits before the decimals without the signs between thousands; None if these stand elsewhere."""
-    if sign not in whole:
-        return whole
-    return whole.replace(sign, "") if _grouped(whole, sign) else None
+    if sign not in integer_text:
+        return integer_text
+    return integer_text.replace(sign, "") if _grouped(integer_text, sign) else None
 
 
 def _float(core: str, decimal: str) -> float:

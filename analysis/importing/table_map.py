@@ -11,6 +11,7 @@ import pandas as pd
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.analysis.importing.number_texts import COMMA, POINT
+from ultrabench.analysis.importing.scopes import SCOPE_TEXTS, SCOPED_COLUMNS
 from ultrabench.analysis.importing.units import UNITS, require_unit_of
 from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, INT, SCHEMA, TEXT, TEXTS, TIME
 from ultrabench.errors import ConfigError, require_known
@@ -35,6 +36,10 @@ class Source:
     """The column of the table."""
     unit: Annotated[str, one_of(*UNITS)] | None = None
     """The unit of the table; None means the one that header or cells name, else ours."""
+    per: Annotated[str, one_of(*SCOPE_TEXTS)] | None = None
+    """Of how many GPUs a rate of the table is; None means of as many as our column says."""
+    certain: bool = False
+    """Whether the column holds this quantity, whatever its numbers look like."""
     decimal: Decimal | None = None
     """The sign of decimals; None means that of the map."""
     pattern: str | None = None
@@ -96,8 +101,25 @@ class TableMap:
             for source in sources:
                 if source.unit is not None:
                     require_unit_of(name, source.unit)
+            scopes = {source.per for source in sources}
+            if scopes - {None} and name not in SCOPED_COLUMNS:
+                raise ConfigError(
+                    f"columns.{name} has no `per`; only rates of GPUs have: {', '.join(SCOPED_COLUMNS)}"
+                )
+            if len(scopes) > 1:
+                raise ConfigError(f"the sources of columns.{name} have different `per`; give all the same")
         compared_columns = [condition(text)[0] for rule in self.doubts.values() for text in rule.when]
         require_known("column of results", {*TYPE_BY_COLUMN, "tokens_per_step"}, *compared_columns)
+
+    def scope_by_column(self) -> dict[str, str]:
+        """Our column -> of how many GPUs its rates in the table are, where the map says it."""
+        return {
+            name: source.per for name, sources in self.columns.items() for source in sources[:1] if source.per
+        }
+
+    def certain_columns(self) -> set[str]:
+        """The columns of ours that hold what the map says, whatever their numbers look like."""
+        return {name for name, sources in self.columns.items() if any(s.certain for s in sources)}
 
 
 def read_map(path: Path) -> TableMap:

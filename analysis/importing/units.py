@@ -2,6 +2,7 @@
 
 import re
 
+from ultrabench.analysis.importing.scopes import SCOPE_TEXTS
 from ultrabench.analysis.numbers import unit_of
 from ultrabench.errors import ConfigError
 
@@ -12,7 +13,7 @@ _COUNT_FACTORS = {
 TOKENS = "tokens"
 """Unit of a global batch that is divided by seq_len."""
 UNITS: dict[str, tuple[str, float]] = {
-    "%": (FRACTION, 1e-2),
+    "%": (FRACTION, 1e-2), FRACTION: (FRACTION, 1.0),
     "us": ("s", 1e-6), "ms": ("s", 1e-3), "s": ("s", 1.0), "min": ("s", 60.0), "h": ("s", 3600.0),
     "KB": ("B", 1e3), "MB": ("B", 1e6), "GB": ("B", 1e9), "TB": ("B", 1e12),
     "KiB": ("B", 2.0**10), "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30), "TiB": ("B", 2.0**40),
@@ -83,7 +84,14 @@ _OF_WHAT = re.compile(r"/(?:gpu|device|gcd|rank|card|node|step|it|iter|iteration
 _OF_DEVICE = re.compile(r"/(?:gpu|device|gcd|card|accelerator|chip|rank|node)s?(?=/)")
 """The devices in a unit such as tokens/GPU/s."""
 _PER_GPU = re.compile(r"(?:/|per)[ _-]?(?:gpu|device|gcd|card|accelerator|chip)(?![a-z])", re.IGNORECASE)
-_PER_OTHER = re.compile(r"(?:/|per)[ _-]?(?:node|host|dp[ _-]?rank|replica|rank)(?![a-z])", re.IGNORECASE)
+_OTHER_SCOPES = (
+    r"node|host|server|machine|dp(?:[ _-]?(?:rank|group|replica))?|data[ _-]parallel[ _-](?:rank|group|replica)"
+    r"|model[ _-]replica|replica|pipeline|worker|process|rank"
+)
+_PER_OTHER = re.compile(
+    rf"(?:/|per)[ _-]?(?:{_OTHER_SCOPES})(?![a-z])|(?<![a-z])(?:{_OTHER_SCOPES})[ _-](?:tok|tps|throughput|t?flop)",
+    re.IGNORECASE,
+)
 _OF_ALL = re.compile(r"(?<![a-z])(?:total|global|aggregate|overall|all gpus|cluster)(?![a-z])", re.IGNORECASE)
 """Words in a header that say of how many GPUs a rate is."""
 _AMBIGUOUS_PREFIXES = {
@@ -102,11 +110,11 @@ def require_unit_of(our_column: str, unit: str) -> None:
     units = units_of(our_column)
     if unit not in units:
         quantity = unit_of(our_column)
-        own = {COUNT: "a number", TOKEN_RATE: "tokens/s", FRACTION: "a fraction"}.get(
+        quantity_text = {COUNT: "a number", TOKEN_RATE: "tokens/s", FRACTION: "a fraction"}.get(
             quantity, f"in {quantity}"
         )
         choice = f"its units: {', '.join(units)}" if units else "it takes no unit"
-        raise ConfigError(f"{our_column} with unit={unit!r}: {our_column} is {own}; {choice}")
+        raise ConfigError(f"{our_column} with unit={unit!r}: {our_column} is {quantity_text}; {choice}")
 
 
 def units_of(our_column: str) -> list[str]:
@@ -119,8 +127,11 @@ def units_of(our_column: str) -> list[str]:
     return [unit for unit, (base, _) in UNITS.items() if base == our_unit]
 
 
-def header_unit(our_column: str, header: str) -> str | None:
+def header_unit(our_column: str, header: str, has_scope: bool) -> str | None:
     """The unit that the header of a column names, such as ms for `step (ms)`; None if it names none.
+
+    Args:
+        has_scope: whether the map says of how many GPUs the rate is, so that the header need not.
 
     Raises:
         ConfigError: what stands in its brackets is a unit of another quantity than that of the column of results.
@@ -129,7 +140,8 @@ def header_unit(our_column: str, header: str) -> str | None:
     if "reserved" in our_column and "alloc" in header.lower() and "reserv" not in header.lower():
         fact = f"the header {header!r} names allocated memory, which is less than {our_column}"
         raise ConfigError(f"{fact}; map it to peak_mem_allocated_bytes")
-    _require_same_scope(our_column, header)
+    if not has_scope:
+        _require_same_scope(our_column, header)
     aliases = _ALIASES.get(our_unit, {})
     for bracket_text in re.findall(r"[(\[]([^)\]]*)[)\]]", header):
         text = _unit_text(bracket_text)
@@ -162,9 +174,9 @@ def _rate_texts(header: str) -> list[str]:
     text = re.sub(r"[(\[][^)\]]*[)\]]", " ", header).strip().lower()
     text = re.sub(r"(?<![a-z])(thousand|million|[km])[ _-](?=t\w*(?:/| ?per))", r"\1", text)
     text = re.sub(r"[ _-]per[ _-]| ?/ ?", "/", text)
-    words = [word for word in re.split(r"[\s_,.:-]+", text) if word]
-    quotients = [word for word in words if "/" in word]
-    names = [word for word in words[-1:] if re.fullmatch(r"[km]?(?:tps|tgs)", word)]
+    header_parts = [part for part in re.split(r"[\s_,.:-]+", text) if part]
+    quotients = [part for part in header_parts if "/" in part]
+    names = [part for part in header_parts[-1:] if re.fullmatch(r"[km]?(?:tps|tgs)", part)]
     return [*quotients, *names]
 
 
@@ -200,9 +212,9 @@ def _require_same_scope(our_column: str, header: str) -> None:
     if not is_per_gpu and _PER_GPU.search(header):
         todo = f"map it to {our_column}_per_gpu"
     elif is_per_gpu and _OF_ALL.search(header) and not _PER_GPU.search(header):
-        todo = "map it to tokens_per_s" if "tokens" in our_column else "map the rate of one GPU"
+        todo = "map it to tokens_per_s" if "tokens" in our_column else "write per: all into the map"
     elif _PER_OTHER.search(header):
-        todo = "map a rate of one GPU or of all GPUs"
+        todo = f"write what it is into the map: per: {' or per: '.join(SCOPE_TEXTS)}"
     else:
         return
     scope = "one GPU" if is_per_gpu else "all GPUs"

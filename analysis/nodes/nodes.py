@@ -21,7 +21,7 @@ from ultrabench.analysis.nodes.relative import (
 from ultrabench.errors import ConfigError
 from ultrabench.node_health import BAD_HEALTHS
 from ultrabench.record import to_dict
-from ultrabench.result import AGENT_GONE, FAILURES, Status
+from ultrabench.result import FAILURES, proves_node_fault
 
 XID = "xid"
 """Cause of a failure that an Xid in the log of the kernel shows."""
@@ -42,7 +42,7 @@ class NodeReport:
     num_by_failure: Counter[str] = field(default_factory=Counter)
     """Cause, or else status, of failures of which this node is the only suspect -> their number."""
     failed_starts_s: list[float] = field(default_factory=list)
-    """Starts of the attempts that failed because of this node, as its agent or Slurm reported, in seconds since 1970."""
+    """Starts of the attempts whose failure proves a fault of this node, in seconds since 1970."""
     starts_s: list[float] = field(default_factory=list)
     """Starts of its attempts in seconds since 1970."""
     rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -103,8 +103,8 @@ def reports(rows: Sequence[Row]) -> list[NodeReport]:
             report.starts_s += [] if started_s is None else [started_s]
             if has_one_suspect and row["status"] in FAILURES and row["suspect_hosts"][0] == node.host:
                 report.num_by_failure[row["cause"] or row["status"]] += 1
-                is_node_failure = row["status"] == Status.NODE_FAIL and row["cause"] != AGENT_GONE
-                report.failed_starts_s += [started_s] if is_node_failure and started_s is not None else []
+                is_node_fault = proves_node_fault(row["status"], row["cause"])
+                report.failed_starts_s += [started_s] if is_node_fault and started_s is not None else []
     node_measurements = [*measurements(rows)]
     for measurement in node_measurements:
         if len(measurement.nodes) == 1 and measurement.rate != CONTROL_RATE:

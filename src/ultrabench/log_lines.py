@@ -73,11 +73,11 @@ def clock_time(text: str) -> Sighting | None:
         return None
     fraction = match[7] or ""
     try:
-        whole_s = datetime(*map(int, match.groups()[:6]), tzinfo=UTC).timestamp()  # type: ignore[arg-type, misc]
+        seconds = datetime(*map(int, match.groups()[:6]), tzinfo=UTC).timestamp()  # type: ignore[arg-type, misc]
     except ValueError:
         return None
     resolution_s = 10.0 ** -len(fraction)
-    return Sighting(whole_s + int(fraction or 0) * resolution_s, resolution_s)
+    return Sighting(seconds + int(fraction or 0) * resolution_s, resolution_s)
 
 
 def bar_step(text: str) -> int | None:
@@ -127,13 +127,13 @@ class LogLines:
         self._offset += end
         self._tail_bytes, self._tail_sighting = 0, None
         self._see_tail(len(chunk) - end, sighting)
-        seen_lines = [line._replace(sighting=sighting) for line in lines]
-        if tail_sighting is not None and seen_lines:
-            seen_lines[0] = seen_lines[0]._replace(sighting=tail_sighting)
+        timed_lines = [line._replace(sighting=sighting) for line in lines]
+        if tail_sighting is not None and timed_lines:
+            timed_lines[0] = timed_lines[0]._replace(sighting=tail_sighting)
         if self._is_skipping:
             self._is_skipping = False
-            return seen_lines[1:]
-        return seen_lines
+            return timed_lines[1:]
+        return timed_lines
 
     def _see_tail(self, num_bytes: int, sighting: Sighting) -> None:
         """Records that a text without an end had this length at a look."""

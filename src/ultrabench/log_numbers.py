@@ -30,6 +30,7 @@ _WORD_BY_SPELLING = {
         "sample": ("sample", "samples", "seq", "seqs", "sequence", "sequences", "example", "examples", "sentence", "sentences"),
         "token": ("token", "tokens", "tok", "toks", "tks"),
         "gpu": ("gpu", "gpus", "device", "devices", "chip", "chips", "rank", "accelerator"),
+        "node": ("node", "nodes", "host"), "replica": ("replica", "replicas"),
         "flop": tuple(f"{prefix}flop{end}" for prefix in ("", "g", "t", "p") for end in ("", "s")),
         "%": ("%", "percent", "pct"),
         "bytes": ("b", "bytes"),
@@ -46,7 +47,7 @@ _RATE_SPELLINGS = {
     "tflops": "flop/s",
     "gflops": "flop/s",
 }
-_NO_UNIT_ALONE = frozenset({"step", "sample", "token", "gpu", "bytes", "flop"})
+_NO_UNIT_ALONE = frozenset({"step", "sample", "token", "gpu", "node", "replica", "bytes", "flop"})
 """Words that are a unit only together with another one; alone they are words of a sentence."""
 
 
@@ -122,9 +123,11 @@ def _readings(digits: str, decimal_mark: str | None) -> tuple[str, str | None]:
 
 def is_decimal_comma(digits: str) -> bool:
     """Whether the only comma of a number must stand before decimals, since three digits follow in a group of thousands."""
-    whole, _, rest = digits.partition(",")
+    integer_digits, _, decimals = digits.partition(",")
     return (
-        "," in digits and ("," not in rest) and (len(rest) != 3 or len(whole) > 3 or whole[:1] in ("", "0"))
+        "," in digits
+        and ("," not in decimals)
+        and (len(decimals) != 3 or len(integer_digits) > 3 or integer_digits[:1] in ("", "0"))
     )
 
 
@@ -148,6 +151,9 @@ def unit_words(text: str) -> str:
     spelling = text.strip().lower()
     spelling = _RATE_SPELLINGS.get(spelling, spelling)
     words = [_WORD_BY_SPELLING.get(part) for part in spelling.split("/")]
+    if words[0] is None and len(words) > 2:  # a path such as throughput/device/tokens/s
+        path_words, words = words[:-2], words[-2:]
+        words += ["gpu"] if "gpu" in path_words else []
     if None in words or (len(words) == 1 and words[0] in _NO_UNIT_ALONE):
         return ""
     return "/".join(word for word in words if word)
@@ -160,7 +166,7 @@ _UNIT_AFTER = re.compile(r"\s?(?:MODEL_)?([A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0
 _UNIT_BEFORE = re.compile(
     r"(?:[\[(]\s*(?P<brackets>[A-Za-z\u00b5\u03bc%]+(?:/[A-Za-z]+){0,2})\s*[\])]\s*[:=|]?\s*"
     r"|(?<![A-Za-z])(?P<label>tflops|ms|msec|milliseconds|secs?|seconds)\s*[\"']?\s*[:=]\s*[\"']?"
-    r"|(?<![A-Za-z/])(?P<rate>[A-Za-z]+(?:/[A-Za-z]+){1,2}|tgs)\s*[\"']?\s*[:=]?\s*[\"']?"
+    r"|(?<![A-Za-z/])(?P<rate>[A-Za-z]+(?:/[A-Za-z]+){1,4}|tgs)\s*[\"']?\s*[:=]?\s*[\"']?"
     r"|(?:_|\bin )(?P<ending>ms|us|ns|s|sec|secs|seconds)\s*[\"']?\s*[:=]\s*[\"']?)$",
     re.IGNORECASE,
 )
@@ -185,7 +191,7 @@ _DURATION = re.compile(r"\d+ ?[hm] ?\d[\d.]*(?: ?m ?\d[\d.]*)? ?s(?![A-Za-z])|\d
 """A duration of several parts, such as 1m02s, 1 m 2 s, 2m 5.3s or 1h02."""
 
 
-def whole_number_text(line: str, start: int, end: int) -> str | None:
+def uncut_number_text(line: str, start: int, end: int) -> str | None:
     """The number of which the text at `start:end` of a line is only a part, such as 1,53 for 1; None if it is all of it.
 
     In a line without spaces, commas separate values.

@@ -14,8 +14,8 @@ from ultrabench.log_numbers import (
     cut_suffix,
     decimal_mark_in,
     read_number,
+    uncut_number_text,
     unit_beside,
-    whole_number_text,
 )
 from ultrabench.rank_report import is_number
 
@@ -107,6 +107,25 @@ _THOUSANDS_GROUPS = frozenset(
 """Groups whose numbers are large, so that a comma before three digits separates thousands."""
 _DECIMAL_GROUPS = frozenset({"loss", "fraction", "percent", "steps_per_s"})
 """Groups whose numbers are small, so that a comma before three digits stands before decimals."""
+_RATE_OF_ONE_GPU = re.compile(
+    r"tok\w*?[ _]?(?:/|per[ _])(?:s|sec|second)[ _]?(?:/|per[ _])(?:gpu|device)(?![a-z])|tok\w*/(?:gpu|device)/s",
+    re.IGNORECASE,
+)
+"""The label of a rate in tokens/s of one GPU."""
+_LABELS_BY_KIND = {
+    "time": r"eta|remaining|time left|loss|lr|learning[ _]rate|grad[ _]norm|epoch[ _]time|epoch[ _]took",
+    "loss": r"loss[ _-]scale|scale",
+    "reserved": r"(?:max[ _-]?)?(?:memory[ _-]?|mem[ _-]?)?(?:alloc|allocated)(?:[ _-]?(?:memory|mem))?",
+    "allocated": r"(?:max[ _-]?)?(?:memory[ _-]?|mem[ _-]?)?reserved(?:[ _-]?(?:memory|mem))?",
+    "mfu": r"hfu",
+}
+_LABEL_BY_KIND = {
+    kind: re.compile(rf"(?<![a-z])({labels})[\s:=\"'(\[]*$", re.IGNORECASE)
+    for kind, labels in _LABELS_BY_KIND.items()
+}
+"""Kind of a group -> the labels of other quantities, right before a number."""
+_NEXT_THOUSANDS = re.compile(r"[ \u00a0\u2009\u202f]\d{3}(?![\d.,])")
+"""Three digits behind a space, which may belong to the number before it."""
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _NOT_LITERAL = re.compile(r"\(\?P<\w+>|\\.|\[[^\]]*\]")
 """Parts of a pattern whose letters are no text of the log: names of groups, escapes and sets."""
@@ -251,7 +270,8 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
     value_by_quantity: dict[str, float] = {}
     for group, text in text_by_group.items():
         quantity, factor = groups[group]
-        _require_whole(group, match)
+        _require_uncut(group, match)
+        _require_label(group, match)
         try:
             number = read_number(text, mark)
         except UnreadableError:
@@ -262,31 +282,52 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
             continue
         unit = number.unit or unit_beside(match.string, *match.span(group))
         _require_unit(group, unit, text, groups)
+        if group == "tokens_per_s_per_gpu" and unit == "token/s" and _RATE_OF_ONE_GPU.search(match.string):
+            fact = f"{text.strip()!r:.40} is in tokens/s, and the line has another number that is of one GPU"
+            raise MisreadError(f"{fact}; match that one, or use the group (?P<tokens_per_s>...)")
         value_by_quantity[quantity] = _plausible_reading(group, number, text) * factor
     return value_by_quantity
 
 
-def _require_whole(group: str, match: re.Match[str]) -> None:
+def _require_uncut(group: str, match: re.Match[str]) -> None:
     """Raises MisreadError if a group matches only a part of a number."""
     start, end = match.span(group)
-    whole_text = whole_number_text(match.string, start, end)
-    if whole_text and group == "step" and ":" in whole_text:
-        whole_text = None
+    uncut_text = uncut_number_text(match.string, start, end)
+    if uncut_text and group == "step" and ":" in uncut_text:
+        uncut_text = None
     suffix = cut_suffix(match.string, end)
     if suffix and match[group][-1:].isdigit() and group not in LOG_PATTERNS["memory_line"].groups:
-        whole_text = f"{match[group]}{suffix}"
-    if whole_text:
-        fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {whole_text!r:.60}"
+        uncut_text = f"{match[group]}{suffix}"
+    thousands = _NEXT_THOUSANDS.match(match.string[end:])
+    if thousands and group in _THOUSANDS_GROUPS - {"step"} and re.fullmatch(r"[1-9]\d{0,2}", match[group]):
+        uncut_text = f"{match[group]}{thousands[0]}"
+    if uncut_text:
+        fact = f"the group {group} matches {match[group]!r:.40}, which is only a part of {uncut_text!r:.60}"
         raise MisreadError(f"{fact}; let it match the whole number, such as with [0-9.,eE+-]+[KMGBT]?")
+
+
+def _require_label(group: str, match: re.Match[str]) -> None:
+    """Raises MisreadError if the label right before a number is that of another quantity."""
+    kind = {
+        "seconds": "time",
+        "milliseconds": "time",
+        "loss": "loss",
+        "fraction": "mfu",
+        "percent": "mfu",
+    }.get(group)
+    pattern = _LABEL_BY_KIND.get(kind or group.partition("_")[0])
+    if pattern and (label := pattern.search(match.string[: match.start(group)])):
+        fact = f"the label of {match[group].strip()!r:.40} is {label[1]!r}, which the group {group} does not read"
+        raise MisreadError(f"{fact}; match another number or use another group")
 
 
 def _require_unit(group: str, unit: str, text: str, groups: Mapping[str, object]) -> None:
     """Raises MisreadError if the unit beside a number is another one than that of its group."""
     if not unit or group not in _UNITS_BY_GROUP or unit in _UNITS_BY_GROUP[group]:
         return
-    kind, _, own_unit = group.rpartition("_")
-    if own_unit in _BYTES_BY_UNIT:
-        if unit not in ("bytes", "kb", "mb", "gb", "tb"):
+    kind, _, unit_of_group = group.rpartition("_")
+    if unit_of_group in _BYTES_BY_UNIT:
+        if unit not in ("bytes", "kb", "mb", "gb", "tb", "%"):
             return
         fitting_groups = [name for name in groups if name.startswith(kind) and unit in _UNITS_BY_GROUP[name]]
     else:
@@ -323,7 +364,7 @@ def misread_reason(option: str, values: Mapping[str, float], device_bytes: float
     peak_bytes = max(values.get("reserved_bytes", 0.0), values.get("allocated_bytes", 0.0))
     if option == "memory_line" and peak_bytes > device_bytes:
         peak_gib, device_gib = (size / _BYTES_BY_UNIT["gib"] for size in (peak_bytes, device_bytes))
-        sizes_text = f"{peak_gib:.4g} GiB exceeds the {device_gib:.4g} GiB of the device"
+        sizes_text = f"{peak_gib:.5g} GiB exceeds the {device_gib:.4g} GiB of the device"
         return f"{sizes_text}; check the unit in the name of the group"
     return None
 

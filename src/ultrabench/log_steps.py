@@ -19,7 +19,7 @@ _COUNTER = re.compile(
 )
 """A number that counts steps, with its name."""
 _MICRO_COUNTER = re.compile(
-    r"\b(micro[-_ ]?(?:batch|step)|mb|accum(?:ulation)?(?:[-_ ]step)?|grad_accum(?:_step)?)\b\W{0,4}(\d+)\b",
+    r"\b(micro(?:[-_ ]?(?:batch|step))?|mb|accum(?:ulation)?(?:[-_ ]step)?|grad_accum(?:_step)?)\b\W{0,4}(\d+)\b",
     re.IGNORECASE,
 )
 """A number that counts micro-batches, with its name."""
@@ -31,11 +31,31 @@ _CLOCKS = re.compile(r"\d{4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?")
 _DIGITS = re.compile(r"\d+(?:[.,]\d+)*")
 _ONE_STEP = re.compile(
     r"(?:per|/)[ _-]?(?:iteration|iter|it|step|batch|update)\b|(?:iteration|iter|step|batch)[ _-]?time"
-    r"|time[ _/-](?:per[ _-])?(?:iteration|iter|it|step|batch)\b",
+    r"|time[ _/-](?:per[ _-])?(?:iteration|iter|it|step|batch)\b"
+    r"|(?:average|avg|mean)[ _-]?(?:iteration|iter|step|batch|time)",
     re.IGNORECASE,
 )
 """Words which say that a time is that of one step."""
+_SEVERAL_STEPS = re.compile(
+    r"\b(?:for|over|last|past|previous)\s+(\d+)\s*(?:steps|iterations|iters|batches|updates)\b", re.IGNORECASE
+)
+"""Words which say for how many steps a line is."""
+_PART_LABEL = re.compile(
+    r"(?<![a-z])(?:forward|fwd|backward|bwd|data[ _-]?load\w*|dataloader|data[ _-]time|all-?reduce|grad(?:ient)?[ _-]sync"
+    r"|checkpoint|saving)"
+    r"(?![a-z])[^\d|,;]*$",
+    re.IGNORECASE,
+)
+"""The label of a time that is only a part of a step, before its number."""
+_PART_TIME = re.compile(
+    r"(?<![a-z])(?:forward|fwd|backward|bwd)(?![a-z])[^\d|,;]{0,20}?[:=]\s*(\d+(?:\.\d+)?)", re.IGNORECASE
+)
+"""A time of a part of a step, with its label."""
 
+GROWING_RATES = (
+    "each rate is about as much larger than the one before: they are probably counts since the start"
+)
+"""The sentence about lines whose rates grow like a count."""
 MAX_PACE_RATIO = 1.5
 """Ratio between the distance of two lines and the time that they print from which the time is in doubt."""
 GAS_TOLERANCE = 0.25
@@ -119,21 +139,25 @@ class StepReader:
     """By what the last time was divided, since its line was for so many steps; None if it was not."""
     inner_lines: int = 0
     """Lines that repeat the number of a step with another time, by the same rank."""
-    word_repeats: int = 0
+    num_equal_lines: int = 0
     """Lines that equal the line before, although nothing shows that they are of the same step."""
     num_counted: int = 0
     num_repeats: int = 0
     """Lines of steps that had counted."""
+    are_of_one_step: bool = False
+    """Whether words say that the times of lines are those of one step."""
+    num_parts: int = 0
+    """Lines that count although their time is that of a part of a step, such as the backward pass."""
     num_evaluation: int = 0
     """Lines that count although they have a word for evaluation, which is not training."""
     _number: int = 0
     _decimal_mark: str | None = None
     _last: _Counted | None = None
     _max_step: int | None = None
-    _seen_steps: set[int] = field(default_factory=set)
+    _counted_steps: set[int] = field(default_factory=set)
     _rank_of_max: str | None = None
     _strides: Counter[int] = field(default_factory=Counter)
-    _held: StepLine | None = None
+    _first_line: StepLine | None = None
     """The first line, while it is not known for how many steps it is."""
     _printed_s: float = 0.0
     _distance_s: float = 0.0
@@ -142,6 +166,10 @@ class StepReader:
     """The latest distances between lines that count."""
     _counters: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Name of a counter in the lines that count -> its last value, its number of lines and of values."""
+    _counter_strides: dict[str, Counter[int]] = field(default_factory=dict)
+    """Name of a counter -> by how much it grew from line to line, and how often."""
+    _num_steps_in_words: Counter[int] = field(default_factory=Counter)
+    """Number of steps that a line is for by its words -> number of such lines."""
     _micro_counters: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Name of a counter of micro-batches -> its last value, its number of lines and how often it began again."""
 
@@ -158,6 +186,18 @@ class StepReader:
         if self.num_counted and self.inner_lines:
             repeated.append(1 + self.inner_lines / self.num_counted)
         return max(repeated, default=1.0)
+
+    @property
+    def uncounted_stride(self) -> int:
+        """The number of steps of a line by its counters or words, where a line counts as one step; 1 if it is for one."""
+        has_time = {"seconds", "milliseconds"} & self.pattern.groupindex.keys()
+        if self._strides or not (has_time or self.by_arrival):
+            return 1
+        strides = [next(iter(counts)) for counts in self._counter_strides.values() if len(counts) == 1]
+        are_all_constant = len(strides) == len(self._counter_strides)
+        stride = min(strides) if strides and are_all_constant else 1
+        (worded, num_lines), *_ = [*self._num_steps_in_words.most_common(1), (1, 0)]
+        return max(stride, worded if 2 * num_lines > self.num_counted else 1)
 
     def read(self, line: LogLine) -> list[StepLine | DroppedLine]:
         """What a line adds: steps, or why it matches and does not count; nothing if it does not match."""
@@ -186,8 +226,8 @@ class StepReader:
 
     def finish(self) -> list[StepLine]:
         """The first line if it was the only one."""
-        held, self._held = self._held, None
-        return [held] if held else []
+        first_line, self._first_line = self._first_line, None
+        return [first_line] if first_line else []
 
     def _drop_unreadable(self, match: re.Match[str], reason: str) -> DroppedLine:
         """Drops a line without a time; the next line is not for its step."""
@@ -203,7 +243,7 @@ class StepReader:
             return None
         if step is None:
             return self._equal_text_reason(last, new)
-        if self._max_step is None or step > self._max_step or step not in self._seen_steps:
+        if self._max_step is None or step > self._max_step or step not in self._counted_steps:
             return None
         is_other_rank = new.rank is not None and new.rank != self._rank_of_max
         num_behind = 1 if "step" in new.values else 0  # ranks are not quite in step; a bar is of one process
@@ -232,7 +272,7 @@ class StepReader:
             return "another rank prints the same"
         if before and after and self.by_arrival and after.at_s <= before.at_s:
             return "the same text came at the same time"
-        self.word_repeats += 1
+        self.num_equal_lines += 1
         return None
 
     def _count(self, new: _Counted, match: re.Match[str], step: int | None) -> Iterator[StepLine]:
@@ -243,10 +283,11 @@ class StepReader:
                 stride = step - self._max_step
                 self._strides[stride] += 1
             elif self._max_step is not None:
-                self._seen_steps.clear()
+                self._counted_steps.clear()
             self._max_step, self._rank_of_max = step, new.rank
-            self._seen_steps.add(step)
+            self._counted_steps.add(step)
         self._note_counters(new.line.text)
+        self.num_parts += _is_part_of_step(match)
         previous, self._last = self._last, new
         self.num_counted += 1
         if previous and previous.line.sighting and new.line.sighting:
@@ -256,15 +297,17 @@ class StepReader:
         values = self._of_one_step(new, previous, match, num_steps)
         step_line = StepLine(self._number, values, num_steps, new.line.sighting)
         if is_first and step is not None and step > 1 and not self.by_arrival:
-            self._held = step_line
+            self._first_line = step_line
             return
-        if held := self._held:
-            self._held = None
-            held_steps = min(int(held.values.get("step", num_steps)) or 1, num_steps)
-            seconds = held.values.get("seconds")
+        if first_line := self._first_line:
+            self._first_line = None
+            num_first_steps = min(int(first_line.values.get("step", num_steps)) or 1, num_steps)
+            seconds = first_line.values.get("seconds")
             if seconds is not None and self.divided_by:
-                held = held._replace(values={**held.values, "seconds": seconds / held_steps})
-            yield held._replace(num_steps=held_steps)
+                first_line = first_line._replace(
+                    values={**first_line.values, "seconds": seconds / num_first_steps}
+                )
+            yield first_line._replace(num_steps=num_first_steps)
         yield step_line
 
     def _usual_stride(self, stride: int) -> int:
@@ -300,11 +343,16 @@ class StepReader:
             last_value, num_lines, num_values = self._counters.get(name, (-1, 0, 0))
             value = int(digits)
             self._counters[name] = (value, num_lines + 1, num_values + (value != last_value))
+            if num_lines:
+                self._counter_strides.setdefault(name, Counter())[value - last_value] += 1
         for name, digits in {name.lower(): digits for name, digits in _MICRO_COUNTER.findall(text)}.items():
             last_value, num_lines, num_starts = self._micro_counters.get(name, (-1, 0, 0))
             value = int(digits)
             self._micro_counters[name] = (value, num_lines + 1, num_starts + (value < last_value))
         self.num_evaluation += _EVALUATION.search(text) is not None
+        self.are_of_one_step |= _ONE_STEP.search(text) is not None
+        if several := _SEVERAL_STEPS.search(text):
+            self._num_steps_in_words[int(several[1])] += 1
 
 
 class TimedLine(NamedTuple):
@@ -371,6 +419,9 @@ def log_doubts(
     num_unread: int = 0,
     num_steps_asked: int | None = None,
     lines_per_step: float = 1.0,
+    uncounted_stride: int = 1,
+    are_of_one_step: bool = False,
+    num_parts: int = 0,
 ) -> dict[str, str]:
     """Code -> sentence of each doubt about steps that were read from a log.
 
@@ -382,6 +433,9 @@ def log_doubts(
         num_unread: number of lines that match but have no time that can be read.
         num_steps_asked: how many steps the program was asked for; None if it was not.
         lines_per_step: as `StepReader.lines_per_step` gives it.
+        uncounted_stride: as `StepReader.uncounted_stride` gives it.
+        are_of_one_step: whether words say that the times are those of one step.
+        num_parts: number of lines with the time of a part of a step.
     """
     doubts: dict[str, str] = {}
     if by_arrival and (most := max((step.num_together for step in steps), default=1)) > 1:
@@ -398,7 +452,22 @@ def log_doubts(
         doubts["growing_times"] = (
             f"each time is about {growth_s:.4g} s longer than the one before: they are probably those since the start"
         )
+    if num_parts:
+        doubts["part_of_step"] = (
+            f"the times of {counted(num_parts, 'line')} are those of a part of a step by their labels"
+        )
+    if not by_arrival and even_growth_s([1 / step.seconds for step in steps]):
+        doubts["growing_rates"] = GROWING_RATES
     ratio = None if by_arrival else pace_ratio(steps)
+    if uncounted_stride > 1:
+        is_time_of_one = ratio is not None and _is_near(ratio, uncounted_stride)
+        ratio = None if is_time_of_one else ratio
+        is_unknown = ratio is None and (by_arrival or not are_of_one_step)
+        is_time_of_all = ratio is not None and 1 / MAX_PACE_RATIO <= ratio <= MAX_PACE_RATIO
+        if not is_time_of_one and (is_unknown or is_time_of_all):
+            doubts["strided_lines"] = (
+                f"each line is for {uncounted_stride} steps, and counts as one: let a group `step` match their number"
+            )
     if gas > 1 and ratio is not None and _is_near(ratio, gas):
         doubts["micro_batches"] = (
             f"lines are {ratio:.3g} x as far apart as the times that they print, and a step has {gas} "
@@ -409,6 +478,14 @@ def log_doubts(
         doubts["log_pace"] = (
             f"steps take {median(step.seconds for step in steps):.4g} s by what the lines print, "
             f"but lines are {distance_s:.4g} s a step apart"
+        )
+    if by_arrival and num_steps_asked and num_lines * MAX_PACE_RATIO < num_steps_asked:
+        doubts.setdefault(
+            "strided_lines",
+            (
+                f"{counted(num_lines, 'line')} for {num_steps_asked} steps, and each counts as one: make the program write a "
+                "line for each step, or let a group `step` match their number"
+            ),
         )
     if "micro_batches" not in doubts:
         asked_ratio = num_lines / num_steps_asked if num_steps_asked else 1.0
@@ -456,8 +533,22 @@ def even_growth_s(times_s: Sequence[float]) -> float | None:
     return median_s if max(growths_s) <= 1.5 * median_s and min(growths_s) >= 0.5 * median_s else None
 
 
-def _is_near(ratio: float, gas: int) -> bool:
-    return ratio >= MAX_PACE_RATIO and abs(ratio - gas) <= GAS_TOLERANCE * gas
+def _is_near(ratio: float, count: int) -> bool:
+    return ratio >= MAX_PACE_RATIO and abs(ratio - count) <= GAS_TOLERANCE * count
+
+
+def _is_part_of_step(match: re.Match[str]) -> bool:
+    """Whether the time of a line is that of a part of a step: by its label, or since another part takes longer."""
+    groups = match.groupdict()
+    name = next((name for name in ("seconds", "milliseconds") if groups.get(name)), None)
+    if name is None:
+        return False
+    if _PART_LABEL.search(match.string[: match.start(name)]):
+        return True
+    number = re.match(r"\d+(?:\.\d+)?$", groups[name] or "")
+    return number is not None and any(
+        float(time) > float(number[0]) for time in _PART_TIME.findall(match.string)
+    )
 
 
 def _texts(match: re.Match[str]) -> list[str]:

@@ -133,8 +133,14 @@ AGENT_GONE = "agent_gone"
 LOCATED_STATUSES = frozenset({Status.CRASH, Status.HANG, Status.COMM_ERROR, Status.NODE_FAIL, Status.OOM})
 """Statuses of failures that a node may have caused; what a program computes or how long it takes is no node's fault."""
 
-CIRCUMSTANTIAL_CAUSES = frozenset({AGENT_GONE, "gpu_unavailable"})
+_CIRCUMSTANTIAL_CAUSES = frozenset({AGENT_GONE, "gpu_unavailable"})
 """Causes of a node_fail that do not prove a fault of the node: the run itself may have ended its agent or hidden its GPUs."""
+
+
+def proves_node_fault(status: str, cause: str | None) -> bool:
+    """Whether a failure with this status and cause proves a fault of its node, whatever other ranks and other nodes do."""
+    return status == Status.NODE_FAIL and cause not in _CIRCUMSTANTIAL_CAUSES
+
 
 TRANSIENT_CAUSES = frozenset({"port_taken", "compile_cache", "stale_file"})
 """Causes that pass by themselves, so that they say nothing about a node, and the run is tried once more."""

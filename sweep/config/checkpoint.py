@@ -18,6 +18,7 @@ from ultrabench.sweep.config.model_types import (
     EXPERT_SIZES,
     FIXED_VALUES,
     GATED_TYPES,
+    LABEL_KEYS,
     MODEL_TYPES,
     OTHER_TYPES,
     ROPE_KEYS,
@@ -133,8 +134,8 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     try:
         return shape_from({"name": name, **field_values}, f"model={where}")
     except ShapeError as error:
-        shown_keys = {field: key_by_field.get(field, field) for field in RENAMED.values()}
-        raise ShapeError(f"model={where}", error.rule, shown_keys) from error
+        key_by_renamed_field = {field: key_by_field.get(field, field) for field in RENAMED.values()}
+        raise ShapeError(f"model={where}", error.rule, key_by_renamed_field) from error
 
 
 def _abbreviated(value: Any) -> str:
@@ -187,6 +188,15 @@ def _require_known_class(values: Mapping[str, Any], model_type: str, where: str)
             )
     if values.get("auto_map") and not names:
         fact = f"model={where}: auto_map is {_abbreviated(values['auto_map'])}, so the model may have code of its own"
+        rule = f"and architectures does not say that it is {known_text}"
+        raise ConfigError(f"{fact}, {rule}", "add architectures if it is, else choose another model")
+    label_keys = [
+        key
+        for key, usual in LABEL_KEYS.items()
+        if json.dumps(values.get(key)) not in ("null", json.dumps(usual))
+    ]
+    if label_keys and not names:
+        fact = f"model={where}: {label_keys[0]} is {_abbreviated(values[label_keys[0]])}, as in models that classify or reward"
         rule = f"and architectures does not say that it is {known_text}"
         raise ConfigError(f"{fact}, {rule}", "add architectures if it is, else choose another model")
 

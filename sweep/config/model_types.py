@@ -90,6 +90,14 @@ CLASSES: dict[str, tuple[str, ...]] = {
 
 Another class of the same type has another head or other layers, such as LlamaForSequenceClassification.
 """
+LABEL_KEYS: dict[str, Any] = {
+    "num_labels": 2, "problem_type": None, "finetuning_task": None, "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+}  # fmt: skip
+"""Keys of models with a head for labels -> the value that files of other models may have, too.
+
+They are harmless where `architectures` names a model for the next token.
+"""
 TEXT_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "dots1": {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
@@ -114,7 +122,7 @@ HARMLESS_KEYS = frozenset({
     "max_position_embeddings", "max_sequence_length", "model_max_length", "seq_length", "pretraining_tp", "chunk_size_feed_forward",
     "output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "return_dict", "torchscript",
     "use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "use_flash_attention", "use_flash_attn",
-    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix",
+    *LABEL_KEYS, "task_specific_params", "tokenizer_class", "prefix",
     "is_decoder", "tie_encoder_decoder", "max_window_layers", "cross_attention_hidden_size", "is_llama_config", "rope_scaling", "rope_parameters",
     "transformers.js_config", "aux_loss_alpha", "seq_aux", "ep_size", "rope_type", "type", "source", "license", "base_model",
     *(f"{token}_token_id" for token in _TOKENS), *_DROPOUTS, *_GENERATION,

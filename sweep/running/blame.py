@@ -17,12 +17,12 @@ import msgspec
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import from_dict
 from ultrabench.result import (
-    CIRCUMSTANTIAL_CAUSES,
     LOCATED_STATUSES,
     NOT_STARTED,
     TRANSIENT_CAUSES,
     RunResult,
     Status,
+    proves_node_fault,
 )
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -146,11 +146,7 @@ def trial_of(attempt: AttemptState) -> Trial | None:
     )
     if trial.is_ok or result.status not in LOCATED_STATUSES:
         return trial if trial.is_ok else None
-    is_proof = (
-        result.status == Status.NODE_FAIL
-        and result.cause not in CIRCUMSTANTIAL_CAUSES
-        and bool(result.suspect_hosts)
-    )
+    is_proof = proves_node_fault(result.status, result.cause) and bool(result.suspect_hosts)
     return replace(
         trial,
         failure=result.fingerprint or f"{result.status} {result.cause}",
@@ -554,7 +550,9 @@ class _Table:
         ok_here = self._ok_trials_by_host.get(node, ())
         num_ok_since = sum(t.started_at >= first_at and t.place_of(node) in places for t in ok_here)
         # All attempts in which some node was at one of these places, without those in which this node took part.
-        num_ok = sum(num for held, num in self._num_ok_by_places.items() if not places.isdisjoint(held))
+        num_ok = sum(
+            num for trial_places, num in self._num_ok_by_places.items() if not places.isdisjoint(trial_places)
+        )
         num_ok_with_it = sum(not places.isdisjoint(t.places) for t in ok_here)
         failed_runs = {trial.run_id for trial in blamed_trials}
         failures, not_compared = {trial.failure for trial in blamed_trials}, {node, *self._likely_bad}

@@ -54,8 +54,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], template: str) -
         template: how a setting is written, with places for its name and its two values.
     """
     changed_settings = [key for key in old if key != "name" and old[key] != new[key]]
-    shown_settings = changed_settings[:MAX_DIFFERENCES]
-    texts = [template.format(key, _value_text(old[key]), _value_text(new[key])) for key in shown_settings]
+    listed_settings = changed_settings[:MAX_DIFFERENCES]
+    texts = [template.format(key, _value_text(old[key]), _value_text(new[key])) for key in listed_settings]
     num_more = len(changed_settings) - MAX_DIFFERENCES
     return ", ".join(texts) + (f" and {num_more} more" if num_more > 0 else "")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.configs import measure
 from tests.unit.agent.one_node import task
-from ultrabench.agent.diagnose.addresses import AddressBook, own_addresses
+from ultrabench.agent.diagnose.addresses import AddressBook, addresses_of_host
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.diagnose.suspects import evidence_of_ranks
@@ -174,10 +174,10 @@ def test_a_node_knows_its_own_addresses(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    addresses = set(own_addresses(tmp_path))
+    addresses = set(addresses_of_host(tmp_path))
     assert {"gpu02-ib", "10.1.0.2", "fe80::2", "10.1.1.2"} <= addresses
     assert not {"127.0.0.1", "localhost", "gpu03-ib"} & addresses
-    assert own_addresses(), "this machine has a name"
+    assert addresses_of_host(), "this machine has a name"
 
 
 def test_a_hang_suspects_a_host_only_if_all_its_ranks_stand_still():

@@ -84,7 +84,10 @@ def test_a_row_of_nanotron_in_our_columns(ultrabench):
          ["different architecture: num_hidden_layers=12, 1B has 16", "other batch than 1,048,576 tokens"]),
         ({"tok/s/gpu": "-5"}, ["impossible value: tokens_per_s_per_gpu=-5", "unknown step time"]),
         ({"tok/s/gpu": "0"}, ["impossible value: tokens_per_s_per_gpu=0", "unknown step time"]),
-        ({"tok/s/gpu": "400000"}, ["mfu 3.91 is above 1: the step time or the peak is measured wrongly"]),
+        ({"tok/s/gpu": "400000"},
+         ["tokens_per_s_per_gpu=400,000 may be of all GPUs or per node: MFU is then 48.9 % instead of 390.8 % in 1 row; write "
+          "per: all or per: node into the map if so, certain: true if not",
+          "mfu 3.91 is above 1: the step time or the peak is measured wrongly"]),
         ({"Mem Res (GB)": "500"}, ["more memory than a GPU has: 500 of 79 GiB"]),
         ({"tp": "3"}, ["number of GPUs does not match the layout: gpus=8, dp*tp*pp*cp=24"]),
         ({"pp": "0"}, ["impossible value: pp=0", "number of GPUs does not match the layout: gpus=8, dp*tp*pp*cp=0"]),
@@ -177,7 +180,7 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
     [
         ("columns", {"model": "title"}, "unknown column of table.csv 'title'"),
         ("columns", {"tpp": "tp"}, "map.yaml: unknown column of results 'tpp'; did you mean tp?"),
-        ("columns", {"mfu": {"column": "nodes", "unit": "percent"}}, "unit='percent'; must be %, us,"),
+        ("columns", {"mfu": {"column": "nodes", "unit": "percent"}}, "unit='percent'; must be %, fraction, us,"),
         ("columns", {"job_id": {"column": "name", "pattern": "m"}}, "pattern='m' has 0 groups; use exactly one"),
         ("columns", {"job_id": {"column": "name", "pattern": "("}}, "pattern='(' is not a regular expression"),
         ("columns", {"mbs": "name"}, "table.csv, line 2: name='m' is not an integer; correct it or leave it empty"),

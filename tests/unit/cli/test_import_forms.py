@@ -205,7 +205,7 @@ def test_numbers_are_read_as_their_column_writes_them(ultrabench, cells, source,
         ("rate (it/s)", ["2"], {"tokens_per_s": "rate (it/s)"}, "names it/s, which is no unit of tokens_per_s"),
         ("tok/s/GPU", ["900"], {"tokens_per_s": "tok/s/GPU"}, "is of other GPUs than tokens_per_s, which is the rate of all GPUs"),
         ("Total tok/s", ["900"], {"tokens_per_s_per_gpu": "Total tok/s"}, "the rate of one GPU; map it to tokens_per_s"),
-        ("tokens_per_s_per_node", ["900"], {"tokens_per_s": "tokens_per_s_per_node"}, "map a rate of one GPU or of all GPUs"),
+        ("tokens_per_s_per_node", ["900"], {"tokens_per_s": "tokens_per_s_per_node"}, "write what it is into the map: per: all or per: gpu or per: node"),
         ("tput (tokens/min)", ["900"], {"tokens_per_s": "tput (tokens/min)"}, "names tokens/min, which is no unit of tokens_per_s"),
         ("t (ms/micro-batch)", ["900"], {"step_time_s": "t (ms/micro-batch)"}, "names ms/micro-batch, which is no unit"),
         ("max_alloc (GB)", ["61"], {"peak_mem_reserved_bytes": "max_alloc (GB)"},
@@ -226,8 +226,13 @@ def test_numbers_are_read_as_their_column_writes_them(ultrabench, cells, source,
         ("t", ["64"], {"step_time_s": {"column": "t", "unit": "TFLOP/s"}}, "step_time_s is in s; its units: us, ms, s, min, h"),
         ("t", ["64"], {"source_mfu": {"column": "t", "unit": "thousand"}}, "source_mfu is a fraction; its units: %"),
         ("b", ["1000"], {"gbs": {"column": "b", "unit": "tokens"}, "gas": []}, "gbs=1,000 tokens with seq_len=4096"),
+        ("tok/s per pipeline", ["900"], {"tokens_per_s_per_gpu": "tok/s per pipeline"}, "is of other GPUs than tokens_per_s_per_gpu"),
+        ("replica_tps", ["900"], {"tokens_per_s_per_gpu": "replica_tps"}, "or per: node or per: dp_rank"),
+        ("d", ["05/02/2026"], {"started_at": "d"}, "d='05/02/2026' is not a time in ISO 8601"),
         ("d", ["yesterday"], {"started_at": "d"}, "d='yesterday' is not a time in ISO 8601"),
         ("d", ["3"], {"step_times_s": "d"}, "d='3' is not a JSON array"),
+        ("d", ["3"], {"mbs": {"column": "d", "per": "node"}}, "columns.mbs has no `per`; only rates of GPUs have: tokens_per_s,"),
+        ("d", ["3"], {"tokens_per_s": [{"column": "d", "per": "node"}, "d"]}, "the sources of columns.tokens_per_s have different"),
     ],
 )  # fmt: skip
 def test_what_could_be_read_wrongly_is_refused(ultrabench, header, cells, columns, message):
@@ -439,6 +444,83 @@ def test_the_account_shows_a_sentence_of_each_code(ultrabench):
     assert sentence.startswith(
         "line 3: tokens_per_s_per_gpu=65,536 contradicts step_time_s=1 s, from which 32,768"
     )
+
+
+# A column that holds something else than its rows say one by one
+
+
+def column_of(*cells, layouts=((1, 8), (2, 16), (4, 32), (8, 64))):
+    return csv_of(
+        "v", *(f"small,1,{tp},1,{gas},{cell}" for (tp, gas), cell in zip(layouts, cells, strict=False))
+    )
+
+
+GPUS = tuple((2**n, 8 // 2**n) for n in range(4))
+"""Pairs of nodes and gas with one global batch."""
+
+
+# A token of llama3.2-1b is 9.03e9 FLOPs: 32,768 tokens/s of a GPU are 29.9 % of the peak of an H100.
+@pytest.mark.parametrize(
+    ("column", "source", "cells", "num_suspect", "facts"),
+    [
+        ("tokens_per_s_per_gpu", {}, (20000, 38000, 70000, 120000), 3,
+         ["tokens_per_s_per_gpu=38,000 may be per DP rank: MFU is then 13.7 % to 17.3 % instead of 34.7 % to 109.5 %",
+          "write per: dp_rank into the map if so, certain: true if not"]),
+        ("tokens_per_s_per_gpu", {}, (9000, 17000, 31000, 55000), 3, ["=17,000 may be per DP rank"]),  # none is impossible
+        ("tokens_per_s_per_gpu", {}, (140000, 130000, 120000, 100000), 4, ["of all GPUs or per node: MFU is then 11.4 % to 16.0 %"]),
+        ("tokens_per_s_per_gpu", {}, (28.1, 26.5, 24.2, 20.3), 4, ["in thousands", "write unit: thousand into the map if so"]),
+        ("tokens_per_s_per_gpu", {}, (9000, 11000, 14000, 20000), 0, []),  # a slow network
+        ("tokens_per_s_per_gpu", {}, (30000, 28000, 26000, 22000), 0, []),
+        ("tokens_per_s_per_gpu", {}, (30000, 280000, 26000, 22000), 1, []),  # a slip of the pen
+        ("tokens_per_s_per_gpu", {"certain": True}, (9000, 17000, 31000, 55000), 0, []),
+        ("tokens_per_s_per_gpu", {"per": "dp_rank"}, (30000, 56000, 104000, 176000), 0, []),
+        ("step_time_s", {}, (1100, 1200, 1300, 1600), 4, ["step_time_s=1100 s may be in ms", "write unit: ms into the map if so"]),
+        ("step_time_s", {}, (0.14, 0.075, 0.04, 0.025), 4, ["step_time_s=0.14 s may be of one micro-batch"]),
+        ("source_mfu", {"unit": "%"}, (0.41, 0.38, 0.35, 0.30), 4,
+         ["source_mfu=0.41 % may be a fraction that was read as per cent: MFU is then 30.0 % to 41.0 % instead of 0.3 % to 0.41 %"]),
+        ("source_mfu", {}, (1.9, 0.7, 0.5, 0.3), 4, []),
+        ("source_mfu", {}, (41, 0.9, 38, 35), 4, ["source_mfu=4100.0 % may be in per cent", "unit: '%'"]),
+        ("source_mfu", {"unit": "%"}, (0.6, 0.9, 1.5, 2.5), 0, []),  # small, but all of one size
+        ("source_mfu", {"unit": "%", "certain": True}, (0.41, 0.38, 0.35, 0.30), 0, []),
+        ("peak_mem_reserved_bytes", {}, (61, 45, 40, 33), 4, ["peak_mem_reserved_bytes=61 is in bytes (perhaps it is in MiB or GiB"]),
+        ("model_flops_per_s_per_gpu", {}, (401, 380, 350, 300), 4, ["may be in TFLOP/s"]),
+    ],
+)  # fmt: skip
+def test_a_reading_is_doubted_in_all_rows_of_its_column(
+    ultrabench, column, source, cells, num_suspect, facts
+):
+    _, rows = imported(ultrabench, column_of(*cells), {column: {"column": "v"} | source})
+    doubts = [row["suspect"] for row in rows if "other_reading" in (row["suspect_codes"] or [])]
+    all_suspect = [row["suspect"] for row in rows if row["suspect"]]
+    assert len(all_suspect) == num_suspect
+    assert [fact for fact in facts if fact not in doubts[0]] == []
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "is_doubted"),
+    [
+        ("tokens_per_s", (30000, 29000, 28000, 27500), True),  # of one GPU
+        ("tokens_per_s", (240000, 464000, 896000, 1760000), False),
+        ("tokens_per_s_per_gpu", (30000, 29000, 28000, 27500), False),
+        ("tokens_per_s_per_gpu", (30000, 18000, 9000, 4000), False),
+        ("tokens_per_s_per_gpu", (24000, 46400, 89600, 176000), True),  # of all GPUs
+    ],
+)
+def test_speeds_over_nodes_say_of_how_many_gpus_they_are(ultrabench, column, cells, is_doubted):
+    lines = [f"small,{nodes},1,1,{gas},{cell}" for (nodes, gas), cell in zip(GPUS, cells, strict=True)]
+    _, rows = imported(ultrabench, csv_of("v", *lines), {column: "v"})
+    assert [row["suspect"] is not None for row in rows] == [is_doubted] * 4
+
+
+def test_rates_of_other_scopes_are_converted_and_compared(ultrabench):
+    for scope, num_gpus in (("all", 8), ("node", 8), ("dp_rank", 2), ("gpu", 1)):
+        text = csv_of(
+            "tok/s/node,t", f"small,1,2,1,16,{16384 * num_gpus},2", f"small,1,2,1,16,{30000 * num_gpus},2"
+        )
+        columns = {"tokens_per_s_per_gpu": {"column": "tok/s/node", "per": scope}, "step_time_s": "t"}
+        _, (same, other) = imported(ultrabench, text, columns)
+        assert (same["tokens_per_s_per_gpu"], same["suspect"]) == (16384.0, None)
+        assert other["suspect_codes"] == ["contradiction"]
 
 
 # What differs is not a repeat

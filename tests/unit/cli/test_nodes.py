@@ -13,6 +13,7 @@ from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.figures.kinds import prepare_figure
 from ultrabench.analysis.nodes.measurements import (
+    COLUMNS,
     CONTROL_RATE,
     LINK_RATES,
     NODE_RATES,
@@ -21,7 +22,7 @@ from ultrabench.analysis.nodes.measurements import (
 )
 from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.page.rows import document
-from ultrabench.result import AGENT_GONE, RunResult, Status
+from ultrabench.result import AGENT_GONE, NODE_FAILURE, RunResult, Status, proves_node_fault
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationPlanned, Preflight
 
@@ -171,6 +172,30 @@ def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
     days = ["15", "16", "17", "18"]
     for axes in figure.axes[:3]:
         assert [label.get_text() for label in axes.get_xticklabels() if label.get_visible()] == days
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "num_days", "is_failing"),
+    [
+        (Status.NODE_FAIL, "xid", 3, True), (Status.NODE_FAIL, "ecc_error", 3, True), (Status.NODE_FAIL, NODE_FAILURE, 3, True),
+        (Status.NODE_FAIL, "xid", 1, False), (Status.NODE_FAIL, AGENT_GONE, 3, False),
+        (Status.NODE_FAIL, "gpu_unavailable", 3, False), (Status.CRASH, "segfault", 3, False),
+    ],
+)  # fmt: skip
+def test_only_failures_that_prove_a_fault_mark_a_node_and_all_are_counted(
+    status, cause, num_days, is_failing
+):
+    """Twelve nodes run once a day for four days, and one of them fails on some days."""
+    failure = {"status": status, "cause": cause, "suspect_hosts": ["n00"]}
+    rows = [
+        dict.fromkeys(COLUMNS) | {"sweep": f"day{day}", "run_id": "r", "started_at": 1.7e9 + day * NIGHT_S, "status": Status.OK}
+        | {"hostnames": [f"n{number:02}"]} | (failure if number == 0 and day < num_days else {})
+        for day in range(4) for number in range(12)
+    ]  # fmt: skip
+    failed_report = next(report for report in reports(rows) if report.node.host == "n00")
+    assert failed_report.num_by_failure == {cause: num_days}
+    assert (failed_report.failing, failed_report.marked) == (is_failing, is_failing)
+    assert proves_node_fault(status, cause) == (is_failing or num_days == 1)
 
 
 def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):

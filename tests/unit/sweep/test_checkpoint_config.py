@@ -285,6 +285,9 @@ NO_SIZES = "choose another model, since ultrabench knows no sizes that stand for
         # Code of their own.
         *((LLAMA, {"auto_map": OWN_CODE, "architectures": classes}, 'auto_map is {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}, so the model')
           for classes in (None, [])),
+        # Heads for labels, without a class.
+        *((LLAMA, {"architectures": None, key: value}, f"{key} is {json.dumps(value)}, as in models that classify or reward")
+          for key, value in (("num_labels", 1), ("problem_type", "regression"), ("id2label", {"0": "score"}))),
         # Unknown keys.
         (LLAMA, {"num_kv_heads": 8}, "num_kv_heads is 8; ultrabench knows no such key of llama models, so it may change the model; remove"),
         (LLAMA, {"intermediate_sizes_of_layers": [4096] * 32}, "intermediate_sizes_of_layers is [4096, "),
@@ -315,6 +318,7 @@ def test_what_may_be_another_model_is_refused_by_its_class_or_key(base, change, 
     ("base", "change"),
     [
         (LLAMA, {"auto_map": OWN_CODE}), (LLAMA, {"architectures": None}), (LLAMA, {"architectures": ["LLaMAForCausalLM"]}),
+        (LLAMA, {"architectures": None, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "num_labels": 2}), (LLAMA, {"num_labels": 1}),
         (LLAMA, {"is_llama_config": True, "rope_interleaved": False}), (LLAMA, {"unsloth_version": "2025.1", "_attn_implementation": "sdpa"}),
         (LLAMA, {"transformers.js_config": {"dtype": "q4"}, "max_sequence_length": 2048, "temperature": 0.6}), (LLAMA, {"num_kv_heads": None}),
         (LLAMA, {"quantization_config": {}, "pruned_heads": {}, "id2label": {"0": "LABEL_0"}, "eos_token_id": [1, 2]}),

@@ -14,7 +14,14 @@ from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.log_lines import LogLine, split_log
-from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED_EVENT, compile_pattern, parse_log_line
+from ultrabench.log_patterns import (
+    LOG_PATTERNS,
+    OBSERVED_EVENT,
+    MisreadError,
+    compile_pattern,
+    parse_log_line,
+    quantities,
+)
 from ultrabench.log_steps import StepReader, StepSize
 from ultrabench.sweep.config.load import load_config
 
@@ -109,6 +116,36 @@ def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(options, rank)
 def test_the_group_names_the_unit_of_memory(text, option, quantities):
     line = parse_log_line(text, compile_pattern("memory_line", option), "memory_line")
     assert line == (quantities and {"event": OBSERVED_EVENT, **quantities})
+
+
+@pytest.mark.parametrize(
+    ("option", "pattern", "text", "fact"),
+    [
+        ("step_line", r"eta (?P<seconds>\S+)", "step 3 took 1.5 s, eta 300 s", "the label of '300' is 'eta'"),
+        ("step_line", r"loss (?P<seconds>\S+)", "step 3 loss 2.5 took 1.5 s", "the label of '2.5' is 'loss'"),
+        ("step_line", r"lr: (?P<seconds>\S+)", "lr: 3e-4 took 1.5 s", "the label of '3e-4' is 'lr'"),
+        ("step_line", r"took (?P<seconds>\S+)", "loss nan took 1.5 s", None),
+        ("step_line", r"(?P<tokens_per_s>\d+) tok", "80 tok/s/node", "the unit of '80' is token/s/node"),
+        ("step_line", r"speed (?P<tokens_per_s>\d+)", "speed 80 641 | step 3", "'80', which is only a part of '80 641'"),
+        ("step_line", r"speed (?P<tokens_per_s>\d+)", "speed 80641 125 s", None),
+        ("step_line", r"tokens_per_s: (?P<tokens_per_s_per_gpu>\d+)", "tokens_per_s: 800 | tokens_per_s_per_gpu: 100", "another number that is of one GPU"),
+        ("step_line", r"tokens_per_s_per_gpu: (?P<tokens_per_s_per_gpu>\d+)", "tokens_per_s: 800 | tokens_per_s_per_gpu: 100", None),
+        ("step_line", r"per_sec: (?P<tokens_per_s>\d+)", "throughput/samples_per_sec: 64", "the unit of '64' is sample/s"),
+        ("step_line", r"per_sec: (?P<tokens_per_s>\d+)", "throughput/device/tokens_per_sec: 64", "the unit of '64' is token/s/gpu"),
+        ("loss_line", r"scale: (?P<loss>\S+)", "loss: 2.5 | loss scale: 65536.0", "the label of '65536.0' is 'loss scale'"),
+        ("mfu_line", r"fu (?P<fraction>\S+)", "hfu 0.5 mfu 0.4", "the label of '0.5' is 'hfu'"),
+        ("memory_line", r"allocated: (?P<reserved_gib>\S+)", "max allocated: 40.5 GiB reserved: 61.5 GiB", "is 'max allocated', which"),
+        ("memory_line", r"reserved: (?P<reserved_gib>\S+)", "max allocated: 40.5 GiB reserved: 61.5 GiB", None),
+        ("memory_line", r"mem (?P<reserved_gib>\d+)", "mem 84%", "the unit of '84' is %"),
+    ],
+)  # fmt: skip
+def test_a_number_with_the_label_or_unit_of_another_quantity_is_not_read(option, pattern, text, fact):
+    match = compile_pattern(option, pattern).search(text)
+    if fact is None:
+        assert quantities(option, match)
+        return
+    with pytest.raises(MisreadError, match=re.escape(fact)):
+        quantities(option, match)
 
 
 @pytest.mark.parametrize(

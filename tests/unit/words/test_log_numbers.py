@@ -8,8 +8,8 @@ from ultrabench.log_numbers import (
     UnreadableError,
     decimal_mark_in,
     read_number,
+    uncut_number_text,
     unit_beside,
-    whole_number_text,
 )
 
 
@@ -86,4 +86,4 @@ def test_the_unit_beside_a_number(line, number, unit):
 )  # fmt: skip
 def test_a_part_of_a_number_is_not_the_number(line, number, whole):
     start = line.rindex(number) if number in ("53", "30") else line.index(number)
-    assert whole_number_text(line, start, start + len(number)) == whole
+    assert uncut_number_text(line, start, start + len(number)) == whole

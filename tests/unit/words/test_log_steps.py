@@ -154,6 +154,27 @@ def test_lines_of_micro_batches_show_the_same_step(pattern, log, lines_per_step)
     assert reader.lines_per_step == lines_per_step
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "stride", "num_parts"),
+    [
+        (r"took (?P<seconds>\S+)", "step {n}0 took 61.{n} s", 10, 0),
+        (r"took (?P<seconds>\S+)", "step {n} took 61.{n} s", 1, 0),
+        (r"took (?P<seconds>\S+)", "iter {n} of step 1 took 61.{n} s", 1, 0),
+        (r"loss (?P<loss>\S+)", "update={n}00 loss 2.{n}", 100, 0),
+        (r"rate (?P<steps_per_s>\S+)", "step {n}0 rate 0.{n}", 1, 0),
+        (r"step (?P<step>\d+) took (?P<seconds>\S+)", "step {n}0 took 61.{n} s", 1, 0),
+        (r"took (?P<seconds>\S+)", "the last 25 steps took 61.{n} s", 25, 0),
+        (r"backward: (?P<milliseconds>\S+)", "forward: 20{n}.5 | backward: 41{n}.5 ms", 1, 5),
+        (r"\| step: (?P<milliseconds>\S+)", "fwd: 20{n}.5 | bwd: 41{n}.5 | step: 9.{n}", 1, 5),
+        (r"\| step: (?P<milliseconds>\S+)", "fwd: 20{n}.5 | bwd: 41{n}.5 | step: 69{n}.5", 1, 0),
+        (r"data_loading_s=(?P<seconds>\S+)", "data_loading_s=0.{n} total=1.{n}", 1, 5),
+    ],
+)  # fmt: skip
+def test_lines_for_several_steps_and_times_of_parts_are_noticed(pattern, text, stride, num_parts):
+    reader, _, _ = read(pattern, "".join(text.format(n=n) + "\n" for n in range(1, 6)))
+    assert (reader.uncounted_stride, reader.num_parts) == (stride, num_parts)
+
+
 def at(times_s, text="step {n} took {seconds} s", seconds=0.5, error_s=0.01):
     """Lines that arrived at these times."""
     return [
@@ -240,6 +261,9 @@ def logged(times_s, seconds, num_together=1):
         ([*range(7), 60], 1.0, {}, []),  # a pause for a checkpoint
         (range(8), 1.0, {"gas": 4, "num_steps_asked": 2}, ["micro_batches"]), (range(8), 1.0, {"gas": 4, "num_steps_asked": 8}, []),
         (range(8), 1.0, {"gas": 1, "num_steps_asked": 2}, []), (range(8), 1.0, {"lines_per_step": 4.0}, ["micro_batches"]),
+        (range(8), 1.0, {"uncounted_stride": 4}, ["strided_lines"]), (range(8), 0.25, {"uncounted_stride": 4}, []),
+        (range(2), 1.0, {"uncounted_stride": 4}, ["strided_lines"]), (range(8), 1.0, {"num_parts": 2}, ["part_of_step"]),
+        (range(2), 1.0, {"uncounted_stride": 4, "are_of_one_step": True}, []),
         (range(8), 1.0, {"num_unread": 1}, []), (range(8), 1.0, {"num_unread": 10}, ["unread_lines"]),
     ],
 )  # fmt: skip
@@ -253,6 +277,8 @@ def test_bursts_of_lines_are_in_doubt():
     doubts = log_doubts(steps, by_arrival=True)
     assert doubts["arrival_burst"].startswith("2 of 5 lines arrived with others, up to 2 at once")
     assert log_doubts(logged((1, 2, 3), 1.0), by_arrival=True) == {}
+    few_lines = log_doubts(logged((1, 2, 3), 1.0), by_arrival=True, num_lines=3, num_steps_asked=30)
+    assert few_lines["strided_lines"].startswith("3 lines for 30 steps, and each counts as one")
 
 
 def test_the_pace_needs_lines_that_are_apart():
@@ -273,3 +299,5 @@ def test_times_since_the_start_of_the_program_are_in_doubt(times_s, growth_s):
     assert found == (growth_s if growth_s is None else pytest.approx(growth_s, rel=0.02))
     doubts = log_doubts([LoggedStep(s, 1, Sighting(0, 0)) for s in times_s], by_arrival=False)
     assert ("growing_times" in doubts) == (growth_s is not None)
+    doubts = log_doubts([LoggedStep(1 / s, 1, Sighting(0, 0)) for s in times_s], by_arrival=False)
+    assert ("growing_rates" in doubts) == (growth_s is not None)

@@ -22,9 +22,19 @@ from ultrabench.log_patterns import (
     parse_log_line,
     search_line,
 )
-from ultrabench.log_steps import DroppedLine, LoggedStep, StepLine, StepReader, log_doubts
+from ultrabench.log_steps import (
+    GROWING_RATES,
+    DroppedLine,
+    LoggedStep,
+    StepLine,
+    StepReader,
+    even_growth_s,
+    log_doubts,
+)
 from ultrabench.sweep.config.files import files, read_yaml
 
+MAX_DEVICE_BYTES = 2.0**40
+"""Memory that no device exceeds, where the device is unknown."""
 MAX_SHOWN_LINES = 5
 """Number of matches that the table shows, from the beginning of a log."""
 STEP_UNITS = {
@@ -102,9 +112,9 @@ def _match_report(option: str, pattern: re.Pattern[str], log: str) -> dict[str, 
     """
     log_lines = split_log(log)
     if option == "step_line":
-        matched_lines, refused, notes = _steps_found(pattern, log_lines)
+        matched_lines, refused, notes = _step_report(pattern, log_lines)
     else:
-        matched_lines, refused = _observations_found(option, pattern, log_lines)
+        matched_lines, refused = _observation_report(option, pattern, log_lines)
         notes = []
     nearest = [] if matched_lines else refused[:1] or nearest_lines(log, pattern.pattern)
     report = {"lines": matched_lines, "refused": refused, "notes": notes, "nearest": nearest}
@@ -113,7 +123,7 @@ def _match_report(option: str, pattern: re.Pattern[str], log: str) -> dict[str, 
     )
 
 
-def _steps_found(
+def _step_report(
     pattern: re.Pattern[str], log_lines: list[LogLine]
 ) -> tuple[list[dict[str, Any]], list[str], list[str]]:
     """The steps in a log, why other matching lines do not count, and what speaks against the pattern."""
@@ -151,6 +161,8 @@ def _step_notes(
         )
     rates = {name for line in step_lines for name in line.values if name in STEP_UNITS} - {"seconds"}
     for name in sorted(rates):
+        if even_growth_s([line.values[name] for line in step_lines if name in line.values]):
+            yield GROWING_RATES
         yield f"a run computes the time of a step from {name}: {TIME_BY_RATE[name]} / {name}"
     times_s = [line.values["seconds"] for line in step_lines if "seconds" in line.values]
     if times_s:
@@ -174,9 +186,9 @@ def _step_notes(
             f"{reader.num_evaluation} of {reader.num_counted} lines that count contain a word for evaluation; let the "
             "pattern match lines of training only"
         )
-    if reader.word_repeats:
+    if reader.num_equal_lines:
         yield (
-            f"{counted(reader.word_repeats, 'line')} repeat the line before word for word; in a run they count only "
+            f"{counted(reader.num_equal_lines, 'line')} repeat the line before word for word; in a run they count only "
             "if they come at least half a step later"
         )
     unknown = None if all(line.sighting for line in step_lines) else Sighting(0.0, 0.0)
@@ -188,11 +200,12 @@ def _step_notes(
     num_unread = sum(dropped.kind == "unreadable" for dropped in dropped_lines)
     yield from log_doubts(
         logged_steps, by_arrival=reader.by_arrival, num_lines=len(step_lines), num_unread=num_unread,
-        lines_per_step=reader.lines_per_step,
+        lines_per_step=reader.lines_per_step, uncounted_stride=reader.uncounted_stride,
+        are_of_one_step=reader.are_of_one_step, num_parts=reader.num_parts,
     ).values()  # fmt: skip
 
 
-def _observations_found(
+def _observation_report(
     option: str, pattern: re.Pattern[str], log_lines: list[LogLine]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """What the lines of a log show beside steps, and why other matching lines do not count."""
@@ -201,7 +214,7 @@ def _observations_found(
         if search_line(pattern, line.text) is None:
             continue
         values = dict(parse_log_line(line.text, pattern, option) or {})
-        refusal = values.pop("misread", None) or misread_reason(option, values)
+        refusal = values.pop("misread", None) or misread_reason(option, values, MAX_DEVICE_BYTES)
         values.pop("event", None)
         if values and not refusal:
             matched_lines.append({"line": line_number, **values})
@@ -238,9 +251,9 @@ def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
     if not matched_lines:
         say(f"kernel.{option}: no {noun} found in {log_path}; nearest lines:", *report["nearest"])
         return
-    shown_lines = matched_lines[:MAX_SHOWN_LINES]
-    columns = [*dict.fromkeys(name for line in shown_lines for name in line)]
-    shown_rows = [[_with_unit(name, line.get(name)) for name in columns] for line in shown_lines]
+    first_lines = matched_lines[:MAX_SHOWN_LINES]
+    columns = [*dict.fromkeys(name for line in first_lines for name in line)]
+    shown_rows = [[_with_unit(name, line.get(name)) for name in columns] for line in first_lines]
     first_text = f", the first {MAX_SHOWN_LINES}:" if len(matched_lines) > MAX_SHOWN_LINES else ""
     num_steps = sum(line.get("num_steps", 1) for line in matched_lines)
     count_text = counted(num_steps if option == "step_line" else len(matched_lines), noun)
@@ -248,9 +261,9 @@ def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
     show(table("", *(f">{HEADINGS.get(name, name)}" for name in columns), rows=shown_rows))
     say(*(f"kernel.{option}: {note}" for note in report["notes"]))
     if refused:
-        shown_text = f", the first {MAX_SHOWN_LINES}" if len(refused) > MAX_SHOWN_LINES else ""
+        limit_text = f", the first {MAX_SHOWN_LINES}" if len(refused) > MAX_SHOWN_LINES else ""
         ignored_text = counted(len(refused), "matching line")
-        say(f"kernel.{option}: {ignored_text} ignored{shown_text}:", *refused[:MAX_SHOWN_LINES])
+        say(f"kernel.{option}: {ignored_text} ignored{limit_text}:", *refused[:MAX_SHOWN_LINES])
 
 
 def _with_unit(name: str, value: Any) -> str:
