@@ -14,14 +14,14 @@ from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
+from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import cell_sweep
 from ultrabench.sweep.predict.predict import largest_loss
-from ultrabench.sweep.recommend import Recommendation, cell_search, recommendations, tokens_per_s_per_gpu
+from ultrabench.sweep.recommend import Recommendation, recommendations
 
 LayoutRow = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -52,8 +52,12 @@ def run_recommend(
     rows, advice = list[LayoutRow](), recommendations(config, max_layouts)
     if all(cell.is_refused for cell in advice) and len({cell.reason for cell in advice}) == 1:
         raise ConfigError(str(advice[0].reason))
+    best_rates = {
+        precision: best_published(config, precision) for precision in config.options.values["precision"]
+    }
     for recommendation in advice:
-        rows += _rows(config, recommendation, extra_overrides, model)
+        best_rate = best_rates[recommendation.cell.precision]
+        rows += _rows(config, recommendation, best_rate, extra_overrides, model)
     for row in rows:
         row.update(_training_needs(row, tokens, gpu_hour_price) if tokens and row["layout"] else {})
     if as_json:
@@ -89,11 +93,16 @@ def _is_in_row(override: str) -> bool:
 
 
 def _rows(
-    config: SweepConfig, recommendation: Recommendation, extra_overrides: Sequence[str], model: str | None
+    config: SweepConfig,
+    recommendation: Recommendation,
+    best_rate: BestRate | None,
+    extra_overrides: Sequence[str],
+    model: str | None,
 ) -> Iterator[LayoutRow]:
     """The rows of a cell: one for each run, or one with the reason why there is none.
 
     Args:
+        best_rate: the best published rate of the GPU in the precision of the cell.
         extra_overrides: overrides for the command of a row that do not follow from the row.
         model: what `model=` is in the overrides; None if they do not say it.
     """
@@ -101,7 +110,6 @@ def _rows(
     cell_row = {**cell._asdict(), "gpus": cell.nodes * config.hardware.gpus_per_node}
     if not recommendation.runs:
         yield {**cell_row, "layout": None, "reason": recommendation.reason}
-    best_rate = best_published(cell_sweep(config, cell)) if recommendation.runs else None
     predictor = cell_search(config, recommendation.shape, cell).cell_plan.predictor
     for run in recommendation.runs:
         prediction, spec = run.prediction, run.spec

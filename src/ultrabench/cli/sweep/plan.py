@@ -175,7 +175,7 @@ def _extrapolation_lines(
         num_extrapolated = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
         yield f"{num_extrapolated:,} of {counted(len(runs), 'run')} {'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), with wider intervals: {'; '.join(unmeasured_features)}"
-    best_rate, mfu_by_run = best_published(config), dict[str, float]()
+    best_rate, mfu_by_run = best_published(config, config.kernel.precision), dict[str, float]()
     spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:
         if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
