@@ -17,7 +17,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, layouts, shards_of
+from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, shards_of
 from ultrabench.sweep.plan import CellPlan, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
@@ -76,12 +76,14 @@ class Search:
         """All groups that can hold a layout."""
         config, cell, axes = self.cell_plan.config, self.cell_plan.cell, self.cell_plan.config.axes
         fastest_values = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
-        gpus_per_node, gas_values = config.hardware.gpus_per_node, axes.layout.get("gas")
-        num_gpus, axes = cell.nodes * gpus_per_node, replace(axes, layout=fastest_values)
+        gas_values, num_gpus = axes.layout.get("gas"), cell.nodes * config.hardware.gpus_per_node
+        if axes.listed:
+            yield from self._listed_entries()
+            return
         least = self.cell_plan.predictor.least_occupancy(self.cell_plan.shape, num_gpus)
         state_fits = least is None or self._is_acceptable(least)
         self.min_bytes = inf  # until a layout is rejected for its memory
-        all_layouts = layouts(axes, self.cell_plan.shape, num_gpus, gpus_per_node, cell.gbs)
+        all_layouts = self.cell_plan.layouts(replace(axes, layout=fastest_values))
         for index, layout in enumerate(all_layouts):
             if gas_values and layout.gas not in gas_values:
                 continue
@@ -94,6 +96,15 @@ class Search:
                     return
                 split_group = partial(self._split_by_recomputation, spec, index, variant_index)
                 yield -self._rate_bound(spec), (0, index, variant_index), split_group
+
+    def _listed_entries(self) -> Iterator[Entry]:
+        """The runs of the layouts that the sweep lists, which need no bounds."""
+        for index, layout in enumerate(self.cell_plan.layouts()):
+            for variant_index, spec in enumerate(self.cell_plan.specs(layout)):
+                if rejection := next(rejections(self.cell_plan.config, spec), None):
+                    self.rejection = self.rejection or rejection[1]
+                else:
+                    yield from self._predicted_entry(spec, (0, index, variant_index))
 
     def _group_rejection(self, spec: RunSpec) -> str | None:
         """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""

@@ -127,8 +127,8 @@ class Remedies:
             config: the sweep of one cell's workload and precision.
             max_p_oom: P(OOM) above which a layout is no help.
         """
-        all_settings = SAVING_SETTINGS
-        if shape.num_experts:
+        all_settings = () if config.axes.listed else SAVING_SETTINGS  # listed layouts have no other values
+        if shape.num_experts and all_settings:
             ranks_of_stage = nodes * config.hardware.gpus_per_node // min(config.axes.layout["pp"])
             largest_ep = {"ep": gcd(shape.num_experts, ranks_of_stage)}
             all_settings = (

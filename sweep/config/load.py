@@ -38,6 +38,7 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
+from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
 from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
@@ -50,7 +51,7 @@ WORKLOAD_TYPES = field_types(Workload)
 """Key of `sweep` that says what one step trains on -> its type."""
 SELECTION_KEYS = ("strategy", "batch", "max_runs", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
-_NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS})
+_NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS, "layouts"})
 """Keys of `sweep` that are no axes of layouts."""
 _CompileSetting = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
@@ -140,7 +141,9 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "measure": from_dict(Measure, _with_defaults(tree["measure"], default_seconds), where="measure"),
         "launcher": _launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
-        "axes": _axes({key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}),
+        "axes": _axes(
+            {key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}, sweep.get("layouts")
+        ),
         "workload": from_dict(Workload, workload, where="sweep"),
         "options": read_options(sweep, kernel_options, kernel_config, hardware),
         "profile": profile,
@@ -191,8 +194,12 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
     return options
 
 
-def _axes(sweep: dict[str, Any]) -> Axes:
-    """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
+def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
+    """The axes of a sweep; an axis that the sweep does not name has its neutral value only.
+
+    Args:
+        layouts: the value of `sweep.layouts`; None if the sweep lists values of axes.
+    """
     values_by_axis = {name: values_in(values) for name, values in sweep.items() if values is not None}
     require_known(
         "field of sweep", ("nodes", *AXES[1:], "models", *_NON_AXIS_KEYS), *values_by_axis, setting="sweep"
@@ -210,6 +217,9 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     neutral_values = ((name, (value,)) for name, value in NEUTRAL.items() if name not in FOLLOWING)
     usual_values: dict[str, Any] = dict(neutral_values)
     usual_values |= {name: (in_sweep.default,) for name, in_sweep in SWEEP_VALUES.items()}
+    if layouts is not None:
+        listed = read_layouts(layouts, [name for name in AXES if name in axes])
+        return Axes(nodes=axes["nodes"], layout=values_of_layouts(listed), listed=listed)
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
 
 

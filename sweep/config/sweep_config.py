@@ -174,6 +174,22 @@ WEAK = "weak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ListedLayout:
+    """One entry of `sweep.layouts`: a layout, and the cells in which it runs."""
+
+    name: str
+    """The entry as messages name it, such as `sweep.layouts[0] {tp: 2, mbs: 1}`."""
+    layout: Mapping[str, tuple[Any, ...]]
+    """Axis -> its only value, for each axis except dp; gas is there only if the entry gives it."""
+    cell: Mapping[str, Any]
+    """Part of a cell, such as nodes -> its value; an entry without any runs in all cells."""
+
+    def runs_in(self, cell: Any) -> bool:
+        """Whether the layout runs in this cell, a `CellKey`."""
+        return all(getattr(cell, key) == value for key, value in self.cell.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The values of the number of nodes and of each axis of a layout; candidates are their combinations."""
 
@@ -186,6 +202,8 @@ class Axes:
     The dp_shard all means all dp*cp ranks, node those of them that are on one node. The ep auto means 1, and for a
     model with experts also the powers of two that divide their number and the ranks of a pipeline stage, up to 64.
     """
+    listed: tuple[ListedLayout, ...] = ()
+    """The only layouts, whose values are not combined; empty where a sweep lists values of axes."""
 
 
 def scaled_gbs(gbs: int, nodes: int, min_nodes: int, scaling: str) -> Fraction:

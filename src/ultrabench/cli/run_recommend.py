@@ -1,6 +1,7 @@
 """What `ultrabench recommend` prints: the best predicted layout of each cell, its speed, price and command."""
 
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from rich.console import RenderableType
 
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.cli.sweep.consent import headline
+from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
@@ -19,6 +21,7 @@ from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns
 from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.predict.predict import largest_loss
 from ultrabench.sweep.recommend import Recommendation, recommendations
@@ -33,7 +36,14 @@ SHARED_KEYS = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_mem_b
 
 
 def run_recommend(
-    overrides: list[str], tokens: float | None, gpu_hour_price: float | None, max_layouts: int, as_json: bool
+    overrides: list[str],
+    tokens: float | None,
+    gpu_hour_price: float | None,
+    max_layouts: int,
+    as_json: bool,
+    file_name: str | None,
+    *,
+    force: bool,
 ) -> None:
     """Prints the best layouts of each cell that the overrides describe.
 
@@ -41,7 +51,10 @@ def run_recommend(
         tokens: tokens of a whole training, for its days and cost; None prints neither.
         gpu_hour_price: price of a GPU hour; None means that of the cluster's file.
         max_layouts: largest number of layouts for each cell.
+        file_name: name of the sweep that is written with these layouts; None writes none.
+        force: whether a file of that name is replaced.
     """
+    path = None if file_name is None else require_writable_name(file_name, force=force)
     full_overrides = with_full_keys(overrides)
     config = with_fp8(load_config(full_overrides), full_overrides)
     if config.kernel.kind == "probe":
@@ -60,10 +73,13 @@ def run_recommend(
         rows += _rows(config, recommendation, best_rate, extra_overrides, model)
     for row in rows:
         row.update(_training_needs(row, tokens, gpu_hour_price) if tokens and row["layout"] else {})
+    runs = [run for recommendation in advice for run in recommendation.runs]
+    document = {"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows}
+    launch_lines = written_lines(path, config, full_overrides, runs) if path and runs else []
     if as_json:
-        print_json({"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows})
+        print_json(document | ({"written": str(path)} if launch_lines else {}))
     else:
-        show(*_page(config, rows))
+        show(*_page(config, rows), *(launch_lines or _write_lines(overrides, bool(runs))))
     if not any(row["layout"] for row in rows):
         raise typer.Exit(1)
 
@@ -189,9 +205,13 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
-    if layout_rows:
-        yield "\nto measure them, one command per layout; each adds its runs to the sweep name=:"
-    yield from (row["command"] for row in layout_rows)
+
+
+def _write_lines(overrides: Sequence[str], has_layouts: bool) -> Iterator[str]:
+    """The command that writes the recommended layouts as a sweep, which the user has not asked for yet."""
+    if has_layouts:
+        yield "\nto measure these layouts, write them as a sweep first:"
+        yield shlex.join(["ultrabench", *sys.argv[1:], "--write", "best"])
 
 
 def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:

@@ -52,8 +52,8 @@ class PlainConsole(Console):
             yield segment._replace(text=text)
 
     def print_line(self, renderable: RenderableType) -> None:
-        """Prints a line or a table: a terminal gets a line wrapped between words, a pipe gets it whole."""
-        self.print(renderable, soft_wrap=isinstance(renderable, str | Text) and not self.is_terminal)
+        """Prints a line or a table. A line is never broken, so that a command in it can be copied; a terminal wraps it."""
+        self.print(renderable, soft_wrap=True)
 
 
 def output_console(stderr: bool = False) -> PlainConsole:

@@ -7,6 +7,8 @@ import sys
 import time
 
 import pytest
+from rich.console import Group
+from rich.text import Text
 
 from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, record
@@ -180,10 +182,13 @@ def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(monkeypatch, ca
     assert "remedy: mend it" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("terminal", "lines"), [(True, 3), (False, 1)])
-def test_a_line_wraps_between_words_on_a_terminal_and_is_whole_in_a_pipe(terminal, lines):
+@pytest.mark.parametrize("as_group", [False, True])
+def test_a_line_is_never_broken_so_that_its_commands_can_be_copied(as_group):
     words = f"the run {RUN_ID} of a sweep goes on with ultrabench sweep resume quick-cpu"
-    console = PlainConsole(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
-    console.print_line(words)
-    text = console.file.getvalue()
-    assert (text.count("\n"), " ".join(text.split())) == (lines, words)
+    console = PlainConsole(file=io.StringIO(), width=30, force_terminal=True, color_system=None)
+    console.print_line(
+        Group(Text(words), table("", "run", "reason", rows=[(RUN_ID, words)])) if as_group else words
+    )
+    first_line, *table_lines = console.file.getvalue().splitlines()
+    assert first_line == words
+    assert all(len(line) <= 30 for line in table_lines)

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
+from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
@@ -34,6 +35,7 @@ from ultrabench.sweep.candidate import (
 )
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, make_plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
@@ -72,9 +74,22 @@ def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
 
 
 def show_plan(
-    overrides: list[str], as_json: bool, output: Path | None, top: int | None, advise_p_oom: float | None
+    overrides: list[str],
+    as_json: bool,
+    output: Path | None,
+    top: int | None,
+    advise_p_oom: float | None,
+    file_name: str | None = None,
+    *,
+    force: bool = False,
 ) -> None:
-    """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
+    """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first.
+
+    Args:
+        file_name: name of the sweep that is written with the layouts to try first; None writes none.
+        force: whether a file of that name is replaced.
+    """
+    path = None if file_name is None else require_writable_name(file_name, force=force)
     config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
     folder, state, peak_rate = folder_of(config), SweepState(), dict[str, Any]()
@@ -117,10 +132,15 @@ def show_plan(
         price_text = f"price for launcher={config.launcher.name}: {jobs_line(price, config)}"
         notes += [interval_line(price), *time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
+    best_ids = [row["run_id"] for row in best_rows]
+    run_by_id = {run.run_id: run for run in plan.runs}
+    best_runs = [run_by_id[run_id] for run_id in best_ids]
+    launch_lines = written_lines(path, config, overrides, best_runs) if path and best_runs else []
     if as_json:
-        print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}))
+        written = {"written": str(path)} if launch_lines else {}
+        print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}) | written)
         return
-    show(*_page(plan, price, summary, best_rows), *notes)
+    show(*_page(plan, price, summary, best_rows), *notes, *launch_lines)
 
 
 def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
