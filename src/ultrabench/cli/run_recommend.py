@@ -188,20 +188,23 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
     extra_keys = [name for name in ("days", "cost") if layout_rows and name in layout_rows[0]]
     speed_columns = (">MFU", ">tokens/s", ">tokens/s/GPU", ">step s")
     number_columns = (*speed_columns, ">peak GiB", ">P(OOM)", *(f">{name}" for name in extra_keys))
-    columns = (
-        "model",
-        *(f">{key}" for key in cell_keys[1:]),
-        "layout",
-        *number_columns,
-        "limited by",
-        "note",
-    )
-    table_rows = ([*(row[key] for key in cell_keys), *_row_texts(row, extra_keys)] for row in layout_rows)
+    shown_keys = [
+        key for key in cell_keys if key != "model" or len(config.models) > 1
+    ]  # the headline has one
+    cell_headings = (key if key == "model" else f">{key}" for key in shown_keys)
+    columns = (*cell_headings, "layout", *number_columns, "limited by", "note")
+    table_rows = ([*(row[key] for key in shown_keys), *_row_texts(row, extra_keys)] for row in layout_rows)
     if layout_rows:
-        yield table("\nbest predicted layouts", *columns, rows=table_rows)
-        yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step s: 80 % interval in brackets"
-        yield "peak GiB: includes the allocator's reserve; P(OOM) does not, because a full GPU gets the reserve back"
-        yield "limited by: the main limit of the layout, and the largest part of the step that is not compute"
+        layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
+        formula = config.measure.flops_formula
+        layout_table.note_by_column = {
+            "MFU": f"MFU: relative to the peak of the precision, FLOPs by the formula {formula}",
+            "step s": "in brackets: 80 % intervals",
+            "peak GiB": "peak GiB: includes the allocator's reserve",
+            "P(OOM)": "P(OOM): without the allocator's reserve, which a full GPU gets back",
+            "limited by": "limited by: the main limit of the layout, and the largest part of the step that is not compute",
+        }
+        yield layout_table
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
@@ -223,7 +226,9 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
     yield f"{step} ({low}-{high})"
     yield f"{row['peak_mem_bytes'] / GIB:.1f}"
     yield f"{100 * row['p_oom']:.1f} %"
-    yield from (three_digits(row[name]) for name in extra_keys)
+    for name in extra_keys:
+        needs, low_needs, high_needs = (three_digits(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+        yield f"{needs} ({low_needs}-{high_needs})"
     yield f"{row['limited_by']}; {row['lost_to']} {100 * row['lost_share']:.0f} %"
     no_room = row["peak_mem_bytes"] > row["rank_mem_bytes"]
     notes = {NO_ROOM: no_room, "extrapolated": row["unmeasured"], "above published": row["above_published"]}

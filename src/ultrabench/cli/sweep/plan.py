@@ -236,7 +236,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
     for missing in summary["without_candidates"]:
         yield f"sweep.{missing['axis']}={missing['value']} has no candidate: {missing['reason']}"
     if layouts:
-        table_rows, cell_keys = [], cell_columns(counts)
+        table_rows = []
+        cell_keys = [key for key in cell_columns(counts) if key != "model" or len(plan.config.models) > 1]
         for row in layouts:
             low, high = (three_digits(row[f"step_time_{bound}_s"]) for bound in ("low", "high"))
             step_text, oom_text = three_digits(row["step_time_s"]), ""
@@ -250,7 +251,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
             numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
             table_rows.append((*(row[key] for key in (*cell_keys, "layout")), *numbers, note, row["run_id"]))
         number_columns = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
-        columns = ("model", *(f">{key}" for key in cell_keys[1:]), "layout", *number_columns, "why", "run")
+        cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
+        columns = (*cell_headings, "layout", *number_columns, "why", "run")
         yield table("\nlayouts to try first", *columns, rows=table_rows)
 
 
