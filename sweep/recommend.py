@@ -9,7 +9,7 @@ from math import inf
 
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
-from ultrabench.sweep.best_runs import Search, advised_runs
+from ultrabench.sweep.best_runs import Search, advised_runs, expected_rate_of
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import why_none
@@ -30,6 +30,23 @@ class Recommendation:
     """Why there is no run, and what would help."""
     is_refused: bool
     """Whether there is no run for another reason than memory."""
+    other_batch: "OtherBatch | None" = None
+    """A batch of nearly the same size that is clearly faster; None where none is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherBatch:
+    """The best run of a cell with another batch of nearly the same size."""
+
+    run: Candidate
+    speedup: float
+    """Its tokens/s/GPU divided by those of the best run of the cell, minus 1."""
+
+
+MAX_BATCH_CHANGE = 0.1
+"""Largest difference of another batch, as a part of the batch that was asked for."""
+MIN_BATCH_SPEEDUP = 0.05
+"""Speedup from which another batch is named."""
 
 
 def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
@@ -62,7 +79,32 @@ def recommendation(
     remedies.best[cell, ()] = next(iter(runs), None)
     reason = None if runs else _why_none(config, search, remedies)
     is_refused = not runs and search.min_bytes == inf
-    return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason, is_refused=is_refused)
+    return Recommendation(
+        shape=shape,
+        cell=cell,
+        runs=tuple(runs),
+        reason=reason,
+        is_refused=is_refused,
+        other_batch=_other_batch(config, shape, cell, runs[0]) if runs else None,
+    )
+
+
+def _other_batch(config: SweepConfig, shape: ModelShape, cell: CellKey, best: Candidate) -> OtherBatch | None:
+    """The best run with a batch that more layouts can divide, if it is clearly faster than the best of the cell."""
+    gbs = rounder_batch(cell.gbs, cell.nodes * config.hardware.gpus_per_node)
+    runs = [] if gbs == cell.gbs else advised_runs(config, shape, cell._replace(gbs=gbs))[0]
+    speedup = expected_rate_of(runs[0]) / expected_rate_of(best) - 1 if runs else 0.0
+    return OtherBatch(run=runs[0], speedup=speedup) if speedup >= MIN_BATCH_SPEEDUP else None
+
+
+def rounder_batch(gbs: int, num_gpus: int) -> int:
+    """The batch nearest to `gbs` that is a multiple of the GPUs or, if none is near, of a large power of two."""
+    powers_of_two = (1 << n for n in reversed(range(gbs.bit_length())))
+    for divisor in (num_gpus, *powers_of_two):
+        multiple = max(1, round(gbs / divisor)) * divisor
+        if abs(multiple - gbs) <= MAX_BATCH_CHANGE * gbs:
+            return multiple
+    return gbs
 
 
 def _why_none(config: SweepConfig, search: Search, remedies: Remedies) -> str:

@@ -13,6 +13,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, words_of
 from ultrabench.sweep.best_runs import advised_runs, expected_rate_of
 from ultrabench.sweep.candidate import (
+    NO_ROOM,
     UNSELECTED,
     Candidate,
     CellKey,
@@ -176,4 +177,6 @@ def _overrides_text(values: Iterable[tuple[str, Any]]) -> str:
 
 def _layout_text(run: Candidate) -> str:
     memory_text = f"{run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
-    return f"{run.layout.label()}, {memory_text}, P(OOM) {100 * run.prediction.p_oom:.0f} %"
+    has_no_room = run.prediction.memory_share > 1 and run.fits
+    room_text = f", {NO_ROOM}" if has_no_room else ""
+    return f"{run.layout.label()}, {memory_text}, P(OOM) {100 * run.prediction.p_oom:.0f} %{room_text}"

@@ -42,6 +42,7 @@ from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layou
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
 from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
+from ultrabench.variant import KERNEL_OPTIONS
 
 UNCHANGED_KEYS = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
@@ -80,12 +81,30 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     try:
         tree = compose_tree(overrides)
         options = tree["names"]
+        _require_different_values(tree)
         model_names = tree["sweep"].pop("models", None) if isinstance(tree.get("sweep"), dict) else None
         tree["models"] = [to_dict(load_model(str(name))) for name in values_in(model_names or [])]
         return config_from_tree(tree)
     except ConfigError as error:
         file_prefix = _file_of(error.setting, options, overrides) if error.setting else ""
         raise ConfigError(f"{file_prefix}{error}", setting=error.setting) from error
+
+
+def _require_different_values(tree: Mapping[str, Any]) -> None:
+    """Raises ConfigError if an axis, a batch or an option of the kernel lists a value twice.
+
+    A stored sweep may have such a list, and is still read.
+    """
+    listed_keys = {"sweep": ("nodes", *AXES, *WORKLOAD_TYPES), "kernel": ("precision", *KERNEL_OPTIONS)}
+    for group, keys in listed_keys.items():
+        settings = tree.get(group)
+        if not isinstance(settings, dict):
+            continue
+        for key in keys:
+            values = [*map(str, values_in(settings.get(key)))]
+            if repeated := next((value for value in values if values.count(value) > 1), None):
+                fact = f"{group}.{key}=[{','.join(values)}] lists {repeated} twice"
+                raise ConfigError(fact, "leave one out", setting=f"{group}.{key}")
 
 
 def _file_of(setting: str, options: Mapping[str, str], overrides: Sequence[str]) -> str:

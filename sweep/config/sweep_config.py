@@ -34,6 +34,9 @@ from ultrabench.variant import CONTAINER_WORD
 
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
 WINDOW_RULE = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
+MEM_RULE = matching(
+    r"(?i:\d+([kmgt]b?)?)", "a whole number with K, M, G or T, such as 500G, or 0 for all memory of a node"
+)
 SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
 _SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
@@ -75,7 +78,8 @@ class LauncherConfig:
     exclude: Line | None = None
     gres: Line | None = None
     """Value of --gres, which replaces the usual --gpus-per-node on hardware with GPUs."""
-    mem: Line | None = None
+    mem: Annotated[str, MEM_RULE] | None = None
+    """Value of --mem: the memory of a node."""
     cpus: Count | None = None
     """Value of --cpus-per-task; each node runs one task, the agent."""
     time_minutes: Count | None = None

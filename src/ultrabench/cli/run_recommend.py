@@ -59,6 +59,10 @@ def run_recommend(
     config = with_fp8(load_config(full_overrides), full_overrides)
     if config.kernel.kind == "probe":
         raise ConfigError(f"kernel={config.kernel.name} does not train; use kernel=embedded")
+    if not {"model", "sweep", "sweep.models"} & parts_of(overrides).keys():
+        command = shlex.join(["ultrabench", *sys.argv[1:], "model=llama3-8b"])
+        problem = "recommend needs a model: a name of ultrabench configs model, or the path of a config.json"
+        raise ConfigError(problem, f"for example: {command}")
     gpu_hour_price = config.price_per_gpu_hour if gpu_hour_price is None else gpu_hour_price
     extra_overrides = [override for override in full_overrides if not _is_in_row(override)]
     model = parts_of(full_overrides).get("model")  # maybe a path, which the name of the model does not say
@@ -145,9 +149,18 @@ def _rows(
             "lost_share": overhead_share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
             "above_published": _is_above_published(best_rate, run),
+            "faster_gbs": _faster_gbs(recommendation),
             "command": _command(config, run, {**cell_row, "model": model or cell.model}, extra_overrides),
             "reason": None,
         }
+
+
+def _faster_gbs(recommendation: Recommendation) -> dict[str, Any] | None:
+    """The batch of nearly the same size that is clearly faster, its speedup and its layout, if there is one."""
+    if (other := recommendation.other_batch) is None:
+        return None
+    gbs, label = other.run.cell.gbs, other.run.spec.label()
+    return {"gbs": gbs, "speedup": other.speedup, "layout": label}
 
 
 def _is_above_published(best_rate: BestRate | None, run: Candidate) -> bool:
@@ -208,6 +221,11 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
+    faster_by_cell = {cell: row["faster_gbs"] for row, cell in zip(rows, cells, strict=True) if row["layout"]}
+    for cell, faster in faster_by_cell.items():
+        if faster:
+            speedup_text = f"gbs={faster['gbs']} is {100 * faster['speedup']:.0f} % faster"
+            yield f"{cell_label(cell, cell_keys)}: {speedup_text} than gbs={cell.gbs} ({faster['layout']})"
 
 
 def _write_lines(overrides: Sequence[str], has_layouts: bool) -> Iterator[str]:
