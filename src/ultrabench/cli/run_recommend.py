@@ -16,6 +16,7 @@ from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
+from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.compose import parts_of
@@ -83,7 +84,7 @@ def run_recommend(
     if as_json:
         print_json(document | ({"written": str(path)} if launch_lines else {}))
     else:
-        show(*_page(config, rows), *(launch_lines or _write_lines(overrides, bool(runs))))
+        show(*_page(config, rows), *(launch_lines or _write_lines(config, bool(runs))))
     if not any(row["layout"] for row in rows):
         raise typer.Exit(1)
 
@@ -228,11 +229,12 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
             yield f"{cell_label(cell, cell_keys)}: {speedup_text} than gbs={cell.gbs} ({faster['layout']})"
 
 
-def _write_lines(overrides: Sequence[str], has_layouts: bool) -> Iterator[str]:
+def _write_lines(config: SweepConfig, has_layouts: bool) -> Iterator[str]:
     """The command that writes the recommended layouts as a sweep, which the user has not asked for yet."""
     if has_layouts:
         yield "\nto measure these layouts, write them as a sweep first:"
-        yield shlex.join(["ultrabench", *sys.argv[1:], "--write", "best"])
+        arguments = redact_arguments(sys.argv[1:], config.secrets)
+        yield shlex.join(["ultrabench", *arguments, "--write", "best"])
 
 
 def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:

@@ -58,6 +58,24 @@ def test_a_faster_batch_is_named_with_its_speedup(ultrabench):
     )
 
 
+def test_a_written_sweep_plans_the_rows_and_is_replaced_only_with_force(ultrabench, tmp_path):
+    words = (*WORDS, "nodes=[1,2]", "--top", "2", "--write", "best", "+kernel.env.HF_TOKEN=hf_0123456789")
+    document = as_json(ultrabench, *words)
+    path = tmp_path / "ultrabench" / "sweep" / "best.yaml"
+    assert document["written"] == str(path)
+    plan = make_plan(load_config(["sweep=best"]))
+    assert sorted(run.run_id for run in plan.runs) == sorted(row["run_id"] for row in document["rows"])
+    assert (plan.config.name, plan.config.launcher.name) == ("best-h100x8", "slurm")
+    assert "hf_0123456789" not in path.read_text()
+    assert f"--write best: {path} exists; choose another name, or add --force" in one_line(ultrabench, *words)
+    _, out, _ = ultrabench(*words, "--force")
+    assert out.splitlines()[-1] == "ultrabench sweep launch sweep=best"
+    assert "kernel.env.HF_TOKEN; give them to sweep launch again" in out
+    assert "--write best writes the layouts of --top" in one_line(
+        ultrabench, "sweep", "plan", "--write", "best"
+    )
+
+
 def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
     layout = ("tp=8", "pp=1", "cp=1", "gbs=256")
     words = ("recommend", "model=llama3-70b", "nodes=[1,4]", "precision=bf16", *layout)

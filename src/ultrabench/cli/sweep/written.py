@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ultrabench.cli.tables import say
 from ultrabench.errors import ConfigError, counted
+from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import write_sweep_file
@@ -20,7 +21,8 @@ def written_lines(
     Raises:
         ConfigError: the file cannot be written.
     """
-    heading = f"{counted(len(runs), 'layout')} chosen by: {shlex.join(['ultrabench', *sys.argv[1:]])}"
+    command = shlex.join(["ultrabench", *redact_arguments(sys.argv[1:], config.secrets)])
+    heading = f"{counted(len(runs), 'layout')} chosen by: {command}"
     try:
         write_sweep_file(path, config, overrides, runs, " ".join(heading.split()))
     except OSError as error:
