@@ -33,15 +33,15 @@ class BestRate:
         return round(mfu, 3) > self.mfu
 
 
-def best_published(config: SweepConfig) -> BestRate | None:
-    """The best published rate of the GPU of a sweep in its precision; None where none is known.
+def best_published(config: SweepConfig, precision: str) -> BestRate | None:
+    """The best published rate of the GPU of a sweep in this precision; None where none is known.
 
     Raises:
         ConfigError: a value in the file is missing or cannot be used.
     """
     for path in files("published").values():
         file_content = read_yaml(path)
-        best = file_content.get("best", {}).get(config.kernel.precision)
+        best = file_content.get("best", {}).get(precision)
         if best and file_content.get("gpu") == config.hardware.gpu:
             return from_dict(BestRate, best, where=f"best of {path.name}")
     return None

@@ -24,7 +24,6 @@ from ultrabench.layout import (
     model_parallel_degree,
 )
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import values_of
 from ultrabench.run import Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
@@ -47,6 +46,8 @@ def require_countable(
     num_values = {axis: len(set(values)) for axis, values in axes.layout.items() if axis != "gas"}
     # ep=auto has no value that the degrees rule out; there are as many as the model has that allows most.
     num_values["ep"] = max((len({*_ep_values(axes, MAX_EP, shape)}) for shape in models), default=1)
+    if axes.listed:
+        num_values = {"layouts": len(axes.listed)}
     num_values |= {"models": len(models), "nodes": len(set(axes.nodes))}
     num_values |= {axis: len(values) for axis, values in options.items()}
     num_combinations = prod(num_values.values())
@@ -60,12 +61,23 @@ def require_countable(
 DERIVED_AXES = (FOLLOWING[-1], *SWEEP_VALUES)
 """Axes whose values in a layout depend on those of other axes."""
 
+_DETAILS = {axis: [detail for detail in details_of(axis) if detail not in DERIVED_AXES] for axis in NEUTRAL}
+"""Axis -> the axes that a sweep lists and that have no effect at its neutral value."""
+
 
 def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
     """All different layouts of a model whose degrees multiply to `num_gpus`, with dp*mbs*gas = gbs.
 
     dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
+    for entry in axes.listed:
+        entry_axes = Axes(nodes=axes.nodes, layout=entry.layout)
+        gas_values = entry.layout.get("gas")
+        for layout in layouts(entry_axes, shape, num_gpus, gpus_per_node, gbs):
+            if not gas_values or layout.gas in gas_values:
+                yield layout
+    if axes.listed:
+        return
     free_axes = [name for name in axes.layout if name not in DERIVED_AXES]
     for values in product(*(sorted(set(axes.layout[name])) for name in free_axes)):
         value_by_axis = dict(zip(free_axes, values, strict=True))
@@ -141,11 +153,12 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
         yield "dp_shard_divides_dp", f"{problem}; {advice}"
     if layout.dp_overlap == "off" and num_copies == 1:
         yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"
-    for axis, axis_value in values_of(layout).items():
-        details = details_of(axis) if axis_value == NEUTRAL.get(axis) else ()
-        for detail in (detail for detail in details if detail not in DERIVED_AXES):
-            if (value := getattr(layout, detail)) != NEUTRAL[detail]:
-                yield f"{detail}_needs_{axis}", f"{detail}={value} has no effect with {axis}={axis_value}"
+    for axis, details in _DETAILS.items():
+        if getattr(layout, axis) == NEUTRAL[axis]:
+            for detail in details:
+                if (value := getattr(layout, detail)) != NEUTRAL[detail]:
+                    reason = f"{detail}={value} has no effect with {axis}={NEUTRAL[axis]}"
+                    yield f"{detail}_needs_{axis}", reason
     for axis, degrees in DIVIDES.items():
         num_ranks, axis_value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
         if num_ranks % axis_value:
@@ -215,8 +228,11 @@ def without_candidates(
         candidates: number of nodes and layout of each candidate.
     """
     for nodes in sorted({*axes.nodes} - {nodes for nodes, _ in candidates}):
+        if axes.listed:
+            yield "nodes", nodes, "no entry of sweep.layouts is for it"
+            continue
         yield "nodes", nodes, why_none(replace(axes, nodes=(nodes,)), gpus_per_node, workload)
-    for axis in (*DEGREES[1:], *BATCH, *details_of("pp")):
+    for axis in () if axes.listed else (*DEGREES[1:], *BATCH, *details_of("pp")):
         listed = axes.layout.get(axis, ())
         for value in sorted({*listed} - {getattr(layout, axis) for _, layout in candidates} - {"auto"}):
             if axis == "pp_schedule":

@@ -19,9 +19,17 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, fill_in_files, words_of
-from ultrabench.sweep.candidate import PRUNED, UNSELECTED, Candidate, CellKey, by_cell
+from ultrabench.sweep.candidate import (
+    PRUNED,
+    UNSELECTED,
+    Candidate,
+    CellKey,
+    by_cell,
+    cell_columns,
+    cell_label,
+)
 from ultrabench.sweep.config.options import Options
-from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
+from ultrabench.sweep.config.sweep_config import WEAK, Axes, ListedLayout, SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
@@ -127,6 +135,7 @@ def make_plan(
         ConfigError: the axes give no candidate.
     """
     require_countable(config.axes, config.models, config.options.values)
+    require_layouts(config)
     cell_plans_and_layouts = [*_layout_chunks(config, core_flops_per_s, cores)]
     num_variants = sum(1 for _ in variants_of(config.options))
     num_candidates = sum(len(layout_chunk) for _, layout_chunk in cell_plans_and_layouts) * num_variants
@@ -149,6 +158,47 @@ def make_plan(
     if config.max_runs is not None:
         runs = with_unselected_rejected(runs, config.max_runs)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
+
+
+def require_layouts(config: SweepConfig) -> None:
+    """Raises for the first entry of sweep.layouts that is impossible in one of its cells, or the same as another.
+
+    Raises:
+        ConfigError: the message names the entry.
+    """
+    entry_by_layout: dict[tuple[CellKey, Layout], ListedLayout] = {}
+    cells = [*planned_cells(config)] if config.axes.listed else []
+    for entry in config.axes.listed:
+        places = [(shape, cell) for shape, cell in cells if entry.runs_in(cell)]
+        if not places:
+            cell_text = ", ".join(f"{key}={value}" for key, value in entry.cell.items())
+            fact = f"{entry.name}: the sweep has no cell of {cell_text}"
+            raise ConfigError(fact, "add it to the sweep, or leave the entry out", setting="sweep.layouts")
+        for shape, cell in places:
+            layout, reason = _layout_of(config, shape, cell, entry)
+            cell_text = cell_label(cell, cell_columns([cell for _, cell in cells]))
+            if layout is None or reason:
+                remedy = "change the entry" if entry.cell else "change the entry, or limit it with nodes: N"
+                fact = f"{entry.name} cannot run for {cell_text}: {reason}"
+                raise ConfigError(fact, remedy, setting="sweep.layouts")
+            if (other := entry_by_layout.setdefault((cell, layout), entry)) is not entry:
+                fact = f"{entry.name} is the same layout as {other.name} for {cell_text}"
+                raise ConfigError(fact, "leave one of them out", setting="sweep.layouts")
+
+
+def _layout_of(
+    config: SweepConfig, shape: ModelShape, cell: CellKey, entry: ListedLayout
+) -> tuple[Layout | None, str | None]:
+    """The layout of an entry of sweep.layouts in a cell, and why it cannot run there, if it cannot."""
+    peak = config.hardware.peak(cell.precision, cell.nodes, None, 1)
+    cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
+    layout = next(cell_plan.layouts(replace(config.axes, listed=(entry,))), None)
+    if layout is None:
+        workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
+        axes = Axes(nodes=(cell.nodes,), layout=entry.layout)
+        return None, why_none(axes, config.hardware.gpus_per_node, workload)
+    spec = next(cell_plan.specs(layout))
+    return layout, next(rejections(config, spec), (None, None))[1]
 
 
 @contextlib.contextmanager
@@ -234,11 +284,10 @@ def _layout_chunks(
     config: SweepConfig, core_flops_per_s: float | None, cores: int
 ) -> Iterator[tuple["CellPlan", list[Layout]]]:
     """All layouts of the grid, in its order, as chunks of one cell, each with what makes its candidates."""
-    gpus_per_node = config.hardware.gpus_per_node
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
         cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
-        cell_layouts = [*layouts(config.axes, shape, cell.nodes * gpus_per_node, gpus_per_node, cell.gbs)]
+        cell_layouts = [*cell_plan.layouts()]
         for first_index in range(0, len(cell_layouts), CANDIDATES_PER_TASK):
             yield cell_plan, cell_layouts[first_index : first_index + CANDIDATES_PER_TASK]
 
@@ -290,6 +339,14 @@ class CellPlan:
             (variant, kernel_of(kernel, self.cell.precision, variant), options.arguments_of(variant))
             for variant in variants_of(options)
         ]
+
+    def layouts(self, axes: Axes | None = None) -> Iterator[Layout]:
+        """The layouts of the grid in this cell; by default those of the axes of the sweep."""
+        axes, cell, gpus_per_node = axes or self.config.axes, self.cell, self.config.hardware.gpus_per_node
+        if axes.listed and not (listed := tuple(entry for entry in axes.listed if entry.runs_in(cell))):
+            return iter(())
+        axes = replace(axes, listed=listed) if axes.listed else axes
+        return layouts(axes, self.shape, cell.nodes * gpus_per_node, gpus_per_node, cell.gbs)
 
     def specs(self, layout: Layout) -> Iterator[RunSpec]:
         """The runs of a layout, one for each variant."""

@@ -1,8 +1,8 @@
 """Plans of which nothing can run or fit, and what would make layouts fit into memory."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
 from typing import Any
@@ -11,9 +11,19 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, fill_in_files, words_of
-from ultrabench.sweep.candidate import Candidate, CellKey, by_cell, cell_columns, cell_label
+from ultrabench.sweep.best_runs import advised_runs, expected_rate_of
+from ultrabench.sweep.candidate import (
+    NO_ROOM,
+    UNSELECTED,
+    Candidate,
+    CellKey,
+    advised,
+    by_cell,
+    cell_columns,
+    cell_label,
+)
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan, cell_sweep, make_plan
+from ultrabench.sweep.plan import Plan, cell_sweep, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.variant import variables_of
 
@@ -57,13 +67,27 @@ def nothing_fits(
     """
     limit_gib = plan.config.hardware.mem_bytes / GIB
     candidates_by_cell = by_cell(c for c in plan.candidates if c.trainable)
-    for cell, candidates in sorted(candidates_by_cell.items()):
+    columns, remedies = cell_columns(candidates_by_cell), _remedies_of(plan, advised_p_oom)
+    lines = list[str]()
+    for cell, candidates in sorted(candidates_by_cell.items(), reverse=True):  # more nodes may help fewer
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
-            problem = f"{cell_label(cell, cell_columns(candidates_by_cell))}: no layout is likely to fit into {limit_gib:.4g} GiB"
+            problem = f"{cell_label(cell, columns)}: no layout is likely to fit into {limit_gib:.4g} GiB"
             cell_config = cell_sweep(plan.config, cell)
-            advice = " or ".join(remedies(cell_config, smallest.shape, cell.nodes, advised_p_oom))
-            yield f"{problem}; the smallest is {_layout_text(smallest)}; try {advice or 'a smaller model'}"
+            changes = " or ".join(remedies.texts(cell_config, smallest.shape, cell.nodes, advised_p_oom))
+            advice = f"the smallest is {_layout_text(smallest)}; try {changes or 'a smaller model'}"
+            lines.append(f"{problem}; {advice}")
+    return reversed(lines)
+
+
+def _remedies_of(plan: Plan, advised_p_oom: float) -> "Remedies":
+    """Remedies that know the best run of each cell of which a plan has all runs."""
+    partial_cells, runs_by_cell = {c.cell for c in plan.candidates if c.rule == UNSELECTED}, plan.cells
+    remedies = Remedies()
+    for cell in {c.cell for c in plan.candidates} - partial_cells:
+        advised_in_cell = advised(runs_by_cell.get(cell, ()), advised_p_oom)
+        remedies.best[cell, ()] = max(advised_in_cell, key=expected_rate_of, default=None)
+    return remedies
 
 
 def same_commands(plan: Plan) -> Iterator[str]:
@@ -85,40 +109,67 @@ def same_commands(plan: Plan) -> Iterator[str]:
         yield f"{problem}: add them to kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
 
-FindRun = Callable[[SweepConfig, ModelShape, int, dict[str, Any], float], Candidate | None]
-"""Finds a run that is sure enough to fit where axes have these values only; None where there is none."""
+@dataclass(slots=True)
+class Remedies:
+    """Finds what would make a layout fit, by the best run on other nodes or with other values of axes.
 
-
-def remedies(
-    config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: float, find_run: FindRun | None = None
-) -> Iterator[str]:
-    """What to change so that a layout is sure enough to fit, each with the memory of such a layout.
-
-    First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes, if need be
-    with such settings.
-
-    Args:
-        find_run: chooses the layout that is named; by default the smallest.
+    It looks for each such run only once.
     """
-    find_run = find_run or _smallest_run
-    all_settings = SAVING_SETTINGS
-    if shape.num_experts:
-        ranks_of_stage = nodes * config.hardware.gpus_per_node // min(config.axes.layout["pp"])
-        largest_ep = {"ep": gcd(shape.num_experts, ranks_of_stage)}
-        all_settings = (largest_ep, *SAVING_SETTINGS, *(setting | largest_ep for setting in SAVING_SETTINGS))
-    values = config.axes.layout
-    new_settings = ({k: v for k, v in setting.items() if v not in values[k]} for setting in all_settings)
-    new_setting_items = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
-    for axis_values in new_setting_items:
-        if example_run := find_run(config, shape, nodes, dict(axis_values), advised_p_oom):
-            yield f"{_overrides_text(axis_values)} ({_layout_text(example_run)})"
-            break
-    strongest_settings = list(new_setting_items)[-1:]  # with the one that saves most
-    possible_doublings = range(1, (MAX_NODES // nodes).bit_length())
-    for doublings, axis_values in product(possible_doublings, ((), *strongest_settings)):
-        if example_run := find_run(config, shape, nodes << doublings, dict(axis_values), advised_p_oom):
-            yield f"{_overrides_text((('nodes', nodes << doublings), *axis_values))} ({_layout_text(example_run)})"
-            break
+
+    best: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(default_factory=dict)
+    """Cell and values of axes -> the best run that is advised; None where none is."""
+
+    def texts(self, config: SweepConfig, shape: ModelShape, nodes: int, max_p_oom: float) -> Iterator[str]:
+        """What to change so that a layout is sure enough to fit, each with the best of such layouts.
+
+        First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes, if need
+        be with such settings.
+
+        Args:
+            config: the sweep of one cell's workload and precision.
+            max_p_oom: P(OOM) above which a layout is no help.
+        """
+        all_settings = () if config.axes.listed else SAVING_SETTINGS  # listed layouts have no other values
+        if shape.num_experts and all_settings:
+            ranks_of_stage = nodes * config.hardware.gpus_per_node // min(config.axes.layout["pp"])
+            largest_ep = {"ep": gcd(shape.num_experts, ranks_of_stage)}
+            all_settings = (
+                largest_ep,
+                *SAVING_SETTINGS,
+                *(setting | largest_ep for setting in SAVING_SETTINGS),
+            )
+        values = config.axes.layout
+        new_settings = ({k: v for k, v in setting.items() if v not in values[k]} for setting in all_settings)
+        new_setting_items = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
+        for axis_values in new_setting_items:
+            if run := self._best_run(config, shape, nodes, axis_values, max_p_oom):
+                yield f"{_overrides_text(axis_values)} ({_layout_text(run)})"
+                break
+        strongest_settings = list(new_setting_items)[-1:]  # with the one that saves most
+        possible_doublings = range(1, (MAX_NODES // nodes).bit_length())
+        for doublings, axis_values in product(possible_doublings, ((), *strongest_settings)):
+            if run := self._best_run(config, shape, nodes << doublings, axis_values, max_p_oom):
+                values_text = _overrides_text((("nodes", nodes << doublings), *axis_values))
+                yield f"{values_text} ({_layout_text(run)})"
+                break
+
+    def _best_run(
+        self,
+        config: SweepConfig,
+        shape: ModelShape,
+        nodes: int,
+        axis_values: tuple[tuple[str, Any], ...],
+        max_p_oom: float,
+    ) -> Candidate | None:
+        """The best run on this number of nodes where axes have these values only; None where none is advised."""
+        layout = {**config.axes.layout, **{name: (value,) for name, value in axis_values}}
+        axes = replace(config.axes, nodes=(nodes,), layout=layout)
+        changed_config = replace(config, axes=axes, models=(shape,))
+        key = next(planned_cells(changed_config))[1], axis_values
+        if key not in self.best:
+            runs, _ = advised_runs(changed_config, shape, key[0], max_p_oom=max_p_oom)
+            self.best[key] = next(iter(runs), None)
+        return self.best[key]
 
 
 def _overrides_text(values: Iterable[tuple[str, Any]]) -> str:
@@ -127,23 +178,6 @@ def _overrides_text(values: Iterable[tuple[str, Any]]) -> str:
 
 def _layout_text(run: Candidate) -> str:
     memory_text = f"{run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
-    return f"{run.layout.label()}, {memory_text}, P(OOM) {100 * run.prediction.p_oom:.0f} %"
-
-
-def _smallest_run(
-    config: SweepConfig, shape: ModelShape, nodes: int, value_by_axis: dict[str, Any], advised_p_oom: float
-) -> Candidate | None:
-    """The run of the smallest memory where axes have these values only; None where it has no room for its reserve."""
-    # A single larger micro-batch may need less memory, but to plan all of them takes three times as long.
-    smallest_mbs = {"mbs": min(config.axes.layout["mbs"])}
-    set_values = {axis: (value,) for axis, value in (smallest_mbs | value_by_axis).items()}
-    values_by_axis = {**config.axes.layout, **set_values}
-    axes = replace(config.axes, nodes=(nodes,), layout=values_by_axis)
-    try:
-        planned_runs = make_plan(replace(config, models=(shape,), axes=axes)).runs
-    except ConfigError:
-        return None
-    smallest = min(planned_runs, key=lambda run: run.prediction.peak_mem_bytes, default=None)
-    if smallest is None or smallest.prediction.memory_share > 1 or smallest.prediction.p_oom > advised_p_oom:
-        return None
-    return smallest
+    has_no_room = run.prediction.memory_share > 1 and run.fits
+    room_text = f", {NO_ROOM}" if has_no_room else ""
+    return f"{run.layout.label()}, {memory_text}, P(OOM) {100 * run.prediction.p_oom:.0f} %{room_text}"

@@ -1,5 +1,6 @@
 """The shape of a Llama-style decoder, dense or with experts, with the field names of a Hugging Face `config.json`."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from itertools import chain
@@ -143,8 +144,7 @@ class ModelShape:
 
     def identity(self) -> dict[str, Any]:
         """The fields that say what is trained: without the name, and without those of ADDED_LATER that have their default."""
-        field_items = values_of(self).items()
-        return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
+        return dict(_identity(self))
 
     @property
     def head_width(self) -> int:
@@ -287,3 +287,10 @@ ADDED_LATER: dict[str, Any] = {
 }
 """Name -> default of each field that was added to the identity after version 1. A field with its default is
 left out of the hash, so that old ids stay valid."""
+
+
+@functools.lru_cache(maxsize=64)  # because a plan hashes the shape with each of its candidates
+def _identity(shape: ModelShape) -> dict[str, Any]:
+    """What `ModelShape.identity` returns."""
+    field_items = values_of(shape).items()
+    return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}

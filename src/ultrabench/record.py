@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import operator
 import reprlib
 import types
 import typing
@@ -55,7 +56,18 @@ def _lack_text(missing_keys: Sequence[str]) -> str:
 
 def values_of(record: Any) -> dict[str, Any]:
     """Field name -> value of a record; `asdict`, which also copies each value, takes several times as long."""
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    names, values_by_name = _getter(record.__class__)
+    return dict(zip(names, values_by_name(record), strict=True))
+
+
+# A plan asks for the values of five records for each candidate: 4.5 us with a look at the fields of a class, 1.5 us without.
+@functools.cache
+def _getter(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """The names of the fields of a record type, and what gets their values."""
+    names = tuple(field.name for field in dataclasses.fields(cls))
+    if len(names) < 2:  # attrgetter gives a single value as it is
+        return names, lambda record: tuple(getattr(record, name) for name in names)
+    return names, operator.attrgetter(*names)
 
 
 def non_default_values(record: Any) -> dict[str, Any]:

@@ -100,7 +100,7 @@ _OVERRIDE_MISTAKES: tuple[tuple[str, Sentence], ...] = (
     (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range_override),
     (rf"({_GROUP_NAMES})=\[[\w.,\s-]+\]", _several_values),
-    (r"sweep\..*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list needs commas; write {key}={items}".format),
+    (r"sweep\.(?!layouts=).*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list needs commas; write {key}={items}".format),
     (rf"{_LIST_OR_VALUE}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
      "{override}: a list needs brackets and commas; write {key}={items}".format),
     (rf"{_GROUP_PATTERN}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
@@ -254,7 +254,7 @@ def _options_by_setting() -> dict[str, list[str]]:
             # The file of a sweep may set other groups, too; these do not count.
             for key in _dotted_keys({group: values.get(group, values)}):
                 options.setdefault(key, []).append(f"{group}={path.stem}")
-    return options | {f"sweep.{key}": [] for key in SWEEP_KEYS if f"sweep.{key}" not in options}
+    return options | {f"sweep.{key}": [] for key in (*SWEEP_KEYS, "layouts") if f"sweep.{key}" not in options}
 
 
 def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -39,6 +39,11 @@ def _user_folders() -> list[Path]:
     return [Path.cwd() / "ultrabench", Path(user_folder).expanduser().absolute()]
 
 
+def user_file(group: str, name: str) -> Path:
+    """The path in ./ultrabench of the file of an option, which need not exist."""
+    return _user_folders()[0] / group / f"{name}.yaml"
+
+
 def file_of_user(group: str, name: str) -> Path | None:
     """The file of an option; None if there is none, or if it is one of the package."""
     path = files(group).get(name)

@@ -38,9 +38,11 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
+from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
 from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
+from ultrabench.variant import KERNEL_OPTIONS
 
 UNCHANGED_KEYS = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
@@ -50,7 +52,7 @@ WORKLOAD_TYPES = field_types(Workload)
 """Key of `sweep` that says what one step trains on -> its type."""
 SELECTION_KEYS = ("strategy", "batch", "max_runs", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
-_NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS})
+_NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS, "layouts"})
 """Keys of `sweep` that are no axes of layouts."""
 _CompileSetting = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
@@ -79,12 +81,30 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     try:
         tree = compose_tree(overrides)
         options = tree["names"]
+        _require_different_values(tree)
         model_names = tree["sweep"].pop("models", None) if isinstance(tree.get("sweep"), dict) else None
         tree["models"] = [to_dict(load_model(str(name))) for name in values_in(model_names or [])]
         return config_from_tree(tree)
     except ConfigError as error:
         file_prefix = _file_of(error.setting, options, overrides) if error.setting else ""
         raise ConfigError(f"{file_prefix}{error}", setting=error.setting) from error
+
+
+def _require_different_values(tree: Mapping[str, Any]) -> None:
+    """Raises ConfigError if an axis, a batch or an option of the kernel lists a value twice.
+
+    A stored sweep may have such a list, and is still read.
+    """
+    listed_keys = {"sweep": ("nodes", *AXES, *WORKLOAD_TYPES), "kernel": ("precision", *KERNEL_OPTIONS)}
+    for group, keys in listed_keys.items():
+        settings = tree.get(group)
+        if not isinstance(settings, dict):
+            continue
+        for key in keys:
+            values = [*map(str, values_in(settings.get(key)))]
+            if repeated := next((value for value in values if values.count(value) > 1), None):
+                fact = f"{group}.{key}=[{','.join(values)}] lists {repeated} twice"
+                raise ConfigError(fact, "leave one out", setting=f"{group}.{key}")
 
 
 def _file_of(setting: str, options: Mapping[str, str], overrides: Sequence[str]) -> str:
@@ -141,7 +161,9 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "measure": from_dict(Measure, _with_defaults(tree["measure"], default_seconds), where="measure"),
         "launcher": _launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
-        "axes": _axes({key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}),
+        "axes": _axes(
+            {key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}, sweep.get("layouts")
+        ),
         "workload": from_dict(Workload, workload, where="sweep"),
         "options": read_options(sweep, kernel_options, kernel_config, hardware),
         "profile": profile,
@@ -204,8 +226,12 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
     return options
 
 
-def _axes(sweep: dict[str, Any]) -> Axes:
-    """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
+def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
+    """The axes of a sweep; an axis that the sweep does not name has its neutral value only.
+
+    Args:
+        layouts: the value of `sweep.layouts`; None if the sweep lists values of axes.
+    """
     values_by_axis = {name: values_in(values) for name, values in sweep.items() if values is not None}
     require_known(
         "field of sweep", ("nodes", *AXES[1:], "models", *_NON_AXIS_KEYS), *values_by_axis, setting="sweep"
@@ -223,6 +249,9 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     neutral_values = ((name, (value,)) for name, value in NEUTRAL.items() if name not in FOLLOWING)
     usual_values: dict[str, Any] = dict(neutral_values)
     usual_values |= {name: (in_sweep.default,) for name, in_sweep in SWEEP_VALUES.items()}
+    if layouts is not None:
+        listed = read_layouts(layouts, [name for name in AXES if name in axes])
+        return Axes(nodes=axes["nodes"], layout=values_of_layouts(listed), listed=listed)
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
 
 

@@ -34,6 +34,9 @@ from ultrabench.variant import CONTAINER_WORD
 
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
 WINDOW_RULE = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
+MEM_RULE = matching(
+    r"(?i:\d+([kmgt]b?)?)", "a whole number with K, M, G or T, such as 500G, or 0 for all memory of a node"
+)
 SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
 _SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
@@ -75,7 +78,8 @@ class LauncherConfig:
     exclude: Line | None = None
     gres: Line | None = None
     """Value of --gres, which replaces the usual --gpus-per-node on hardware with GPUs."""
-    mem: Line | None = None
+    mem: Annotated[str, MEM_RULE] | None = None
+    """Value of --mem: the memory of a node."""
     cpus: Count | None = None
     """Value of --cpus-per-task; each node runs one task, the agent."""
     time_minutes: Count | None = None
@@ -174,6 +178,22 @@ WEAK = "weak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ListedLayout:
+    """One entry of `sweep.layouts`: a layout, and the cells in which it runs."""
+
+    name: str
+    """The entry as messages name it, such as `sweep.layouts[0] {tp: 2, mbs: 1}`."""
+    layout: Mapping[str, tuple[Any, ...]]
+    """Axis -> its only value, for each axis except dp; gas is there only if the entry gives it."""
+    cell: Mapping[str, Any]
+    """Part of a cell, such as nodes -> its value; an entry without any runs in all cells."""
+
+    def runs_in(self, cell: Any) -> bool:
+        """Whether the layout runs in this cell, a `CellKey`."""
+        return all(getattr(cell, key) == value for key, value in self.cell.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The values of the number of nodes and of each axis of a layout; candidates are their combinations."""
 
@@ -186,6 +206,8 @@ class Axes:
     The dp_shard all means all dp*cp ranks, node those of them that are on one node. The ep auto means 1, and for a
     model with experts also the powers of two that divide their number and the ranks of a pipeline stage, up to 64.
     """
+    listed: tuple[ListedLayout, ...] = ()
+    """The only layouts, whose values are not combined; empty where a sweep lists values of axes."""
 
 
 def scaled_gbs(gbs: int, nodes: int, min_nodes: int, scaling: str) -> Fraction:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.megatron_memory import MegatronMemory, megatron_memory
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory, nanotron_memory
 from ultrabench.sweep.predict.stage_memory import EVERY, StageMemory
-from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, ultrabench_memory
+from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, least_rank, ultrabench_memory
 
 MemoryConstants = UltrabenchMemory | NanotronMemory | MegatronMemory
 CONSTANTS_BY_FRAMEWORK: dict[str, type[MemoryConstants]] = {
@@ -38,6 +39,11 @@ def predict_memory(spec: RunSpec, constants: MemoryConstants, ranks: str = EVERY
     if isinstance(constants, MegatronMemory):
         return megatron_memory(spec, constants)
     return nanotron_memory(spec, constants)
+
+
+def least_memory(shape: ModelShape, num_ranks: int, constants: MemoryConstants) -> StageMemory | None:
+    """A rank that needs no more than the one which needs most, whatever the layout; None where a form has none."""
+    return least_rank(shape, num_ranks) if isinstance(constants, UltrabenchMemory) else None
 
 
 def p_oom(

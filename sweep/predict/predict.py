@@ -12,8 +12,9 @@ from typing import NamedTuple
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import GIB, Hardware, Peak
 from ultrabench.measure import Measure
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.memory import MemoryConstants, p_oom, predict_memory
+from ultrabench.sweep.predict.memory import MemoryConstants, least_memory, p_oom, predict_memory
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
@@ -131,6 +132,14 @@ class Predictor:
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
         return self.occupancy(predict_memory(spec, self.memory, ENDS))
+
+    def least_occupancy(self, shape: ModelShape, num_ranks: int) -> Occupancy | None:
+        """How full the fullest rank is at least, whatever the layout; None where the form of memory does not say."""
+        stage = least_memory(shape, num_ranks, self.memory)
+        if stage is None:
+            return None
+        # A pipeline has another limit; whichever is more likely to fit counts.
+        return min(self.occupancy([stage]), self.occupancy([stage, stage]), key=lambda o: o.p_oom)
 
     def stages(self, spec: RunSpec) -> tuple[StageMemory, ...]:
         """The memory of each rank of the pipeline axis."""

@@ -4,10 +4,10 @@ A Gaussian process over layouts corrects log(measured / predicted) of the step t
 measurement after the other. The chance that a layout does not fit moves with the runs that did and did not.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import NormalDist
 from typing import Any, Protocol, TypeVar
 
@@ -134,13 +134,16 @@ _EQUAL_WORDS = {"pp_schedule": ("none", "1f1b", "afab", "interleaved")}
 """Axis -> words that count as one, because they differ in what the prediction knows well: the bubble."""
 
 
+@functools.lru_cache(2**17)  # a search asks for those of all runs of a cell before each of its choices
 def coordinates(layout: Layout) -> tuple[float, ...]:
     """The place of a layout in the space in which the search measures distances, one coordinate for each number.
 
     Raises:
         ValueError: a number without an entry in _AXIS_COORDINATES is 0, so that it has no number of doublings.
     """
-    return tuple(_AXIS_COORDINATES.get(axis, partial(_doublings, axis))(layout) for axis in _NUMBER_AXES)
+    return tuple(
+        _AXIS_COORDINATES.get(axis, functools.partial(_doublings, axis))(layout) for axis in _NUMBER_AXES
+    )
 
 
 def _doublings(axis: str, layout: Layout) -> float:
@@ -151,6 +154,7 @@ def _doublings(axis: str, layout: Layout) -> float:
     return math.log2(value)
 
 
+@functools.lru_cache(2**17)
 def words(layout: Layout) -> tuple[str, ...]:
     """The words of a layout that the search compares, one for each axis of words."""
     values = ((axis, getattr(layout, axis)) for axis in _WORD_AXES)
@@ -228,7 +232,9 @@ def _oom_chances(runs: Sequence[Run], tried: TriedRuns) -> list[float]:
         for weight, s in zip(weights, _SHARED_ERRORS, strict=True)
         if weight > min_weight
     ]
-    return [sum(weight * _NORMAL.cdf((x + s) / own_sd) for weight, s in likely_errors) for x in scores]
+    # Phi(z) = (1 + erf(z / sqrt(2))) / 2; written out, because a plan computes hundreds of thousands.
+    divisor, erf = own_sd * math.sqrt(2), math.erf
+    return [sum([w * 0.5 * (1 + erf((x + s) / divisor)) for w, s in likely_errors]) for x in scores]
 
 
 def beliefs_of(runs: Sequence[Run], tried: TriedRuns) -> Mapping[str, Belief]:

@@ -22,6 +22,7 @@ from operator import mul
 
 from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, rank_tokens
 from ultrabench.sweep.predict.pipeline import Work, loads
@@ -100,6 +101,16 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     """
     target_bytes = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
     return tuple(_state_bytes(spec, params) + target_bytes for _, params in params_of_ranks(spec, EVERY))
+
+
+def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
+    """What some rank holds at least in any layout: its share of masters, moments and sums of gradients.
+
+    Every parameter has a master, two moments and, as the last gradients are reduced, a gradient of 4 bytes on at least
+    one rank, so the rank that holds most has 16 N / ranks.
+    """
+    num_params = shape.num_params / num_ranks
+    return StageMemory(0, OPTIMIZER, 0.0, 4 * num_params, 12 * num_params, 0.0, 0.0, 0.0, 0.0)
 
 
 def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:

@@ -87,5 +87,10 @@ Since = Annotated[
     ),
 ]
 """The first day that is read; days begin at 0:00 UTC."""
+WriteSweep = Annotated[
+    str | None,
+    typer.Option("--write", metavar="NAME", help="Write the layouts as ./ultrabench/sweep/NAME.yaml."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Let --write replace a file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="Folder of the sweeps.")]

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from ultrabench.allowed import Count, NonNegative, at_least
-from ultrabench.cli.options import Json, Overrides, number_option
+from ultrabench.cli.options import Force, Json, Overrides, WriteSweep, number_option
 from ultrabench.errors import ConfigError
 
 _TOKENS_HELP = "Training tokens, such as 15e12; adds the training days."
@@ -18,6 +18,8 @@ def recommend(
     tokens: Tokens = None,
     price_per_gpu_hour: PricePerGpuHour = None,
     top: Top = 1,
+    write: WriteSweep = None,
+    force: Force = False,
     json_: Json = False,
 ) -> None:
     """Recommend the best predicted layout per model and node count.
@@ -29,4 +31,4 @@ def recommend(
         raise ConfigError("--price-per-gpu-hour needs --tokens; add them, such as --tokens 15e12")
     from ultrabench.cli.run_recommend import run_recommend
 
-    run_recommend(overrides, tokens, price_per_gpu_hour, top, json_)
+    run_recommend(overrides, tokens, price_per_gpu_hour, top, json_, write, force=force)

@@ -108,13 +108,16 @@ def _write_cluster(config: SweepConfig, site: Site, cluster: str, force: bool, p
 
 
 def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
-    """Prints a table of the checks; checks that could not be made share the last row."""
+    """Prints a table of the checks, then the remedies as lines; checks that could not be made share the last row."""
     config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    rows, unknown_names = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
-    for check in (check for check in checks if check.name not in unknown_names):
-        remedy_text = f"; remedy: {check.remedy}" if check.remedy else ""
-        rows.append((check.name, Text(check.status, STYLES[check.status]), check.finding + remedy_text))
+    unknown_names = [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
+    rows = [
+        (check.name, Text(check.status, STYLES[check.status]), check.finding)
+        for check in checks
+        if check.name not in unknown_names
+    ]
     if unknown_names:
         unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
         rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))
-    show(table(f"doctor: {config_text}", "check", "status", "found", rows=rows))
+    remedies = [f"{check.name}: remedy: {check.remedy}" for check in checks if check.remedy]
+    show(table(f"doctor: {config_text}", "check", "status", "found", rows=rows), *remedies)

@@ -1,6 +1,7 @@
 """What `ultrabench recommend` prints: the best predicted layout of each cell, its speed, price and command."""
 
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,18 +11,21 @@ from rich.console import RenderableType
 
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.cli.sweep.consent import headline
+from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
+from ultrabench.store.kernel_secrets import redact_arguments
+from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import cell_sweep
 from ultrabench.sweep.predict.predict import largest_loss
-from ultrabench.sweep.recommend import Recommendation, cell_search, recommendations, tokens_per_s_per_gpu
+from ultrabench.sweep.recommend import Recommendation, recommendations
 
 LayoutRow = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -33,7 +37,14 @@ SHARED_KEYS = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_mem_b
 
 
 def run_recommend(
-    overrides: list[str], tokens: float | None, gpu_hour_price: float | None, max_layouts: int, as_json: bool
+    overrides: list[str],
+    tokens: float | None,
+    gpu_hour_price: float | None,
+    max_layouts: int,
+    as_json: bool,
+    file_name: str | None,
+    *,
+    force: bool,
 ) -> None:
     """Prints the best layouts of each cell that the overrides describe.
 
@@ -41,7 +52,10 @@ def run_recommend(
         tokens: tokens of a whole training, for its days and cost; None prints neither.
         gpu_hour_price: price of a GPU hour; None means that of the cluster's file.
         max_layouts: largest number of layouts for each cell.
+        file_name: name of the sweep that is written with these layouts; None writes none.
+        force: whether a file of that name is replaced.
     """
+    path = None if file_name is None else require_writable_name(file_name, force=force)
     full_overrides = with_full_keys(overrides)
     config = with_fp8(load_config(full_overrides), full_overrides)
     if not config.kernel.is_predictable:
@@ -49,20 +63,31 @@ def run_recommend(
         raise ConfigError(fact, "give the number of its parameters, such as kernel.params=124e6")
     if config.kernel.kind == "probe":
         raise ConfigError(f"kernel={config.kernel.name} does not train; use kernel=embedded")
+    if not {"model", "sweep", "sweep.models"} & parts_of(overrides).keys():
+        command = shlex.join(["ultrabench", *sys.argv[1:], "model=llama3-8b"])
+        problem = "recommend needs a model: a name of ultrabench configs model, or the path of a config.json"
+        raise ConfigError(problem, f"for example: {command}")
     gpu_hour_price = config.price_per_gpu_hour if gpu_hour_price is None else gpu_hour_price
     extra_overrides = [override for override in full_overrides if not _is_in_row(override)]
     model = parts_of(full_overrides).get("model")  # maybe a path, which the name of the model does not say
     rows, advice = list[LayoutRow](), recommendations(config, max_layouts)
     if all(cell.is_refused for cell in advice) and len({cell.reason for cell in advice}) == 1:
         raise ConfigError(str(advice[0].reason))
+    best_rates = {
+        precision: best_published(config, precision) for precision in config.options.values["precision"]
+    }
     for recommendation in advice:
-        rows += _rows(config, recommendation, extra_overrides, model)
+        best_rate = best_rates[recommendation.cell.precision]
+        rows += _rows(config, recommendation, best_rate, extra_overrides, model)
     for row in rows:
         row.update(_training_needs(row, tokens, gpu_hour_price) if tokens and row["layout"] else {})
+    runs = [run for recommendation in advice for run in recommendation.runs]
+    document = {"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows}
+    launch_lines = written_lines(path, config, full_overrides, runs) if path and runs else []
     if as_json:
-        print_json({"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows})
+        print_json(document | ({"written": str(path)} if launch_lines else {}))
     else:
-        show(*_page(config, rows))
+        show(*_page(config, rows), *(launch_lines or _write_lines(config, bool(runs))))
     if not any(row["layout"] for row in rows):
         raise typer.Exit(1)
 
@@ -92,11 +117,16 @@ def _is_in_row(override: str) -> bool:
 
 
 def _rows(
-    config: SweepConfig, recommendation: Recommendation, extra_overrides: Sequence[str], model: str | None
+    config: SweepConfig,
+    recommendation: Recommendation,
+    best_rate: BestRate | None,
+    extra_overrides: Sequence[str],
+    model: str | None,
 ) -> Iterator[LayoutRow]:
     """The rows of a cell: one for each run, or one with the reason why there is none.
 
     Args:
+        best_rate: the best published rate of the GPU in the precision of the cell.
         extra_overrides: overrides for the command of a row that do not follow from the row.
         model: what `model=` is in the overrides; None if they do not say it.
     """
@@ -104,7 +134,6 @@ def _rows(
     cell_row = {**cell._asdict(), "gpus": cell.nodes * config.hardware.gpus_per_node}
     if not recommendation.runs:
         yield {**cell_row, "layout": None, "reason": recommendation.reason}
-    best_rate = best_published(cell_sweep(config, cell)) if recommendation.runs else None
     predictor = cell_search(config, recommendation.shape, cell).cell_plan.predictor
     for run in recommendation.runs:
         prediction, spec = run.prediction, run.spec
@@ -124,9 +153,18 @@ def _rows(
             "lost_share": overhead_share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
             "above_published": _is_above_published(best_rate, run),
+            "faster_gbs": _faster_gbs(recommendation),
             "command": _command(config, run, {**cell_row, "model": model or cell.model}, extra_overrides),
             "reason": None,
         }
+
+
+def _faster_gbs(recommendation: Recommendation) -> dict[str, Any] | None:
+    """The batch of nearly the same size that is clearly faster, its speedup and its layout, if there is one."""
+    if (other := recommendation.other_batch) is None:
+        return None
+    gbs, label = other.run.cell.gbs, other.run.spec.label()
+    return {"gbs": gbs, "speedup": other.speedup, "layout": label}
 
 
 def _is_above_published(best_rate: BestRate | None, run: Candidate) -> bool:
@@ -167,26 +205,39 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
     extra_keys = [name for name in ("days", "cost") if layout_rows and name in layout_rows[0]]
     speed_columns = (">MFU", ">tokens/s", ">tokens/s/GPU", ">step s")
     number_columns = (*speed_columns, ">peak GiB", ">P(OOM)", *(f">{name}" for name in extra_keys))
-    columns = (
-        "model",
-        *(f">{key}" for key in cell_keys[1:]),
-        "layout",
-        *number_columns,
-        "limited by",
-        "note",
-    )
-    table_rows = ([*(row[key] for key in cell_keys), *_row_texts(row, extra_keys)] for row in layout_rows)
+    shown_keys = [
+        key for key in cell_keys if key != "model" or len(config.models) > 1
+    ]  # the headline has one
+    cell_headings = (key if key == "model" else f">{key}" for key in shown_keys)
+    columns = (*cell_headings, "layout", *number_columns, "limited by", "note")
+    table_rows = ([*(row[key] for key in shown_keys), *_row_texts(row, extra_keys)] for row in layout_rows)
     if layout_rows:
-        yield table("\nbest predicted layouts", *columns, rows=table_rows)
-        yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step s: 80 % interval in brackets"
-        yield "peak GiB: includes the allocator's reserve; P(OOM) does not, because a full GPU gets the reserve back"
-        yield "limited by: the main limit of the layout, and the largest part of the step that is not compute"
+        layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
+        formula = config.measure.flops_formula
+        layout_table.note_by_column = {
+            "MFU": f"MFU: relative to the peak of the precision, FLOPs by the formula {formula}",
+            "step s": "in brackets: 80 % intervals",
+            "peak GiB": "peak GiB: includes the allocator's reserve",
+            "P(OOM)": "P(OOM): without the allocator's reserve, which a full GPU gets back",
+            "limited by": "limited by: the main limit of the layout, and the largest part of the step that is not compute",
+        }
+        yield layout_table
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
-    if layout_rows:
-        yield "\nto measure them, one command per layout; each adds its runs to the sweep name=:"
-    yield from (row["command"] for row in layout_rows)
+    faster_by_cell = {cell: row["faster_gbs"] for row, cell in zip(rows, cells, strict=True) if row["layout"]}
+    for cell, faster in faster_by_cell.items():
+        if faster:
+            speedup_text = f"gbs={faster['gbs']} is {100 * faster['speedup']:.0f} % faster"
+            yield f"{cell_label(cell, cell_keys)}: {speedup_text} than gbs={cell.gbs} ({faster['layout']})"
+
+
+def _write_lines(config: SweepConfig, has_layouts: bool) -> Iterator[str]:
+    """The command that writes the recommended layouts as a sweep, which the user has not asked for yet."""
+    if has_layouts:
+        yield "\nto measure these layouts, write them as a sweep first:"
+        arguments = redact_arguments(sys.argv[1:], config.secrets)
+        yield shlex.join(["ultrabench", *arguments, "--write", "best"])
 
 
 def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
@@ -198,7 +249,9 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
     yield f"{step} ({low}-{high})"
     yield f"{row['peak_mem_bytes'] / GIB:.1f}"
     yield f"{100 * row['p_oom']:.1f} %"
-    yield from (three_digits(row[name]) for name in extra_keys)
+    for name in extra_keys:
+        needs, low_needs, high_needs = (three_digits(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+        yield f"{needs} ({low_needs}-{high_needs})"
     yield f"{row['limited_by']}; {row['lost_to']} {100 * row['lost_share']:.0f} %"
     no_room = row["peak_mem_bytes"] > row["rank_mem_bytes"]
     notes = {NO_ROOM: no_room, "extrapolated": row["unmeasured"], "above published": row["above_published"]}

@@ -3,9 +3,10 @@
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from rich.cells import cell_len
@@ -19,11 +20,15 @@ from ultrabench.result import Status, tier
 PIPE_WIDTH = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
-    "", "x predicted", "predicted", "P(OOM)", "run id", "run", "on", "loss", "step s", "why", "policy", "GPUs", "host",
-    "microbatches", "part", "at", "peak GiB", "step", "seconds", "for example", "candidates", "valid", "likely to fit",
-    "first seen", "last seen", "attempt", "memory", "MFU", "tokens/s/GPU",
+    "", "run id", "run", "on", "policy", "GPUs", "host", "microbatches", "part", "at", "loss", "seconds",
+    "for example", "x predicted", "candidates", "valid", "first seen", "last seen", "attempt", "share", "cost", "limited by",
+    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "tokens/s/GPU", "likely to fit", "P(OOM)", "why", "note",
+    "step", "step s", "GPU hours",
 )  # fmt: skip
-"""Columns of any table that are left out on a narrow terminal, the least important one first."""
+"""Columns of any table that are left out on a narrow terminal, the least important one first: ids and constants, then
+shares and cost, last what says how sure a number is. An interval stands in the cell of its value."""
+SETTINGS = frozenset({"model", "nodes", "hardware", "kernel", "precision", "seq_len", "gbs"})
+"""Columns that are left out before all others if several rows have the same value, which the command set."""
 BAR_CHAR = "\u2588"
 """The character of which bars are made."""
 MIN_TEXT_WIDTH, MAX_WORD_WIDTH = 12, 24
@@ -52,8 +57,8 @@ class PlainConsole(Console):
             yield segment._replace(text=text)
 
     def print_line(self, renderable: RenderableType) -> None:
-        """Prints a line or a table: a terminal gets a line wrapped between words, a pipe gets it whole."""
-        self.print(renderable, soft_wrap=isinstance(renderable, str | Text) and not self.is_terminal)
+        """Prints a line or a table. A line is never broken, so that a command in it can be copied; a terminal wraps it."""
+        self.print(renderable, soft_wrap=True)
 
 
 def output_console(stderr: bool = False) -> PlainConsole:
@@ -93,12 +98,14 @@ class FittedTable(Table):
     """A table that fits the width of its terminal.
 
     Text wraps between words. If that is not enough, columns are left out: first those that are empty in all
-    rows, then in the order of LEFT_OUT_FIRST, then from the right. The first one names the rows and stays. No number and
-    no run id is ever cut.
+    rows, then settings that are the same in all, then in the order of LEFT_OUT_FIRST, then from the right. The first one
+    names the rows and stays. No number and no run id is ever cut.
     """
 
     always_shown: str | None = None
     """Name of another column that is never left out."""
+    note_by_column: Mapping[str, str] = MappingProxyType({})
+    """Name of a column -> a line about it, which follows the table where the column is shown."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fitted = copy(self)
@@ -106,6 +113,8 @@ class FittedTable(Table):
         # Rich finds the padding of a column by its index, which changes when other columns are left out.
         fitted.columns = [replace(self.columns[i], width=w, _index=n) for n, (i, w) in enumerate(widths)]
         yield from Table.__rich_console__(fitted, console, options)
+        shown_names = {str(column.header) for column in fitted.columns}
+        yield from (Text(note) for name, note in self.note_by_column.items() if name in shown_names)
 
     def _widths(self, max_width: int) -> dict[int, int]:
         """Index of each column that fits -> its width; `max_width` includes two blanks between columns."""
@@ -117,11 +126,12 @@ class FittedTable(Table):
                 word_width = max(map(cell_len, " ".join(cell_texts).split()), default=0)
                 widths[index] = min(full_widths[index], max(MIN_TEXT_WIDTH, min(word_width, MAX_WORD_WIDTH)))
 
-        def importance_key(index: int) -> tuple[bool, bool, int, int]:
-            header = str(self.columns[index].header)
-            is_kept = index == 0 or header == self.always_shown
+        def importance_key(index: int) -> tuple[bool, bool, bool, int, int]:
+            header, values = str(self.columns[index].header), [*map(str, self.columns[index].cells)]
+            is_constant = header in SETTINGS and len(values) > 1 and len({*values}) == 1
+            is_kept = (index == 0 and not is_constant) or header == self.always_shown
             position = LEFT_OUT_FIRST.index(header) if header in LEFT_OUT_FIRST else len(LEFT_OUT_FIRST)
-            return is_kept, any(map(str, self.columns[index].cells)), position, -index
+            return is_kept, any(values), not is_constant, position, -index
 
         for index in sorted(full_widths, key=importance_key)[:-1]:
             if sum(widths.values()) + 2 * (len(widths) - 1) > max_width:

@@ -103,7 +103,9 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
     _, out, _ = ultrabench(*words, "sweep.nodes=[2]", "max_p_oom=1")
     assert "most likely to fit, not advised" in out
     (sizes,) = re.findall(r"; try (sweep.*)", out)
-    assert all(float(size) < 79.11 for size in re.findall(r", ([\d.]+) GiB", sizes))
+    for size, p_oom, rest in re.findall(r", ([\d.]+) GiB, P\(OOM\) (\d+) %([^)]*)", sizes):
+        assert int(p_oom) <= 10
+        assert (float(size) > 79.11) == ("no room for the allocator's reserve" in rest)
 
 
 def test_plan_advises_to_share_experts_where_their_copies_do_not_fit(ultrabench):

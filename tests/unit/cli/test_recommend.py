@@ -8,6 +8,7 @@ from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.cli.sweep.plan import layouts_to_try
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.recommend import rounder_batch
 
 WORDS = ("recommend", "model=llama3-8b", "seq_len=8192", "gbs=256", "tp=[1,2]", "pp=1", "cp=1", "mbs=[1,2]")
 
@@ -36,6 +37,45 @@ def test_the_first_place_is_that_of_a_plan(ultrabench):
     assert layouts_to_try(plan, 1, {})[0]["run_id"] == row["run_id"]
 
 
+@pytest.mark.parametrize(
+    ("gbs", "other", "num_gpus"),
+    [(513, 512, 8), (520, 512, 64), (100, 96, 64), (256, 256, 512), (512, 512, 8)],
+)
+def test_the_batch_nearby_that_more_layouts_divide(gbs, other, num_gpus):
+    assert rounder_batch(gbs, num_gpus) == other
+
+
+def test_a_faster_batch_is_named_with_its_speedup(ultrabench):
+    words = [word for word in WORDS if not word.startswith(("gbs", "pp", "cp"))]
+    words = [*words, "nodes=1", "precision=bf16", "pp=[1,4]", "cp=[1,2]"]
+    odd, even = (as_json(ultrabench, *words, f"gbs={gbs}")["rows"][0] for gbs in (513, 512))
+    faster, speedup = odd["faster_gbs"], even["tokens_per_s_per_gpu"] / odd["tokens_per_s_per_gpu"] - 1
+    assert (faster["gbs"], faster["layout"], even["faster_gbs"]) == (512, even["layout"], None)
+    assert faster["speedup"] == pytest.approx(speedup, abs=1e-3)
+    assert (
+        f"gbs=512 is {100 * speedup:.0f} % faster than gbs=513 ({even['layout']})"
+        in ultrabench(*words, "gbs=513")[1]
+    )
+
+
+def test_a_written_sweep_plans_the_rows_and_is_replaced_only_with_force(ultrabench, tmp_path):
+    words = (*WORDS, "nodes=[1,2]", "--top", "2", "--write", "best", "+kernel.env.HF_TOKEN=hf_0123456789")
+    document = as_json(ultrabench, *words)
+    path = tmp_path / "ultrabench" / "sweep" / "best.yaml"
+    assert document["written"] == str(path)
+    plan = make_plan(load_config(["sweep=best"]))
+    assert sorted(run.run_id for run in plan.runs) == sorted(row["run_id"] for row in document["rows"])
+    assert (plan.config.name, plan.config.launcher.name) == ("best-h100x8", "slurm")
+    assert "hf_0123456789" not in path.read_text()
+    assert f"--write best: {path} exists; choose another name, or add --force" in one_line(ultrabench, *words)
+    _, out, _ = ultrabench(*words, "--force")
+    assert out.splitlines()[-1] == "ultrabench sweep launch sweep=best"
+    assert "kernel.env.HF_TOKEN; give them to sweep launch again" in out
+    assert "--write best writes the layouts of --top" in one_line(
+        ultrabench, "sweep", "plan", "--write", "best"
+    )
+
+
 def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
     layout = ("tp=8", "pp=1", "cp=1", "gbs=256")
     words = ("recommend", "model=llama3-70b", "nodes=[1,4]", "precision=bf16", *layout)
@@ -53,6 +93,8 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
         ("--price-per-gpu-hour 2", "--price-per-gpu-hour needs --tokens"), ("node=[1]", "did you mean"),
         ("kernel=probe", "kernel=probe does not train; use kernel=embedded"),
         ("nodes=[1] sweep.nodes=[2]", "sweep.nodes is given twice"),
+        ("nodes=[2]", "for example: ultrabench recommend 'nodes=[2]' model=llama3-8b"), ("sweep=nope", "unknown sweep 'nope'"),
+        ("model=llama3-8b --write playbook", "sweep=playbook is part of ultrabench"),
         ("model=llama3-8b tp=3", "no candidate: 8 GPUs are not divisible by tp=3; choose divisors"),
         ("model=llama3-8b ep=2", "no layout can run: ep=2 needs a model with experts"),
     ],

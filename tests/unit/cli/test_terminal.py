@@ -7,6 +7,8 @@ import sys
 import time
 
 import pytest
+from rich.console import Group
+from rich.text import Text
 
 from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, record
@@ -143,7 +145,7 @@ def test_tables_break_no_word_and_cut_no_number(width):
     assert set(text.split()) <= whole
     assert max(len(line) for line in text.splitlines()) <= width
     needed = {
-        50: {"17", "1,234,567", "preempted", *ROW[1].split()}, 80: {"29.9"}, 120: {"0.1234"}, 200: {RUN_ID},
+        50: {"17", "0.1234", "1.2", "preempted", *ROW[1].split()}, 80: {"1,234,567", "29.9"}, 120: {"0.1300"}, 200: {RUN_ID},
     }  # fmt: skip
     assert set().union(*(words for least, words in needed.items() if width >= least)) <= set(text.split())
     assert ("0.1300" in text) == (width >= 120)
@@ -153,7 +155,36 @@ def test_columns_that_are_empty_in_all_rows_go_first():
     oom = ("17", "dp2 tp4 pp2 z1 mbs2 gas16", None, None, None, None, "0.1300 s", "oom", RUN_ID)
     head = shown(table("", *COLUMNS, rows=[oom]), 80).split()
     assert {"predicted", "0.1300", RUN_ID} <= set(head)
-    assert not {"step", "memory"} & set(head)
+    assert "memory" not in head
+
+
+RECOMMENDED = (
+    ">nodes", ">precision", "layout", ">MFU", ">tokens/s", ">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", ">days", ">cost",
+    "limited by", "note",
+)  # fmt: skip
+RECOMMENDED_ROWS = [
+    ("8", precision, "dp64 tp1 pp1 z2 mbs1 gas8", "62.6 %", "684,206", "10,691", "6.13 (4.77-8.45)", "57.4", "1.5 %",
+     "254 (198-350)", "974,365 (758,000-1,340,000)", "compute; memory_bound 18 %", "extrapolated, above published")
+    for precision in ("bf16", "fp8")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "last", "first"),
+    [
+        (60, {"step", "(4.77-8.45)", "extrapolated,"}, {"days", "cost", "57.4", "nodes", "MFU"}),
+        (80, {"step", "(4.77-8.45)", "P(OOM)", "1.5", "extrapolated,", "above"}, {"days", "cost", "57.4", "limited", "nodes"}),
+        (120, {"MFU", "10,691", "(198-350)"}, {"cost", "limited"}), (230, {"nodes", "(758,000-1,340,000)", "limited"}, set()),
+    ],
+)  # fmt: skip
+def test_how_sure_a_number_is_is_left_out_last_and_notes_with_their_columns(width, last, first):
+    fitted = table("", *RECOMMENDED, rows=RECOMMENDED_ROWS)
+    fitted.note_by_column = {"MFU": "the note about MFU", "step s": "the note about intervals"}
+    text = shown(fitted, width)
+    assert last <= set(text.split())
+    assert not first & set(text.split())
+    assert ("the note about MFU" in text) == ("62.6" in text)
+    assert "the note about intervals" in text
 
 
 @pytest.mark.parametrize("width", [50, 80])
@@ -180,10 +211,13 @@ def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(monkeypatch, ca
     assert "remedy: mend it" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("terminal", "lines"), [(True, 3), (False, 1)])
-def test_a_line_wraps_between_words_on_a_terminal_and_is_whole_in_a_pipe(terminal, lines):
+@pytest.mark.parametrize("as_group", [False, True])
+def test_a_line_is_never_broken_so_that_its_commands_can_be_copied(as_group):
     words = f"the run {RUN_ID} of a sweep goes on with ultrabench sweep resume quick-cpu"
-    console = PlainConsole(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
-    console.print_line(words)
-    text = console.file.getvalue()
-    assert (text.count("\n"), " ".join(text.split())) == (lines, words)
+    console = PlainConsole(file=io.StringIO(), width=30, force_terminal=True, color_system=None)
+    console.print_line(
+        Group(Text(words), table("", "run", "reason", rows=[(RUN_ID, words)])) if as_group else words
+    )
+    first_line, *table_lines = console.file.getvalue().splitlines()
+    assert first_line == words
+    assert all(len(line) <= 30 for line in table_lines)

@@ -182,5 +182,6 @@ def test_every_layout_has_a_place_with_all_axes_that_follow_from_no_other(layout
 
 def test_a_number_that_may_be_0_fails_without_a_coordinate_of_its_own(monkeypatch):
     monkeypatch.setattr("ultrabench.sweep.predict.search._AXIS_COORDINATES", {})
+    coordinates.cache_clear()
     with pytest.raises(ValueError, match="zero_stage=0 has no number of doublings"):
         coordinates(Layout(dp=1))

@@ -14,9 +14,9 @@ REASONS = {
     "kernel/mesh.py": "the mesh of torch splits dp into replicas and shards",
     "kernel/rank/ran.py": "each option is read back from the running model in its own way",
     "src/ultrabench/layout.py": "COMPARABLE_AXES: somebody has to look how an axis changes memory before it joins",
+    "sweep/best_runs.py": "the values of recomputation and ZeRO that take least time and least memory",
     "sweep/grid.py": "each of these axes follows from others in its own way",
     "sweep/predict/search.py": "numbers that may be 0 have a distance of their own",
-    "sweep/recommend.py": "the values of recomputation and ZeRO that take least time and least memory",
     "sweep/remedy.py": "the values that save memory, in the order in which they are advised",
 }
 """File -> why it lists axes by hand. An axis that is added to Layout has to be looked for in these files only."""

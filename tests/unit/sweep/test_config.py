@@ -186,6 +186,9 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
         (["kernel=command", "kernel.command=[]"], "kernel.command is empty; give the program"),
         (["retry.attempts.hung=3"], "did you mean retry.attempts.hang?"), (["sweep.nodes=[1"], "sweep.nodes=[1"),
+        (["sweep.tp=[1,2,1]"], "sweep.tp=[1,2,1] lists 1 twice; leave one out"),
+        (["sweep.gbs=[8,8]"], "sweep.gbs=[8,8] lists 8 twice; leave one out"),
+        (["kernel.precision=[fp32,fp32]"], "kernel.precision=[fp32,fp32] lists fp32 twice"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_told_in_one_line(overrides, line):

@@ -52,7 +52,8 @@ def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
 @pytest.mark.parametrize(
     ("key", "message"),
     [("partion", "unknown key of cluster=mine 'partion'; did you mean partition?"),
-     ("nice", "unknown key of cluster=mine 'nice' (known: "), ("price_per_gpu_hour", "price_per_gpu_hour='hopper'"), ("constraint", "write +launcher.sbatch.constraint=VALUE")],
+     ("nice", "unknown key of cluster=mine 'nice' (known: "), ("price_per_gpu_hour", "price_per_gpu_hour='hopper'"), ("mem", "launcher.mem='hopper'; must be a whole number with K, M, G or T, such as 500G"),
+     ("constraint", "write +launcher.sbatch.constraint=VALUE")],
 )  # fmt: skip
 def test_a_key_that_no_launcher_takes_is_told(key, message):
     with refused(message):
@@ -125,7 +126,7 @@ NAN, INF = float("nan"), float("inf")
         *(({"sbatch": {key: "1"}}, "without leading dashes") for key in (
             "--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1")),
         ({"exclude": "a\rb"}, "must be one line"), ({"exclude": "a\0b"}, "launcher.exclude has a NUL as character 2"),
-        *(({key: BREAK}, "must be one line") for key in SBATCH_TEXTS),
+        *(({key: BREAK}, "must be one line") for key in SBATCH_TEXTS if key != "mem"), ({"mem": BREAK}, "a whole number with"),
         *(({key: ("a", BREAK)}, "must be one line") for key in ("setup", "srun", "python", "environment")),
         ({"sbatch": {"comment": BREAK}}, "must be one line"), ({"constraint": "x"}, "write +launcher.sbatch.constraint=VALUE"),
         *(({key: value}, f"launcher.{key}=") for key, value in (

@@ -5,11 +5,13 @@ import random
 import pytest
 
 from ultrabench.layout import AXES
+from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import advised, expected_rate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
-from ultrabench.sweep.recommend import recommendation, tokens_per_s_per_gpu
+from ultrabench.sweep.recommend import recommendation
+from ultrabench.sweep.remedy import nothing_fits
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -91,8 +93,26 @@ def tight_cell(rng):
 def test_a_search_finds_the_best_of_any_cell_with_hardly_enough_memory(seed):
     config = config_of(*tight_cell(random.Random(seed)))
     (place,) = planned_cells(config)
-    recommended = recommendation(config, PLACES, *place).runs
-    assert [*map(rate_of, recommended)] == [*map(rate_of, best_of_all(config)[:PLACES])]
+    shape, cell = place
+    recommended, plan = recommendation(config, PLACES, *place).runs, make_plan(config)
+    best_runs = sorted(advised(plan.runs), key=rate_of, reverse=True)
+    assert [*map(rate_of, recommended)] == [*map(rate_of, best_runs[:PLACES])]
+    least = cell_search(config, shape, cell).cell_plan.predictor.least_occupancy(shape, 8 * cell.nodes)
+    occupancies = [c.prediction for c in plan.candidates if c.predicted]
+    assert least.peak_bytes <= min(occupancy.peak_mem_bytes for occupancy in occupancies)
+    assert least.p_oom <= min(occupancy.p_oom for occupancy in occupancies)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["model=llama3-70b", "sweep.tp=[8]"], ["model=qwen3-32b", "sweep.zero_stage=[1]"]]
+)
+def test_a_plan_and_a_recommendation_give_the_same_remedy(overrides):
+    config = config_of(*overrides, "sweep.mbs=[1,2]", "sweep.cp=[1]")
+    ((shape, cell),) = planned_cells(config)
+    reason = recommendation(config, 1, shape, cell).reason
+    (line,) = nothing_fits(make_plan(config))
+    assert reason.partition("; try ")[2] == line.partition("; try ")[2].strip()
+    assert "sweep.nodes=[2]" in reason
 
 
 def test_a_cell_in_which_only_the_reserve_has_no_room_still_names_a_layout():

@@ -98,7 +98,7 @@ def _published_text(spec: RunSpec, config: SweepConfig, step_time_s: float, peak
     """A sentence that compares the predicted MFU with the best published one; None on CPUs or without one."""
     if config.hardware.device != "cuda":
         return None
-    best_run = best_published(config)
+    best_run = best_published(config, config.kernel.precision)
     return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best_run), best_run)
 
 

@@ -9,12 +9,14 @@ import typer
 from ultrabench.allowed import Count, NonNegative, between
 from ultrabench.cli.options import (
     RESULTS,
+    Force,
     Json,
     Overrides,
     RankBy,
     RankByAlias,
     ResultsDir,
     SweepOrFile,
+    WriteSweep,
     number_option,
     table_option,
 )
@@ -70,6 +72,8 @@ def plan(
     output: PlanFile = None,
     top: Top = None,
     advise_p_oom: AdvisePOom = None,
+    write: WriteSweep = None,
+    force: Force = False,
     show_script: bool = typer.Option(
         False, "--show-script", help="Print only the script of the first Slurm job."
     ),
@@ -85,6 +89,8 @@ def plan(
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     if command and (show_script or output or top):
         raise ConfigError("--command prints one run and nothing else; leave out --show-script, -o and --top")
+    if write and not top:
+        raise ConfigError(f"--write {write} writes the layouts of --top", "add --top K, such as --top 3")
     _say_at_once("planning")
     overrides = [*overrides, *_results_override(results_dir)]
     from ultrabench.cli.sweep.plan import print_command, print_script, show_plan
@@ -94,7 +100,7 @@ def plan(
     elif command:
         print_command(overrides, json_)
     else:
-        show_plan(overrides, json_, output, top, advise_p_oom)
+        show_plan(overrides, json_, output, top, advise_p_oom, write, force=force)
 
 
 @sweep_app.command()

@@ -64,7 +64,7 @@ def _size_text(shape: ModelShape) -> str:
 def price_table(
     plan: Plan, price: Price, count_names: Sequence[str], counts_by_cell: Mapping[CellKey, Sequence[int]]
 ) -> FittedTable:
-    """A table of GPU hours: a row for each cell with its counts and its interval, then other costs, then the sum.
+    """A table of GPU hours with intervals: a row for each cell with its counts, then other costs, then the sum.
 
     Args:
         count_names: names of the columns with the counts of a cell.
@@ -74,10 +74,11 @@ def price_table(
         num_gpus = cell.nodes * plan.config.hardware.gpus_per_node
         _, gpu_hours = price.runs.get(cell, (0, 0.0))
         low, high = price.intervals.get(cell, (0.0, 0.0))
-        interval_text = f"{three_digits(low)} to {three_digits(high)}" if low < high else ""
+        interval_text = f" ({three_digits(low)}-{three_digits(high)})" if low < high else ""
         cell_values = (*(getattr(cell, key) for key in cell_keys), num_gpus)
-        rows.append((*cell_values, *(f"{n:,}" for n in cell_counts), three_digits(gpu_hours), interval_text))
-    columns = (f">{name}" for name in (*cell_keys[1:], "GPUs", *count_names, "GPU hours", "interval"))
+        hours_text = three_digits(gpu_hours) + interval_text
+        rows.append((*cell_values, *(f"{n:,}" for n in cell_counts), hours_text))
+    columns = (f">{name}" for name in (*cell_keys[1:], "GPUs", *count_names, "GPU hours"))
     shown_table = table("", "model", *columns, rows=rows)
     shown_table.add_section()
     empty_cells = [""] * len((*cell_keys, *count_names))
@@ -85,8 +86,8 @@ def price_table(
         shown_table.add_row(f"{purpose}: {num_runs:,}", *empty_cells, three_digits(gpu_hours))
     shown_table.add_section()
     count_sums = (f"{sum(counts):,}" for counts in zip(*counts_by_cell.values(), strict=True))
-    total_texts = (*count_sums, three_digits(price.gpu_hours), " to ".join(map(three_digits, price.interval)))
-    shown_table.add_row("all", *empty_cells[: len(cell_keys)], *total_texts)
+    total_text = f"{three_digits(price.gpu_hours)} ({'-'.join(map(three_digits, price.interval))})"
+    shown_table.add_row("all", *empty_cells[: len(cell_keys)], *count_sums, total_text)
     return shown_table
 
 

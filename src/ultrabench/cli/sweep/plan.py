@@ -14,6 +14,7 @@ from rich.text import Text
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
 from ultrabench.cli.sweep.rereads import Rereads, read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
+from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
@@ -39,6 +40,7 @@ from ultrabench.sweep.candidate import (
 )
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, make_plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
@@ -77,9 +79,22 @@ def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
 
 
 def show_plan(
-    overrides: list[str], as_json: bool, output: Path | None, top: int | None, advise_p_oom: float | None
+    overrides: list[str],
+    as_json: bool,
+    output: Path | None,
+    top: int | None,
+    advise_p_oom: float | None,
+    file_name: str | None = None,
+    *,
+    force: bool = False,
 ) -> None:
-    """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
+    """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first.
+
+    Args:
+        file_name: name of the sweep that is written with the layouts to try first; None writes none.
+        force: whether a file of that name is replaced.
+    """
+    path = None if file_name is None else require_writable_name(file_name, force=force)
     config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
     folder, state, peak_rate, rereads = folder_of(config), SweepState(), dict[str, Any](), Rereads()
@@ -129,10 +144,15 @@ def show_plan(
         price_text = f"price for launcher={config.launcher.name}: {jobs_line(price, config)}"
         notes += [interval_line(price), *time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
+    best_ids = [row["run_id"] for row in best_rows]
+    run_by_id = {run.run_id: run for run in plan.runs}
+    best_runs = [run_by_id[run_id] for run_id in best_ids]
+    launch_lines = written_lines(path, config, overrides, best_runs) if path and best_runs else []
     if as_json:
-        print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}))
+        written = {"written": str(path)} if launch_lines else {}
+        print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}) | written)
         return
-    show(*_page(plan, price, summary, best_rows), *notes)
+    show(*_page(plan, price, summary, best_rows), *notes, *launch_lines)
 
 
 def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
@@ -187,7 +207,7 @@ def _extrapolation_lines(
         num_extrapolated = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
         yield f"{num_extrapolated:,} of {counted(len(runs), 'run')} {'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), with wider intervals: {'; '.join(unmeasured_features)}"
-    best_rate, mfu_by_run = best_published(config), dict[str, float]()
+    best_rate, mfu_by_run = best_published(config, config.kernel.precision), dict[str, float]()
     spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:
         if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
@@ -228,7 +248,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
     for missing in summary["without_candidates"]:
         yield f"sweep.{missing['axis']}={missing['value']} has no candidate: {missing['reason']}"
     if layouts:
-        table_rows, cell_keys = [], cell_columns(counts)
+        table_rows = []
+        cell_keys = [key for key in cell_columns(counts) if key != "model" or len(plan.config.models) > 1]
         for row in layouts:
             low, high = (three_digits(row[f"step_time_{bound}_s"]) for bound in ("low", "high"))
             step_text, oom_text = three_digits(row["step_time_s"]), ""
@@ -242,7 +263,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
             numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
             table_rows.append((*(row[key] for key in (*cell_keys, "layout")), *numbers, note, row["run_id"]))
         number_columns = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
-        columns = ("model", *(f">{key}" for key in cell_keys[1:]), "layout", *number_columns, "why", "run")
+        cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
+        columns = (*cell_headings, "layout", *number_columns, "why", "run")
         yield table("\nlayouts to try first", *columns, rows=table_rows)
 
 
