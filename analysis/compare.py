@@ -18,7 +18,7 @@ from ultrabench.analysis.other_models import other_models
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import CHECKPOINT, MODEL
-from ultrabench.analysis.significance import ALPHA, Runs, corrected, step_time
+from ultrabench.analysis.significance import ALPHA, Runs, corrected
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import FAULTS, NOT_TRIED, Status
@@ -222,8 +222,13 @@ def _no_common_layout(sides: Sequence[Sequence[Row]], names: Sequence[str], othe
 
 
 def _run_times_s(rows: Sequence[Row]) -> list[list[float]]:
-    """The step times of each measured run in seconds; only the run's step time where single steps are unknown."""
-    measured_rows = (row for row in rows if row["status"] == Status.OK and row["suspect"] is None)
+    """The step times of each measured run in seconds; only the run's step time where single steps are unknown.
+
+    Runs that were stopped early as slower than the best count only where none was measured in full, as in rankings.
+    """
+    measured_rows = [row for row in rows if row["status"] == Status.OK and row["suspect"] is None]
+    in_full = [row for row in measured_rows if row["stopped"] != STOPPED_AS_SLOWER]
+    measured_rows = in_full or measured_rows
     run_times_s = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
     return [run for run in run_times_s if all(time_s and time_s > 0 for time_s in run)]
 
@@ -237,7 +242,7 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
     for side, rows, runs in (("a", rows_a, pair[0]), ("b", rows_b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
         row[f"status_{side}"] = "ok" if runs else _usual_status(rows)
-        row[f"step_time_{side}_s"] = step_time(runs) if runs else np.nan
+        row[f"step_time_{side}_s"] = median(map(median, runs)) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
         values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
         row |= {f"{name}_{side}": median(values) for name, values in values_by_column.items() if values}

@@ -80,7 +80,9 @@ def test_ctrl_c_gives_one_line_also_during_imports_and_where_a_library_makes_ano
 
 
 def test_the_command_imports_nothing_before_it_has_a_handler_for_ctrl_c():
-    script = "import sys; old = {*sys.modules}; import ultrabench.cli.entry; print(*sorted({*sys.modules} - old))"
+    script = (
+        "import sys; old = {*sys.modules}; import ultrabench.cli.entry; print(*sorted({*sys.modules} - old))"
+    )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert loaded.split() == ["ultrabench", "ultrabench.cli", "ultrabench.cli.entry"]
 

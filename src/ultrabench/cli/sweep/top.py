@@ -74,7 +74,6 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
     ranking_text = rank_by
     if any(row["num_repeats"] - row["num_repeats_failed"] > 1 for row in runs):  # others show one repeat
         ranking_text = f"the median {rank_by} of repeats"
-        added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
     has_environments = any(row["environment"] for row in runs)
     shown_rows = []
     for row in runs[:limit]:
