@@ -10,6 +10,7 @@ import pyarrow as pa
 from ultrabench.analysis import cells
 from ultrabench.analysis.environments import DRIVERLESS, environment_numbers
 from ultrabench.analysis.left_out import none_left
+from ultrabench.analysis.options import in_rows
 from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
@@ -34,7 +35,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
     the other rows of its model, as in rankings. The column `place` is the place of a run that ended ok in the ranking
     of its cell, null for rows that do not stand for such a run; `may_win` says whether this run may be the best of its
     cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU, and `run_numbers` maps columns
-    to the medians of its repeats; `environment` is a number that rows of one environment share.
+    to the medians of its repeats; `options` has the values of options that vary; `environment` is a number that rows of one environment share.
 
     Args:
         more_columns: further columns of the rows.
@@ -64,6 +65,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
         environment=environment_numbers(frame),
         place_in_cell=pd.Series({s.repeat: s.place for s in standings}, dtype=float),
         **interval_ends.reindex(frame.index),
+        options=pd.Series(in_rows(ranking.options, frame.index), frame.index, dtype=object),
         run_numbers=pd.Series({s.repeat: ranking.run_numbers(s) for s in standings}, dtype=object),
         may_win=frame.index.isin([s.repeat for s in standings if s.may_win]),
     )
