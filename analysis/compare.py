@@ -240,7 +240,9 @@ def _nothing_comparable(layouts: pd.DataFrame) -> str:
     texts = []
     for side in "ab":
         counts = Counter(layouts[f"status_{side}"])
-        texts.append(f"{', '.join(f'{number} {status}' for status, number in counts.most_common())} in {side.upper()}")
+        texts.append(
+            f"{', '.join(f'{number} {status}' for status, number in counts.most_common())} in {side.upper()}"
+        )
     fact = f"nothing to compare: {counted(len(layouts), 'layout')} in both A and B, none with a step time in both"
     return f"{fact} ({'; '.join(texts)}); compare sweeps that have ended, or see ultrabench sweep top"
 

@@ -101,7 +101,9 @@ def _beside_published(source: str, output: Path | None, as_json: bool, results_d
         show(*(f"  {run.text}" for run in runs))
     if not num_matched:
         rule = "only rates of equal model, GPU, precision, seq_len and gbs are compared"
-        raise ConfigError(f"{name}: no published rate matches; {rule}: add your own to ./ultrabench/published/")
+        raise ConfigError(
+            f"{name}: no published rate matches; {rule}: add your own to ./ultrabench/published/"
+        )
     return 0
 
 
