@@ -130,7 +130,12 @@ def read_parquet(path: Path) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or read_failure(error)
         reason = "no such file" if isinstance(error, FileNotFoundError) else reason
-        raise SweepFolderError(f"cannot read {path}: {reason}") from error
+        remedy = (
+            "is the path right?"
+            if isinstance(error, FileNotFoundError)
+            else "copy or make it again: ultrabench collect"
+        )
+        raise SweepFolderError(f"cannot read {path}: {reason.rstrip('.')}", remedy) from error
     if "decision" in table.column_names:
         table = predicted_results(table, path.stem)
     version = _schema_version(table)

@@ -13,17 +13,17 @@ import pyarrow as pa
 
 from ultrabench.analysis.cells import MAY_DIFFER, model_text, without_common_value
 from ultrabench.analysis.environments import CHOSEN, OBSERVED, differing
-from ultrabench.analysis.options import variant_in
+from ultrabench.analysis.options import in_rows, variant_in
 from ultrabench.analysis.other_models import other_models
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import CHECKPOINT, MODEL
-from ultrabench.analysis.significance import ALPHA, Runs, corrected, step_time
+from ultrabench.analysis.significance import ALPHA, Runs, corrected
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import FAULTS, NOT_TRIED, Status
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
-from ultrabench.variant import option_texts
+from ultrabench.variant import KERNEL_OPTIONS, option_texts
 
 _Key = tuple[Any, ...]
 """Model, batch and layout of a row: its values in the columns of `_key_columns`."""
@@ -121,7 +121,7 @@ def compare(
         threshold: relative difference of step times up to which it is no finding, such as 0.05.
 
     Raises:
-        ConfigError: no layout was tried in both.
+        ConfigError: no layout was tried in both, or none of them was measured in both, failed or ran again.
     """
     columns = ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE_RATES, *CHECKPOINT)
     rankings = [Ranking(table, more_columns=columns) for table in (table_a, table_b)]
@@ -139,6 +139,8 @@ def compare(
     rows = [_layout_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in keyed_pairs]
     frame = pd.DataFrame(rows).join(p_values)
     frame["finding"] = [_finding(row, threshold) for row in frame.to_dict("records")]
+    if frame["ratio"].isna().all() and frame["finding"].isna().all():
+        raise ConfigError(_nothing_comparable(frame))
     return Comparison(
         names=names,
         threshold=threshold,
@@ -157,9 +159,21 @@ def compare(
 
 
 def _tried_rows(ranking: Ranking) -> list[Row]:
-    """The rows of runs that were tried, in an order that depends on their content; `number` is the row in the ranking."""
-    numbered = enumerate(zip(ranking.rows_at(ranking.frame.index), ranking.environments.parts, strict=True))
-    rows = [row | parts | {"number": n} for n, (row, parts) in numbered if row["status"] not in NOT_TRIED]
+    """The rows of runs that were tried, in an order that depends on their content; `number` is the row in the ranking.
+
+    `options` has the values of the options that vary in its table, and `attention` the name that the sweep lists.
+    """
+    all_rows, numbers = ranking.rows_at(ranking.frame.index), range(len(ranking.frame))
+    numbered = enumerate(
+        zip(all_rows, ranking.environments.parts, in_rows(ranking.options, numbers), strict=True)
+    )
+    rows = [
+        row
+        | parts
+        | {"number": n, "options": options, "attention": row["attention_listed"] or row["attention"]}
+        for n, (row, parts, options) in numbered
+        if row["status"] not in NOT_TRIED
+    ]
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
 
@@ -172,7 +186,7 @@ def _key_columns(sides: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
     # Where one table has several values of a column, layouts are compared at equal ones.
     varied_columns = [
         name
-        for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED)
+        for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED, *KERNEL_OPTIONS)
         if name != "driver_version" and any(len({row[name] for row in rows} - {None}) > 1 for rows in sides)
     ]
     size_columns = known_names(name for name in MODEL if name != "model") or ["model"]
@@ -221,9 +235,26 @@ def _no_common_layout(sides: Sequence[Sequence[Row]], names: Sequence[str], othe
     return fact + without_common_value(values_by_column)
 
 
+def _nothing_comparable(layouts: pd.DataFrame) -> str:
+    """The message for tables whose common layouts have no step time in both, with how these ended."""
+    texts = []
+    for side in "ab":
+        counts = Counter(layouts[f"status_{side}"])
+        texts.append(
+            f"{', '.join(f'{number} {status}' for status, number in counts.most_common())} in {side.upper()}"
+        )
+    fact = f"nothing to compare: {counted(len(layouts), 'layout')} in both A and B, none with a step time in both"
+    return f"{fact} ({'; '.join(texts)}); compare sweeps that have ended, or see ultrabench sweep top"
+
+
 def _run_times_s(rows: Sequence[Row]) -> list[list[float]]:
-    """The step times of each measured run in seconds; only the run's step time where single steps are unknown."""
-    measured_rows = (row for row in rows if row["status"] == Status.OK and row["suspect"] is None)
+    """The step times of each measured run in seconds; only the run's step time where single steps are unknown.
+
+    Runs that were stopped early as slower than the best count only where none was measured in full, as in rankings.
+    """
+    measured_rows = [row for row in rows if row["status"] == Status.OK and row["suspect"] is None]
+    in_full = [row for row in measured_rows if row["stopped"] != STOPPED_AS_SLOWER]
+    measured_rows = in_full or measured_rows
     run_times_s = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
     return [run for run in run_times_s if all(time_s and time_s > 0 for time_s in run)]
 
@@ -233,11 +264,15 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
     row_a, mark = rows_a[0], rows_a[0]["model_mark"] or rows_b[0]["model_mark"]
     names = ("num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)
     row = {"model": model_text(row_a["model"], mark), **{name: row_a[name] for name in names}}
-    row |= {"layout": run_label(row_a), **{name: row_a[name] for name in (*AXES, "variant")}}
+    options = rows_b[0]["options"] | row_a["options"]
+    row |= {
+        "layout": run_label(row_a | {"options": options}),
+        **{name: row_a[name] for name in (*AXES, "variant")},
+    }
     for side, rows, runs in (("a", rows_a, pair[0]), ("b", rows_b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
         row[f"status_{side}"] = "ok" if runs else _usual_status(rows)
-        row[f"step_time_{side}_s"] = step_time(runs) if runs else np.nan
+        row[f"step_time_{side}_s"] = median(map(median, runs)) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
         values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
         row |= {f"{name}_{side}": median(values) for name, values in values_by_column.items() if values}
@@ -246,8 +281,8 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
 
 
 def run_label(row: Row) -> str:
-    """The layout and the variant of a row as a short text."""
-    return " ".join((*labels(row), *option_texts(variant_in(row["variant"]))))
+    """The layout of a row and its `options` as a short text."""
+    return " ".join((*labels(row), *option_texts(row["options"])))
 
 
 def _usual_status(rows: Sequence[Row]) -> str:

@@ -20,6 +20,7 @@ from ultrabench.analysis.knobs import COLUMNS as KNOB_COLUMNS
 from ultrabench.analysis.knobs import in_order, is_of_variant, knobs, set_value, value_text
 from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.options import variant_in
+from ultrabench.analysis.planned import PREDICTED
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, counted, require_known
@@ -60,6 +61,8 @@ class Effect:
     high: float | None = None
     pairs: int = 0
     """Number of pairs of runs."""
+    predicted: bool = False
+    """Whether a plan predicts the speeds. Formulas have no noise, so that there is no interval."""
 
     @property
     def proven_log_ratio(self) -> float:
@@ -83,6 +86,8 @@ class CompetingRuns:
     """The names of all knobs."""
     varied_knobs: tuple[str, ...]
     """The knobs that have several values among the runs that were tried."""
+    are_predicted: bool
+    """Whether a plan predicts their speeds."""
     num_left_out: Counter[str]
     """Code of _REASON_BY_CODE -> number of runs left out for it."""
 
@@ -163,6 +168,7 @@ def competing_in(ranking: Ranking) -> CompetingRuns:
         repeats=repeats,
         knobs=(*knob_frame,),
         varied_knobs=tuple(str(name) for name in knob_frame if knob_frame[name].nunique() > 1),
+        are_predicted=bool((frame["source"] == PREDICTED).any()),
         num_left_out=Counter(code for code in map(_why_left_out, tried) if code),
     )
 
@@ -248,7 +254,10 @@ def effects(competing: CompetingRuns, axis: str) -> list[Effect]:
     baseline = all_pairs["against"].iloc[0]
     other_values = [value for value in in_order(axis, competing.runs[axis]) if value != baseline]
     effect_by_value = {value: effect(competing, rows) for value, rows in all_pairs.groupby("value")}
-    return [effect_by_value.get(value) or Effect(value=value, against=baseline) for value in other_values]
+    return [
+        effect_by_value.get(value) or Effect(value=value, against=baseline, predicted=competing.are_predicted)
+        for value in other_values
+    ]
 
 
 HEADS = ("axis", "value", "baseline", "speedup", f"{100 * CONFIDENCE:.0f} % interval", "pairs")
@@ -256,13 +265,18 @@ HEADS = ("axis", "value", "baseline", "speedup", f"{100 * CONFIDENCE:.0f} % inte
 
 
 def effects_by_axis(competing: CompetingRuns) -> dict[str, list[Effect]]:
-    """Axis that varied -> its effects; axes with the largest proven effect come first, those without pairs last."""
+    """Axis that varied -> its effects; axes with the largest proven effect come first, those without pairs last.
+
+    Of predictions the largest effect counts.
+    """
     unsorted = {axis: effects(competing, axis) for axis in competing.varied_knobs}
 
-    def largest_proven(item: tuple[str, list[Effect]]) -> float:
-        return max((effect.proven_log_ratio for effect in item[1]), default=-1.0)
+    def largest(item: tuple[str, list[Effect]]) -> float:
+        predicted_sizes = (abs(log(effect.ratio or 1)) for effect in item[1])
+        proven_sizes = (effect.proven_log_ratio for effect in item[1])
+        return max(predicted_sizes if competing.are_predicted else proven_sizes, default=-1.0)
 
-    return dict(sorted(unsorted.items(), key=largest_proven, reverse=True))
+    return dict(sorted(unsorted.items(), key=largest, reverse=True))
 
 
 def cells(axis: str, effect: Effect) -> list[str]:
@@ -273,6 +287,8 @@ def cells(axis: str, effect: Effect) -> list[str]:
     lacking = "pairs" if effect.pairs < FEWEST_PAIRS else "allocations"
     needed_text = f" (need {FEWEST_PAIRS})" if lacking == "pairs" else ""
     why_no_interval = f"too few {lacking}{needed_text}" if effect.pairs else ""
+    if effect.predicted:
+        why_no_interval = "none: predicted"
     return [axis, *value_texts, ratio, f"{low} to {high}" if low else why_no_interval, f"{effect.pairs:,}"]
 
 
@@ -281,13 +297,14 @@ def notes(competing: CompetingRuns, effects_by_axis: Mapping[str, Sequence[Effec
     all_effects = chain.from_iterable(effects_by_axis.values())
     num_intervals = sum(effect.low is not None for effect in all_effects)
     unpaired_axes = [axis for axis, axis_effects in effects_by_axis.items() if not axis_effects]
+    formula_sentence = "Predictions come from formulas, so their effects have no interval."
     miss_text = f"Each interval misses the true ratio in {100 * (1 - CONFIDENCE):.0f} % of cases"
     chance_text = f"{(1 - CONFIDENCE) * num_intervals:.1g} of the {counted(num_intervals, 'interval')} may exclude 1 by chance"
     return [
         *(f"No pairs for {axis}: {why_no_pairs(competing, axis)}." for axis in unpaired_axes),
         "The baseline is the first value listed in the sweep, or the most frequent value if that one was not compared.",
         competing.note,
-        f"{miss_text}: about {chance_text}.",
+        formula_sentence if competing.are_predicted else f"{miss_text}: about {chance_text}.",
     ]
 
 
@@ -308,9 +325,11 @@ def effect(competing: CompetingRuns, value_pairs: pd.DataFrame) -> Effect:
         _allocation_shares(row_of_repeat, repeats["place"], row_pairs, block_of_pair) / num_pairs[:, None],
         float(np.mean(variances)),
     )
-    low, high = map(exp, log_ends) if log_ends else (None, None)
+    low, high = map(exp, log_ends) if log_ends and not competing.are_predicted else (None, None)
     ratio, num_run_pairs = exp(mean_log), len(value_pairs)
-    return Effect(value=value, against=baseline, ratio=ratio, low=low, high=high, pairs=num_run_pairs)
+    estimate = {"ratio": ratio, "low": low, "high": high}
+    predicted = competing.are_predicted
+    return Effect(value=value, against=baseline, **estimate, pairs=num_run_pairs, predicted=predicted)
 
 
 def _pairs_of_repeats(repeats: pd.DataFrame, run_pairs: pd.DataFrame) -> pd.DataFrame:

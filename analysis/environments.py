@@ -5,14 +5,14 @@ environment, whose hash is `env_id`. Runs of one layout in two environments are 
 repeats of one run.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.options import variant_in
-from ultrabench.standing import merge_environments
+from ultrabench.standing import environments_of, merge_environments
 from ultrabench.variant import one_line, value_text
 
 CHOSEN = ("env", "kernel_digest", "kernel_version")
@@ -45,20 +45,8 @@ class Environments:
         row_by_id = {row["env_id"]: row for row in ok_rows}
         self._merged_id, self._merged_drivers = _merged_environments(ok_rows)
         self._row_by_id = {env_id: row_by_id[env_id] for env_id in sorted({*self._merged_id.values()})}
-        env_ids_by_run = defaultdict[tuple[str, str], set[str]](set)
-        env_ids_by_sweep = defaultdict[str, set[str]](set)
-        for row in ok_rows:
-            env_ids_by_run[row["sweep"], row["run_id"]].add(self._merged_id[row["env_id"]])
-            env_ids_by_sweep[row["sweep"]].add(self._merged_id[row["env_id"]])
-
-        def environment(row: Mapping[str, str]) -> str | None:
-            """The env_id of a row; a run that failed before it reported its environment gets that of its sweep."""
-            if row["status"] == "ok" and row["env_id"]:
-                return self._merged_id[row["env_id"]]
-            candidates = env_ids_by_run[row["sweep"], row["run_id"]] or env_ids_by_sweep[row["sweep"]]
-            return next(iter(candidates)) if len(candidates) == 1 else self._merged_id.get(row["env_id"])
-
-        self.ids: list[str | None] = [environment(row) for row in rows] or [None] * len(table)
+        repeats = [(row["sweep"], row["run_id"], row["status"], row["env_id"]) for row in rows]
+        self.ids: list[str | None] = environments_of(repeats, self._merged_id) or [None] * len(table)
         """For each row the env_id that stands for its environment; None where it is unknown or the only one."""
 
     def labels(self, env_ids: Iterable[str | None]) -> dict[str, str]:

@@ -19,17 +19,20 @@ from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.compare import run_label
 from ultrabench.analysis.environments import differing
 from ultrabench.analysis.numbers import percent
+from ultrabench.analysis.options import in_rows, varied_options
 from ultrabench.analysis.ranking import PANEL_COLUMNS
 from ultrabench.analysis.rows import Warn
 from ultrabench.analysis.schema import SIZES
-from ultrabench.analysis.significance import ALPHA
+from ultrabench.analysis.significance import ALPHA, corrected, step_time
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
+from ultrabench.result import SLOWER
 from ultrabench.store.damage import read_each
 from ultrabench.store.folder import sweep_dirs
+from ultrabench.variant import KERNEL_OPTIONS
 
 CELL = ("model", "nodes", *PANEL_COLUMNS)
-_RUN_KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
+_RUN_KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant", "kernel_options"))]
 """Columns that are equal in all nights of a run; its id changes with the version of the program."""
 _RATE_COLUMNS = ("control_ratio", "tokens_per_s_per_gpu")
 """The column of a rate: the first one where there is a control, else the second one."""
@@ -52,7 +55,7 @@ class Series:
     cell: dict[str, Any]
     """Column of CELL -> its value."""
     layout: str
-    """The layout and the variant as a short text."""
+    """The layout and the options that vary as a short text."""
     run_id: str
     """The id in the last night that has one."""
     control: str | None
@@ -97,8 +100,10 @@ class History:
     series: Sequence[Series]
     moves: Sequence[Move]
     notes: Sequence[str]
+    num_tested: int
+    """Number of runs that were tested for a change."""
     warning: str | None
-    """Why no change can be found; None if some run has enough nights."""
+    """Why no change can be found; None if some run was tested."""
 
     def differing(self, night: int) -> dict[str, tuple[str, str]]:
         """Column with a commit, a version or a place -> its values in the night before and in this one, if they differ."""
@@ -173,11 +178,9 @@ def history(nights: Sequence[Night]) -> History:
     """
     if not nights:
         raise ConfigError("no night remains", "give an earlier date with --since")
-    columns = [*_RUN_KEY, "run_id", "status", "suspect", "is_final", "control", *_RATE_COLUMNS]
-    frame = pd.concat(
-        [night.table.select(columns).to_pandas().assign(night=n) for n, night in enumerate(nights)]
-    )
+    frame = pd.concat([_night_rows(night.table).assign(night=n) for n, night in enumerate(nights)])
     is_good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
+    is_good &= frame["stopped"] != SLOWER
     rated_rows = frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)]
     if rated_rows.empty:
         raise ConfigError(
@@ -186,16 +189,40 @@ def history(nights: Sequence[Night]) -> History:
     label_of_run = {row["run_id"]: run_label(row) for row in _records(rated_rows.drop_duplicates("run_id"))}
     rows_by_run = rated_rows.groupby(_RUN_KEY, dropna=False)
     series = [_series(rows, label_of_run, len(nights)) for _, rows in rows_by_run]
-    num_tested = _find_changes(series)
-    _add_changes_of_controls(series)
-    too_few_text = f"too few nights ({len(nights)}): to detect a change takes {MIN_LENGTH} nights before it and {MIN_LENGTH} after"
+    num_tested, notes = _find_changes(series), list[str]()
+    if num_tested:
+        _add_changes_of_controls(series)
+    else:
+        num_tested, notes = _find_changes_of_steps(series, [rows for _, rows in rows_by_run])
+    num_needed = f"fewer than {2 * MIN_LENGTH} nights need more step times in each"
+    too_few_text = f"not tested: {counted(len(nights), 'night')}; {num_needed}"
     return History(
         nights=nights,
         series=series,
         moves=sorted(_common_moves(series), key=lambda move: move.night),
-        notes=[*_note_sentences(series, nights, num_tested)],
+        notes=[*_note_sentences(series, nights, num_tested), *notes],
+        num_tested=num_tested,
         warning=None if num_tested else too_few_text,
     )
+
+
+def _night_rows(table: pa.Table) -> pd.DataFrame:
+    """The rows of a night, with `options`, those that vary in it, and `kernel_options`, the text of those of the kernel."""
+    columns = [
+        *_RUN_KEY[:-1],
+        "run_id",
+        "status",
+        "stopped",
+        "suspect",
+        "is_final",
+        "control",
+        "step_time_s",
+        "step_times_s",
+    ]
+    options = in_rows(varied_options(table), range(len(table)))
+    texts = [str([values.get(name) for name in KERNEL_OPTIONS]) for values in options]
+    frame: pd.DataFrame = table.select([*columns, *_RATE_COLUMNS]).to_pandas()
+    return frame.assign(options=pd.Series(options, frame.index, object), kernel_options=texts)
 
 
 def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
@@ -244,6 +271,50 @@ def _find_changes(series: Sequence[Series]) -> int:
     return len(tested)
 
 
+def _find_changes_of_steps(
+    series: Sequence[Series], rows_of_series: Sequence[pd.DataFrame]
+) -> tuple[int, list[str]]:
+    """Finds changes between few nights by the tests of `compare`: how many runs were tested, and what counts as chance.
+
+    The nights before and after each night are compared. Of several such pairs the one with the smallest p-value counts,
+    times their number, before the correction over all series.
+    """
+    num_nights = len(series[0].rates)
+    sides_by_night, frame_by_night, notes = dict[int, list[Any]](), dict[int, pd.DataFrame](), list[str]()
+    for night in range(1, num_nights):
+        sides = [(rows[rows["night"] < night], rows[rows["night"] >= night]) for rows in rows_of_series]
+        sides_by_night[night] = [(_run_times_s(before), _run_times_s(after)) for before, after in sides]
+        frame_by_night[night], notes = corrected(sides_by_night[night])
+
+    def of_nights(column: str) -> pd.DataFrame:
+        values = {night: (num_nights - 1) * frame[column] for night, frame in frame_by_night.items()}
+        return pd.DataFrame(values, range(len(series)))
+
+    p_values = of_nights("p_value")[of_nights("p_least").min(axis=1) <= ALPHA]
+    if not len(p_values):
+        return 0, []
+    corrected_p = stats.false_discovery_control(p_values.min(axis=1).clip(upper=1))
+    for number, p in zip(p_values.index, corrected_p, strict=True):
+        if p <= ALPHA:
+            night = int(p_values.loc[number].idxmin())
+            before, after = map(step_time, sides_by_night[night][number])
+            series[number].changes = {night: before / after - 1}
+    return len(p_values), [
+        f"Fewer than {2 * MIN_LENGTH} nights: step times are tested as in ultrabench compare.",
+        *notes,
+    ]
+
+
+def _run_times_s(rows: pd.DataFrame) -> list[list[float]]:
+    """The step times of each repeat of a run in seconds; only its step time where single steps are unknown."""
+    pairs = zip(rows["step_times_s"], rows["step_time_s"], strict=True)
+    return [
+        [time_s] if steps_s is None else [*steps_s]
+        for steps_s, time_s in pairs
+        if steps_s is not None or time_s > 0
+    ]
+
+
 def _add_changes_of_controls(series: Sequence[Series]) -> None:
     """Adds the changes of a control layout to those of the runs that are measured relative to it.
 
@@ -275,7 +346,10 @@ def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_teste
     if any(s.control for s in series):
         yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."
     if num_untested := len(series) - num_tested:
-        yield f"{num_untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * MIN_LENGTH} nights with a rate."
+        min_nights = 2 * MIN_LENGTH
+        too_few = " and too few step times" * (len(nights) < min_nights)
+        untested_text = f"{num_untested:,} of {counted(len(series), 'run')} not tested"
+        yield f"{untested_text}: fewer than {min_nights} nights with a rate{too_few}."
     if num_open := sum(s.may_have_changed for s in series):
         runs_text = counted(num_open, "run")
         yield f"{runs_text} may have changed in the last {NUM_RECENT} nights; one more night will confirm or reject it."

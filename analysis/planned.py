@@ -1,16 +1,19 @@
 """Makes a result table from a plan: its predictions take the place of measurements and are marked as predictions."""
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.importing.derived import typed_table, with_derived_columns
 from ultrabench.analysis.importing.table_map import TableMap
+from ultrabench.analysis.options import variant_in
+from ultrabench.analysis.rows import variant_columns
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
 from ultrabench.sweep.candidate import NO_ROOM, CellKey
 from ultrabench.sweep.config.files import files
-from ultrabench.sweep.plan_table import HARDWARE_KEY, KERNEL_KEY
+from ultrabench.sweep.plan_table import FIRST_VALUES_KEY, HARDWARE_KEY, KERNEL_KEY
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 
 PREDICTED = "predicted"
@@ -34,17 +37,22 @@ def predicted_results(plan: pa.Table, source_name: str) -> pa.Table:
         SweepFolderError: the plan does not name its hardware or a model that has a file.
     """
     metadata = plan.schema.metadata or {}
-    hardware, kernel = (metadata.get(key, b"").decode() for key in (HARDWARE_KEY, KERNEL_KEY))
+    keys = (HARDWARE_KEY, KERNEL_KEY, FIRST_VALUES_KEY)
+    hardware, kernel, first_values = (metadata.get(key.encode(), b"").decode() for key in keys)
     if not hardware or not {*plan["model"].to_pylist()} <= {*files("model")}:
         need = "write it with ultrabench sweep plan -o plan.parquet, with models that have a file"
         raise SweepFolderError(f"{source_name} does not name its hardware or names an unknown model; {need}")
-    runs = plan.filter(pc.field("decision") == "run").to_pandas()
+    run_rows = plan.filter(pc.field("decision") == "run")
+    runs = run_rows.to_pandas()
     is_fitting = runs["p_oom"] <= ADVISED_P_OOM
     has_room = is_fitting & (runs["predicted_memory_share"] <= 1)
     has_room_by_cell = has_room.groupby([runs[column] for column in CellKey._fields], dropna=False)
     lacks_room = is_fitting & ~has_room & has_room_by_cell.transform("any")
+    variants = [*map(variant_in, run_rows["variant"].to_pylist())]
+    options = [variant_columns(variant) | {"compile": variant.get("compile")} for variant in variants]
+    option_columns = pd.DataFrame(options, runs.index)
     rows = runs.assign(
-        sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0, attempt=0, is_final=True,
+        **option_columns, first_values=first_values or None, sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0, attempt=0, is_final=True,
         status=is_fitting.map({True: Status.OK.value, False: Status.OOM.value}),
         step_time_s=runs["predicted_step_time_s"].where(is_fitting),
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),

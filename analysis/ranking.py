@@ -109,6 +109,7 @@ _FURTHER_COLUMNS = (
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
     "run_id", "cell", "competes_in", "place", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
+    "ci_reached",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 
@@ -192,8 +193,9 @@ class Ranking:
         # The first row of each cell says what the cell is called; rows that are not suspect come first.
         trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
         first_rows = trusted_first.drop_duplicates("cell").sort_values("cell")
-        best_row_numbers = {n: first.repeat for n, (first, *_) in self.standings.items() if first.best}
-        winner_by_cell = dict(zip(best_row_numbers, self.rows_at(best_row_numbers.values()), strict=True))
+        won_cells = [n for n, (first, *_) in self.standings.items() if first.best]
+        winners = self.run_rows([first for first, *_ in self.standings.values() if first.best])
+        winner_by_cell = dict(zip(won_cells, winners, strict=True))
         row_numbers_by_cell, cells = frame.groupby("cell").indices, []
         for first_row, cell_number in zip(self.rows_at(first_rows.index), first_rows["cell"], strict=True):
             cell_standings = self.standings.get(cell_number, [])
@@ -211,10 +213,13 @@ class Ranking:
         """What `leaderboard` returns, with these columns of the result table; None means all that were read."""
         self._require_values()
         self._require_one_formula()
-        row_numbers = [standing.repeat for standing in chain.from_iterable(self.standings.values())]
+        all_standings = [*chain.from_iterable(self.standings.values())]
+        row_numbers = [standing.repeat for standing in all_standings]
         standing_rows = chain.from_iterable(map(self._standing_rows, self.standings.values()))
         options_of_rows = in_rows(self.options, row_numbers)
-        parts_of_rows = zip(self.rows_at(row_numbers, columns), standing_rows, options_of_rows, strict=True)
+        parts_of_rows = zip(
+            self.run_rows(all_standings, columns), standing_rows, options_of_rows, strict=True
+        )
         ranked_rows = (
             {"rank": rank, **row, **standing_row, "options": options}
             for rank, (row, standing_row, options) in enumerate(parts_of_rows, 1)
@@ -254,6 +259,26 @@ class Ranking:
             }
             for standing in cell_standings
         ]
+
+    def run_rows(self, standings: Sequence[Standing], columns: Sequence[str] | None = None) -> list[Row]:
+        """The rows that stand for these runs; those of `run_numbers` replace the numbers of a single repeat."""
+        rows = self.rows_at((standing.repeat for standing in standings), columns)
+        for row, standing in zip(rows, standings, strict=True):
+            row |= {name: value for name, value in self.run_numbers(standing).items() if name in row}
+        return rows
+
+    def run_numbers(self, standing: Standing) -> Row:
+        """Column -> number of a run of which several repeats compete; empty for other runs, whose row has their numbers.
+
+        Speeds, step times and the column to rank by are medians of these repeats; the interval covers those of all.
+        """
+        if standing.num_competing < 2:
+            return {}
+        columns = [*_STEP_TIME_COLUMNS & {*self.frame} | {self._rank_by}]
+        medians = self.frame.loc[[*standing.competing], columns].astype(float).median()
+        width: Row = {"step_time_ci95_rel": standing.ci95_rel} if self._rank_by in _STEP_TIME_COLUMNS else {}
+        numbers = {name: float(medians[name]) for name in columns if medians[name] == medians[name]}
+        return numbers | width | {"ci_reached": standing.ci_reached}
 
     def rows_at(self, row_numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
         """The rows with these numbers, counted from 0 as in the frame; None means all columns that were read."""

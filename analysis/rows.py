@@ -18,7 +18,7 @@ from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION
 from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, default_schedule
+from ultrabench.layout import AXES
 from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
@@ -34,6 +34,7 @@ from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.plan_table import (
     RUN_COLUMNS,
     columns_of_run,
+    first_values,
     formula_of,
     kernel_of_launch,
     price_per_gpu_hour,
@@ -136,16 +137,7 @@ def _readable_plan(folder: SweepFolder, warn: Warn) -> pa.Table:
 def _first_values(config: Mapping[str, Any]) -> str | None:
     """The column `first_values` of a sweep with this resolved configuration; None where it cannot be read."""
     with contextlib.suppress(ConfigError, LookupError, TypeError, ValueError, AttributeError):
-        sweep = config_from_tree(dict(config))
-        layout_values = {
-            ("dp_shard", "all"): 0,
-            ("pp_schedule", "auto"): default_schedule(2, 2),
-            ("ep", "auto"): 1,
-        }
-        axes = sweep.axes.layout.items()
-        values_by_axis = {axis: [layout_values.get((axis, v), v) for v in values] for axis, values in axes}
-        values_by_axis |= {option: [*values] for option, values in sweep.options.values.items()}
-        return _json_text({axis: values[0] for axis, values in values_by_axis.items() if len(values) > 1})
+        return _json_text(first_values(config_from_tree(dict(config))))
     return None
 
 
@@ -188,7 +180,7 @@ def _columns_by_program(
         model, nodes, pp_schedule, precision, variant = program
         options = json.loads(variant or "{}")
         kernel = kernel_of(sweep.kernel, precision or sweep.kernel.precision, options)
-        run_facts = {"nodes": nodes, "pp_schedule": pp_schedule} | _variant_columns(options)
+        run_facts = {"nodes": nodes, "pp_schedule": pp_schedule} | variant_columns(options)
         columns_by_program[program] = _shared_columns(sweep, kernel, run_facts, shapes.get(model))
     return columns_by_program
 
@@ -301,7 +293,7 @@ def _shared_columns(sweep: SweepJson, kernel: KernelConfig, run_facts: Row, shap
     }  # fmt: skip
 
 
-def _variant_columns(variant: Variant) -> Row:
+def variant_columns(variant: Variant) -> Row:
     """The column `variant`, the options that are set and have no columns of their own, and the listed attention."""
     variant_text = _json_text(options) if (options := identity(variant)) else None
     return {"variant": variant_text, "attention_listed": variant.get("attention")}
@@ -345,7 +337,7 @@ def _claimed_run(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[R
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
         return _shared_columns(sweep, sweep.kernel, {}, None), None
-    run_facts = columns_of_run(spec) | _variant_columns(spec.variant)
+    run_facts = columns_of_run(spec) | variant_columns(spec.variant)
     return _shared_columns(sweep, spec.kernel, run_facts, spec.shape), spec.shape
 
 

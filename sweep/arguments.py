@@ -1,5 +1,6 @@
 """Reads a layout from NAME=VALUE arguments, as the commands `kernel`, `predict` and `plot` take them."""
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,11 +69,21 @@ def read_arguments(arguments: Sequence[str], other_names: Collection[str], examp
             raise ConfigError(f"{argument}: {_ADVICE_BY_NAME[name]}")
         require_known("argument", known_names, name)
         try:
-            values[name] = value if name in TEXT_ARGUMENTS or argument in _SHARD_WORDS else int(value)
+            values[name] = value if name in TEXT_ARGUMENTS or argument in _SHARD_WORDS else _integer(value)
         except ValueError:
             problem = f"{name}={value!r} is not an integer"
             raise ConfigError(f"{problem}; give one layout, such as {name}=2") from None
     return values
+
+
+def _integer(text: str) -> int:
+    """The integer that a text such as `8` or `1e3` gives; raises ValueError for others."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError(text)
+    return int(number)
 
 
 def layout_of(values: Mapping[str, Any], gpus_per_node: int = 2**30) -> Layout:

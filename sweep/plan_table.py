@@ -16,7 +16,7 @@ from pyarrow.json import ParseOptions, read_json
 
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_config import SIZE_OPTIONS, KernelConfig
-from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES, Layout
+from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES, Layout, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict
 from ultrabench.run import RunSpec
@@ -24,6 +24,7 @@ from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.predict.predict import Prediction
 from ultrabench.variant import Value
@@ -87,22 +88,40 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     return read_json(pa.BufferReader(json_lines), parse_options=options).select([*rows[0]])
 
 
-HARDWARE_KEY, KERNEL_KEY = b"ultrabench.hardware", b"ultrabench.kernel"
+HARDWARE_KEY, KERNEL_KEY, FIRST_VALUES_KEY = (
+    "ultrabench.hardware",
+    "ultrabench.kernel",
+    "ultrabench.first_values",
+)
 """Keys of the names of hardware and kernel in the metadata of a plan."""
 
 
-def write_plan(candidates: Sequence[Candidate], path: Path, hardware_name: str = "") -> None:
+def first_values(config: SweepConfig) -> dict[str, Any]:
+    """Axis or option with several values -> the first one that the sweep lists, as it stands in a layout."""
+    layout_values = {
+        ("dp_shard", "all"): 0,
+        ("pp_schedule", "auto"): default_schedule(2, 2),
+        ("ep", "auto"): 1,
+    }
+    axes = config.axes.layout.items()
+    values_by_axis = {axis: [layout_values.get((axis, v), v) for v in values] for axis, values in axes}
+    values_by_axis |= {option: [*values] for option, values in config.options.values.items()}
+    return {axis: values[0] for axis, values in values_by_axis.items() if len(values) > 1}
+
+
+def write_plan(candidates: Sequence[Candidate], path: Path, config: SweepConfig | None = None) -> None:
     """Writes the plan to a temporary file beside `path` and renames it to `path`.
 
     Args:
-        hardware_name: the name of the hardware, if the file is to be drawn without its sweep.
+        config: that of the plan, if the file is to be drawn without its sweep.
 
     Raises:
         SweepFolderError: the file cannot be written.
     """
     buffer = pa.BufferOutputStream()
     kernel = candidates[0].spec.kernel.name if candidates else ""
-    metadata = {HARDWARE_KEY: hardware_name.encode(), KERNEL_KEY: kernel.encode()}
+    metadata = {HARDWARE_KEY: config.hardware.name if config else "", KERNEL_KEY: kernel}
+    metadata |= {FIRST_VALUES_KEY: json.dumps(first_values(config))} if config else {}
     pq.write_table(plan_table(candidates).replace_schema_metadata(metadata), buffer)
     try:
         write_whole(path, buffer.getvalue().to_pybytes())

@@ -108,9 +108,11 @@ def tracked_runs(table: pa.Table, *, has_ranks: bool = True) -> list[TrackedRun]
     """
     row_keys = zip(*(table[column].to_pylist() for column in _ROW_KEY), strict=True)
     index_by_key = {row_key: index for index, row_key in enumerate(row_keys)}
-    board_rows = [*chain.from_iterable(Ranking(table).leaderboards(_ROW_KEY))]
+    ranking = Ranking(table)
+    board_rows = [*chain.from_iterable(ranking.leaderboards(_ROW_KEY))]
     indices = pa.array([index_by_key[_row_key_of(row)] for row in board_rows], pa.int64())
-    rows = table.take(indices).to_pylist()
+    run_numbers = map(ranking.run_numbers, chain.from_iterable(ranking.standings.values()))
+    rows = [row | numbers for row, numbers in zip(table.take(indices).to_pylist(), run_numbers, strict=True)]
     pairs = zip(rows, board_rows, strict=True)
     return [
         _tracked_run(row, board_row, has_ranks) for row, board_row in pairs if row["status"] not in NOT_TRIED

@@ -105,6 +105,14 @@ def runs_drawn(points: "pd.DataFrame") -> str | None:
     return counted(len(points), "run") if "run_id" in points else None
 
 
+def _number(value: Any) -> float | None:
+    """The number that a text gives; None for other texts."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
 def rows_where(table: "pa.Table", value_by_column: Mapping[str, Any]) -> "pa.Table":
     """The rows of a result table whose columns have these values, such as model=8B and nodes=4.
 
@@ -120,7 +128,10 @@ def rows_where(table: "pa.Table", value_by_column: Mapping[str, Any]) -> "pa.Tab
         # Numbers are sorted as numbers, not as texts; null comes last.
         is_numeric = pa.types.is_integer(column_values.type) or pa.types.is_floating(column_values.type)
         ordered_values = column_values.combine_chunks().sort() if is_numeric else column_values
-        value_texts = [*map(str, pc.unique(ordered_values).to_pylist())]
+        distinct_values = pc.unique(ordered_values).to_pylist()
+        value_texts = [*map(str, distinct_values)]
+        if is_numeric and (number := _number(value)) in distinct_values:  # 1e3 and 1000 are one number
+            value = distinct_values[distinct_values.index(number)]
         if str(value) not in value_texts:
             nearest_value = None if is_numeric else nearest_name(str(value), value_texts)
             hint = f"did you mean {nearest_value}? " if nearest_value else ""

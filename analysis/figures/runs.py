@@ -10,6 +10,7 @@ import pyarrow as pa
 from ultrabench.analysis import cells
 from ultrabench.analysis.environments import DRIVERLESS, environment_numbers
 from ultrabench.analysis.left_out import none_left
+from ultrabench.analysis.options import in_rows
 from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
@@ -33,8 +34,8 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
     panels apart: hardware, kernel, precision, routing or batch. A suspect row of an imported table is in the panel of
     the other rows of its model, as in rankings. The column `place` is the place of a run that ended ok in the ranking
     of its cell, null for rows that do not stand for such a run; `may_win` says whether this run may be the best of its
-    cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU; `environment` is a number that rows
-    of one environment share.
+    cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU, and `run_numbers` maps columns
+    to the medians of its repeats; `options` has the values of options that vary; `environment` is a number that rows of one environment share.
 
     Args:
         more_columns: further columns of the rows.
@@ -64,6 +65,8 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
         environment=environment_numbers(frame),
         place_in_cell=pd.Series({s.repeat: s.place for s in standings}, dtype=float),
         **interval_ends.reindex(frame.index),
+        options=pd.Series(in_rows(ranking.options, frame.index), frame.index, dtype=object),
+        run_numbers=pd.Series({s.repeat: ranking.run_numbers(s) for s in standings}, dtype=object),
         may_win=frame.index.isin([s.repeat for s in standings if s.may_win]),
     )
     return _with_panels(frame)
@@ -72,7 +75,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
 def ok_runs(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of `final_rows` of runs that ended ok: one for each run in each environment.
 
-    Of the repeats of a run, it is the row whose speed is nearest to their median.
+    Of the repeats of a run, it is the row whose speed is nearest to their median; its speeds are the medians.
 
     Raises:
         ConfigError: no run of a model ended ok with a speed.
@@ -81,6 +84,9 @@ def ok_runs(frame: pd.DataFrame) -> pd.DataFrame:
     if not len(runs):
         problem_text = f"{counted(len(frame), 'row')}, none of an ok run with a speed"
         raise ConfigError(problem_text, "see why: ultrabench plot failures")
+    for name in [name for name in _NUMBER_COLUMNS if name in runs]:
+        numbers = zip(runs["run_numbers"], runs[name], strict=True)
+        runs = runs.assign(**{name: [of_run.get(name, of_row) for of_run, of_row in numbers]})
     return runs.reset_index(drop=True)
 
 

@@ -19,6 +19,11 @@ function value(name, row) {
   return columns[name]?.[row] ?? null;
 }
 
+// A number of the run for which a row stands: the median of its repeats where several compete.
+function ofRun(name, row) {
+  return value(`run_${name}`, row) ?? value(name, row);
+}
+
 // The distinct values of a column without null, words of an axis in its order and all else sorted.
 function distinct(name) {
   if (pageData.orders[name]) return pageData.orders[name];

@@ -31,7 +31,7 @@ function measure(name, row) {
     const bytes = value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row);
     return bytes === null ? null : bytes / GIB;
   }
-  const columnValue = value(name, row);
+  const columnValue = ofRun(name, row);
   return name === "mfu" && columnValue !== null ? 100 * columnValue : columnValue;
 }
 

@@ -39,11 +39,11 @@ function memoryOf(row) {
 
 // Fills the button of a cell with the best of the runs that are shown, in the order of their standing.
 function fillCell(button, cell, runs) {
-  const bestRow = runs[0]?.best ? runs[0].row : -1, cellData = pageData.cells[cell], mfu = value("mfu", bestRow);
-  const headline = bestRow < 0 ? "" : mfu !== null ? text("mfu", mfu) + cellData.of_peak : `${withPrefix(value("tokens_per_s_per_gpu", bestRow) ?? 0)} tok/s/GPU`;
+  const bestRow = runs[0]?.best ? runs[0].row : -1, cellData = pageData.cells[cell], mfu = ofRun("mfu", bestRow);
+  const headline = bestRow < 0 ? "" : mfu !== null ? text("mfu", mfu) + cellData.of_peak : `${withPrefix(ofRun("tokens_per_s_per_gpu", bestRow) ?? 0)} tok/s/GPU`;
   const showsAll = runs.length === runsOf[cell].length;
   const emptyText = showsAll ? cellData.reason ?? "" : runs.length ? "no shown layout can win" : "no layout shown";
-  const wideInterval = value("ci_reached", bestRow) === false ? value("step_time_ci95_rel", bestRow) : null;
+  const wideInterval = ofRun("ci_reached", bestRow) === false ? ofRun("step_time_ci95_rel", bestRow) : null;
   const intervalLine = wideInterval === null ? [] : [[`+- ${percent(wideInterval)}`, "sure"]];
   const suspectLine = bestRow >= 0 && value("suspect", bestRow) !== null ? [["suspect", "sure"]] : [];
   const textLines = bestRow < 0 ? [[emptyText, "why"]] : [[headline, `headline ${wideInterval === null && !suspectLine.length ? "sure" : ""}`], ...suspectLine, ...intervalLine, [value("layout", bestRow), "layout"], [memoryOf(bestRow), ""]];

@@ -88,7 +88,8 @@ function drawRuns() {
   buttons.forEach((button, cell) => button.setAttribute("aria-expanded", String(cell === state.cell)));
   document.getElementById("runs").hidden = state.cell === null;
   if (state.cell === null) return;
-  const { model, place, reason, ranked_by: rankedBy } = pageData.cells[state.cell], cellRows = runsOf[state.cell], runs = standings(state.cell, isShown);
+  const { model, place, reason, ranked_by: rankedColumn } = pageData.cells[state.cell], cellRows = runsOf[state.cell], runs = standings(state.cell, isShown);
+  const rankedBy = runs[0]?.best && !isPlan ? runs[0].comparedColumn : rankedColumn; // filters may leave runs with several controls
   document.getElementById("runs-title").textContent = `Layouts of ${model} on ${place}`;
   const countText = `${grouped(runs.length)} of ${counted(cellRows.length, "layout")}`;
   document.getElementById("runs-about").textContent = `${countText}${rankedBy ? `, ranked by ${RUN_COLUMNS[rankedBy] ?? rankedBy}` : ""}. ${reason ?? ""}`;

@@ -72,6 +72,15 @@ _ROW_COLUMNS = (*_ATTEMPT_KEY, *AXES, "status", "suspect", "source", "allocation
 """Columns from which the page derives those that are not in the schema, such as `layout`."""
 _NO_RANK = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
+_RUN_NUMBERS = (
+    "mfu",
+    "tokens_per_s_per_gpu",
+    "step_time_s",
+    "control_ratio",
+    "step_time_ci95_rel",
+    "ci_reached",
+)
+"""Numbers that the page shows of a run: of several repeats as `run_mfu` and so on, else those of its row."""
 _LEFT_OUT_COLUMNS = ("schema_version", "step_times_s", "bandwidths", "first_values", *NODE_RATES)
 """Columns that stay out of the page, since they are long or the same in all rows; the parquet file has them."""
 
@@ -208,7 +217,7 @@ def _public_options(variant_text: str | None) -> str | None:
 
 
 def _cells_and_ranks(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
-    """The cells of a ranking, and key of a ranked attempt -> the columns of _NO_RANK that rank it in its cell."""
+    """The cells of a ranking, and key of a ranked attempt -> the columns of _NO_RANK, and the numbers of its run."""
     cells, leaderboards = ranking.cells(), ranking.leaderboards(_ATTEMPT_KEY)
     indices_with_runs = [n for n, cell in enumerate(cells) if cell.status != Status.REJECTED]
     ranks_by_attempt = {
@@ -217,9 +226,12 @@ def _cells_and_ranks(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...]
             "cell": cell_index,
             "repeats_failed": repeats_failed(ranked_row["num_repeats"], ranked_row["num_repeats_failed"]),
             "environment": ranked_row["environment"],
+            "run_numbers": ranking.run_numbers(standing),
         }
-        for cell_index, leaderboard in zip(indices_with_runs, leaderboards, strict=True)
-        for rank, ranked_row in enumerate(leaderboard, 1)
+        for cell_index, leaderboard, standings in zip(
+            indices_with_runs, leaderboards, ranking.standings.values(), strict=True
+        )
+        for rank, (ranked_row, standing) in enumerate(zip(leaderboard, standings, strict=True), 1)
     }
     return cells, ranks_by_attempt
 
@@ -303,6 +315,8 @@ def _derived_columns(
     allocation_numbers = {allocation: number for number, allocation in enumerate(dict.fromkeys(allocations))}
     for name in (*_NO_RANK, "contender"):
         yield name, [row[name] for row in rows]
+    for name in _RUN_NUMBERS:
+        yield f"run_{name}", [_six_digits(row.get("run_numbers", {}).get(name)) for row in rows]
     yield "state", [state(row["status"], row["attempt"]) for row in rows]
     yield "place", [allocation_numbers[allocation] for allocation in allocations]
     yield "doubt", ["yes" if row["suspect"] else "no" for row in rows]
@@ -354,12 +368,19 @@ def _json_values(column: pa.ChunkedArray) -> list[Any]:
     """The values of a column for JSON: numbers with six digits, times and lists as texts, null for NaN and infinity."""
     values: list[Any] = column.to_pylist()
     if pa.types.is_floating(column.type):
-        return [None if v is None or not math.isfinite(v) else float(f"{v:.6g}") for v in values]
+        return [*map(_six_digits, values)]
     if pa.types.is_timestamp(column.type):
         return [None if v is None else v.isoformat(timespec="seconds") for v in values]
     if pa.types.is_list(column.type):
         return [", ".join(map(str, v or ())) or None for v in values]
     return values
+
+
+def _six_digits(number: Any) -> Any:
+    """A number with six digits; None for NaN and infinity, and other values as they are."""
+    if not isinstance(number, float):
+        return number
+    return float(f"{number:.6g}") if math.isfinite(number) else None
 
 
 def _rejected_counts(rows: Sequence[Row]) -> list[Row]:

@@ -5,7 +5,7 @@ const MAX_RANKS = 8; // ranks of a failure that are shown; `sweep show` has all
 const FIRST_ROWS = 25; // rows of a table before "show all"
 const RUN_COLUMNS = {
   layout: "layout", environment: "environment", place: "status", mfu: "MFU", tokens_per_s_per_gpu: "tokens/s/GPU",
-  step_time_s: "step time", predicted_step_time_s: "predicted step time", memory: "peak memory", predicted_peak_mem_bytes: "predicted memory",
+  control_ratio: "speed / control", step_time_s: "step time", predicted_step_time_s: "predicted step time", memory: "peak memory", predicted_peak_mem_bytes: "predicted memory",
   p_oom: "P(OOM)", why: "reason",
 };
 const CELL_CLASSES = { layout: "layout", environment: "words", place: "word", why: "words" }; // others are numbers
@@ -14,12 +14,13 @@ const ATTEMPT_COLUMNS = {
   gpu_hours: "GPU hours", hostnames: "hosts", job_id: "job", allocation: "allocation", reason: "reason",
 };
 
-// The text of a column of RUN_COLUMNS or ATTEMPT_COLUMNS; a step time has its 95 % interval.
-function shownText(name, row) {
+// The text of a column of RUN_COLUMNS or ATTEMPT_COLUMNS; a step time has its 95 % interval. `numberOf` gives the number of a
+// row or of its run.
+function shownText(name, row, numberOf = value) {
   if (name === "memory") return memoryOf(row);
   if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower" : isSuspect(row) ? "suspect" : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
-  const valueText = text(name, value(name, row)), relativeInterval = value("step_time_ci95_rel", row);
+  const valueText = text(name, numberOf(name, row)), relativeInterval = numberOf("step_time_ci95_rel", row);
   if (name === "mfu" && valueText) return valueText + (pageData.cells[value("cell", row)]?.of_peak ?? "");
   if (name === "predicted_step_time_s" && valueText && value("extrapolated", row)) return `${valueText} (extrapolated)`;
   return name === "step_time_s" && valueText && relativeInterval !== null ? `${valueText} +- ${percent(relativeInterval)}` : valueText;
@@ -32,13 +33,14 @@ function nonemptyColumns(columnLabels, candidateRows) {
 // The table of the shown runs of a cell in the order of their standing; a button in each row opens the details of its run.
 function runsTable(standingRuns, showsAll, openContender, onChoose, onShowAll) {
   const markByRow = new Map(standingRuns.map(({ row, best, asGood }) => [row, best ? "best" : asGood ? "as good" : null])), rankedRows = [...markByRow.keys()];
-  const shownColumns = nonemptyColumns(RUN_COLUMNS, rankedRows), opensBeyond = rankedRows.slice(FIRST_ROWS).some((row) => value("contender", row) === openContender);
+  const isByControl = standingRuns.some(({ comparedColumn }) => comparedColumn === "control_ratio");
+  const shownColumns = nonemptyColumns(RUN_COLUMNS, rankedRows).filter((name) => name !== "control_ratio" || isByControl), opensBeyond = rankedRows.slice(FIRST_ROWS).some((row) => value("contender", row) === openContender);
   const shownRanked = showsAll || opensBeyond ? rankedRows : rankedRows.slice(0, FIRST_ROWS);
   const tableRows = shownRanked.flatMap((row) => {
     const contender = value("contender", row), open = contender === openContender;
     const button = element("button", { type: "button", "aria-expanded": String(open), "data-run": contender, onclick: () => onChoose(open ? null : contender) }, `${value("rank", row)}`);
     const rowElement = element("tr", { class: mayWin(row) ? null : "weak" }, element("th", { scope: "row" }, button));
-    for (const name of shownColumns) rowElement.append(element("td", { class: CELL_CLASSES[name] ?? "number" }, (name === "place" && markByRow.get(row)) || shownText(name, row)));
+    for (const name of shownColumns) rowElement.append(element("td", { class: CELL_CLASSES[name] ?? "number" }, (name === "place" && markByRow.get(row)) || shownText(name, row, ofRun)));
     return open ? [rowElement, element("tr", {}, element("td", { colspan: shownColumns.length + 1, class: "about-run" }, aboutRun(row)))] : [rowElement];
   });
   const runsElement = table("Layouts in ranking order; select a rank to see the details of its layout", ["rank", ...shownColumns.map((name) => RUN_COLUMNS[name])], tableRows);

@@ -58,7 +58,7 @@ function standings(cell, isShown) {
     const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlInterval.get(placeOf(repeat)) ?? 0));
     const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
     const interval = comparedValues.length ? [Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))), Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n])))] : null;
-    return { row, run: value("run_id", row), value: medianValue ?? -Infinity, interval, tier: tierOf(row) };
+    return { row, comparedColumn, run: value("run_id", row), value: medianValue ?? -Infinity, interval, tier: tierOf(row) };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);
   const [best] = runs.filter(({ interval }) => interval).sort(byValue);

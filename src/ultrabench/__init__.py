@@ -4,18 +4,20 @@
 when they are first used.
 """
 
-from importlib import import_module
-from typing import Any
-
 __version__ = "0.2.0"
 
 _FOR_NOTEBOOKS = ("read", "best", "plot")
 
 
-def __getattr__(name: str) -> Any:
-    """A function for notebooks; pandas and matplotlib are imported only here."""
+def __getattr__(name: str) -> object:
+    """A function for notebooks; pandas and matplotlib are imported only here.
+
+    The module imports nothing at its top: until the command has set its handler, Ctrl-C would give a traceback.
+    """
     if name in _FOR_NOTEBOOKS:
-        return getattr(import_module("ultrabench.analysis.notebook"), name)
+        from ultrabench.analysis import notebook
+
+        return getattr(notebook, name)
     raise AttributeError(f"module 'ultrabench' has no attribute {name!r}")
 
 

@@ -11,6 +11,8 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 
 import difflib
 import errno
+import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 
@@ -103,9 +105,14 @@ MAX_NAMES = 12
 
 
 def nearest_name(name: str, known_names: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
-    """The one of `known_names` that is probably meant by `name`, such as words.etp by etp; None if none is similar enough."""
+    """The one of `known_names` that is probably meant by `name`; None if none is similar enough.
+
+    It may be in a group (words.etp for etp), or be the only one that begins so (zero_stage for zero).
+    """
     known_names = [*known_names]
     names_in_groups = [known_name for known_name in known_names if known_name.rpartition(".")[2] == name]
+    longer_names = [known_name for known_name in known_names if known_name.startswith(f"{name}_")]
+    names_in_groups += longer_names if len(longer_names) == 1 else []
     close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=min_similarity)
     return next(iter(names_in_groups or close_names), None)
 
@@ -190,8 +197,27 @@ def require_known(
             raise ConfigError(unknown_name(kind, name, known_names, first), setting=setting)
 
 
+_CURLY_QUOTES = "\u2018\u2019\u201a\u201c\u201d\u201e\u00ab\u00bb"
+"""The quotes of word processors and web pages, which mean nothing to a shell."""
+
+
+def require_straight_quotes(words: Iterable[str]) -> None:
+    """Raises ConfigError if a word begins or ends with a curly quote, or one follows a `=`, a comma or a bracket."""
+    for word in words:
+        if re.search(rf"(?:^|[=,\[{{:(])[{_CURLY_QUOTES}]|[{_CURLY_QUOTES}](?:$|[],}}:)])", word):
+            plain_word = word.translate(dict.fromkeys(map(ord, _CURLY_QUOTES)))
+            raise ConfigError(
+                f"{word}: these quotes are curly; type straight ones: {shlex.quote(plain_word)}"
+            )
+
+
 def require_once(settings: Iterable[str]) -> None:
-    """Raises ConfigError if two of the settings KEY=VALUE have the same key, since only the last one would count."""
+    """Raises ConfigError if two of the settings KEY=VALUE have the same key, or one has curly quotes.
+
+    Of two equal keys only the last one would count.
+    """
+    settings = [*settings]
+    require_straight_quotes(settings)
     setting_by_key: dict[str, str] = {}
     for setting in settings:
         key = setting.lstrip("+").partition("=")[0]

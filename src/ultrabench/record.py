@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ultrabench.errors import MAX_NAMES, ConfigError, most_similar, require_known
+from ultrabench.quantity import parsed_number, quantity_of
 
 T = TypeVar("T")
 CHOICES_KEY = "names"
@@ -169,6 +170,8 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
         return tuple(value_from(type_args[0], element, where, skip_unknown) for element in value)
     if isinstance(value, float) and ((cls is int and value.is_integer()) or cls is float is not type(value)):
         return value_from(hint, cls(value), where)  # 2.0 for an integer, or a float of numpy
+    if isinstance(value, str) and cls in (int, float) and (number := parsed_number(value, where)) is not None:
+        return value_from(hint, number, where)  # 80GB for bytes, or 1e3 in a file
     choices = _choices(hint) if isinstance(value, str) else ()
     similar_choice = most_similar(value.lower(), choices) if choices else None
     suggestion_text = f"; did you mean {similar_choice}?" if similar_choice else ""
@@ -213,8 +216,8 @@ def _refusal_text(cls: Any, rule: str, value: Any, where: str) -> str:
         return f"{given_text} is not a mapping; give {where}.NAME=VALUE"
     if type_origin is tuple:
         return f"{given_text} is not a list; write [A,B]"
-    if where.endswith("_bytes"):
-        return f"{given_text} is not a number of bytes, such as 80000000000"
+    if cls in (int, float) and not isinstance(value, list) and (quantity := quantity_of(where)):
+        return f"{given_text} is not a number of {quantity.noun}, such as {quantity.example}"
     expected_text = _EXPECTED.get(cls) or f"a {getattr(cls, '__name__', cls)}"
     if isinstance(value, list) and cls in _EXPECTED:
         return f"{given_text} is not {expected_text.partition(';')[0]}; give one value instead of a list"

@@ -5,8 +5,8 @@ rankings and figures call it with the repeats that they know, and the page has a
 
 Rule. A repeat competes if it is ok, was not stopped as slower than the best, and is not suspect; where all of a
 cell are suspect, these compete. If all that compete were measured beside one control layout, in one environment,
-their ratios to the control are compared, since allocations differ; else their rates. A run counts with the median
-of its repeats. The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their
+their ratios to the control are compared, since allocations differ; else their rates. A run counts, and is shown, with
+the median of the repeats that compete, which lies between two of an even number. The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their
 95 % intervals overlap.
 """
 
@@ -45,6 +45,8 @@ class Repeat(NamedTuple):
     """Step time of the control layout of its allocation over its own."""
     ci95_rel: float | None = None
     """Half the 95 % interval of the step time, relative to it; None counts as 0."""
+    ci_reached: bool | None = None
+    """Whether this interval met the target of the measurement."""
 
     @property
     def measured(self) -> bool:
@@ -65,17 +67,19 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     repeat: int
     """Index of the repeat that stands for the run: the nearest to the median of those that compete."""
     rate: float | None = None
-    """The rate of this repeat."""
+    """The median of the rates of the repeats that compete; that of this repeat if none does."""
     control_ratio: float | None = None
-    """The ratio of this repeat to its control."""
+    """The same of their ratios to their controls, as far as they are known."""
     value: float | None = None
-    """What is compared, the ratio to the control or the rate: the median of the repeats that compete."""
+    """What is compared: the ratio to the control, or the rate."""
     control: str | None = None
     """run_id of this control layout."""
     interval: tuple[float, float] | None = None
     """95 % interval of what is compared; None for a run that does not compete."""
     rate_interval: tuple[float, float] | None = None
     """95 % interval of the rate; None for a run that does not compete."""
+    ci_reached: bool | None = None
+    """Whether the intervals of all these repeats met the target of the measurement; None where this is unknown."""
     suspect: str | None = None
     """Why the measurement is suspect; None if it is not."""
     by_control: bool = False
@@ -94,6 +98,17 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     def num_competing(self) -> int:
         """Number of its repeats that compete."""
         return len(self.competing)
+
+    @property
+    def ci95_rel(self) -> float | None:
+        """Half the 95 % interval of the rate, relative to it: that of the step time of a single repeat; None if unknown."""
+        if self.rate_interval is None or not self.rate or not all(self.rate_interval):
+            return None
+        low, high = self.rate_interval
+        to_low, to_high = (
+            (self.rate / low, self.rate / high) if self.rate > 0 else (low / self.rate, high / self.rate)
+        )
+        return max(to_low - 1, 1 - to_high) or None
 
     @property
     def may_win(self) -> bool:
@@ -192,7 +207,7 @@ def _standing(
     interval = rate_interval = None
     if competing:
         values = [(repeat.control_ratio if by_control else repeat.rate) or 0.0 for _, repeat in competing]
-        compared_value: float | None = (median_value := median(values))
+        median_value = median(values)
         nearest_index = min(range(len(values)), key=lambda n: (abs(values[n] - median_value), values[n]))
         index, representative = competing[nearest_index]
         interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
@@ -201,7 +216,10 @@ def _standing(
             interval = _interval([*zip(values, cis, strict=True)])
     else:
         index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
-        compared_value = representative.control_ratio if by_control else representative.rate
+    shown_repeats = [repeat for _, repeat in competing] or [representative]
+    rate = _median_of_known(repeat.rate for repeat in shown_repeats)
+    control_ratio = _median_of_known(repeat.control_ratio for repeat in shown_repeats)
+    reached = {repeat.ci_reached for repeat in shown_repeats}
     ended_statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
     return Standing(
         run_id=representative.run_id,
@@ -210,18 +228,25 @@ def _standing(
         place=0,
         outcome=representative.status,
         repeat=index,
-        rate=representative.rate,
-        control_ratio=representative.control_ratio,
-        value=compared_value,
+        rate=rate,
+        control_ratio=control_ratio,
+        value=control_ratio if by_control else rate,
         control=representative.control,
         interval=interval,
         rate_interval=rate_interval,
+        ci_reached=False if False in reached else True if reached == {True} else None,
         suspect=representative.suspect,
         by_control=by_control,
         competing=tuple([index for index, _ in competing]),
         num_repeats=len(ended_statuses),
         num_repeats_failed=sum([status != Status.OK for status in ended_statuses]),
     )
+
+
+def _median_of_known(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known; None if there is none."""
+    known_values = [value for value in values if value is not None]
+    return median(known_values) if known_values else None
 
 
 def _interval(values_and_cis: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -284,3 +309,31 @@ def merge_environments(
             }
             merged_drivers[facts] = sorted(driver_by_id.values())
     return representative_by_id, merged_drivers
+
+
+def environments_of(
+    repeats: Sequence[tuple[Hashable, Hashable, str | None, str | None]],
+    representative_by_id: Mapping[str, str],
+) -> list[str | None]:
+    """For each repeat the env_id that stands for its environment; None where that is unknown.
+
+    A repeat that is not ok may have ended before it reported its environment. It has that of the ok repeats of its run
+    if they have one, else that of its sweep if this has one.
+
+    Args:
+        repeats: sweep, run_id, status and env_id of each.
+        representative_by_id: what `merge_environments` returns for the ok repeats.
+    """
+    ids_by_run = defaultdict[Hashable, set[str]](set)
+    for sweep, run_id, status, env_id in repeats:
+        if status == Status.OK and env_id:
+            ids_by_run[sweep, run_id].add(representative_by_id[env_id])
+            ids_by_run[sweep, None].add(representative_by_id[env_id])
+
+    def environment(sweep: Hashable, run_id: Hashable, status: str | None, env_id: str | None) -> str | None:
+        if status == Status.OK and env_id:
+            return representative_by_id[env_id]
+        candidates = ids_by_run.get((sweep, run_id)) or ids_by_run.get((sweep, None), set())
+        return next(iter(candidates)) if len(candidates) == 1 else representative_by_id.get(env_id or "")
+
+    return [environment(*repeat) for repeat in repeats]

@@ -265,6 +265,8 @@ def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
+    (r"(?:(?!cluster\.)\w+\.)?price_per_gpu_hour", "{key} is a setting of a cluster; write +cluster.price_per_gpu_hour=VALUE, or "
+     "price_per_gpu_hour: VALUE in its file"),
     (r"kernel\.recompute", "{key} is an axis of layouts; write sweep.recompute=[full]"),
     (r"(?:sweep\.)?dp", "{key} is not an axis; dp follows from the GPUs, dp = GPUs/(tp*pp*cp): change sweep.nodes, "
      "sweep.tp, sweep.pp or sweep.cp"),
@@ -282,6 +284,7 @@ _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
       (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"), ("hardware.peak_flops_per_s", "precision"))),
     *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
       for group, example in EXAMPLES.items()),
+    (r"cluster\.price_per_gpu_hour", "{key}: the file of the cluster has no price; write +{key}=VALUE"),
     (r"sweep\.(?:env|flags|words)\..*", "{key} is not a setting of the chosen sweep; add it: +{key}=[VALUE,VALUE]"),
     (rf"model\b.*|(?!(?:{_GROUP_NAMES})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
      "unknown override '{key}'; the sizes of a model are in its file: write ultrabench/model/NAME.yaml and give "
@@ -337,6 +340,7 @@ def _probable_setting(key: str, settings: Mapping[str, Any]) -> str | None:
     nearest = nearest_name(key, last_parts.values(), 0.75)
     candidates = (
         [name for name in settings if last_parts[name] == last_part],
+        [name for name in settings if name.startswith(f"{key}_")],
         with_unit if len(with_unit) == 1 and key in (last_part, f"launcher.{last_part}") else [],
         foreign_names[:1] if group not in CONFIG_GROUPS else [],
         [name for name in settings if last_parts[name] == nearest],

@@ -318,10 +318,8 @@ class Price:
     """All allocations that are left, with the repeats of the best runs."""
     runs: Mapping[CellKey, tuple[int, float]]
     """CellKey -> number and GPU hours of the attempts that are left."""
-    num_runs_left: int
-    """Number of runs that have attempts left."""
-    repeats_only: bool
-    """Whether all attempts that are left are repeats of measured runs."""
+    num_repeated: int
+    """Number of measured runs, which are settled, that have repeats left."""
     extra: Mapping[str, tuple[int, float]]
     """Number and GPU hours of control runs, repeats of the best and starts of jobs, where there are any."""
     interval: tuple[float, float]
@@ -349,6 +347,7 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
         todo = (*todo, *(t for t in searched_todo if t.key.run_id not in submitted_ids))
     confirming_attempts = _confirmations(plan, todo)
     attempts_left = AttemptsLeft(todo=(*todo, *confirming_attempts), num_waiting=0)
+    measured_ids = {key.run_id for key, attempt in state.attempts.items() if attempt.ok}
     requested_keys = {attempt.key for attempt in attempts_left.todo}
     jobs = tuple(planned_jobs(plan, attempts_left, state, max_limit_s))
     run_by_key = {attempt.key: attempt.candidate for job in jobs for attempt in job.attempts}
@@ -363,8 +362,7 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     return Price(
         jobs=jobs,
         runs={cell: _num_and_gpu_hours(runs) for cell, runs in runs_by_cell.items()},
-        num_runs_left=len({attempt.key.run_id for attempt in todo}),
-        repeats_only=all(attempt.key.repeat for attempt in todo),
+        num_repeated=len({attempt.key.run_id for attempt in todo} & measured_ids),
         extra={purpose: (count, gpu_hours) for purpose, (count, gpu_hours) in extra.items() if count},
         interval=(start_gpu_hours + low_gpu_hours, start_gpu_hours + high_gpu_hours),
         intervals={cell: _gpu_hour_interval(runs, measure) for cell, runs in runs_by_cell.items()},

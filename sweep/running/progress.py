@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ultrabench.errors import counted
 from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.result import (
     INTERRUPTED,
@@ -81,8 +82,6 @@ class SweepProgress:
     """The best run of each cell so far, sorted by cell."""
     result_by_run: dict[str, RunResult]
     """run_id -> the result of its standing attempt, for ok runs."""
-    width_by_run: dict[str, float]
-    """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     node_warnings: tuple[str, ...]
     """Lines about the health of nodes, from the latest preflight of each."""
     nodes_not_used: dict[str, str]
@@ -96,6 +95,13 @@ class SweepProgress:
     def left(self) -> int:
         """Number of runs that are pending, running or tried again."""
         return self.runs - len(self.settled)
+
+    @property
+    def left_text(self) -> str:
+        """A text such as `12 of 26 runs left, about 3 to go`; settled runs are the others."""
+        text = counted(self.runs, "run")
+        text = f"{self.left} of {text} left" if self.settled else text
+        return text + (f", about {self.to_go} to go" if self.to_go < self.left else "")
 
     @property
     def wasted_gpu_hours(self) -> float:
@@ -136,6 +142,10 @@ class SweepProgress:
                     "layout": run.spec.label(),
                     "tokens_per_s_per_gpu": standing.rate,
                     "control_ratio": standing.control_ratio,
+                    "step_time_ci95_rel": standing.ci95_rel,
+                    "ci_reached": standing.ci_reached,
+                    "num_repeats": standing.num_repeats,
+                    "num_repeats_failed": standing.num_repeats_failed,
                     "suspect": standing.suspect,
                 }
                 for run, standing in self.best
@@ -212,11 +222,6 @@ def progress_of(
         runs_per_hour=_runs_per_hour(state),
         best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
         result_by_run={run_id: a.ok for run_id, a in attempt_by_run.items() if a.ok},
-        width_by_run={
-            run_id: half_width
-            for run_id, a in attempt_by_run.items()
-            if a.ok and a.ok.ci_reached is False and (half_width := a.ok.step_time_ci95_rel) is not None
-        },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         nodes_not_used=blame.node_lines,
         suspects=suspect_reasons,

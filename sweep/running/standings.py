@@ -1,6 +1,6 @@
 """Makes the standings of a sweep from its state: which run of each cell is the best so far."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
@@ -9,7 +9,7 @@ from typing import Self
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import Doubt, Status, doubt_text
 from ultrabench.run import AttemptKey
-from ultrabench.standing import Repeat, Standing, merge_environments, standings
+from ultrabench.standing import Repeat, Standing, environments_of, merge_environments, standings
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.outliers import control_times, gemm_rates, rate_doubts, suspect_attempts
@@ -100,20 +100,21 @@ def standings_of(
     """
     run_by_id = {run.run_id: run for run in runs}
     suspects = suspects_of(run_by_id, state, device) if suspects is None else suspects
-    control_times_s, environment_by_id = control_times(state), _environment_by_id(state)
+    control_times_s, attempts = control_times(state), [*final_attempts(state).values()]
     repeats = []
-    for attempt in final_attempts(state).values():
+    for attempt, environment in zip(attempts, _environments(attempts), strict=True):
         if run := run_by_id.get(attempt.key.run_id):
             result = attempt.result
             timed_result = result if result and result.step_times_s else None
             allocation = state.allocations.get(attempt.allocation or "")
             repeats.append(
                 Repeat(
-                    run_id=run.run_id, cell=run.cell, environment=environment_by_id.get(str(result.env_id)) if result else None,
+                    run_id=run.run_id, cell=run.cell, environment=environment,
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
                     suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
                     control_ratio=control_ratio(attempt, control_times_s), ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
+                    ci_reached=timed_result.ci_reached if timed_result else None,
                 )
             )  # fmt: skip
     standings_by_cell: dict[CellKey, list[Standing]] = standings(repeats)  # type: ignore[assignment]
@@ -137,11 +138,16 @@ def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) ->
     return rate_by_run
 
 
-def _environment_by_id(state: SweepState) -> dict[str, str]:
-    """env_id -> the env_id that stands for its environment, of all ok attempts."""
-    ok_results = [ok for attempt in state.attempts.values() if (ok := attempt.ok) and ok.env_id]
-    env_ids = {str(ok.env_id) for ok in ok_results}
-    if len(env_ids) < 2:
-        return {env_id: env_id for env_id in env_ids}
-    environments = ((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in ok_results)
-    return merge_environments(environments)[0]
+def _environments(attempts: Sequence[AttemptState]) -> list[str | None]:
+    """For each attempt the env_id that stands for its environment."""
+    ok_results = [ok for attempt in attempts if (ok := attempt.ok) and ok.env_id]
+    representative_by_id = {str(ok.env_id): str(ok.env_id) for ok in ok_results}
+    if len(representative_by_id) > 1:
+        environments = ((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in ok_results)
+        representative_by_id, _ = merge_environments(environments)
+    results = ((attempt.key.run_id, attempt.result) for attempt in attempts)
+    repeats = [
+        (None, run_id, result.status if result else None, result.env_id if result else None)
+        for run_id, result in results
+    ]
+    return environments_of(repeats, representative_by_id)

@@ -20,6 +20,8 @@ from tests import patience
 from ultrabench.cli import main as cli
 from ultrabench.machine_lock import LOCK_VARIABLE
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_of
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import SweepState, fold
 
 PROGRAM = Path(__file__).parent / "program.py"
 DEADLINES = ("measure.deadline_floor_s", "measure.run_limit_s", "launcher.heartbeat_s", "launcher.grace_s")
@@ -158,6 +160,10 @@ class Bench:
     def journal(self) -> str:
         """The text of all journal files."""
         return "".join(p.read_text() for p in sorted(self.folder.glob("results/t/journal/*.jsonl")))
+
+    def state(self) -> SweepState:
+        """The state of the sweep; files of a journal have no order, since process ids start again from 1."""
+        return fold(read_journal(self.folder / "results/t/journal"))
 
     def count(self, event: str) -> int:
         """How many events of this kind the journal holds."""

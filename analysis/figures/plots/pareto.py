@@ -105,8 +105,10 @@ def _named_runs(front: pd.DataFrame, column: str) -> pd.DataFrame:
             named_points.append((index, x, y))
     front = front.loc[[index for index, _, _ in reversed(named_points)]]
     run_names = []
-    for run in front[["nodes", *AXES]].convert_dtypes().to_dict("records"):
-        layout = {str(axis): run[axis] for axis in AXES if pd.notna(run[axis])}
+    for run, options in zip(
+        front[["nodes", *AXES]].convert_dtypes().to_dict("records"), front["options"], strict=True
+    ):
+        layout = {str(axis): run[axis] for axis in AXES if pd.notna(run[axis])} | {"options": options}
         run_name = f"{counted(run['nodes'], 'node')}: {' '.join(layout_words(layout))}"
         run_names.append(textwrap.fill(run_name, _NAME_LINE_CHARS))
     max_lines = max(name.count("\n") + 1 for name in run_names)

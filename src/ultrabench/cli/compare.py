@@ -94,12 +94,16 @@ def _beside_published(source: str, output: Path | None, as_json: bool, results_d
             for run in runs
         ]  # fmt: skip
         print_json({"name": name, "matched": num_matched, "rows": rows})
-        return 0
     if not runs:
-        show(f"{name}: no cell has a rate to compare: {none_comparable(result_table)}")
-        return 0
-    show(f"{name}: {num_matched} of {counted(len(runs), 'cell')} with a rate match a published rate")
-    show(*(f"  {run.text}" for run in runs))
+        raise ConfigError(f"{name}: no cell has a rate to compare: {none_comparable(result_table)}")
+    if not as_json:
+        show(f"{name}: {num_matched} of {counted(len(runs), 'cell')} with a rate match a published rate")
+        show(*(f"  {run.text}" for run in runs))
+    if not num_matched:
+        rule = "only rates of equal model, GPU, precision, seq_len and gbs are compared"
+        raise ConfigError(
+            f"{name}: no published rate matches; {rule}: add your own to ./ultrabench/published/"
+        )
     return 0
 
 

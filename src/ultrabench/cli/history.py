@@ -69,6 +69,7 @@ def _document(history: "History") -> dict[str, Any]:
         ],
         "runs": [asdict(series) for series in history.series],
         "moves": [asdict(move) | {"text": history.text(move)} for move in history.moves],
+        "tested": history.num_tested,
         "notes": history.notes,
         "warning": history.warning,
     }
@@ -80,7 +81,7 @@ def _print_history(history: "History") -> None:
 
     nights = history.nights
     nights_text = f"{counted(len(nights), 'night')}, {nights[0].name} to {nights[-1].name}"
-    changes_text = counted(len(history.moves), "significant change")
+    changes_text = counted(len(history.moves), "significant change") if history.num_tested else "not tested"
     show(f"{nights_text}: {counted(len(history.series), 'run')}, {changes_text}")
     show(*(f"  {history.text(move)}" for move in history.moves))
     latest_first = sorted(history.series, key=lambda series: -max(series.changes, default=-1))

@@ -58,6 +58,8 @@ def main() -> None:
     try:
         _require_working_folder()
         exit_code = app(standalone_mode=False)
+        if _received_signals:  # Typer turns KeyboardInterrupt into an exit without a word
+            exit_code = _print_failure("", 130)
         sys.stdout.flush()
     except UltrabenchError as error:
         exit_code = _print_failure(str(error), error.exit_code)

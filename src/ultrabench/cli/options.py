@@ -77,6 +77,13 @@ Overrides = Annotated[
 SweepOrFile = Annotated[
     str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest sweep.")
 ]
+SelectedRows = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SWEEP or FILE.parquet] [COLUMN=VALUE]...",
+        help="Default: all rows of the newest sweep. COLUMN=VALUE keeps matching rows, such as nodes=4.",
+    ),
+]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="Rank by this numeric column of the results.")]
 RankByAlias = Annotated[str | None, typer.Option(hidden=True)]
 """RankBy under the name that it has in another command: --by in `heatmap`, --rank-by in `sweep top`."""

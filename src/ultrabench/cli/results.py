@@ -1,5 +1,6 @@
 """The commands `ultrabench collect`, `heatmap`, `plot` and `report`: tables, figures and pages of results."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,14 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, rows_where, runs_drawn
-from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, SweepOrFile, table_option
+from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, SelectedRows, table_option
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
 
 if TYPE_CHECKING:  # for other commands these would be slow imports
     from collections.abc import Callable
 
+    import pyarrow as pa
     from matplotlib.figure import Figure
+
+    from ultrabench.analysis.rows import Warn
 
 _ARGUMENTS_HELP = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout; memory of a plan draws its best layout by default."
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
@@ -43,7 +47,7 @@ def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: R
 
 
 def heatmap(
-    source: SweepOrFile = None,
+    rows: SelectedRows = None,
     output: Output = None,
     rank_by: RankBy = "tokens_per_s_per_gpu",
     by: RankByAlias = None,
@@ -63,10 +67,12 @@ def heatmap(
     from ultrabench.cli.tables import print_json, say, warn
 
     rank_by = by or rank_by
-    name, path_prefix, result_table = open_results(source, results_dir, warn)
+    name, path_prefix, result_table = open_rows(rows, results_dir, warn)
     cells, other_name = rank(result_table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other_source is not None:
+        _, value_by_column = source_and_values(rows or [])
         other_name, other_prefix, other_table = open_results(other_source, results_dir, warn)
+        other_table = rows_where(other_table, value_by_column)
         name, other_name = distinct_names((name, path_prefix), (other_name, other_prefix))
         other_cells = rank(other_table, rank_by=rank_by, include_suspects=include_suspects)
         cells = compared_with(cells, other_cells)
@@ -116,7 +122,7 @@ def plot(
         axis = next((word for word in words_left if "=" not in word and not word.endswith(".parquet")), None)
         if axis:
             words_left.remove(axis)
-    source, value_by_column = _source_and_values(words_left)
+    source, value_by_column = source_and_values(words_left)
     if KINDS[kind].shows_layout:
         no_results = "", f"{Path.cwd()}/", None
         name, path_prefix, result_table = open_results(source, results_dir, warn) if source else no_results
@@ -141,22 +147,33 @@ def _print_kinds() -> None:
         typer.echo(f"{kind:<14}{traits.summary}{axes_text}{columns_text}")
 
 
-def _source_and_values(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
+def open_rows(
+    arguments: Sequence[str] | None, results_dir: Path, warn: "Warn"
+) -> "tuple[str, str, pa.Table]":
+    """What `open_results` returns for the sweep or file among the words, with the rows that COLUMN=VALUE selects."""
+    from ultrabench.analysis.collect import open_results
+
+    source, value_by_column = source_and_values(arguments or [])
+    name, path_prefix, result_table = open_results(source, results_dir, warn)
+    return name, path_prefix, rows_where(result_table, value_by_column)
+
+
+def source_and_values(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """The sweep or file among the words, None for the newest, and the values of columns.
 
     Raises:
         ConfigError: two words are no COLUMN=VALUE, or have the same column.
     """
     require_once(arguments)
-    sources = [argument for argument in arguments if "=" not in argument]
+    sources = [argument for argument in arguments if "=" not in argument or os.path.exists(argument)]
     if len(sources) > 1:
         raise ConfigError(f"{' '.join(sources)}: give one sweep or file; write other words as COLUMN=VALUE")
-    value_by_column = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    value_by_column = dict(argument.split("=", 1) for argument in arguments if argument not in sources)
     return (sources[0] if sources else None), value_by_column
 
 
 def report(
-    source: SweepOrFile = None,
+    rows: SelectedRows = None,
     output: Output = None,
     public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and free text."),
     json_: Json = False,
@@ -165,12 +182,11 @@ def report(
     """Write all results to one HTML page that works offline."""
     if output is not None and output.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {output}: the page is HTML; give a name that ends in .html")
-    from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.page.page import page
     from ultrabench.analysis.page.rows import document
     from ultrabench.cli.tables import print_json, say, warn
 
-    name, path_prefix, result_table = open_results(source, results_dir, warn)
+    name, path_prefix, result_table = open_rows(rows, results_dir, warn)
     output_path = output or Path(f"{path_prefix}report.html")
     page_data = document(result_table, public=public)
     html = page(page_data, title=name).encode()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.cli.tables import print_json, say, show, table
+from ultrabench.cli.tables import output_console, print_json, say, table
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skip
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
@@ -107,6 +107,10 @@ def _write_cluster(config: SweepConfig, site: Site, cluster: str, force: bool, p
     say(f"wrote {path}", f"to use it: ultrabench sweep plan cluster={cluster} launcher=slurm")
 
 
+REPORT_WIDTH = 120
+"""Width in characters of the checks when the output is no terminal: people read them in a log or a mail."""
+
+
 def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
     """Prints a table of the checks, then the remedies as lines; checks that could not be made share the last row."""
     config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
@@ -119,5 +123,8 @@ def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
     if unknown_names:
         unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
         rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))
+    checks_table = table(f"doctor: {config_text}", "check", "status", "found", rows=rows)
     remedies = [f"{check.name}: remedy: {check.remedy}" for check in checks if check.remedy]
-    show(table(f"doctor: {config_text}", "check", "status", "found", rows=rows), *remedies)
+    console = output_console(pipe_width=REPORT_WIDTH)
+    for line in (checks_table, *remedies):
+        console.print_line(line)

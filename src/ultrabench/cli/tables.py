@@ -61,9 +61,13 @@ class PlainConsole(Console):
         self.print(renderable, soft_wrap=True)
 
 
-def output_console(stderr: bool = False) -> PlainConsole:
-    """The console for tables on stdout, or one for stderr."""
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else PIPE_WIDTH
+def output_console(stderr: bool = False, pipe_width: int = PIPE_WIDTH) -> PlainConsole:
+    """The console for tables on stdout, or one for stderr.
+
+    Args:
+        pipe_width: width in characters when the output is no terminal.
+    """
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else pipe_width
     return PlainConsole(stderr=stderr, width=width, highlight=False, markup=False)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_the_command_fails_a_night_with_a_loss(ultrabench, tmp_path, monkeypatch
     assert ultrabench("history", "all.parquet", "--since", "2026-11-12")[0] == 0
     code, _, err = ultrabench("history", "few.parquet")
     assert code == 0
-    assert "too few nights (5): to detect a change takes" in err
+    assert "not tested: 5 nights; fewer than 6 nights need more step times in each" in err
     Path("empty").mkdir()
     Path("nights").mkdir()
     for night in made():
@@ -148,7 +149,43 @@ def test_a_folder_of_folders_of_sweeps_is_read_once(sweep, ultrabench, tmp_path)
     code, out, err = ultrabench("history", str(tmp_path), str(sweep.path))
     assert code == 0
     assert out.startswith("1 night, ")
-    assert "too few nights (1)" in err
+    assert ": 2 runs, not tested\n" in out or ": 1 run, not tested\n" in out
+    assert "not tested: 1 night; " in err
+
+
+@pytest.mark.parametrize(("number", "first"), [(2, 1), (3, 1), (3, 2), (2, None)])
+def test_two_and_three_nights_are_tested_as_two_tables_are(ultrabench, tmp_path, monkeypatch, number, first):  # noqa: F811
+    """Two of six runs become 10 % slower in night `first`, with steps that vary by 1 % as those of all runs do."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(3)
+    for night in range(number):
+        start, rows = FIRST + timedelta(days=night), []
+        for n in range(6):
+            is_slower = first is not None and night >= first and n < 2
+            steps_s = (0.1 * (n + 1) * (1.1 if is_slower else 1) * np.exp(rng.normal(0, 0.01, 20))).tolist()
+            numbers = {
+                "step_times_s": steps_s,
+                "step_time_s": float(np.median(steps_s)),
+                "step_time_ci95_rel": 0.005,
+            }
+            rows.append(
+                row(
+                    str(n),
+                    100 / np.median(steps_s),
+                    mbs=n + 1,
+                    sweep=f"n{night}",
+                    started_at=start,
+                    **numbers,
+                )
+            )
+        Path(f"n{night}.parquet").write_bytes(parquet(table_of(*rows)))
+    code, out, err = ultrabench("history", *(f"n{night}.parquet" for night in range(number)))
+    if first is None:
+        assert (code, ": 6 runs, 0 significant changes\n" in out) == (0, True), err
+        return
+    assert (code, ": 6 runs, 1 significant change\n" in out) == (1, True), out + err
+    assert re.search(rf"2026-11-0{1 + first} 02:00: 2 of 6 runs are (8|9)\.\d % slower", out)
+    assert "Fewer than 6 nights: step times are tested as in ultrabench compare." in out
 
 
 def test_the_files_of_a_night_are_ready_to_use(monkeypatch):

@@ -1,6 +1,7 @@
 """What `import ultrabench` offers notebooks, and the examples of docs/guide/results.md."""
 
 import importlib
+import random
 import re
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 import ultrabench
 from tests.configs import refused
 from tests.sweep_folder import write
+from tests.unit.analysis import tables
 from tests.unit.analysis.sweeps import OK, SPECS, attempted, make_sweep
+from tests.unit.analysis.tables import row
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.notebook import table_of
 from ultrabench.errors import UltrabenchError
@@ -88,3 +91,30 @@ def test_the_examples_of_the_page_run(folder):
     assert Path("heatmap.svg").stat().st_size > 1000
     assert len(names["narrow"]) < len(names["rows"])
     assert names["spent"]["ok"] == pytest.approx(0.2)
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # duckdb uses it
+def test_the_query_of_the_page_finds_the_runs_that_best_finds():
+    """Cells of three runs, of which 1 to 4 repeats are ok; two in three cells are ranked by ratios to one control."""
+    pytest.importorskip("duckdb", reason="duckdb is not installed: pip install -e .[dev]")
+    draw = random.Random(3)
+    rows = [
+        row(
+            f"{n}{run}", draw.choice((90.0, 100.0, 110.0, 111.0)), nodes=n, repeat=repeat, control=f"c{n}" if n % 3 else None,
+            control_ratio=draw.randint(90, 110) / 100 if n % 3 else None, gbs=256 if n % 2 else 512,
+            status=draw.choice(("ok", "ok", "crash")), stopped=draw.choice((None, None, "slower_than_best")),
+            suspect=draw.choice((None, None, "hot")),
+        )
+        for n in range(1, 20) for run in "abc" for repeat in range(draw.randint(1, 4))
+    ]  # fmt: skip
+    names = {"rows": tables.table_of(*rows).to_pandas()}
+    (example,) = re.findall(
+        r"import duckdb\n\n(fastest = .*?)narrow", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
+    exec(f"import duckdb\n{example}", names)
+    best = ultrabench.best(names["rows"])
+    trusted = best[best["run_id"].notna() & best["suspect"].isna()].sort_values("nodes")
+    columns = ["nodes", "run_id", "tokens_per_s_per_gpu", "ranked_value"]
+    found = names["fastest"].sort_values("nodes")[columns].to_numpy().tolist()
+    assert len(found) > 10
+    assert found == trusted[columns].to_numpy().tolist()

@@ -1,17 +1,21 @@
 """Every answer names the same best run of a cell, with the same speed: status, top, heatmap, the page, and what is repeated."""
 
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ultrabench
 from tests.sweep_folder import write
 from tests.unit.analysis.page_tables import shown
 from tests.unit.analysis.sweeps import OK, attempted, make_sweep, spec_of
 from ultrabench.analysis.collect import collect
+from ultrabench.analysis.compare import compare
 from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.layout import Layout
 from ultrabench.result import SLOWER, Status
@@ -57,40 +61,74 @@ def sweep_of(repeats, with_controls):
     return folder
 
 
-def run_and_rate(row):
-    """The run_id of a row and its tokens/s/GPU."""
-    return row["run_id"], f"{row['tokens_per_s_per_gpu'] or 0.0:.5g}"  # the page has six digits
+NUMBERS = (
+    "tokens_per_s_per_gpu", "step_time_s", "mfu", "control_ratio", "step_time_ci95_rel", "ci_reached", "num_repeats",
+    "num_repeats_failed",
+)  # fmt: skip
+"""Numbers of a run; an answer has some of them."""
+
+
+def numbers_of(row, *names):
+    """The run_id of a row and its numbers."""
+    return {name: row[name] for name in ("run_id", *(names or NUMBERS)) if not pd.isna(row.get(name))}
+
+
+def page_rows(table):
+    """The rows of the page that stand for a run, with the numbers of their run, the best of each cell last."""
+    columns = shown(table)["columns"]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    for row in rows:
+        row |= {name: row[f"run_{name}"] for name in NUMBERS if row.get(f"run_{name}") is not None}
+    return sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"], reverse=True)
 
 
 def best_by_answer(folder):
-    """Answer -> number of nodes -> run_id and tokens/s/GPU of the best run, where there is one."""
+    """Answer -> number of nodes -> run_id and numbers of the best run, where there is one."""
     table, sweep = collect([folder], pytest.fail), read_sweep_json(folder)
     state = fold(read_journal(folder.journal, pytest.fail))
     runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
-    columns = shown(table)["columns"]
-    keys = ("cell", "rank", "nodes", "run_id", "tokens_per_s_per_gpu")
-    pages = [dict(zip(keys, values, strict=True)) for values in zip(*map(columns.get, keys), strict=True)]
     boards = [board for board in leaderboard(table) if board and board[0]["best"]]
     near = contender_ids(runs, for_answers(state), "cuda")
-    best = {cell.nodes: run_and_rate(cell.to_json()) for cell in rank(table) if cell.run_id}
-    ranked = sorted(
-        (row for row in pages if row["rank"] is not None), key=lambda row: row["rank"], reverse=True
+    best = {cell.nodes: numbers_of(cell.to_json()) for cell in rank(table) if cell.run_id}
+    notebook = ultrabench.best(table.to_pandas()).dropna(subset=["run_id"])
+    compared = compare(table, table, 0.05).rows.rename(
+        columns={"run_id_a": "run_id", "step_time_a_s": "step_time_s"}
     )
+    times = {key: row for row in compared.to_dict("records") if (key := (row["run_id"], row["nodes"]))}
+    environments = Counter(board_row["run_id"] for board in boards for board_row in board)
     return {
         "heatmap": best,
-        "top": {board[0]["nodes"]: run_and_rate(board[0]) for board in boards},
+        "top": {board[0]["nodes"]: numbers_of(board[0]) for board in boards},
         "status": {
-            s["nodes"]: run_and_rate(s) for s in progress_of("s", runs, state, "cuda").as_json()["best"]
+            s["nodes"]: numbers_of(s) for s in progress_of("s", runs, state, "cuda").as_json()["best"]
         },
-        "page": {row["nodes"]: run_and_rate(row) for row in ranked if row["nodes"] in best},
-        "repeated": {nodes: run for nodes, run in best.items() if run[0] in near},
+        "page": {row["nodes"]: numbers_of(row) for row in page_rows(table) if row["nodes"] in best},
+        "notebook": {row["nodes"]: numbers_of(row) for row in notebook.to_dict("records")},
+        "repeated": {nodes: run for nodes, run in best.items() if run["run_id"] in near},
+        "compare": {
+            board[0]["nodes"]: numbers_of(times[board[0]["run_id"], board[0]["nodes"]], "step_time_s")
+            for board in boards
+            if environments[board[0]["run_id"]] == 1
+            and not board[0]["suspect"]  # others have no single step time
+        },
     }
 
 
+@settings(max_examples=12)  # each is a sweep of its own
 @given(st.lists(REPEATS, min_size=1, max_size=14), st.tuples(st.booleans(), st.booleans(), st.booleans()))
-def test_all_answers_name_one_winner_for_each_cell(repeats, with_controls):
+def test_all_answers_name_one_winner_for_each_cell_with_the_same_numbers(repeats, with_controls):
     answers = best_by_answer(sweep_of(repeats, with_controls))
-    assert all(best == answers["heatmap"] for best in answers.values()), answers
+    assert all(
+        best.keys() == answers["heatmap"].keys() for name, best in answers.items() if name != "compare"
+    ), answers
+    for nodes in answers["heatmap"]:
+        for name, answer in ((name, best[nodes]) for name, best in answers.items() if nodes in best):
+            top = answers["top"][nodes]
+            assert answer["run_id"] == top["run_id"], name
+            expected = pytest.approx([top[key] for key in NUMBERS if key in answer], rel=1e-5)
+            assert [answer[key] for key in NUMBERS if key in answer] == expected, (
+                name
+            )  # the page has six digits
 
 
 def test_allocations_that_differ_are_compared_by_their_controls():
@@ -98,4 +136,4 @@ def test_allocations_that_differ_are_compared_by_their_controls():
     times = [(1, 0, 0, "x", 0.40), (1, 0, 1, "y", 0.30), (1, 1, 0, "x", 0.36), (1, 2, 0, "y", 0.33)]
     repeats = [(*key, replace(OK, step_times_s=(time_s,) * 3)) for *key, time_s in times]
     answers = best_by_answer(sweep_of(repeats, (True, True, True)))
-    assert [best[1][0] for best in answers.values()] == [CELLS[1][1].run_id] * len(answers)
+    assert [best[1]["run_id"] for best in answers.values()] == [CELLS[1][1].run_id] * len(answers)

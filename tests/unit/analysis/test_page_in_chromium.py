@@ -316,7 +316,7 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
         "sweep.recompute=[none,full]",
     )
     plan = make_plan(load_config([*words, "max_p_oom=1"]))
-    write_plan(plan.candidates, tmp_path / "plan.parquet", "h100x8")
+    write_plan(plan.candidates, tmp_path / "plan.parquet", plan.config)
     tab = opened(read_parquet(tmp_path / "plan.parquet"))
     assert tab.locator("#about").inner_text().startswith("Predicted by a plan; nothing was measured")
     (board,) = leaderboard(read_parquet(tmp_path / "plan.parquet"))

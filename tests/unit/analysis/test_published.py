@@ -67,8 +67,11 @@ def test_the_command_prints_and_tells_programs(ultrabench, tmp_path, monkeypatch
     assert [entry["share"] and round(entry["share"], 2) for entry in document["rows"]] == [0.97, None]
     assert document["rows"][0]["published"]["tokens_per_s_per_gpu"] == 40149.94
     (tmp_path / "b.parquet").write_bytes(parquet(table_of(row("a", suspect="throttled", **PLAYBOOK))))
-    code, out, _ = ultrabench("compare", "b.parquet", "published")
-    assert code == 0
-    assert "b: no cell has a rate to compare: 1 run, none can be compared: 1 suspect (throttled)" in out
+    refusal = one_line(ultrabench, "compare", "b.parquet", "published")
+    assert "b: no cell has a rate to compare: 1 run, none can be compared: 1 suspect (throttled)" in refusal
+    (tmp_path / "c.parquet").write_bytes(parquet(table_of(row("a", 38945.0, **PLAYBOOK | {"seq_len": 100}))))
+    code, out, err = ultrabench("compare", "c.parquet", "published")
+    assert (code, "c: 0 of 1 cell with a rate match a published rate\n" in out) == (2, True)
+    assert "c: no published rate matches; only rates of equal model, GPU" in err
     assert "published must come second" in one_line(ultrabench, "compare", "published", "a.parquet")
     assert "-o x.png" in one_line(ultrabench, "compare", "a.parquet", "published", "-o", "x.png")

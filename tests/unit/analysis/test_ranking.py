@@ -81,7 +81,7 @@ def test_a_repeated_run_counts_with_its_median():
     (cell,) = cells_of(*lucky, row("steady", 90.0))
     assert (cell.run_id, cell.as_good_as_best, cell.num_runs) == ("steady", ("lucky",), 2)
     (cell,) = cells_of(*lucky[:2], row("steady", 90.0))
-    assert (cell.run_id, cell.tokens_per_s_per_gpu) == ("lucky", 80.0)
+    assert (cell.run_id, cell.tokens_per_s_per_gpu) == ("lucky", 100.0)
 
 
 def test_a_cell_counts_runs_by_their_best_repeat_and_names_axes_that_vary():

@@ -216,14 +216,19 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
 def test_a_launch_tells_how_many_runs_are_left(sweep):
     record(sweep, QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM")
     state, total = fold(read_journal(sweep.journal)), len(QUICK.runs)
-    opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, lease=None)
-    assert f": {total} runs, " in [*first_lines(opened, price_of(QUICK))][1]
-    assert f": {total - 2} of {total} runs left, " in [*first_lines(opened, price_of(QUICK, state))][1]
+    journal = SimpleNamespace(path=next(sweep.journal.iterdir()))
+
+    def line(plan, state):
+        facts = {"config": plan.config, "plan": plan, "folder": sweep, "journal": journal, "lease": None}
+        return [*first_lines(SimpleNamespace(**facts, state=lambda: state), price_of(plan, state))][1]
+
+    assert f": {total} runs, " in line(QUICK, SweepState())
+    assert f": {total - 2} of {total} runs left, " in line(QUICK, state)
+    twice = replace(QUICK, config=replace(QUICK.config, repeats=2))
+    assert f": {total - 2} of {total} runs left, repeats of 1 measured run left, " in line(twice, state)
     for run in QUICK.runs:
         record(sweep, run, attempt=1)
-    twice = replace(QUICK, config=replace(QUICK.config, repeats=2))
-    price = price_of(twice, fold(read_journal(sweep.journal)))
-    assert f": repeats of {total} runs left, " in [*first_lines(opened, price)][1], "all settled in status"
+    assert f": repeats of {total} measured runs left, " in line(twice, fold(read_journal(sweep.journal)))
 
 
 def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_skipped(capsys):

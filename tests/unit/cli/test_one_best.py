@@ -6,6 +6,7 @@ import pytest
 
 from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, as_json, record
+from ultrabench.result import Status
 from ultrabench.store.events import AllocationPlanned
 
 NODES = QUICK.runs[0].nodes
@@ -40,17 +41,46 @@ def test_all_commands_name_the_run_that_gains_most_on_its_control(ultrabench, tw
 
 
 @pytest.mark.parametrize("times_s", [(0.04, 0.05, 0.08), (0.04, 0.05)])
-def test_a_run_with_repeats_counts_with_their_median_and_every_answer_says_so(ultrabench, sweep, times_s):
+def test_every_command_prints_the_medians_of_a_run_with_repeats(ultrabench, sweep, times_s):
+    """The run of the fixture and a failed repeat are beside them; steps that alternate give each repeat an interval."""
     for repeat, time_s in enumerate(times_s):
-        record(sweep, A, repeat=repeat, step_times_s=(time_s,) * 6)
-    shown_rate, *rates = (
-        A.spec.tokens_per_step / time_s / A.layout.world_size for time_s in (0.05, *times_s)
-    )
-    top = next(row for row in as_json(ultrabench, "sweep", "top") if row["nodes"] == NODES)
+        steps_s = (time_s, 1.1 * time_s, time_s) * 4
+        record(sweep, A, repeat=repeat, step_times_s=steps_s, ci_reached=bool(repeat))
+    record(sweep, A, repeat=len(times_s), status=Status.CRASH, reason="boom")
+    speed = median(A.spec.tokens_per_step / time_s / A.layout.world_size for time_s in times_s)
+    step_s = median(times_s)
+    top = next(row for row in as_json(ultrabench, "sweep", "top") if row["run_id"] == A.run_id)
     heatmap = next(cell for cell in as_json(ultrabench, "heatmap") if cell["nodes"] == NODES)
-    assert top["ranked_value"] == heatmap["ranked_value"] == pytest.approx(median(rates))
-    assert top["tokens_per_s_per_gpu"] == heatmap["tokens_per_s_per_gpu"] == pytest.approx(shown_rate)
-    assert f"{shown_rate:,.0f} (of {len(rates)} repeats)" in ultrabench("sweep", "status")[1]
-    table = ultrabench("sweep", "top")[1]
-    assert "by the median tokens_per_s_per_gpu of repeats" in table
-    assert "median tokens/s/GPU" in " ".join(table.split())
+    (status,) = as_json(ultrabench, "sweep", "status")["best"]
+    assert [top["step_time_s"], top["ranked_value"], heatmap["ranked_value"]] == pytest.approx(
+        [step_s, speed, speed]
+    )
+    assert top["mfu"] == heatmap["mfu"] > 0
+    half_width = status["step_time_ci95_rel"]
+    assert half_width > 0.1, "the interval covers those of all repeats"
+    for answer in (top, heatmap, status):
+        assert (answer["run_id"], answer["num_repeats"], answer["num_repeats_failed"]) == (
+            A.run_id,
+            len(times_s) + 1,
+            1,
+        )
+        assert answer["tokens_per_s_per_gpu"] == pytest.approx(speed)
+        assert (answer["step_time_ci95_rel"], answer["ci_reached"]) == (pytest.approx(half_width), False)
+    speed_text, width_text = f"{speed:,.0f}", f"+- {100 * half_width:.1f} %"
+    shown_step = f"{float(f'{step_s:.4g}'):g} s"
+    repeats_text = f"(median of {len(times_s)} of {len(times_s) + 1} repeats) {width_text}"
+    assert f"{speed_text} {repeats_text}" in ultrabench("sweep", "status")[1]
+    (top_line,) = (line for line in ultrabench("sweep", "top")[1].splitlines() if A.run_id in line)
+    assert all(
+        f" {text} " in top_line for text in (speed_text, f"{shown_step} {width_text}", f"best {width_text}")
+    )
+    number_lines = ultrabench("sweep", "show", A.run_id)[1].partition("\n\n")[0].splitlines()[1:]
+    shown = dict(line.split(maxsplit=1) for line in number_lines)
+    assert (shown["tokens/s/GPU"], shown["step"]) == (speed_text, f"{shown_step} {width_text}")
+    assert speed_text in ultrabench("sweep", "list")[1]
+    (compared,) = (
+        r
+        for r in as_json(ultrabench, "compare", str(sweep.path), str(sweep.path))["rows"]
+        if r["run_id_a"] == A.run_id
+    )
+    assert compared["step_time_a_s"] == pytest.approx(step_s)

@@ -67,7 +67,10 @@ def test_an_ascii_terminal_gets_question_marks(sweep):
 
 @pytest.mark.parametrize(
     ("library", "code"),
-    [("typer", "PRESSED"), ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n")],
+    [
+        ("typer", "PRESSED"), ("hydra", "PRESSED"),
+        ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n"),
+    ],
 )  # fmt: skip
 def test_ctrl_c_gives_one_line_also_during_imports_and_where_a_library_makes_another_error_of_it(
     tmp_path, library, code
@@ -76,6 +79,14 @@ def test_ctrl_c_gives_one_line_also_during_imports_and_where_a_library_makes_ano
     (tmp_path / f"{library}.py").write_text(code.replace("PRESSED", pressed))
     heard = "env --default-signal=INT {}"  # tests that run in the background ignore it, and their children would, too
     assert cli("sweep", "plan", how=heard, PYTHONPATH=str(tmp_path)) == (130, "", "ultrabench: interrupted\n")
+
+
+def test_the_command_imports_nothing_before_it_has_a_handler_for_ctrl_c():
+    script = (
+        "import sys; old = {*sys.modules}; import ultrabench.cli.entry; print(*sorted({*sys.modules} - old))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert loaded.split() == ["ultrabench", "ultrabench.cli", "ultrabench.cli.entry"]
 
 
 def test_an_ascii_terminal_gets_bars_of_number_signs():

@@ -15,7 +15,7 @@ from ultrabench.cli.options import (
     RankBy,
     RankByAlias,
     ResultsDir,
-    SweepOrFile,
+    SelectedRows,
     WriteSweep,
     number_option,
     table_option,
@@ -136,7 +136,7 @@ def status(
 
 @sweep_app.command()
 def top(
-    source: SweepOrFile = None,
+    rows: SelectedRows = None,
     limit: Limit = None,
     by: RankBy = "tokens_per_s_per_gpu",
     rank_by: RankByAlias = None,
@@ -148,17 +148,17 @@ def top(
     The best run comes first, then those statistically indistinguishable from it, the others, and suspects."""
     from ultrabench.cli.sweep.top import show_top
 
-    show_top(source, limit, rank_by or by, json_, results_dir)
+    show_top(rows, limit, rank_by or by, json_, results_dir)
 
 
 @sweep_app.command()
-def effects(source: SweepOrFile = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
+def effects(rows: SelectedRows = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
     """Show the effect of each value of each axis, all else equal.
 
     It compares runs that differ in one axis only. The axis with the largest significant effect comes first."""
     from ultrabench.cli.sweep.effects import show_effects
 
-    show_effects(source, json_, results_dir)
+    show_effects(rows, json_, results_dir)
 
 
 @sweep_app.command()

@@ -1,17 +1,18 @@
 """`ultrabench sweep effects` shows what each value of each axis is worth, all else equal."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from ultrabench.analysis.cells import caveats
-from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.effects import HEADS, cells, competing, effects_by_axis, notes, why_no_pairs
+from ultrabench.cli.results import open_rows
 from ultrabench.cli.tables import print_json, say, show, table, warn
 
 
-def show_effects(source: str | None, as_json: bool, results_dir: Path) -> None:
+def show_effects(words: Sequence[str] | None, as_json: bool, results_dir: Path) -> None:
     """Prints one table of all axes, those with the largest proven effect first."""
-    source_name, _, result_table = open_results(source, results_dir, warn)
+    source_name, _, result_table = open_rows(words, results_dir, warn)
     competing_runs = competing(result_table)
     effects_of_axes = effects_by_axis(competing_runs)
     if as_json:

@@ -195,12 +195,14 @@ def _print_stop_reason(reconciler: Reconciler, state: SweepState, display_name: 
 
 def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
-    config, runs, cost_text = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
+    config, runs, state = sweep.config, sweep.plan.runs, sweep.state()
+    progress = progress_of(config.name, runs, state, config.hardware.device)
+    left_texts = [progress.left_text] if progress.left else []
+    if price.num_repeated:
+        left_texts.append(f"repeats of {counted(price.num_repeated, 'measured run')} left")
+    left_text = ", ".join(left_texts) or f"all {counted(len(runs), 'run')} settled"
     yield headline(config)
-    runs_text = counted(len(runs), "run")
-    left_text = f"{price.num_runs_left} of {runs_text} left" if price.num_runs_left < len(runs) else runs_text
-    if price.num_runs_left and price.repeats_only:  # `sweep status` counts these runs as settled
-        left_text = f"repeats of {counted(price.num_runs_left, 'run')} left"
+    cost_text = three_digits(price.gpu_hours)
     yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"

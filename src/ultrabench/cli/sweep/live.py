@@ -17,6 +17,7 @@ from ultrabench.errors import counted
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
+from ultrabench.standing import Standing
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.running.outliers import low_peak
@@ -174,6 +175,16 @@ def _phase_text(run: Candidate, attempt: AttemptState) -> str:
     return ", ".join(texts)
 
 
+def _repeats_text(standing: Standing) -> str:
+    """A text such as `3 repeats`, or `2 of 3 repeats` where one failed, is suspect or was stopped early."""
+    num_competing, num_repeats = standing.num_competing, standing.num_repeats
+    return (
+        f"{num_competing} of {num_repeats} repeats"
+        if num_competing < num_repeats
+        else f"{num_repeats} repeats"
+    )
+
+
 def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool) -> Iterator[RenderableType]:
     """The lines and tables of the panel below its counts."""
     if with_bar:
@@ -188,10 +199,10 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
     if progress.best:
         rows, columns = [], progress.cell_columns
         for run, standing in progress.best:
-            ci_width, rate = progress.width_by_run.get(run.run_id), standing.rate or 0.0
+            rate, interval_text = standing.rate or 0.0, too_wide(standing.ci_reached, standing.ci95_rel)
             mark = "suspect" if standing.suspect else ""
-            repeats_text = f"(of {standing.num_competing} repeats)" if standing.num_competing > 1 else ""
-            speed_texts = (f"{rate:,.0f}", repeats_text, too_wide(ci_width is None, ci_width), mark)
+            repeats_text = f"(median of {_repeats_text(standing)})" if standing.num_competing > 1 else ""
+            speed_texts = (f"{rate:,.0f}", repeats_text, interval_text, mark)
             predicted_rate = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             mfu, is_predicted = progress.mfu(run, standing), run.spec.kernel.is_predictable
             mfu_text = None if mfu is None else f"{percent(mfu)}{peak_suffix(run.cell.precision)}"

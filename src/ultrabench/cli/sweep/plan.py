@@ -118,7 +118,7 @@ def show_plan(
         warn(f"sweep launch would refuse this plan: {error}")
     plan = within_limit(with_measured_starts(plan_with_bar(config, **peak_rate), state))
     if output is not None:
-        write_plan(plan.candidates, output, config.hardware.name)
+        write_plan(plan.candidates, output, config)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
     rate_by_run = measured_rates(plan.runs, state, config.hardware.device)

@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.text import Text
 
 from ultrabench.analysis.cells import caveats, layout_words, left_out, model_text, nodes_text, set_apart
-from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
 from ultrabench.analysis.rows import Row
+from ultrabench.cli.results import open_rows
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import SLOWER, state
@@ -31,9 +31,15 @@ DEFAULT_LIMIT = 10
 """Number of runs of each cell that a table shows by default."""
 
 
-def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool, results_dir: Path) -> None:
-    """Prints at most `limit` runs of each cell, the best first; by default 10 in a table, and all as JSON."""
-    source_name, path_prefix, result_table = open_results(source, results_dir, warn)
+def show_top(
+    words: Sequence[str] | None, limit: int | None, rank_by: str, as_json: bool, results_dir: Path
+) -> None:
+    """Prints at most `limit` runs of each cell, the best first; by default 10 in a table, and all as JSON.
+
+    Args:
+        words: a sweep or file, and COLUMN=VALUE for the rows to show.
+    """
+    source_name, path_prefix, result_table = open_rows(words, results_dir, warn)
     cell_runs = [runs for runs in leaderboard(result_table, rank_by=rank_by) if runs]
     if as_json:
         print_json([row for runs in cell_runs for row in runs[: limit or len(runs)]])
@@ -45,18 +51,18 @@ def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool,
     ranked_rows = [row for runs in cell_runs for row in runs if row["flops_formula"]]
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
-    if not (source or "").endswith(".parquet"):
-        notes.append(_details_hint(SweepFolder(Path(path_prefix)).display_name, rank_by, len(cell_runs)))
+    if not any(word.endswith(".parquet") for word in words or ()):
+        has_ranks = rank_by == DEFAULT_RANK_BY and not any("=" in word for word in words or ())
+        notes.append(_details_hint(SweepFolder(Path(path_prefix)).display_name, has_ranks, len(cell_runs)))
     if not len(result_table):
         notes.append(f"{source_name} has no rows")
     say(*caveats(result_table), *notes)
 
 
-def _details_hint(sweep_name: str, rank_by: str, num_cells: int) -> str:
-    """The command that shows a run; it takes ranks only of the default order, from cell to cell."""
-    is_default = rank_by == DEFAULT_RANK_BY
-    hint = "; ranks continue across cells" * (num_cells > 1 and is_default)
-    command = f"ultrabench sweep show {'RANK' if is_default else 'RUN_ID'} --sweep {sweep_name}"
+def _details_hint(sweep_name: str, has_ranks: bool, num_cells: int) -> str:
+    """The command that shows a run; it takes ranks only of the default order of all rows, from cell to cell."""
+    hint = "; ranks continue across cells" * (num_cells > 1 and has_ranks)
+    command = f"ultrabench sweep show {'RANK' if has_ranks else 'RUN_ID'} --sweep {sweep_name}"
     return f"details of a run: {command}{hint}"
 
 
@@ -74,7 +80,6 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
     ranking_text = rank_by
     if any(row["num_repeats"] - row["num_repeats_failed"] > 1 for row in runs):  # others show one repeat
         ranking_text = f"the median {rank_by} of repeats"
-        added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
     has_environments = any(row["environment"] for row in runs)
     shown_rows = []
     for row in runs[:limit]:
