@@ -126,5 +126,6 @@ def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
     checks_table = table(f"doctor: {config_text}", "check", "status", "found", rows=rows)
     remedies = [f"{check.name}: remedy: {check.remedy}" for check in checks if check.remedy]
     console = output_console(pipe_width=REPORT_WIDTH)
-    for line in (checks_table, *remedies):
-        console.print_line(line)
+    console.print_line(checks_table)
+    for remedy in remedies:
+        console.print_line(remedy)
