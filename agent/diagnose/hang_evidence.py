@@ -122,7 +122,7 @@ def fatal_stacks(
         all_pids: all processes of the run on this node.
     """
     for pid in all_pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGSTOP)
     stack_by_rank: dict[int, list[str]] = {}
     for rank, first_pid in pid_by_rank.items():

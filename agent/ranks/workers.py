@@ -38,8 +38,14 @@ def _worker(pid: int) -> Worker | None:
 
 
 def pid_by_rank(workers: Iterable[Worker], ranks: range) -> dict[int, int]:
-    """The pid of each of these ranks that runs; of several processes with the same rank that of the first one."""
-    return {worker.rank: worker.pid for worker in reversed([*workers]) if worker.rank in ranks}
+    """The pid of each of these ranks of a node that runs; of several processes with the same rank that of the first one.
+
+    A starter may number its nodes in another order. Then its ranks stand for those of the node, in their order.
+    """
+    pids = {worker.rank: worker.pid for worker in reversed([*workers])}
+    if pids.keys() & {*ranks}:
+        return {rank: pid for rank, pid in pids.items() if rank in ranks}
+    return dict(zip(ranks, (pid for _, pid in sorted(pids.items())), strict=False))
 
 
 def wrong_size_text(workers: Iterable[Worker], world_size: int) -> str | None:

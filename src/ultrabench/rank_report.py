@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+import re
 import stat
 import struct
 import sys
@@ -78,8 +79,13 @@ class Report:
 
     @classmethod
     def from_environment(cls) -> "Report":
-        """The report of this rank, at the path in the variable ULTRABENCH_REPORT."""
-        return cls(os.environ["ULTRABENCH_REPORT"])
+        """The report of this rank, at the path in the variable ULTRABENCH_REPORT.
+
+        Ranks that a starter has made inherit the path for the first rank of their node; theirs is beside it.
+        """
+        path, rank = Path(os.environ["ULTRABENCH_REPORT"]), os.environ.get("RANK")
+        is_of_rank = rank is not None and re.fullmatch(r"rank\d+\.report", path.name)
+        return cls(path.with_name(f"rank{rank}.report") if is_of_rank else path)
 
     def write(self, event: str, **values: Any) -> None:
         """Appends one line, which the agent can read at once."""

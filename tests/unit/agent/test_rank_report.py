@@ -17,7 +17,7 @@ from ultrabench.agent.ranks.rank_progress import MAX_KEPT_STEPS, AttemptProgress
 from ultrabench.log_lines import LogLine
 from ultrabench.log_patterns import nearest_lines
 from ultrabench.log_steps import StepReader
-from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
+from ultrabench.rank_report import NewLines, Progress, Report, parse_line, read_progress
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import Status
 from ultrabench.run import env_id
@@ -111,6 +111,19 @@ def read_all(lines):
     while lines.has_more:
         texts += lines.read()
     return texts
+
+
+def test_a_rank_that_inherits_the_report_of_another_one_has_its_own(tmp_path, monkeypatch):
+    for path, rank, name in [
+        ("rank2.report", "3", "rank3.report"),
+        ("rank2.report", None, "rank2.report"),
+        ("x", "3", "x"),
+    ]:
+        monkeypatch.setenv("ULTRABENCH_REPORT", str(tmp_path / path))
+        monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+        report = Report.from_environment()
+        report._file.close()
+        assert report.path == str(tmp_path / name)
 
 
 def test_all_lines_are_read_once_in_bounded_parts_and_one_that_is_too_long_is_skipped(tmp_path):
