@@ -67,7 +67,7 @@ def test_whole_logs_are_read_again_and_other_runs_repeated(sweep):
     assert read_again(OLD, folder, state, keep=False).line is None
     rereads = read_again(NEW, folder, state, keep=False)
     assert rereads.line == (
-        "other kernel.step_line than before: 2 results read again in the kept logs; 1 run measured again, as no whole log is kept"
+        "other kernel.step_line than before: 2 results read again in the kept logs; 1 run measured again, since no kept log gives the steps"
     )
     new_state = rereads.apply(state)
     fast, slow, cut = results(new_state)

@@ -43,7 +43,9 @@ class Rereads:
         num_read = len(self.events) - self.num_repeated
         parts = [f"{counted(num_read, 'result')} read again in the kept logs"] if num_read else []
         if self.num_repeated:
-            parts.append(f"{counted(self.num_repeated, 'run')} measured again, as no whole log is kept")
+            parts.append(
+                f"{counted(self.num_repeated, 'run')} measured again, since no kept log gives the steps"
+            )
         return f"other {options_text} than before: {'; '.join(parts)}"
 
     def apply(self, state: SweepState) -> SweepState:
