@@ -278,7 +278,7 @@ def _require_file_names(names: Iterable[str]) -> None:
         if path.is_absolute() or ".." in path.parts or str(path) != name or not path.name or "\0" in name:
             fact = f"kernel.files has the name {name!r}; a name is a path below the folder of the files"
             raise ConfigError(
-                f"{fact}, without a leading '/', '.' or '..'", "such as conf/train.json", setting
+                f"{fact}, without a leading '/', '.' or '..'", "write it as in conf/train.json", setting
             )
         if long_part := next((part for part in path.parts if len(part.encode()) > MAX_NAME_BYTES), None):
             fact = f"kernel.files has a name of {len(long_part.encode())} bytes, {long_part[:20]!r}..."

@@ -95,7 +95,7 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert Counter(row["status"] for row in rows) == ends
     assert {tuple(row["step_times_s"]) for row in rows if row["status"] == "ok"} == {(0.25,) * 6}
     by_arrival = "kernel.step_line='iteration'"
-    line = "other kernel.step_line than before: 3 runs measured again, as no whole log is kept"
+    line = "other kernel.step_line than before: 3 runs measured again, since no kept log gives the steps"
     assert line in bench.run("sweep", "plan", *words[2:], by_arrival)
 
 

@@ -260,7 +260,8 @@ class Reread(AttemptRecord):
     generation: int
     """The generation of the launch; of several such events the latest counts."""
     patterns: dict[str, Any]
-    """Option of LOG_OPTIONS -> its value by which `result` was read."""
+    """Option of LOG_OPTIONS -> its value by which `result` was read; empty if no kept log gives one, so that the run is
+    tried again."""
     result: RunResult
     """The result in place of the one that the agent reported."""
 

@@ -15,7 +15,7 @@ from ultrabench.cli.tables import can_ask
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.allocation_ends import open_allocations
-from ultrabench.record import from_dict, to_dict
+from ultrabench.record import from_dict
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey, RunSpec, Task
 from ultrabench.store.events import Reread
@@ -43,7 +43,9 @@ class Rereads:
         num_read = len(self.events) - self.num_repeated
         parts = [f"{counted(num_read, 'result')} read again in the kept logs"] if num_read else []
         if self.num_repeated:
-            parts.append(f"{counted(self.num_repeated, 'run')} measured again, as no whole log is kept")
+            parts.append(
+                f"{counted(self.num_repeated, 'run')} measured again, since no kept log gives the steps"
+            )
         return f"other {options_text} than before: {'; '.join(parts)}"
 
     def apply(self, state: SweepState) -> SweepState:
@@ -76,20 +78,21 @@ def read_again(config: SweepConfig, folder: SweepFolder, state: SweepState, keep
     tasks = [key for allocation in open_allocations(state).values() for key in allocation.tasks]
     ended_keys = {key for key, attempt in state.attempts.items() if attempt.result}
     if open_keys := set(tasks) - ended_keys:
-        fact = f"kernel.{options[0]} differs from the one with which {counted(len(open_keys), 'run')} were submitted"
+        fact = f"kernel.{options[0]} differs from that of {counted(len(open_keys), 'run')} submitted earlier"
         remedy = f"wait until they have ended, or: ultrabench sweep cancel {folder.display_name}"
         raise ConfigError(fact, remedy)
     result_by_key = {attempt.key: _read(config, folder, attempt) for attempt in attempts}
     fastest_s = _fastest_s_by_cell(result_by_key, attempts)
     events, num_repeated = list[Reread](), 0
     for attempt in attempts:
-        result, patterns = result_by_key[attempt.key], _patterns_of(to_dict(kernel))
+        result, patterns = result_by_key[attempt.key], {name: getattr(kernel, name) for name in LOG_OPTIONS}
         if result is None and keep:
             result = attempt.result
-        elif result is None or _may_be_fast(result, fastest_s.get(_cell(attempt)), config.measure.race):
-            # With the old patterns it counts as one that they could not read, which is tried again.
-            result, patterns = _unread(attempt), _old_patterns(attempt)
-            num_repeated += 1
+        elif result is None or (
+            result is not attempt.reported
+            and _may_be_fast(result, fastest_s.get(_cell(attempt)), config.measure.race)
+        ):
+            result, patterns, num_repeated = _unread(attempt), {}, num_repeated + 1
         assert result is not None
         events.append(Reread(**attempt.key._asdict(), generation=0, patterns=patterns, result=result))
     return Rereads(events=tuple(events), num_repeated=num_repeated, changed_options=options)
@@ -115,16 +118,6 @@ def _read(config: SweepConfig, folder: SweepFolder, attempt: AttemptState) -> Ru
         predicted_step_time_s=0.0, predicted_duration_s=0.0, limit_s=0.0,
     )  # fmt: skip
     return reread(task, reported, whole_logs(folder.log_folder(attempt.key)), changed_options)
-
-
-def _patterns_of(kernel: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: kernel.get(name) for name in LOG_OPTIONS}
-
-
-def _old_patterns(attempt: AttemptState) -> dict[str, Any]:
-    """The patterns by which an attempt was read so far."""
-    claimed_kernel = (attempt.spec_as(dict[str, Any]) or {}).get("kernel", {})
-    return attempt.reread.patterns if attempt.reread else _patterns_of(claimed_kernel)
 
 
 def _unread(attempt: AttemptState) -> RunResult:
