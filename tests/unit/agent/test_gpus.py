@@ -141,7 +141,9 @@ def test_without_a_driver_the_gauge_knows_nothing():
 
 
 CLEAN = dict.fromkeys(("complaint", "core_shares", "health"))
-CLEAN |= {name: [] for name in ("sm_clocks_hz", "slowdowns", "foreign_processes", "powers_w", "compiler_locks")}
+CLEAN |= {
+    name: [] for name in ("sm_clocks_hz", "slowdowns", "foreign_processes", "powers_w", "compiler_locks")
+}
 STEPS = """
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 for step in range(3):
