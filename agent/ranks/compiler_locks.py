@@ -44,8 +44,8 @@ _CACHES = (
 def compiler_locks(env: Mapping[str, str]) -> list[str]:
     """The paths of the locks of compilers for which programs with these variables wait, the newest first.
 
-    To be called when no process of the run is left. Files of locks that nobody holds are no sign: many stay after a build
-    that has succeeded.
+    To be called when no process of the run is left. Files of locks that nobody holds are no sign, since many stay
+    after a build that has succeeded.
     """
     path_by_time, held_files = list[tuple[float, str]](), _held_files()
     for cache, path in _lock_files(env):

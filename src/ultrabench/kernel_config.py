@@ -112,10 +112,14 @@ class KernelConfig:
     """A regular expression for the peak memory of a rank, searched in the log of every rank."""
     mfu_line: str | None = None
     """A regular expression for the MFU as the program itself computes it, searched in the log of `step_rank`."""
-    params: int | float | str | None = None
+    params: Annotated[
+        int | float | str | None, Meta(description="a number, a regular expression or unknown")
+    ] = None
     """The number of parameters of the program's model, where it is not model= of the sweep: a number such as 124e6 or
     124M, a regular expression with a group `params` for its log, or UNKNOWN: then there is no MFU and no prediction."""
-    flops_per_token: int | float | str | None = None
+    flops_per_token: Annotated[
+        int | float | str | None, Meta(description="a number or a regular expression")
+    ] = None
     """The FLOPs of a token in the program's model, forward and backward, or a regular expression for its log; None means
     that they follow from the parameters."""
     step_rank: Annotated[

@@ -142,7 +142,8 @@ def show_plan(
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
     if price.jobs:
         price_text = f"price for launcher={config.launcher.name}: {jobs_line(price, config)}"
-        notes += [interval_line(price), *time_limit_lines(plan), price_text]
+        notes += [interval_line(price)] * config.kernel.is_predictable
+        notes += [*time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
     best_ids = [row["run_id"] for row in best_rows]
     run_by_id = {run.run_id: run for run in plan.runs}
