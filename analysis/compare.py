@@ -281,8 +281,9 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
 
 
 def run_label(row: Row) -> str:
-    """The layout of a row and its `options` as a short text."""
-    return " ".join((*labels(row), *option_texts(row["options"])))
+    """The layout of a row and its `options` as a short text; of a row without that key, its variant."""
+    options = row["options"] if "options" in row else variant_in(row["variant"])
+    return " ".join((*labels(row), *option_texts(options)))
 
 
 def _usual_status(rows: Sequence[Row]) -> str:

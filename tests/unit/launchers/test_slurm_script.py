@@ -103,7 +103,7 @@ def test_sbatch_bash_and_folders_take_every_value_as_it_was_given(tmp_path, monk
     folder.mkdir()
     monkeypatch.chdir(folder)
     require_plain(folder)
-    texts = dict.fromkeys(("partition", "account", "qos", "mem", "gres", "exclude"), value)
+    texts = dict.fromkeys(("partition", "account", "qos", "gres", "exclude"), value)
     words = {"python": ("apptainer", value, "python"), "srun": ("--a=1", value), "cpus": 3}
     script, first = scripted(folder, **texts, **words, sbatch={"mail-user": value})
     parsed, shared = options(script), str(first.folder).removesuffix(".0")
