@@ -15,9 +15,9 @@ def __getattr__(name: str) -> object:
     The module imports nothing at its top: until the command has set its handler, Ctrl-C would give a traceback.
     """
     if name in _FOR_NOTEBOOKS:
-        from ultrabench.analysis import notebook
+        from importlib import import_module
 
-        return getattr(notebook, name)
+        return getattr(import_module("ultrabench.analysis.notebook"), name)
     raise AttributeError(f"module 'ultrabench' has no attribute {name!r}")
 
 

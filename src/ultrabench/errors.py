@@ -107,11 +107,15 @@ MAX_NAMES = 12
 def nearest_name(name: str, known_names: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
     """The one of `known_names` that is probably meant by `name`; None if none is similar enough.
 
-    It may be in a group (words.etp for etp), or be the only one that begins so (zero_stage for zero).
+    It may be in a group (words.etp for etp), or be the only one, not much longer, that begins so (zero_stage for zero).
     """
     known_names = [*known_names]
     names_in_groups = [known_name for known_name in known_names if known_name.rpartition(".")[2] == name]
-    longer_names = [known_name for known_name in known_names if known_name.startswith(f"{name}_")]
+    longer_names = [
+        known_name
+        for known_name in known_names
+        if known_name.startswith(f"{name}_") and len(known_name) <= 3 * len(name)
+    ]
     names_in_groups += longer_names if len(longer_names) == 1 else []
     close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=min_similarity)
     return next(iter(names_in_groups or close_names), None)

@@ -119,7 +119,7 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("{bf16: 1.0e14}", "{}"), "lacks peak_flops_per_s or reported_as"),
         (("[ACME Toaster 9000]", "[]"), "lacks peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks the key mem_bytes"),
-        (("mem_bytes: 24000000000", "mem_bytes: 24GB"), "hardware.mem_bytes='24GB' is not a number of bytes"),
+        (("mem_bytes: 24000000000", "mem_bytes: 24XB"), "hardware.mem_bytes='24XB' is not a number of bytes, such as 80000000000, 80GB or 80GiB"),
         (("3.2e10", "450"), "link_bytes_per_s=450; must be 1e8 to 1e14 bytes per second, such as 4.5e11"),
         (("node_link_bytes_per_s: 1.0e10", "node_link_bytes_per_s: 50"), "node_link_bytes_per_s=50; must be 1e8"),
         (("1.0e12", "4.0"), "hbm_bytes_per_s=4.0; must be 1e9 to 1e15 bytes per second"),

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
+from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.predict.cases import Case, cases, default_profile, usual_profiles, with_memory
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ConfigError, counted
@@ -97,7 +98,12 @@ def _usable_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case
     """The runs that predictions can be compared with; the others are counted on stderr."""
     runs, names_by_reason = list[MeasuredRun](), dict[str, list[str]]()
     for source in sources:
-        runs_of_source, unusable_names = measured_runs(open_results(source, results_dir, warn)[2])
+        name, _, result_table = open_results(source, results_dir, warn)
+        if is_predicted(result_table):
+            raise ConfigError(
+                f"{name}: nothing was measured", "give a sweep that ran, or a file of ultrabench collect"
+            )
+        runs_of_source, unusable_names = measured_runs(result_table)
         runs += runs_of_source
         for reason, row_names in unusable_names.items():
             names_by_reason.setdefault(reason, []).extend(row_names)

@@ -1,0 +1,34 @@
+import pytest
+
+from tests.configs import refused
+from ultrabench.errors import require_straight_quotes, unknown_name
+from ultrabench.quantity import parsed_number
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("hardware.mem_bytes", "80GB", 80e9), ("hardware.mem_bytes", "80 GiB", 80 * 2**30), ("hardware.mem_bytes", "80Gbit", None),
+        ("hardware.link_bytes_per_s", "400Gbps", 50e9), ("hardware.link_bytes_per_s", "450GB/s", 450e9),
+        ("hardware.peak_flops_per_s.bf16", "989T", 989e12), ("hardware.peak_flops_per_s.bf16", "1PFLOP/s", 1e15),
+        ("--tokens", "15T", 15e12), ("--tokens", "300B", 300e9), ("launcher.time_minutes", "2h", 120.0),
+        ("measure.run_limit_s", "1.5min", 90.0), ("sweep.gbs", "1e3", 1000.0), ("sweep.gbs", "1k", None),
+        ("sweep.gbs", "1000", None), ("sweep.gbs", "many", None), ("hardware.mem_bytes", "nan", None),
+    ],
+)  # fmt: skip
+def test_a_number_has_the_units_of_what_its_setting_measures(name, text, number):
+    assert parsed_number(text, name) == (None if number is None else pytest.approx(number))
+
+
+@pytest.mark.parametrize(
+    "word", ["\u201cmodel=tiny\u201d", "sweep.tp=\u201c[1,2]\u201d", "sweep.models=[\u2018a\u2019]"]
+)
+def test_curly_quotes_are_named(word):
+    with refused("these quotes are curly; type straight ones: "):
+        require_straight_quotes([word])
+
+
+def test_an_apostrophe_is_no_quote_and_a_longer_name_is_meant():
+    require_straight_quotes(["comment=it\u2019s", "model='tiny'"])
+    assert "did you mean zero_stage?" in unknown_name("argument", "zero", ["zero_stage", "tp", "ep"])
+    assert "did you mean" not in unknown_name("column", "model", ["model_flops_per_s_per_gpu"])
