@@ -18,7 +18,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
-from ultrabench.kernel_config import JUDGED_ANEW, LOG_OPTIONS, SIZE_OPTIONS
+from ultrabench.kernel_config import JUDGED_ANEW, LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_checkpoint_folder, require_local
 from ultrabench.processes import run_python
@@ -82,7 +82,7 @@ def require_same(sweep_json: SweepJson, config: SweepConfig, path: Path) -> None
         old_values, new_values = to_dict(getattr(sweep_json, section)), to_dict(getattr(config, section))
         # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The size of the
         # model decides MFU and predictions, which follow the latest launch.
-        for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS, *JUDGED_ANEW, *SIZE_OPTIONS):
+        for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS, *JUDGED_ANEW):
             new_values.pop(name, None)
         allowed = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
         if section == "workload":  # see require_same_batches

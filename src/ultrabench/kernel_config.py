@@ -34,10 +34,10 @@ ROUTING_RULE = matching(
 )
 ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 
-JUDGED_ANEW = ("written_from", "loss_comparable", "rank_order")
-"""Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
 SIZE_OPTIONS = ("params", "flops_per_token")
 """Options that say what is known of the size of a program's model: a number, or a pattern for its log."""
+JUDGED_ANEW = ("written_from", "loss_comparable", "rank_order", *SIZE_OPTIONS)
+"""Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
 UNKNOWN = "unknown"
 """The value of kernel.params for a model of unknown size."""
 LOG_OPTIONS = (*(option for option in LOG_PATTERNS if option not in SIZE_OPTIONS), "step_rank")
