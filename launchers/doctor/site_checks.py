@@ -149,12 +149,11 @@ def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that a node has the memory and the CPUs that jobs ask for."""
     launcher_config = config.launcher
     mem_mb, num_cpus = limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
-    mem_text = (launcher_config.mem or "0").upper().removesuffix("B")
-    number_text = mem_text.rstrip("KMGT")
-    unit = mem_text.removeprefix(number_text)
+    mem_match = re.match(r"(\d+)([KMGT]?)", (launcher_config.mem or "0").upper())
+    assert mem_match, "the rule of launcher.mem allows only such texts"
     return first_problem(
         f"{num_cpus} CPUs, {mem_mb} MB per node; launcher.mem={launcher_config.mem or 'null'}, launcher.cpus={launcher_config.cpus or 'null'}",
-        (int(number_text) * _MB_PER_UNIT[unit] > mem_mb, FAIL,
+        (int(mem_match[1]) * _MB_PER_UNIT[mem_match[2]] > mem_mb, FAIL,
          f"no node has that much memory: set at most launcher.mem={mem_mb}M, or 0 for all"),
         ((launcher_config.cpus or 0) > num_cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={num_cpus}"),
     )  # fmt: skip
