@@ -31,7 +31,7 @@ CALLS = re.compile(r"\bone_line\(\s*ultrabench|\bwith refused\(|\btest_config im
 """Calls of these functions, of which modules of the product have some of the same name."""
 SUBJECTS = {
     "Command line": ("cli/",),
-    "Configuration": ("project/test_fixtures", "sweep/"),
+    "Configuration": ("project/test_fixtures", "sweep/", "words/test_quantity"),
     "Models and hardware": ("sweep/test_checkpoint_config", "words/test_hardware", "words/test_model_shape"),
     "Layouts and predictions": ("cli/test_recommend", "predict/", "sweep/test_grid", "words/test_layout"),
     "Kernels and logs": (

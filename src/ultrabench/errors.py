@@ -116,9 +116,9 @@ def nearest_name(name: str, known_names: Iterable[str], min_similarity: float = 
         for known_name in known_names
         if known_name.startswith(f"{name}_") and len(known_name) <= 3 * len(name)
     ]
-    names_in_groups += longer_names if len(longer_names) == 1 else []
     close_names = difflib.get_close_matches(name, known_names, n=1, cutoff=min_similarity)
-    return next(iter(names_in_groups or close_names), None)
+    only_longer_name = longer_names if len(longer_names) == 1 else []
+    return next(iter(names_in_groups or close_names or only_longer_name), None)
 
 
 def misspelled_name(name: str, known_names: Iterable[str]) -> str | None:

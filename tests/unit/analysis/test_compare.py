@@ -268,3 +268,15 @@ def test_percentages_may_have_their_sign(ultrabench, tmp_path, monkeypatch):  # 
         words = ("--threshold", *share) * bool(share)
         document = json.loads(ultrabench("compare", "a.parquet", "b.parquet", "--json", *words)[1])
         assert document["threshold"] == pytest.approx(threshold)
+
+
+def test_nothing_comparable_is_refused_and_an_option_of_the_kernel_tells_layouts_apart():
+    suspect = table_of(row("a", suspect="hot"), row("b", mbs=2, status="oom"))
+    with refused(
+        "nothing to compare: 2 layouts in both A and B, none with a step time in both (1 suspect, 1 oom in A;"
+    ):
+        compare(suspect, suspect, 0.05)
+    compiled = table_of(row("a", 100.0, compile=True), row("b", 80.0, compile=False))
+    rows = compare(compiled, compiled, 0.05).rows.sort_values("layout")
+    assert [layout.split()[-1] for layout in rows["layout"]] == ["compile=false", "compile=true"]
+    assert rows["step_time_a_s"].tolist() == pytest.approx([12.5, 10.0])

@@ -248,3 +248,14 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
         competing(table_of(rows[4]))
     with refused("1 run, none can win: 1 oom; see why: ultrabench plot failures"):
         competing(table_of(rows[3]))
+
+
+def test_predictions_of_a_plan_have_effects_without_an_interval():
+    rows = [
+        row(f"{n}", 100.0 + 10 * n, mbs=2 ** (n % 2), tp=2 ** (n // 2), source="predicted", p_oom=0.0)
+        for n in range(8)
+    ]
+    (effect_of_mbs,) = effects(competing(table_of(*rows)), "mbs")
+    assert (effect_of_mbs.pairs, effect_of_mbs.low, effect_of_mbs.predicted) == (4, None, True)
+    assert effect_of_mbs.ratio > 1
+    assert cells("mbs", effect_of_mbs)[4] == "none: predicted"
