@@ -49,7 +49,7 @@ def predicted_results(plan: pa.Table, source_name: str) -> pa.Table:
     has_room_by_cell = has_room.groupby([runs[column] for column in CellKey._fields], dropna=False)
     lacks_room = is_fitting & ~has_room & has_room_by_cell.transform("any")
     variants = [*map(variant_in, run_rows["variant"].to_pylist())]
-    options = [variant_columns(variant) | {"compile": variant.get("compile")} for variant in variants]
+    options = [variant_columns(variant) for variant in variants]
     option_columns = pd.DataFrame(options, runs.index)
     rows = runs.assign(
         **option_columns, first_values=first_values or None, sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0, attempt=0, is_final=True,

@@ -91,11 +91,13 @@ def best_by_answer(folder):
     near = contender_ids(runs, for_answers(state), "cuda")
     best = {cell.nodes: numbers_of(cell.to_json()) for cell in rank(table) if cell.run_id}
     notebook = ultrabench.best(table.to_pandas()).dropna(subset=["run_id"])
-    compared = compare(table, table, 0.05).rows.rename(
-        columns={"run_id_a": "run_id", "step_time_a_s": "step_time_s"}
-    )
-    times = {key: row for row in compared.to_dict("records") if (key := (row["run_id"], row["nodes"]))}
     environments = Counter(board_row["run_id"] for board in boards for board_row in board)
+    # Other boards have no single step time that `compare` could show.
+    compared_boards = [b for b in boards if environments[b[0]["run_id"]] == 1 and not b[0]["suspect"]]
+    compared = compare(table, table, 0.05).rows.to_dict("records") if compared_boards else []
+    columns_of_a = {"run_id": "run_id_a", "step_time_s": "step_time_a_s"}
+    rows_of_a = [row | {name: row[name_in_a] for name, name_in_a in columns_of_a.items()} for row in compared]
+    times = {(row["run_id"], row["nodes"]): row for row in rows_of_a}
     return {
         "heatmap": best,
         "top": {board[0]["nodes"]: numbers_of(board[0]) for board in boards},
@@ -107,9 +109,7 @@ def best_by_answer(folder):
         "repeated": {nodes: run for nodes, run in best.items() if run["run_id"] in near},
         "compare": {
             board[0]["nodes"]: numbers_of(times[board[0]["run_id"], board[0]["nodes"]], "step_time_s")
-            for board in boards
-            if environments[board[0]["run_id"]] == 1
-            and not board[0]["suspect"]  # others have no single step time
+            for board in compared_boards
         },
     }
 
