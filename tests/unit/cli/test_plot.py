@@ -124,7 +124,12 @@ def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     assert f"Runs excluded: {excluded}." in err
     document = as_json(ultrabench, "sweep", "effects", "t.parquet")
     first = {"axis": "pp", "value": 2, "against": 1, "ratio": pytest.approx(0.8), "low": None, "high": None}
-    assert next(e for e in document["effects"] if e["axis"] == "pp") == {**first, "pairs": 1, "proven": False}
+    assert next(e for e in document["effects"] if e["axis"] == "pp") == {
+        **first,
+        "pairs": 1,
+        "proven": False,
+        "predicted": False,
+    }
     assert document["left_out"] == {"failed": 1, "suspect": 1, "stopped": 1}
     assert set(document["without_pairs"]) >= {"dp", "gas", "pp_schedule"}
     assert ultrabench("plot", "effect", "pp", "t.parquet")[2] == "drew t-effect-pp.png\n"
