@@ -69,6 +69,7 @@ def test_ctrl_c_cancels_the_job(sweeps, slurm, acceptance):
     assert process.returncode == 130, output
     slurm.wait_for(lambda: not slurm.jobs(), 10)
     if acceptance:
-        assert output.splitlines()[-1].startswith("ended the jobs; finished runs are kept in ")
+        assert output.splitlines()[-2].startswith("ended the jobs; finished runs are kept in ")
+        assert output.splitlines()[-1] == "ultrabench: interrupted"
     else:
         assert list(sweeps.folder.iterdir()) == []
