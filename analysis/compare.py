@@ -80,7 +80,8 @@ class Comparison:
         log_ratios = np.log(self.rows["ratio"])
         is_unproven = self.rows["finding"].isna() & (log_ratios.abs() > log(1 + self.threshold))
         by_difference = log_ratios[is_unproven].abs().sort_values(ascending=False, kind="stable").index
-        return self.rows.loc[by_difference]
+        unproven_rows: pd.DataFrame = self.rows.loc[by_difference]
+        return unproven_rows
 
     @property
     def warning(self) -> str | None:

@@ -295,15 +295,16 @@ def _find_changes_of_steps(
         return pd.DataFrame(values, range(len(series)))
 
     p_values = of_nights("p_value")
-    corrected_p = false_discovery(p_values.min(axis=1), of_nights("p_least").min(axis=1)).dropna()
-    for number in map(int, corrected_p.index):
-        if corrected_p[number] <= ALPHA:
-            night = int(p_values.loc[number].idxmin())
+    corrected_p = false_discovery(p_values.min(axis=1), of_nights("p_least").min(axis=1))
+    night_numbers: Any = p_values.columns
+    for number, p in enumerate(corrected_p.to_list()):
+        if p <= ALPHA:
+            night = int(night_numbers[np.nanargmin(p_values.loc[number])])
             before, after = map(step_time, sides_by_night[night][number])
             series[number].changes = {night: before / after - 1}
-    if corrected_p.empty:
+    if not (num_tested := int(corrected_p.notna().sum())):
         return 0, []
-    return len(corrected_p), [
+    return num_tested, [
         f"Fewer than {2 * MIN_LENGTH} nights: step times are tested as in ultrabench compare.",
         *notes,
     ]
