@@ -15,6 +15,7 @@ from ultrabench.analysis.cells import MAY_DIFFER, model_text, without_common_val
 from ultrabench.analysis.environments import CHOSEN, OBSERVED, differing
 from ultrabench.analysis.options import in_rows, variant_in
 from ultrabench.analysis.other_models import other_models
+from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import CHECKPOINT, MODEL
@@ -75,8 +76,12 @@ class Comparison:
 
     @property
     def unproven(self) -> pd.DataFrame:
-        """The rows that have a step time in both but no finding, the largest ratio first."""
-        return self.rows[self.rows["finding"].isna() & self.rows["ratio"].notna()].iloc[::-1]
+        """The rows without a finding whose step times differ by more than the threshold, the largest difference first."""
+        log_ratios = np.log(self.rows["ratio"])
+        is_unproven = self.rows["finding"].isna() & (log_ratios.abs() > log(1 + self.threshold))
+        by_difference = log_ratios[is_unproven].abs().sort_values(ascending=False, kind="stable").index
+        unproven_rows: pd.DataFrame = self.rows.loc[by_difference]
+        return unproven_rows
 
     @property
     def warning(self) -> str | None:
@@ -121,8 +126,14 @@ def compare(
         threshold: relative difference of step times up to which it is no finding, such as 0.05.
 
     Raises:
-        ConfigError: no layout was tried in both, or none of them was measured in both, failed or ran again.
+        ConfigError: a table is a plan, no layout was tried in both, or none of them was measured in both, failed or ran again.
     """
+    if plans := [side for side, table in zip("AB", (table_a, table_b), strict=True) if is_predicted(table)]:
+        fact = (
+            f"{' and '.join(plans)} {'are plans' if len(plans) > 1 else 'is a plan'}: formulas have no noise"
+        )
+        remedy = "for their ratios: ultrabench heatmap A --compare B; against measurements: ultrabench predict validate"
+        raise ConfigError(f"{fact}, so no difference can be tested", remedy)
     columns = ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE_RATES, *CHECKPOINT)
     rankings = [Ranking(table, more_columns=columns) for table in (table_a, table_b)]
     sides = [*map(_tried_rows, rankings)]
@@ -133,7 +144,7 @@ def compare(
     other_variants = "variant" in layout_columns and _other_variants((rows_in_a, rows_in_b))
     if not common_keys:
         raise ConfigError(_no_common_layout(sides, key_columns, other_variants or ""))
-    pairs = [(_run_times_s(rows_in_a[key]), _run_times_s(rows_in_b[key])) for key in common_keys]
+    pairs = [(run_times_s(rows_in_a[key]), run_times_s(rows_in_b[key])) for key in common_keys]
     p_values, chance_notes = corrected(pairs)
     keyed_pairs = zip(common_keys, pairs, strict=True)
     rows = [_layout_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in keyed_pairs]
@@ -247,7 +258,7 @@ def _nothing_comparable(layouts: pd.DataFrame) -> str:
     return f"{fact} ({'; '.join(texts)}); compare sweeps that have ended, or see ultrabench sweep top"
 
 
-def _run_times_s(rows: Sequence[Row]) -> list[list[float]]:
+def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
     """The step times of each measured run in seconds; only the run's step time where single steps are unknown.
 
     Runs that were stopped early as slower than the best count only where none was measured in full, as in rankings.
@@ -352,11 +363,11 @@ def _machine_sentences(pairs: Sequence[tuple[list[Row], list[Row]]], threshold: 
 
 def _needed_p(rows: pd.DataFrame) -> float:
     """The largest p-value at which one layout is significant after the correction, if no other layout differs."""
-    return ALPHA / max(1, int(rows["p_value"].notna().sum()))
+    return ALPHA / max(1, int(rows["p_corrected"].notna().sum()))
 
 
-def _was_or_were(num_layouts: int) -> str:
-    return f"{num_layouts:,} of them {'was' if num_layouts == 1 else 'were'}"
+def _of_them(num_layouts: int, verb: str, plural_verb: str) -> str:
+    return f"{num_layouts:,} of them {verb if num_layouts == 1 else plural_verb}"
 
 
 def _left_out_sentences(sides: Sequence[Sequence[Row]], layouts: pd.DataFrame) -> Iterator[str]:
@@ -364,14 +375,18 @@ def _left_out_sentences(sides: Sequence[Sequence[Row]], layouts: pd.DataFrame) -
     timed_layouts = layouts[layouts["ratio"].notna()]
     yield f"{counted(len(layouts), 'layout')} tried in both A and B, {len(timed_layouts):,} of them with a step time in both."
     if num_stopped := int(timed_layouts["stopped"].sum()):
-        yield f"{_was_or_were(num_stopped)} stopped early in A or B as slower than the best of the cell."
-    max_p = _needed_p(timed_layouts)
-    large_p_values = timed_layouts.loc[timed_layouts["p_least"] > max_p, "p_least"]
-    if len(large_p_values):
-        limits_text = f"the smallest possible p is {large_p_values.min():.2g}, needed {max_p:.2g}"
-        yield f"{len(large_p_values):,} of them have too few steps to be significant on their own: {limits_text}."
-    if num_untested := int(timed_layouts["p_value"].isna().sum()):
-        yield f"{_was_or_were(num_untested)} not tested because one side has a single step time."
+        yield f"{_of_them(num_stopped, 'was', 'were')} stopped early in A or B as slower than the best of the cell."
+    max_p, least_p_values = _needed_p(timed_layouts), timed_layouts["p_least"]
+    if num_untestable := int((least_p_values > ALPHA).sum()):
+        reason = "too few steps to be significant, whatever the difference"
+        least_text = f"the smallest possible p is {least_p_values[least_p_values > ALPHA].min():.2g}"
+        yield f"{_of_them(num_untestable, 'was', 'were')} not tested: {reason} ({least_text}, needed {ALPHA})."
+    weak_p_values = least_p_values[(least_p_values > max_p) & (least_p_values <= ALPHA)]
+    if num_weak := len(weak_p_values):
+        limits_text = f"the smallest possible p is {weak_p_values.min():.2g}, needed {max_p:.2g}"
+        yield f"{_of_them(num_weak, 'has', 'have')} too few steps to be significant on {'its' if num_weak == 1 else 'their'} own: {limits_text}."
+    if num_single := int(least_p_values.isna().sum()):
+        yield f"{_of_them(num_single, 'was', 'were')} not tested because one side has a single step time."
     num_suspect = [sum(row["suspect"] is not None for row in side) for side in sides]
     if any(num_suspect):
         yield f"Suspect rows are excluded: {num_suspect[0]:,} in A, {num_suspect[1]:,} in B."

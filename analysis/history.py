@@ -16,14 +16,14 @@ from scipy import stats
 
 from ultrabench.analysis.change_points import MIN_LENGTH, NUM_RECENT, change_points, outliers, strongest
 from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.compare import run_label
+from ultrabench.analysis.compare import run_label, run_times_s
 from ultrabench.analysis.environments import differing
 from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.options import in_rows, varied_options
 from ultrabench.analysis.ranking import PANEL_COLUMNS
 from ultrabench.analysis.rows import Warn
 from ultrabench.analysis.schema import SIZES
-from ultrabench.analysis.significance import ALPHA, corrected, step_time
+from ultrabench.analysis.significance import ALPHA, corrected, false_discovery, step_time
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER
@@ -180,8 +180,7 @@ def history(nights: Sequence[Night]) -> History:
         raise ConfigError("no night remains", "give an earlier date with --since")
     frame = pd.concat([_night_rows(night.table).assign(night=n) for n, night in enumerate(nights)])
     is_good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
-    is_good &= frame["stopped"] != SLOWER
-    rated_rows = frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)]
+    rated_rows = _in_full(frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)])
     if rated_rows.empty:
         raise ConfigError(
             "no night has a usable rate", "see how its runs ended: ultrabench sweep status SWEEP"
@@ -208,21 +207,20 @@ def history(nights: Sequence[Night]) -> History:
 
 def _night_rows(table: pa.Table) -> pd.DataFrame:
     """The rows of a night, with `options`, those that vary in it, and `kernel_options`, the text of those of the kernel."""
-    columns = [
-        *_RUN_KEY[:-1],
-        "run_id",
-        "status",
-        "stopped",
-        "suspect",
-        "is_final",
-        "control",
-        "step_time_s",
-        "step_times_s",
-    ]
+    columns = [*_RUN_KEY[:-1], "run_id", "status", "stopped", "suspect", "is_final", "control", "step_time_s"]
     options = in_rows(varied_options(table), range(len(table)))
     texts = [str([values.get(name) for name in KERNEL_OPTIONS]) for values in options]
     frame: pd.DataFrame = table.select([*columns, *_RATE_COLUMNS]).to_pandas()
-    return frame.assign(options=pd.Series(options, frame.index, object), kernel_options=texts)
+    step_times_s = pd.Series(table["step_times_s"].to_pylist(), frame.index, object)
+    options_column = pd.Series(options, frame.index, object)
+    return frame.assign(options=options_column, kernel_options=texts, step_times_s=step_times_s)
+
+
+def _in_full(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows without runs that were stopped early as slower, where the same run was measured in full that night."""
+    is_full = rows["stopped"] != SLOWER
+    groups = is_full.groupby([rows[name] for name in (*_RUN_KEY, "night")], dropna=False)
+    return rows[is_full | ~groups.transform("any")]
 
 
 def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
@@ -280,38 +278,35 @@ def _find_changes_of_steps(
     times their number, before the correction over all series.
     """
     num_nights = len(series[0].rates)
+    records_of_series = [_records(rows) for rows in rows_of_series]
     sides_by_night, frame_by_night, notes = dict[int, list[Any]](), dict[int, pd.DataFrame](), list[str]()
     for night in range(1, num_nights):
-        sides = [(rows[rows["night"] < night], rows[rows["night"] >= night]) for rows in rows_of_series]
-        sides_by_night[night] = [(_run_times_s(before), _run_times_s(after)) for before, after in sides]
+        sides_by_night[night] = [
+            (
+                run_times_s([row for row in records if row["night"] < night]),
+                run_times_s([row for row in records if row["night"] >= night]),
+            )
+            for records in records_of_series
+        ]
         frame_by_night[night], notes = corrected(sides_by_night[night])
 
     def of_nights(column: str) -> pd.DataFrame:
         values = {night: (num_nights - 1) * frame[column] for night, frame in frame_by_night.items()}
         return pd.DataFrame(values, range(len(series)))
 
-    p_values = of_nights("p_value")[of_nights("p_least").min(axis=1) <= ALPHA]
-    if not len(p_values):
-        return 0, []
-    corrected_p = stats.false_discovery_control(p_values.min(axis=1).clip(upper=1))
-    for number, p in zip(p_values.index, corrected_p, strict=True):
+    p_values = of_nights("p_value")
+    corrected_p = false_discovery(p_values.min(axis=1), of_nights("p_least").min(axis=1))
+    night_numbers: Any = p_values.columns
+    for number, p in enumerate(corrected_p.to_list()):
         if p <= ALPHA:
-            night = int(p_values.loc[number].idxmin())
+            night = int(night_numbers[np.nanargmin(p_values.loc[number])])
             before, after = map(step_time, sides_by_night[night][number])
             series[number].changes = {night: before / after - 1}
-    return len(p_values), [
+    if not (num_tested := int(corrected_p.notna().sum())):
+        return 0, []
+    return num_tested, [
         f"Fewer than {2 * MIN_LENGTH} nights: step times are tested as in ultrabench compare.",
         *notes,
-    ]
-
-
-def _run_times_s(rows: pd.DataFrame) -> list[list[float]]:
-    """The step times of each repeat of a run in seconds; only its step time where single steps are unknown."""
-    pairs = zip(rows["step_times_s"], rows["step_time_s"], strict=True)
-    return [
-        [time_s] if steps_s is None else [*steps_s]
-        for steps_s, time_s in pairs
-        if steps_s is not None or time_s > 0
     ]
 
 

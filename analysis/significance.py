@@ -25,10 +25,10 @@ MIN_DOF = 5
 def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[str]]:
     """The p-values of layouts with several measured steps on both sides, and sentences about what counts as chance.
 
-    `p_least` is the smallest p-value that the first of two tests can give for these numbers of steps.
-    `p_value` is two-sided: the larger one of Mann-Whitney's test on the steps, which count for fewer where
-    neighbours are alike, and of Student's test on the logarithms of the runs' medians. `p_corrected` is that
-    of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
+    `p_least` is the smallest p-value that the first of two tests can give for these numbers of steps; it is NaN where
+    a side has a single step or none. `p_value` is two-sided: the larger one of Mann-Whitney's test on the steps, which
+    count for fewer where neighbours are alike, and of Student's test on the logarithms of the runs' medians.
+    `p_corrected` is that of `false_discovery`.
     """
     p_values = pd.DataFrame(np.nan, range(len(pairs)), ["p_value", "p_corrected", "p_least"])
     tested_numbers = [n for n, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
@@ -48,13 +48,29 @@ def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[st
             p_value = max(p_value, 2 * stats.t.sf(abs(log(ratio)) / standard_error, dof))
         p_value_pairs.append((min(1.0, p_value), _rank_test_p(*separated_steps, correlation)))
     p_values.loc[tested_numbers, ["p_value", "p_least"]] = p_value_pairs
-    tested_p_values = p_values.loc[tested_numbers, "p_value"]
-    p_values.loc[tested_numbers, "p_corrected"] = stats.false_discovery_control(tested_p_values)
+    p_values["p_corrected"] = false_discovery(p_values["p_value"], p_values["p_least"])
     weight_text = f"{(1 - correlation) / (1 + correlation):.2f}"
     return p_values, [
         f"Neighbouring steps correlate by {correlation:.2f}, so a step counts as {weight_text} independent steps.",
         spread_text,
     ]
+
+
+def false_discovery(p_values: pd.Series, least_p_values: pd.Series) -> pd.Series:
+    """The p-values corrected by Benjamini and Hochberg over all layouts whose steps suffice for a significant one.
+
+    With too few steps a layout cannot become significant, whatever its difference: it is not tested (NaN), and does
+    not make the correction of the others stricter. The numbers of steps decide this alone, not their times.
+
+    Args:
+        least_p_values: the smallest p-value that the numbers of steps of each layout can give.
+    """
+    corrected_p_values = pd.Series(np.nan, p_values.index)
+    can_be_significant = least_p_values <= ALPHA
+    if can_be_significant.any():
+        tested_p_values = p_values[can_be_significant].clip(upper=1)
+        corrected_p_values[can_be_significant] = stats.false_discovery_control(tested_p_values)
+    return corrected_p_values
 
 
 def _rank_test_p(steps_a: Any, steps_b: Any, correlation: float) -> float:

@@ -1,11 +1,12 @@
 """Recommends the best predicted runs of each cell of a sweep, or says why a cell has none and what would help."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import inf
+from types import MappingProxyType
 
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
@@ -49,24 +50,33 @@ MIN_BATCH_SPEEDUP = 0.05
 """Speedup from which another batch is named."""
 
 
-def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
-    """The `count` best runs of each cell, in the order of the cells; two cores look at half of the cells each."""
+def recommendations(
+    config: SweepConfig, count: int, short_keys: Mapping[str, str] = MappingProxyType({})
+) -> list[Recommendation]:
+    """The `count` best runs of each cell, in the order of the cells; two cores look at half of the cells each.
+
+    Args:
+        short_keys: full key of each override that the user wrote with a short key -> that key, for remedies.
+    """
     cells_by_group = defaultdict[tuple[object, ...], list[tuple[ModelShape, CellKey]]](list)
     cells = [*planned_cells(config)]
     for shape, cell in cells:
         cells_by_group[cell._replace(nodes=0)].append((shape, cell))
     with process_map(len(cells_by_group)) as map_groups:
-        recommend_group = partial(_group_recommendations, config, count)
+        recommend_group = partial(_group_recommendations, config, count, {**short_keys})
         groups_of_recommendations = map_groups(recommend_group, cells_by_group.values())
         by_cell = {advice.cell: advice for advice in chain.from_iterable(groups_of_recommendations)}
     return [by_cell[cell] for _, cell in cells]
 
 
 def _group_recommendations(
-    config: SweepConfig, count: int, cells: Sequence[tuple[ModelShape, CellKey]]
+    config: SweepConfig,
+    count: int,
+    short_keys: Mapping[str, str],
+    cells: Sequence[tuple[ModelShape, CellKey]],
 ) -> list[Recommendation]:
     """The recommendations for cells that differ in their nodes alone, the most nodes first: fewer may advise them."""
-    remedies = Remedies()
+    remedies = Remedies(short_keys=short_keys)
     return [recommendation(config, count, shape, cell, remedies) for shape, cell in reversed(cells)]
 
 

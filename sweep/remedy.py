@@ -1,7 +1,7 @@
 """Plans of which nothing can run or fit, and what would make layouts fit into memory."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
@@ -24,7 +24,7 @@ from ultrabench.sweep.candidate import (
 )
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, cell_sweep, planned_cells
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
 from ultrabench.variant import variables_of
 
 SAVING_SETTINGS: tuple[dict[str, Any], ...] = (
@@ -118,12 +118,14 @@ class Remedies:
 
     best: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(default_factory=dict)
     """Cell and values of axes -> the best run that is advised; None where none is."""
+    short_keys: Mapping[str, str] = field(default_factory=dict)
+    """Full key of each override that the user wrote with a short key -> that key."""
 
     def texts(self, config: SweepConfig, shape: ModelShape, nodes: int, max_p_oom: float) -> Iterator[str]:
         """What to change so that a layout is sure enough to fit, each with the best of such layouts.
 
         First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes, if need
-        be with such settings.
+        be with such settings; not for a CPU.
 
         Args:
             config: the sweep of one cell's workload and precision.
@@ -143,13 +145,15 @@ class Remedies:
         new_setting_items = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
         for axis_values in new_setting_items:
             if run := self._best_run(config, shape, nodes, axis_values, max_p_oom):
-                yield f"{_overrides_text(axis_values)} ({_layout_text(run)})"
+                yield f"{self._overrides_text(axis_values)} ({_layout_text(run)})"
                 break
         strongest_settings = list(new_setting_items)[-1:]  # with the one that saves most
-        possible_doublings = range(1, (MAX_NODES // nodes).bit_length())
+        # The nodes of a CPU are simulated on this machine: more of them have no more memory.
+        max_nodes = MAX_NODES if config.hardware.device != "cpu" else nodes
+        possible_doublings = range(1, (max_nodes // nodes).bit_length())
         for doublings, axis_values in product(possible_doublings, ((), *strongest_settings)):
             if run := self._best_run(config, shape, nodes << doublings, axis_values, max_p_oom):
-                values_text = _overrides_text((("nodes", nodes << doublings), *axis_values))
+                values_text = self._overrides_text((("nodes", nodes << doublings), *axis_values))
                 yield f"{values_text} ({_layout_text(run)})"
                 break
 
@@ -171,13 +175,17 @@ class Remedies:
             self.best[key] = next(iter(runs), None)
         return self.best[key]
 
-
-def _overrides_text(values: Iterable[tuple[str, Any]]) -> str:
-    return " ".join(f"sweep.{axis}=[{value}]" for axis, value in values)
+    def _overrides_text(self, values: Iterable[tuple[str, Any]]) -> str:
+        """The overrides of axes in the form that the user wrote, such as nodes=2 or sweep.nodes=[2]."""
+        keys_and_values = ((f"sweep.{axis}", value) for axis, value in values)
+        return " ".join(
+            f"{self.short_keys[key]}={value}" if key in self.short_keys else f"{key}=[{value}]"
+            for key, value in keys_and_values
+        )
 
 
 def _layout_text(run: Candidate) -> str:
     memory_text = f"{run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
     has_no_room = run.prediction.memory_share > 1 and run.fits
     room_text = f", {NO_ROOM}" if has_no_room else ""
-    return f"{run.layout.label()}, {memory_text}, P(OOM) {100 * run.prediction.p_oom:.0f} %{room_text}"
+    return f"{run.layout.label()}, {memory_text}, P(OOM) {p_oom_text(run.prediction.p_oom)}{room_text}"

@@ -203,25 +203,43 @@ def require_known(
 
 _CURLY_QUOTES = "\u2018\u2019\u201a\u201c\u201d\u201e\u00ab\u00bb"
 """The quotes of word processors and web pages, which mean nothing to a shell."""
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3001: ord(",")}
+"""Code of each full-width form of an ASCII character, and of the ideographic comma -> code of that character."""
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
+"""The hyphens, dashes and minus signs that are not the one of a keyboard."""
 
 
-def require_straight_quotes(words: Iterable[str]) -> None:
-    """Raises ConfigError if a word begins or ends with a curly quote, or one follows a `=`, a comma or a bracket."""
+def require_typed_characters(words: Iterable[str]) -> None:
+    """Raises ConfigError for characters that word processors and input methods put in place of those of a command.
+
+    These are a curly quote at either end of a word or beside a `=`, a comma or a bracket, a full-width comma, bracket
+    or equals sign, and a dash in front of a word.
+    """
     for word in words:
         if re.search(rf"(?:^|[=,\[{{:(])[{_CURLY_QUOTES}]|[{_CURLY_QUOTES}](?:$|[],}}:)])", word):
             plain_word = word.translate(dict.fromkeys(map(ord, _CURLY_QUOTES)))
             raise ConfigError(
                 f"{word}: these quotes are curly; type straight ones: {shlex.quote(plain_word)}"
             )
+        if full_width := re.search("[\uff0c\u3001\uff3b\uff3d\uff5b\uff5d\uff08\uff09\uff1d\uff0d]", word):
+            plain_word = word.translate(_FULL_WIDTH)
+            raise ConfigError(
+                f"{word}: {full_width[0]} is a full-width character; write {shlex.quote(plain_word)}"
+            )
+        if re.match(f"[{_DASHES}]", word):
+            option = f"--{word.lstrip(f'-{_DASHES}')}"
+            raise ConfigError(
+                f"{word}: {word[0]} is not the hyphen of an option; write {shlex.quote(option)}"
+            )
 
 
 def require_once(settings: Iterable[str]) -> None:
-    """Raises ConfigError if two of the settings KEY=VALUE have the same key, or one has curly quotes.
+    """Raises ConfigError if two of the settings KEY=VALUE have the same key, or one has curly quotes or the like.
 
     Of two equal keys only the last one would count.
     """
     settings = [*settings]
-    require_straight_quotes(settings)
+    require_typed_characters(settings)
     setting_by_key: dict[str, str] = {}
     for setting in settings:
         key = setting.lstrip("+").partition("=")[0]

@@ -27,7 +27,7 @@ from ultrabench.sweep.config.files import (
 )
 from ultrabench.sweep.config.options import EXAMPLES, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
 from ultrabench.sweep.config.references import wrong_reference
-from ultrabench.sweep.config.sweep_config import SWEEP_NAME
+from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY, SWEEP_NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
 Sentence = Callable[..., str]
@@ -145,7 +145,8 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
     (r"Could not load 'sweep/override /?(?P<group>\w+)", in_defaults),
     (r"Could not load 'sweep/(?P<name>[^']+)'", lambda name, **_: f"defaults: {unknown_option('sweep', name)}"),
     (rf"Could not find '(?P<group>{_GROUP_NAMES})/(?P<name>[^'/]+)'", lambda group, name, **_: unknown_option(group, name)),
-    (r"Could not override '(?P<key>[^']+)'", lambda key, values, **_: unknown_override(key, values.get(key))),
+    (r"Could not override '(?P<key>[^']+)'",
+     lambda key, values, **_: _axis_beside_layouts(key, values) or unknown_override(key, values.get(key))),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
     (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _list_or_settings),
@@ -319,6 +320,8 @@ def unknown_override(key: str, value: object = None) -> str:
     key_parts = key.split(".", 2)
     if len(key_parts) == 3 and group == "sweep" and (nearest := nearest_name(key_parts[1], EXAMPLES, 0.6)):
         return f"unknown override {key!r}; did you mean +sweep.{nearest}.{key_parts[2]}?"
+    if key == LAYOUTS_SETTING:
+        return f"{key} is not a setting of the chosen sweep, which combines values of axes; {LIST_LAYOUTS_REMEDY}"
     if key in settings:
         remedy = f"it: {_override_text(f'+{key}', value)}" if group == "sweep" else " or ".join(settings[key])
         return f"{key} is not a setting of the chosen {group}; add {remedy}"
@@ -328,6 +331,21 @@ def unknown_override(key: str, value: object = None) -> str:
     options = settings.get(probable_key, []) if probable_key.startswith(("kernel.", "launcher.")) else []
     hint = f", with {options[0]}" if len(options) == 1 else ""
     return f"unknown override {key!r}; {moved_advice(probable_key) or f'did you mean {_override_text(probable_key, value)}{hint}?'}"
+
+
+def _axis_beside_layouts(key: str, values: Mapping[str, str]) -> str | None:
+    """One line for an axis of a sweep that lists layouts in place of axes; None for other settings and sweeps.
+
+    Args:
+        values: key -> value of all overrides.
+    """
+    axis, path = key.removeprefix("sweep."), files("sweep").get(values.get("sweep", ""))
+    if axis not in AXES[1:] or path is None or "layouts" not in (read_yaml(path).get("sweep") or {}):
+        return None
+    items = as_hydra_list(values[key])[1:-1].split(",")
+    layouts_text = ", ".join(f"{{{axis}: {item}}}" for item in filter(None, items))
+    problem = f"{key}: sweep={values['sweep']} lists layouts in place of axes"
+    return f"{problem}; to run others, write 'sweep.layouts=[{layouts_text or f'{{{axis}: VALUE}}'}]'"
 
 
 def _probable_setting(key: str, settings: Mapping[str, Any]) -> str | None:

@@ -7,9 +7,9 @@ from ultrabench.allowed import Count, Size
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.record import value_from
-from ultrabench.sweep.config.sweep_config import ListedLayout
+from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY, ListedLayout
 
-SETTING = "sweep.layouts"
+SETTING = LAYOUTS_SETTING
 CELL_TYPES = {"model": str, "nodes": Count, "seq_len": Size, "gbs": Size, "precision": str}
 """Key of an entry that limits it to some cells of the sweep -> its type; the keys are those of a cell."""
 EXAMPLE = "[{tp: 2, mbs: 1}, {tp: 4, pp: 2, mbs: 1}]"
@@ -34,7 +34,8 @@ def read_layouts(entries: Any, other_axes: Sequence[str]) -> tuple[ListedLayout,
     if other_axes:
         problem = f"{SETTING} beside {', '.join(f'sweep.{axis}' for axis in other_axes)}"
         rule = "a sweep either lists layouts or combines values of axes"
-        raise ConfigError(f"{problem}; {rule}", "leave one of them out", setting=SETTING)
+        remedy = f"leave one of them out; {LIST_LAYOUTS_REMEDY}"
+        raise ConfigError(f"{problem}; {rule}", remedy, setting=SETTING)
     if not isinstance(entries, list | tuple) or not entries:
         raise ConfigError(f"{SETTING}={entries!r} lists no layouts", f"write {EXAMPLE}", setting=SETTING)
     layouts = tuple(_read_entry(index, entry) for index, entry in enumerate(entries))

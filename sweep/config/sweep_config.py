@@ -221,6 +221,12 @@ SWEEP_NAME = matching(
     "and .+=@,- and does not end in .parquet, which names a file",
 )
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
+LAYOUTS_SETTING = "sweep.layouts"
+"""The key of a sweep that lists single layouts in place of axes."""
+LIST_LAYOUTS_REMEDY = (
+    "to list layouts, edit the sweep file that this writes: ultrabench sweep plan --top 2 --write NAME"
+)
+"""How a sweep that combines values of axes is replaced by one that lists layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,11 +54,16 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
+def p_oom_text(p_oom: float) -> str:
+    """A probability of running out of memory as everything prints it, such as `12 %`, or `<1 %`."""
+    return "<1 %" if p_oom < 0.01 else f"{100 * p_oom:.0f} %"
+
+
 def too_large_text(prediction: Prediction, p_oom: float) -> str:
     """Why a layout is not run whose P(OOM) is `p_oom`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
     needed_gib = prediction.peak_mem_bytes / GIB
     limit_gib = prediction.peak_mem_bytes / prediction.memory_share / GIB
-    return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {100 * p_oom:.0f} %"
+    return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {p_oom_text(p_oom)}"
 
 
 class Occupancy(NamedTuple):

@@ -25,7 +25,7 @@ PUBLISHED = "published"
 MAX_ROWS = 10
 """Number of layouts and of cells that are printed."""
 MAX_UNPROVEN = 5
-"""Number of layouts without a finding that are printed, those with the largest ratios."""
+"""Number of layouts without a finding that are printed, those with the largest differences in either direction."""
 
 
 def compare(
@@ -122,7 +122,7 @@ def _write_comparison(comparison: "Comparison", path: Path) -> None:
 
 
 def _print_comparison(comparison: "Comparison") -> None:
-    """Prints what differs, layouts with a finding or a large ratio, cells with another winner, and the notes."""
+    """Prints what differs, layouts with a finding or a large difference, cells with another winner, and the notes."""
     from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
     from ultrabench.analysis.numbers import with_unit
     from ultrabench.cli.tables import show, table
@@ -139,16 +139,16 @@ def _print_comparison(comparison: "Comparison") -> None:
     if findings:
         shown_rows = map(_table_row, findings[:MAX_ROWS])
         show(table(f"\nfindings{_count_text(findings)}", *headings, rows=shown_rows))
-    unproven_frame = comparison.unproven
-    large_ratio_rows = unproven_frame[unproven_frame["ratio"] > 1 + comparison.threshold].to_dict("records")
-    if large_ratio_rows:
-        ratio_headings = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
-        unproven_rows = [
+    unproven_rows = comparison.unproven.to_dict("records")
+    if unproven_rows:
+        unproven_columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
+        shown_unproven = [
             (*_table_row(row)[1:4], *_table_row(row)[-2:], row["steps_a"], row["steps_b"])
-            for row in large_ratio_rows[:MAX_UNPROVEN]
+            for row in unproven_rows[:MAX_UNPROVEN]
         ]
-        title = f"largest ratios that are not significant ({len(unproven_rows)} of {len(large_ratio_rows):,})"
-        show(table(f"\n{title}", *ratio_headings, rows=unproven_rows))
+        count_text = f"({len(shown_unproven)} of {len(unproven_rows):,})"
+        title = f"\nlargest differences that are not significant {count_text}"
+        show(table(title, *unproven_columns, rows=shown_unproven))
     winners = comparison.winners.to_dict("records")
     columns = ("model", ">nodes", "best of A", "best of B", "note")
     if winners:

@@ -101,3 +101,9 @@ WriteSweep = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Let --write replace a file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="Folder of the sweeps.")]
+
+
+def require_write(write: str | None, *, force: bool) -> None:
+    """Raises ConfigError for --force without --write, whose file it replaces."""
+    if force and write is None:
+        raise ConfigError("--force replaces the file of --write", "add --write NAME, or leave out --force")

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from ultrabench.allowed import Count, NonNegative, at_least
-from ultrabench.cli.options import Force, Json, Overrides, WriteSweep, number_option
+from ultrabench.cli.options import Force, Json, Overrides, WriteSweep, number_option, require_write
 from ultrabench.errors import ConfigError
 
 _TOKENS_HELP = "Training tokens, such as 15e12; adds the training days."
@@ -29,6 +29,7 @@ def recommend(
     """
     if price_per_gpu_hour is not None and tokens is None:
         raise ConfigError("--price-per-gpu-hour needs --tokens; add them, such as --tokens 15e12")
+    require_write(write, force=force)
     from ultrabench.cli.run_recommend import run_recommend
 
     run_recommend(overrides, tokens, price_per_gpu_hour, top, json_, write, force=force)

@@ -24,7 +24,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.predict.predict import largest_loss
+from ultrabench.sweep.predict.predict import largest_loss, p_oom_text
 from ultrabench.sweep.recommend import Recommendation, recommendations
 
 LayoutRow = dict[str, Any]
@@ -69,8 +69,9 @@ def run_recommend(
         raise ConfigError(problem, f"for example: {command}")
     gpu_hour_price = config.price_per_gpu_hour if gpu_hour_price is None else gpu_hour_price
     extra_overrides = [override for override in full_overrides if not _is_in_row(override)]
+    short_keys = {FULL_KEYS[key]: key for key in parts_of(overrides) if key in FULL_KEYS}
     model = parts_of(full_overrides).get("model")  # maybe a path, which the name of the model does not say
-    rows, advice = list[LayoutRow](), recommendations(config, max_layouts)
+    rows, advice = list[LayoutRow](), recommendations(config, max_layouts, short_keys)
     if all(cell.is_refused for cell in advice) and len({cell.reason for cell in advice}) == 1:
         raise ConfigError(str(advice[0].reason))
     best_rates = {
@@ -213,6 +214,7 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
     table_rows = ([*(row[key] for key in shown_keys), *_row_texts(row, extra_keys)] for row in layout_rows)
     if layout_rows:
         layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
+        layout_table.requested_names = extra_keys
         formula = config.measure.flops_formula
         layout_table.note_by_column = {
             "MFU": f"MFU: relative to the peak of the precision, FLOPs by the formula {formula}",
@@ -248,7 +250,7 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
     yield from (f"{row[name]:,.0f}" for name in ("tokens_per_s", "tokens_per_s_per_gpu"))
     yield f"{step} ({low}-{high})"
     yield f"{row['peak_mem_bytes'] / GIB:.1f}"
-    yield f"{100 * row['p_oom']:.1f} %"
+    yield p_oom_text(row["p_oom"])
     for name in extra_keys:
         needs, low_needs, high_needs = (three_digits(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
         yield f"{needs} ({low_needs}-{high_needs})"

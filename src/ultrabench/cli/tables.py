@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,7 +22,8 @@ PIPE_WIDTH = 1000
 LEFT_OUT_FIRST = (
     "", "run id", "run", "on", "policy", "GPUs", "host", "microbatches", "part", "at", "loss", "seconds",
     "for example", "x predicted", "candidates", "valid", "first seen", "last seen", "attempt", "share", "cost", "limited by",
-    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "tokens/s/GPU", "likely to fit", "P(OOM)", "why", "note",
+    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "tokens/s/GPU", "precision", "likely to fit", "P(OOM)",
+    "why", "note",
     "step", "step s", "GPU hours",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first: ids and constants, then
@@ -110,6 +111,8 @@ class FittedTable(Table):
     """Name of another column that is never left out."""
     note_by_column: Mapping[str, str] = MappingProxyType({})
     """Name of a column -> a line about it, which follows the table where the column is shown."""
+    requested_names: Sequence[str] = ()
+    """Names of columns that an option asked for; a line after the table names those that are left out."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fitted = copy(self)
@@ -119,6 +122,10 @@ class FittedTable(Table):
         yield from Table.__rich_console__(fitted, console, options)
         shown_names = {str(column.header) for column in fitted.columns}
         yield from (Text(note) for name, note in self.note_by_column.items() if name in shown_names)
+        if missing_names := [name for name in self.requested_names if name not in shown_names]:
+            yield Text(
+                f"no room for {' and '.join(missing_names)}: widen the terminal, or use --json", "yellow"
+            )
 
     def _widths(self, max_width: int) -> dict[int, int]:
         """Index of each column that fits -> its width; `max_width` includes two blanks between columns."""

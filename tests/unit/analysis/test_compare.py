@@ -119,8 +119,14 @@ def test_stopped_runs_are_counted_and_a_lost_power_is_told(ultrabench, tmp_path,
     assert code == 1  # for the 8 others
     text = " ".join(out.split())
     assert "12 of them were stopped early in A or B" in text
-    assert "12 of them have too few steps to be significant on their own: the smallest possible p is" in text
-    assert "largest ratios that are not significant (5 of " in text
+    assert "12 of them were not tested: too few steps to be significant, whatever the difference" in text
+    assert "largest differences that are not significant (5 of 12)" in text
+    nights = json.loads(ultrabench("history", "a.parquet", "b.parquet", "--json")[1])
+    slower_ids = {run["run_id"] for run in nights["runs"] if run["changes"]}
+    assert slower_ids == {str(n) for n in range(12, 20)}, "the same 8 as in compare"
+    assert (nights["tested"], len(nights["runs"])) == (8, 20)
+    in_reverse = ultrabench("compare", "b.parquet", "a.parquet")[1]
+    assert "largest differences that are not significant (5 of 12)" in in_reverse, "faster ones, too"
     assert "12 of 20 layouts: too few measured steps to be significant, whatever" in " ".join(err.split())
 
 
@@ -241,6 +247,8 @@ def test_variants_that_only_one_side_has_are_named():
 
 
 def test_nothing_in_common_names_the_columns():
+    with refused("B is a plan: formulas have no noise, so no difference can be tested; for their ratios: "):
+        compared(rows_of(1), rows_of(1, source="predicted"))
     with refused("no layout is in both A (20 tried runs) and B (0)"):
         compared(rows_of(1), [])
     with refused("and B (20): compare tables with the same models and batch"):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -249,6 +250,18 @@ def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_sk
     why = f"dominated by {too_large.run_id}, which ran out of memory"
     two_lines = rf"\[2/{total}\] .*\n\[3/{total}\] skipped {QUICK.runs[0].run_id} .*: {why}.*\n"
     assert re.fullmatch(two_lines, lines(too_large, Status.OOM, attempt=1, confirmed=True))
+
+
+def test_lines_of_a_launch_count_repeats_apart_from_settled_runs(capsys):
+    twice = {**QUICK.config.resolved, "repeats": 2}
+    state, runs = SweepState(launched=Launched(generation=1, config=twice)), QUICK.runs[:2]
+    display = Display("q", runs, "cpu")
+    display.show(state, frozenset())
+    for repeat, run in product((0, 1, 2), runs):
+        display.show(told(state, run, Status.OK, repeat=repeat), frozenset())
+    counts = [line.partition("]")[0] + "]" for line in capsys.readouterr().err.splitlines()]
+    assert counts[:4] == [f"[{n}/2, repeats {k}/2]" for n, k in ((1, 0), (2, 0), (2, 1), (2, 2))]
+    assert counts[4:] == [f"[2/2, repeats 2/2, repeats of the best {n}]" for n in (1, 2)]
 
 
 def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it():

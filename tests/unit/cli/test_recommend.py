@@ -84,6 +84,7 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
     code, out, _ = ultrabench(*words)
     assert code == 0
     assert "llama3-70b on 1 node: no layout is likely to fit into 79.11 GiB" in out
+    assert "; try nodes=2 (" in out, "in the form that the user wrote"
     assert second["layout"] in out
 
 
@@ -94,6 +95,7 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
         ("kernel=probe", "kernel=probe does not train; use kernel=embedded"),
         ("nodes=[1] sweep.nodes=[2]", "sweep.nodes is given twice"),
         ("nodes=[2]", "for example: ultrabench recommend 'nodes=[2]' model=llama3-8b"), ("sweep=nope", "unknown sweep 'nope'"),
+        ("model=tiny --force", "--force replaces the file of --write; add --write NAME, or leave out --force"),
         ("model=llama3-8b --write playbook", "sweep=playbook is part of ultrabench"),
         ("model=llama3-8b tp=3", "no candidate: 8 GPUs are not divisible by tp=3; choose divisors"),
         ("model=llama3-8b ep=2", "no layout can run: ep=2 needs a model with experts"),

@@ -183,17 +183,19 @@ RECOMMENDED_ROWS = [
 @pytest.mark.parametrize(
     ("width", "last", "first"),
     [
-        (60, {"step", "(4.77-8.45)", "extrapolated,"}, {"days", "cost", "57.4", "nodes", "MFU"}),
-        (80, {"step", "(4.77-8.45)", "P(OOM)", "1.5", "extrapolated,", "above"}, {"days", "cost", "57.4", "limited", "nodes"}),
-        (120, {"MFU", "10,691", "(198-350)"}, {"cost", "limited"}), (230, {"nodes", "(758,000-1,340,000)", "limited"}, set()),
+        (60, {"step", "(4.77-8.45)", "extrapolated,", "P(OOM)"}, {"days", "precision", "57.4", "nodes", "MFU"}),
+        (80, {"step", "(4.77-8.45)", "P(OOM)", "1.5", "extrapolated,", "above"}, {"days", "974,365", "57.4", "limited", "nodes"}),
+        (120, {"MFU", "10,691", "(198-350)"}, {"974,365", "limited"}), (230, {"nodes", "(758,000-1,340,000)", "limited"}, set()),
     ],
 )  # fmt: skip
 def test_how_sure_a_number_is_is_left_out_last_and_notes_with_their_columns(width, last, first):
     fitted = table("", *RECOMMENDED, rows=RECOMMENDED_ROWS)
     fitted.note_by_column = {"MFU": "the note about MFU", "step s": "the note about intervals"}
+    fitted.requested_names = ("cost",)
     text = shown(fitted, width)
     assert last <= set(text.split())
     assert not first & set(text.split())
+    assert ("no room for cost: widen the terminal, or use --json" in text) == (width < 230)
     assert ("the note about MFU" in text) == ("62.6" in text)
     assert "the note about intervals" in text
 

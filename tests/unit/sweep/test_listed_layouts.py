@@ -84,8 +84,14 @@ def test_an_impossible_entry_is_named(listed, layouts, line):
 
 
 def test_an_override_of_layouts_says_what_it_lacks():
-    assert "add it: '+sweep.layouts=[{tp: 2, mbs: 1}]'" in refusal("sweep.layouts=[{tp: 2, mbs: 1}]")
+    assert "ultrabench sweep plan --top 2 --write NAME" in refusal("sweep.layouts=[{tp: 2, mbs: 1}]")
     assert "beside sweep.tp" in refusal("+sweep.layouts=[{tp: 2, mbs: 1}]")
+
+
+def test_an_axis_of_a_sweep_that_lists_layouts_is_answered_with_a_list_that_works(listed):
+    sweep = listed("[{tp: 1}]")
+    assert refusal(sweep, "sweep.tp=[1,2]").endswith("write 'sweep.layouts=[{tp: 1}, {tp: 2}]'")
+    assert len(load_config([sweep, "sweep.layouts=[{tp: 1}, {tp: 2}]"]).axes.listed) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.configs import refused
-from ultrabench.errors import require_straight_quotes, unknown_name
+from ultrabench.errors import require_typed_characters, unknown_name
 from ultrabench.quantity import parsed_number
 
 
@@ -25,10 +25,24 @@ def test_a_number_has_the_units_of_what_its_setting_measures(name, text, number)
 )
 def test_curly_quotes_are_named(word):
     with refused("these quotes are curly; type straight ones: "):
-        require_straight_quotes([word])
+        require_typed_characters([word])
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("sweep.tp=[1\uff0c2]", "\uff0c is a full-width character; write 'sweep.tp=[1,2]'"),
+        ("sweep.tp=\uff3b1,2\uff3d", "\uff3b is a full-width character; write 'sweep.tp=[1,2]'"),
+        ("\u2013top", "\u2013 is not the hyphen of an option; write --top"),
+        ("\u2014top=3", "\u2014 is not the hyphen of an option; write --top=3"),
+    ],
+)
+def test_characters_of_word_processors_and_input_methods_are_named(word, line):
+    with refused(line):
+        require_typed_characters([word])
 
 
 def test_an_apostrophe_is_no_quote_and_a_longer_name_is_meant():
-    require_straight_quotes(["comment=it\u2019s", "model='tiny'"])
+    require_typed_characters(["comment=it\u2019s", "model='tiny'"])
     assert "did you mean zero_stage?" in unknown_name("argument", "zero", ["zero_stage", "tp", "ep"])
     assert "did you mean" not in unknown_name("column", "model", ["model_flops_per_s_per_gpu"])

@@ -26,7 +26,7 @@ from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
-from ultrabench.sweep.predict.predict import LIKELY_OOM
+from ultrabench.sweep.predict.predict import LIKELY_OOM, p_oom_text
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
 
 BAR_WIDTH = 40
@@ -124,7 +124,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
         fit_text += ", but the allocator must release its reserve and wait"
-    yield f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {unit_name} of {capacity_text}: {fit_text}, P(OOM) {100 * prediction['p_oom']:.1f} %"
+    yield f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {unit_name} of {capacity_text}: {fit_text}, P(OOM) {p_oom_text(prediction['p_oom'])}"
     yield _bar_table("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios, spec.layout.dp_overlap)

@@ -18,6 +18,7 @@ from ultrabench.cli.options import (
     SelectedRows,
     WriteSweep,
     number_option,
+    require_write,
     table_option,
 )
 from ultrabench.errors import ConfigError
@@ -89,6 +90,7 @@ def plan(
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     if command and (show_script or output or top):
         raise ConfigError("--command prints one run and nothing else; leave out --show-script, -o and --top")
+    require_write(write, force=force)
     if write and not top:
         raise ConfigError(f"--write {write} writes the layouts of --top", "add --top K, such as --top 3")
     _say_at_once("planning")

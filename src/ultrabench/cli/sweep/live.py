@@ -21,7 +21,7 @@ from ultrabench.standing import Standing
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.running.outliers import low_peak
-from ultrabench.sweep.running.progress import SweepProgress, progress_of
+from ultrabench.sweep.running.progress import SweepProgress, progress_of, settled_runs
 from ultrabench.variant import CELL_OPTIONS
 
 
@@ -48,7 +48,8 @@ class Display(Live):
     def show(self, state: SweepState, living_allocations: frozenset[str]) -> None:
         """Shows a new state: a line for each attempt that has ended since and, on a terminal, the table.
 
-        Each line begins with the number of settled runs; runs that are skipped from now on have one together.
+        Each line begins with the number of settled runs and, if runs are repeated, that of their ended repeats; runs
+        that are skipped from now on have one line together.
         The table shows an ETA only while there are `living_allocations`.
         """
         ended_keys = {key for key, attempt in state.attempts.items() if attempt.result is not None}
@@ -66,16 +67,41 @@ class Display(Live):
                 settled_ids |= progress.settled & {key.run_id}
                 line_facts = progress.suspects.get(key), progress.pause_by_key.get(key), progress.cell_columns
                 line = attempt_line(run, state.attempts[key], *line_facts)
-                self._console.print_line(Text(f"[{len(settled_ids)}/{progress.runs}] ").append(line))
+                self._console.print_line(
+                    Text(f"{self._count_text(settled_ids, state, progress)} ").append(line)
+                )
         if skipped_runs := [run for run in self._runs if run.run_id in progress.skipped.keys() - settled_ids]:
             settled_ids |= {run.run_id for run in skipped_runs}
             run, num_skipped = skipped_runs[0], len(skipped_runs)
             num_text = f"{counted(num_skipped, 'run')} skipped, such as" if num_skipped > 1 else "skipped"
             run_text = f"{run.run_id} {_run_text(run, progress.cell_columns)}: {progress.skipped[run.run_id]}"
-            line = Text(f"[{len(settled_ids)}/{progress.runs}] {num_text} {run_text}", style_of("skipped"))
-            self._console.print_line(line)
+            count_text = self._count_text(settled_ids, state, progress)
+            self._console.print_line(Text(f"{count_text} {num_text} {run_text}", style_of("skipped")))
         self._settled_ids = progress.settled
         self.update(panel(progress, bool(living_allocations), with_bar=True))
+
+    def _count_text(self, settled_ids: set[str], state: SweepState, progress: SweepProgress) -> str:
+        """A text such as `[6/6, repeats 1/6]`: settled runs of all, and the ended repeats that follow the first one.
+
+        Runs that ended without a measurement have no repeats. Those of the best runs (measure.confirm) have no known
+        total, so they are counted alone.
+        """
+        num_planned = state.config.get("repeats", 1)
+        status_by_run = settled_runs(state)
+        unmeasured_ids = {i for i in settled_ids if status_by_run.get(i, Status.SKIPPED) != Status.OK}
+        repeats = {
+            (key.run_id, key.repeat)
+            for key in self._ended_keys or ()
+            if key.repeat
+            and key.run_id in self._run_by_id.keys() - unmeasured_ids
+            and key not in progress.pause_by_key
+        }
+        num_confirming = sum(repeat >= num_planned for _, repeat in repeats)
+        num_repeats = (num_planned - 1) * (progress.runs - len(unmeasured_ids))
+        texts = [f"{len(settled_ids)}/{progress.runs}"]
+        texts += [f"repeats {len(repeats) - num_confirming}/{num_repeats}"] if num_repeats else []
+        texts += [f"repeats of the best {num_confirming}"] if num_confirming else []
+        return f"[{', '.join(texts)}]"
 
     def say(self, note: str) -> None:
         """Prints a line above the table."""

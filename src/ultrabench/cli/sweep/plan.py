@@ -44,7 +44,7 @@ from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, make_plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
 from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
@@ -255,7 +255,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
             low, high = (three_digits(row[f"step_time_{bound}_s"]) for bound in ("low", "high"))
             step_text, oom_text = three_digits(row["step_time_s"]), ""
             if low != high:  # it is predicted, not measured
-                step_text, oom_text = f"{step_text} ({low}-{high})", _share_text(row["p_oom"])
+                step_text, oom_text = f"{step_text} ({low}-{high})", p_oom_text(row["p_oom"])
             mfu_text = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
             speed_texts = (f"{row['tokens_per_s_per_gpu']:,.0f}", mfu_text, step_text)
             note = row["why"] if row["advised"] else "most likely to fit, not advised"
@@ -272,11 +272,6 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
 def cell_key(entry: Mapping[str, Any]) -> CellKey:
     """The cell that an entry of the summary of a plan describes."""
     return CellKey(*(entry[name] for name in CellKey._fields))
-
-
-def _share_text(share: float) -> str:
-    """A share from 0 to 1 as percent without decimals."""
-    return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
 def layouts_to_try(
