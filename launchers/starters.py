@@ -56,17 +56,26 @@ _PACKAGE_OPTIONS = frozenset({"--with", "--extra", "--package", "--from"})
 """Options of wrappers behind which a package stands, which may have the name of a starter."""
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh"})
 _PYTHON = re.compile(r"python[\d.]*")
+_PYTHON_OPTIONS_WITH_VALUE = frozenset({"-X", "-W", "--check-hash-based-pycs"})
+"""Options of Python whose value is the next word."""
+_MODULE_OPTION = re.compile(r"-[bBdEiIOPqsSuvx]*m(.*)")
+"""Python's -m, also behind other options of one letter, and the module where it is in the same word."""
 _SHELL_OPTION = re.compile(r"-\w*c")
+_SHELL_OPTION_WITH_VALUE = re.compile(r"[-+]\w*[oO]|--(?:rcfile|init-file)")
+"""Options of shells whose value is the next word."""
 _SCRIPT_SUFFIXES = (".py", ".sh")
 MAX_SCRIPT_BYTES = 2**20
 """Bytes of a shell script that are searched for a starter."""
 
 
 def _in_script_pattern() -> re.Pattern[str]:
-    programs = "|".join(re.escape(s.name) + (rf"\s+{s.subcommand}" * bool(s.subcommand)) for s in STARTERS)
+    programs = "|".join(
+        re.escape(s.name) + (rf"(?:\s+-\S+)*\s+{s.subcommand}" * bool(s.subcommand)) for s in STARTERS
+    )
     modules = "|".join(map(re.escape, _STARTER_BY_MODULE))
     return re.compile(
-        rf"(?:^|[\s;&|(`\"'=])(?:(?:\S*/)?(?P<program>{programs})|-m\s+(?P<module>{modules}))(?=\s|$)", re.M
+        rf"(?:^|[\s;&|(`\"'=])(?:(?:\S*/)?(?P<program>{programs})|-\w*m\s*(?P<module>{modules}))(?=\s|$)",
+        re.M,
     )
 
 
@@ -77,12 +86,17 @@ def starter_of(command: Sequence[str]) -> Starter | None:
     """The starter that a command runs, by itself, behind a wrapper such as env, or as a module; None if it runs none."""
     is_script_next = False
     for index, word in enumerate(command):
-        name, next_word = Path(word).name, (*command[index + 1 :], "")[0]
-        if word == "-m":
-            return _STARTER_BY_MODULE.get(next_word)
+        name, following = Path(word).name, command[index + 1 :]
+        if is_script_next and command[index - 1] in _PYTHON_OPTIONS_WITH_VALUE:
+            continue
         starter = _STARTER_BY_NAME.get(name)
+        if module := _MODULE_OPTION.fullmatch(word):
+            starter = _STARTER_BY_MODULE.get(module[1] or (*following, "")[0])
+            if starter or is_script_next:
+                return starter
+        subcommand = next((text for text in following if not text.startswith("-")), None)
         is_package = index > 0 and command[index - 1] in _PACKAGE_OPTIONS
-        if starter and starter.subcommand in (None, next_word) and not is_package:
+        if starter and starter.subcommand in (None, subcommand) and not is_package:
             return starter
         if Path(word).suffix in _SCRIPT_SUFFIXES or name in _SHELLS:
             return None
@@ -98,10 +112,14 @@ def starter_in_script(command: Sequence[str]) -> Starter | None:
     for index, word in enumerate(command):
         if Path(word).name not in _SHELLS:
             continue
-        for option, argument in zip(command[index + 1 :], (*command[index + 2 :], ""), strict=True):
+        words = iter(command[index + 1 :])
+        for option in words:
+            if _SHELL_OPTION_WITH_VALUE.fullmatch(option):
+                next(words, None)
+                continue
             if _SHELL_OPTION.fullmatch(option):
-                return _starter_in(argument)
-            if not option.startswith("-"):
+                return _starter_in(next(words, ""))
+            if not option.startswith(("-", "+")):
                 return _starter_in(read_or_nothing(option, 0, MAX_SCRIPT_BYTES).decode(errors="replace"))
     if command and Path(command[0]).suffix == ".sh":
         return _starter_in(read_or_nothing(command[0], 0, MAX_SCRIPT_BYTES).decode(errors="replace"))
@@ -109,7 +127,8 @@ def starter_in_script(command: Sequence[str]) -> Starter | None:
 
 
 def _starter_in(script: str) -> Starter | None:
-    match = _IN_SCRIPT.search(re.sub(r"^\s*#.*$", "", script, flags=re.M))
+    lines = re.sub(r"^\s*#.*$", "", script, flags=re.M).replace("\\\n", " ")
+    match = _IN_SCRIPT.search(lines)
     if match is None:
         return None
     return _STARTER_BY_MODULE.get(match["module"] or "") or _STARTER_BY_NAME[match["program"].split()[0]]

@@ -56,8 +56,13 @@ def refusal(
         hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
-        command_refusals = value_refusals(kernel, layout, shape), _no_word_refusals(kernel, layout)
-        return next(chain(_sequence_refusals(kernel, layout.cp, seq_len), *command_refusals), None)
+        command_refusals = (
+            _sequence_refusals(kernel, layout.cp, seq_len),
+            value_refusals(kernel, layout, shape),
+            _no_word_refusals(kernel, layout),
+            _step_rank_refusals(kernel, layout),
+        )
+        return next(chain(*command_refusals), None)
     attention_refusals = _attention_refusals(kernel, layout, device)
     gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
     layout_refusals = chain(
@@ -229,6 +234,13 @@ def value_refusals(
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
             allowed_text = ", ".join(map(str, allowed_values))
             yield f"{program_text} supports {field_name} in [{allowed_text}]; {field_name}={value}"
+
+
+def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
+    """The reason why no rank of a layout can have the log that `kernel.step_rank` names."""
+    if isinstance(kernel.step_rank, int) and kernel.step_rank >= layout.world_size:
+        last_rank = layout.world_size - 1
+        yield f"kernel.step_rank={kernel.step_rank}; the last of {layout.world_size} ranks is {last_rank}: use -1 for the last rank"
 
 
 def _has_no_effect(layout: Layout, name: str) -> bool:

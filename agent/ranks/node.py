@@ -147,6 +147,10 @@ class Node:
         """Whether the command has been seen to train the ranks of the layout, or other ones."""
         self._last_look_s = 0.0
         """When the processes of the command were last searched for ranks, by the monotonic clock."""
+        self._worker_pids: dict[int, int] = {}
+        """Rank -> pid of the processes that a starter has made the ranks of this node, as last searched for memory."""
+        self._last_memory_look_s = 0.0
+        """When a starter's ranks were last searched to read their memory, by the monotonic clock."""
         self._measured_phase = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
         self._is_training = True
         """Whether the run trains; False once it saves its state, which its measurements must not include."""
@@ -243,6 +247,7 @@ class Node:
         self._resident_memory.clear()
         self._oom_kills_before, self._full_folder, self._is_training = num_oom_kills(), None, True
         self._has_killed, self._has_launched, self._last_look_s = False, False, time.monotonic()
+        self._worker_pids, self._last_memory_look_s = {}, time.monotonic()
         self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
         variant_env = variables_of(task.spec.variant)
         if task.forked:
@@ -404,9 +409,22 @@ class Node:
             processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         )
 
+    def _program_pids(self) -> dict[int, int]:
+        """Rank -> pid of its process, for the ranks that have begun to execute a program of the user.
+
+        The ranks of a starter are searched until all of them run; the command itself is none of them.
+        """
+        if not self._task.starts_ranks:
+            return self._fork_server.program_pids
+        is_due = time.monotonic() - self._last_memory_look_s >= WORKER_LOOK_S
+        if is_due and len(self._worker_pids) < len(self.ranks):
+            self._last_memory_look_s = time.monotonic()
+            self._worker_pids = pid_by_rank(self._workers(), self.ranks)
+        return self._worker_pids
+
     def _resident_peaks(self) -> Iterator[RankEvent]:
         """The peak memory of each rank where it has grown since the last call."""
-        for rank, peak_bytes in self._resident_memory.grown(self._fork_server.program_pids):
+        for rank, peak_bytes in self._resident_memory.grown(self._program_pids()):
             yield {"rank": rank, "line": {"event": OBSERVED_EVENT, "resident_bytes": peak_bytes}}
 
     def write_store_port(self, port: int) -> None:

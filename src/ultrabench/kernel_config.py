@@ -13,9 +13,9 @@ import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import DEGREES, RANK_ORDER, Layout
-from ultrabench.log_numbers import UnreadableError, read_number
 from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
+from ultrabench.quantity import parsed_number
 
 KERNEL_VERSION = 4
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
@@ -133,6 +133,9 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
+        if isinstance(self.step_rank, int) and self.step_rank < -1:
+            fact = f"kernel.step_rank={self.step_rank}; must be the number of a rank, -1 (the last rank), any or last_stage"
+            raise ConfigError(fact, setting="kernel.step_rank")
         self._require_rank_order()
         for option in LOG_PATTERNS:
             if option in SIZE_OPTIONS and getattr(self, option) is not None:
@@ -173,7 +176,7 @@ class KernelConfig:
             raise ConfigError(fact, "leave it out; it is for kernel=command")
         if option == "params" and value == UNKNOWN:
             return
-        number = _number_in(value)
+        number = _number_in(value, option)
         if number is not None and not 1 <= number < 1e18:
             raise ConfigError(f"kernel.{option}={value}; must be from 1 to 1e18")
         if number is None and f"(?P<{option}>" not in str(value):
@@ -185,14 +188,14 @@ class KernelConfig:
 
     def number(self, option: str) -> float | None:
         """The number in an option of SIZE_OPTIONS; None where it has none."""
-        return _number_in(getattr(self, option))
+        return _number_in(getattr(self, option), option)
 
     def pattern(self, option: str) -> str | None:
         """The regular expression for an option of LOG_PATTERNS, also the one that stands for params without one."""
         value = getattr(self, option)
         if option not in SIZE_OPTIONS:
             return None if value is None else str(value)
-        if isinstance(value, str) and value != UNKNOWN and _number_in(value) is None:
+        if isinstance(value, str) and value != UNKNOWN and _number_in(value, option) is None:
             return value
         return PRINTED_PARAMS if option == "params" and self.kind == "command" and value != UNKNOWN else None
 
@@ -297,15 +300,11 @@ def compares_losses(kind: str, loss_comparable: bool | None) -> bool:
     return kind != "command" if loss_comparable is None else loss_comparable
 
 
-def _number_in(value: int | float | str | None) -> float | None:
-    """The number that a setting holds, also as a text such as 124M; None for another text."""
+def _number_in(value: int | float | str | None, option: str) -> float | None:
+    """The number in an option of SIZE_OPTIONS, also as a text such as 124M; None for another text."""
     if not isinstance(value, str):
         return value
-    try:
-        number = read_number(value, ".")
-    except UnreadableError:
-        return None
-    return None if number.unit else number.value
+    return parsed_number(value, f"kernel.{option}", allows_plain=True)
 
 
 def rank_sources(root: Path) -> list[Path]:

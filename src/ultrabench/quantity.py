@@ -27,6 +27,10 @@ QUANTITIES = (
     Quantity(r"flops_per_s(?:\.\w+)?", "FLOP/s", "9.89e14, 989T or 989TFLOP/s", {
         "": 1, "FLOPS": 1, "FLOPs": 1, "FLOP/s": 1, "FLOPs/s": 1, "flops": 1,
     }),
+    Quantity(r"kernel\.(?:params|flops_per_token)", "a number", "124e6, 124M or 7B", {"": 1}, {
+        spelling: factor for suffix, factor in {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.items()
+        for spelling in (suffix, suffix.upper())
+    }),
     Quantity(r"tokens", "tokens", "15e12 or 15T", {"": 1}, _PREFIXES | {"B": 1e9}),
     Quantity(r"hz", "Hz", "1.98e9 or 1980MHz", {"": 1, "Hz": 1}),
     Quantity(r"w", "watts", "700 or 700W", {"": 1, "W": 1}),
@@ -42,14 +46,18 @@ def quantity_of(name: str) -> Quantity | None:
     return next((q for q in QUANTITIES if re.search(rf"(?:^|[_.-]){q.name_pattern}$", name)), None)
 
 
-def parsed_number(text: str, name: str) -> float | None:
-    """The number that a text with a unit or an exponent gives to the setting `name`, in its unit; None for other texts."""
+def parsed_number(text: str, name: str, allows_plain: bool = False) -> float | None:
+    """The number that a text gives to the setting `name`, in its unit; None for other texts.
+
+    Args:
+        allows_plain: whether the text may have neither a unit nor an exponent.
+    """
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None:
         return None
     number, unit = float(match[1]), match[2]
     if not unit:
-        return number if "e" in text.lower() else None
+        return number if allows_plain or "e" in text.lower() else None
     quantity = quantity_of(name)
     factors = (
         {prefix + base: factor * base_factor for base, base_factor in quantity.factor_by_unit.items()

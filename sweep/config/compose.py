@@ -183,7 +183,7 @@ def _advice_for_unreadable(override: str) -> str:
     if re.fullmatch(_LIST_KEY, key):
         rule_text = "a part of a list that is more than letters, digits and ./+- needs its own quotes"
         value = value if value.startswith("[") else f"[{','.join(value.split())}]"
-    if (plain_value := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
+    if (plain_value := re.sub(r"""(["'])([\w./-]+)\1(?=\s*:)""", r"\2", value)) != value:
         rule_text = "on the command line, a name before a colon takes no quotes"
     mapping = re.sub(r"\[[^][]*\]", lambda bracketed: _quoted(bracketed[0]), plain_value)
     corrected = f"{key}={mapping if value.startswith('{') else _quoted(value)}"

@@ -87,6 +87,7 @@ def test_the_ranks_that_a_command_starts_are_measured_examined_and_killed(bench)
     rows = {row["mbs"]: row for row in bench.rows()}
     assert {mbs: row["status"] for mbs, row in rows.items()} == {1: "ok", 2: "hang", 4: "crash"}
     assert (rows[1]["measured_by"], set(rows[1]["step_times_s"])) == ("log", {0.1})
+    assert 2**22 < rows[1]["peak_mem_reserved_bytes"] < 2**27, "that of a rank, not of torchrun"
     assert rows[2]["reason"].startswith("rank 3 on local-1 is stopped (state T)")
     attempts = json.loads(bench.run("sweep", "show", rows[2]["run_id"], "--json"))["attempts"]
     evidence = attempts[0]["result"]["evidence"]

@@ -59,7 +59,13 @@ def test_numbers_and_patterns_of_the_user_give_the_flops():
     pattern = "size (?P<params>.+)"
     assert flops(params="unknown") == (None, None, "kernel.params=unknown")
     assert flops(params=TINY.num_params) == (OWN, "palm", None)
-    assert flops(params=124e6) == flops(params="124M") == flops(params="1.24e8") == (6 * 124e6, None, None)
+    assert (
+        flops(params=124e6)
+        == flops(params="124M")
+        == flops(params="0.124 b")
+        == flops(params="124000000")
+        == (6 * 124e6, None, None)
+    )
     assert flops(ended(source_num_params=10**6), params=124e6).per_token is None
     assert flops(ended(source_num_params=10**6), params=pattern) == (6e6, None, None)
     assert flops(ended(), params=pattern).problem == "kernel.params matches no line of the log"
@@ -71,10 +77,15 @@ def test_numbers_and_patterns_of_the_user_give_the_flops():
 
 
 def test_values_that_say_nothing_are_refused():
-    for value in ("few", "size (?P<count>.+)", "-3", "0.5"):
+    texts = ("12X", "12Q", "3.67 potatoes", "inf", "nan", "12MB", "12 MM")
+    for value in ("few", "size (?P<count>.+)", "-3", "0.5", float("inf"), float("nan"), *texts):
         with refused("kernel.params="):
             kernel(params=value)
-    for settings in ({"flops_per_token": "unknown"}, {"params": "(?P<params>["}):
+    for settings in (
+        {"flops_per_token": "unknown"},
+        {"flops_per_token": "7 GFLOP"},
+        {"params": "(?P<params>["},
+    ):
         with refused("kernel."):
             kernel(**settings)
     with refused("trains the model of the sweep"):

@@ -155,6 +155,16 @@ def test_an_axis_that_the_command_of_another_program_does_not_say_is_refused():
     assert reasons == [None, f"kernel megatron has no word for dp_overlap=off {rule}", None]
 
 
+@pytest.mark.parametrize(
+    ("step_rank", "is_refused"), [(3, False), (-1, False), ("any", False), (4, True), (99, True)]
+)
+def test_a_layout_without_the_rank_that_logs_is_refused(step_rank, is_refused):
+    kernel = KernelConfig(name="x", kind="command", command=("x",), step_rank=step_rank)
+    spec = with_experts(Layout(dp=4))
+    reason = f"kernel.step_rank={step_rank}; the last of 4 ranks is 3: use -1 for the last rank"
+    assert refusal(kernel, spec.layout, spec.shape, 64, "cpu") == (reason if is_refused else None)
+
+
 def with_experts(layout=None, **changed):
     """A run of a small model with experts, sigmoid scores and a dense first layer."""
     shape = replace(load_model("tiny-moe"), scoring_func="sigmoid", **changed)

@@ -77,6 +77,7 @@ def test_only_what_starts_ranks_changes_the_digest_of_a_command():
         ("rank_order=[tp,pp]", "kernel.rank_order=[tp,pp]; it must name each of tp, cp, dp, pp once, first the one in which neighb"),
         ("launch_per=nodes", "kernel.launch_per='nodes'; must be rank or node; did you mean node?"),
         ("step_rank=last", "kernel.step_rank='last'; must be the number of a rank, any or last_stage"),
+        ("step_rank=-2", "kernel.step_rank=-2; must be the number of a rank, -1 (the last rank), any or last_stage"),
     ],
 )  # fmt: skip
 def test_how_ranks_are_started_and_numbered_has_few_values(option, line):

@@ -13,6 +13,8 @@ from ultrabench.quantity import parsed_number
         ("hardware.peak_flops_per_s.bf16", "989T", 989e12), ("hardware.peak_flops_per_s.bf16", "1PFLOP/s", 1e15),
         ("--tokens", "15T", 15e12), ("--tokens", "300B", 300e9), ("launcher.time_minutes", "2h", 120.0),
         ("measure.run_limit_s", "1.5min", 90.0), ("sweep.gbs", "1e3", 1000.0), ("sweep.gbs", "1k", None),
+        *(("kernel.params", text, 7e6) for text in ("7m", "7M", "7e6", "7 M", "0.007b", "0.007G", "7000K")),
+        ("kernel.params", "7X", None), ("kernel.flops_per_token", "7t", 7e12),
         ("sweep.gbs", "1000", None), ("sweep.gbs", "many", None), ("hardware.mem_bytes", "nan", None),
     ],
 )  # fmt: skip
