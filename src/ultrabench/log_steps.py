@@ -13,6 +13,7 @@ from ultrabench.errors import counted
 from ultrabench.log_lines import LogLine, Sighting, bar_step
 from ultrabench.log_numbers import UnreadableError, decimal_mark_in, is_readable, unit_beside
 from ultrabench.log_patterns import LOG_PATTERNS, TIME_GROUPS, MisreadError, quantities, search_line
+from ultrabench.time_labels import PARTS_OF_STEP
 
 _COUNTER = re.compile(
     r"\b(global_step|optimizer[ _]step|step|iteration|iter|update)\b\W{0,4}(\d+)\b(?!\.\d)", re.IGNORECASE
@@ -41,10 +42,7 @@ _SEVERAL_STEPS = re.compile(
 )
 """Words which say for how many steps a line is."""
 _PART_LABEL = re.compile(
-    r"(?<![a-z])(?:forward|fwd|backward|bwd|data[ _-]?load\w*|dataloader|data[ _-]time|all-?reduce|grad(?:ient)?[ _-]sync"
-    r"|checkpoint|saving)"
-    r"(?![a-z])[^\d|,;]*$",
-    re.IGNORECASE,
+    rf"(?<![a-z])(?:{PARTS_OF_STEP})(?![a-z])[^\d|,;:=]*[:=]?[^\d|,;:=]*$", re.IGNORECASE
 )
 """The label of a time that is only a part of a step, before its number."""
 _PART_TIME = re.compile(
