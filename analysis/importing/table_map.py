@@ -141,8 +141,9 @@ class TableMap:
         """The columns of ours for which the map or the header says of how many GPUs the rates are."""
         return {
             name
-            for name, (first_source, *_) in self.columns.items()
-            if first_source.per or names_scope_of(name, first_source.column)
+            for name, sources in self.columns.items()
+            for source in sources[:1]
+            if source.per or names_scope_of(name, source.column)
         }
 
     def unit_of(self, our_column: str) -> str | None:
