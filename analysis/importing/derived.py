@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def with_derived_columns(
     weights once.
 
     Args:
-        table_map: the map of the table, of which this takes the names of models and what rates are of.
+        table_map: the map of the table, of which this takes the names of models, units, and what rates are of.
         half_digits: column -> for each row half a unit of the last digit of its number.
     """
     type_by_column = {column.name: float if column.type in (INT, FLOAT) else object for column in SCHEMA}
@@ -79,7 +79,7 @@ def with_derived_columns(
     frame["tokens_per_step"] = _evaluated(frame, "gbs * seq_len")
     _fill_peak(frame)
     half_digits, scope_notes = convert_scopes(frame, table_map.scope_by_column(), half_digits)
-    speed_doubts, notes = _fill_speed(frame, shapes, half_digits, table_map.certain_columns())
+    speed_doubts, notes = _fill_speed(frame, shapes, half_digits, table_map)
     doubts += speed_doubts
     frame["schema_version"] = RESULTS_SCHEMA_VERSION
     return Derived(frame=frame, doubts=[*doubts, *_impossible_doubts(frame)], notes=[*scope_notes, *notes])
@@ -199,7 +199,7 @@ def _fill_speed(
     frame: pd.DataFrame,
     shapes: Mapping[Any, ModelShape],
     half_digits: Mapping[str, pd.Series],
-    certain_columns: Collection[str],
+    table_map: TableMap,
 ) -> tuple[Doubts, list[str]]:
     """Fills step time, speeds, FLOP per second and mfu of ok rows as far as they follow from those of the table.
 
@@ -221,7 +221,7 @@ def _fill_speed(
             flops_by_key[key] = shape.flops_per_token(int(seq_len), formula)
     formula_flops = pd.Series([flops_by_key[key] for key in keys], frame.index, float)
     ranges = [ranges_by_key[key] for key in keys]
-    rates = compare_rates(frame, half_digits, ranges, formula_flops, certain_columns)
+    rates = compare_rates(frame, half_digits, ranges, formula_flops, table_map)
     has_speed = (frame["status"] == "ok") & (frame["gpus"] != 0) & rates.gpu_tokens_per_s.notna()
     gpu_tokens_per_s = rates.gpu_tokens_per_s.where(has_speed)
     tokens_per_s = gpu_tokens_per_s * frame["gpus"]

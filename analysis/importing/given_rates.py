@@ -4,7 +4,7 @@ Step time, tokens/s, tokens/s/GPU and the batch determine each other; FLOP rates
 formulas in use. What contradicts is kept, and is a reason to doubt the row.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ultrabench.analysis.importing.readings import TOLERANCE, Reading, column_doubts, readings_of
+from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
 
@@ -66,7 +67,7 @@ def compare_rates(
     half_digits: Mapping[str, pd.Series],
     ranges: Sequence[Sequence[tuple[float, float]]],
     formula_flops: pd.Series,
-    certain_columns: Collection[str] = (),
+    table_map: TableMap,
 ) -> ComparedRates:
     """Compares the numbers of ok rows, of which the frame holds only those that the table gives.
 
@@ -74,7 +75,7 @@ def compare_rates(
         half_digits: column -> for each row the most that the rounding of its digits changed.
         ranges: for each row what `flops_ranges` returns; empty where the model is unknown.
         formula_flops: FLOPs of a token by which a speed follows from FLOP per second; null where unknown.
-        certain_columns: columns that are what they are mapped to, whatever their numbers look like.
+        table_map: the map of the table, of which this takes units, scopes and which columns are certain.
     """
     flops_limits = _limits(ranges)
     gpus = frame["gpus"].where(frame["gpus"] > 0)
@@ -115,7 +116,8 @@ def compare_rates(
     })  # fmt: skip
     for name in FLOP_COLUMNS:  # without a known model no formula can be tried
         is_contradiction[name] &= np.isfinite(flops_limits[0]).any(axis=1)
-    readings_by_name = {name: readings_of(name, frame) for name in COMPARED_COLUMNS}
+    readings_by_name = {name: readings_of(name, frame, table_map.unit_of(name)) for name in COMPARED_COLUMNS}
+    certain_columns, columns_with_scope = table_map.certain_columns(), table_map.columns_with_scope()
     contradictions, other_readings = [], []
     num_agreeing = pd.DataFrame(agrees).sum(axis=1)
     for name in COMPARED_COLUMNS:
@@ -141,7 +143,15 @@ def compare_rates(
         is_confirmed = agrees[name] & (num_agreeing > 1)
         judged_speeds = values[name].where(~is_contradiction[name])
         other_readings.append(
-            column_doubts(name, frame, judged_speeds, mfu, is_confirmed, readings_by_name[name])
+            column_doubts(
+                name,
+                frame,
+                judged_speeds,
+                mfu,
+                is_confirmed,
+                readings_by_name[name],
+                name in columns_with_scope,
+            )
         )
     return ComparedRates(
         gpu_tokens_per_s=reference, follows_from_flops=follows_from_flops & reference.notna(),

@@ -19,7 +19,7 @@ from ultrabench.analysis.importing.identity import identify
 from ultrabench.analysis.importing.number_texts import COMMA, POINT
 from ultrabench.analysis.importing.table_file import TableFile, read_table
 from ultrabench.analysis.importing.table_map import TYPE_BY_COLUMN, Source, TableMap, condition
-from ultrabench.analysis.importing.units import COUNT, TOKENS, UNITS, header_unit, units_of
+from ultrabench.analysis.importing.units import COUNT, TOKENS, UNITS, units_of
 from ultrabench.analysis.numbers import unit_of
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, GROUPS, INT, SCHEMA, TEXT, TEXTS, TIME
@@ -275,16 +275,12 @@ class _Reader:
         return TYPE_BY_COLUMN[our_column] == INT and (unit is None or UNITS[unit][1] == 1)
 
     def _unit(self, our_column: str, source: Source) -> str | None:
-        """The unit of a source: that of the map, else the one that its header names."""
+        """The unit of a source; a note says where its header names it."""
         key = our_column, source.column
         if key not in self._unit_by_source:
-            has_scope = source.per is not None
-            named_unit = header_unit(our_column, source.column, has_scope) if units_of(our_column) else None
-            if source.unit is None and named_unit is not None and named_unit != unit_of(our_column):
-                self.notes.append(
-                    f"{our_column}: {source.column!r} is read in {named_unit}, as its header says"
-                )
-            self._unit_by_source[key] = source.unit or named_unit
+            self._unit_by_source[key] = unit = source.unit_of(our_column)
+            if source.unit is None and unit not in (None, unit_of(our_column)):
+                self.notes.append(f"{our_column}: {source.column!r} is read in {unit}, as its header says")
         return self._unit_by_source[key]
 
     def _numbers(

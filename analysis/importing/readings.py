@@ -1,8 +1,9 @@
 """What a column of speeds may hold instead of what it is mapped to, and whether all of its rows together say so.
 
 Where a row has a second number, the two are compared (given_rates.py). A column alone is judged by the MFU that follows
-from it, and by how its numbers change with the layout: tokens/s of a DP rank grow with tp * pp * cp, those of a GPU do
-not. A reading is one of the whole column, so a row is in doubt although only others of its column are impossible.
+from it. How its numbers change with the layout proves nothing alone: tokens/s of a DP rank grow with tp * pp * cp, and
+so do those of a GPU where slow links make DP slow. A reading is one of the whole column, so a row is in doubt although
+only others of its column are impossible.
 """
 
 import math
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ultrabench.analysis.importing.scopes import SCOPE_TEXTS, gpus_in_scope, is_of_one_gpu
+from ultrabench.analysis.importing.units import UNITS
 from ultrabench.analysis.numbers import percent, with_unit
 from ultrabench.errors import counted
 
@@ -23,8 +25,8 @@ MAX_USUAL_MFU = 0.85
 """MFU that no program reaches: matrix products alone have 70 to 90 % of the peak of a GPU."""
 MIN_USUAL_MFU, MIN_LIKELY_MFU = 0.01, 0.05
 """MFU below which a number probably means something else, and the least that another reading must give in its place."""
-MIN_TREND, MAX_TREND = 0.7, 2.0
-"""Powers of the factor of another reading with which numbers grow that are of this reading."""
+MIN_TREND = 0.35
+"""Power of the factor of another reading with which numbers of this reading grow at least."""
 MIN_TREND_ROWS, MIN_TREND_RANGE = 3, 3.0
 """Smallest number of rows, and smallest ratio of the largest to the smallest factor, that show how numbers grow."""
 MAX_SLIP_RATIO = 4.0
@@ -45,22 +47,33 @@ class Reading:
     """For each row how many times the speed is too high if the column is read as it is mapped."""
     map_entry: str | None = None
     """What to write into the map, such as `unit: ms`; None where no entry makes ultrabench read the column so."""
+    is_scope: bool = False
+    """Whether it is the same rate of another number of GPUs."""
 
 
-def readings_of(name: str, frame: pd.DataFrame) -> list[Reading]:
-    """The readings of a column of COMPARED_COLUMNS beside the one that it is mapped to."""
+def readings_of(name: str, frame: pd.DataFrame, unit: str | None = None) -> list[Reading]:
+    """The readings of a column of COMPARED_COLUMNS beside the one that it is mapped to.
+
+    Args:
+        unit: the unit that the map or the header names; None if they name none.
+    """
     readings = []
     if name in ("tokens_per_s", "tokens_per_s_per_gpu", "model_flops_per_s_per_gpu"):
         num_gpus = gpus_in_scope(frame, "gpu" if is_of_one_gpu(name) else "all")
         for scope, text in SCOPE_TEXTS.items():
             if scope != ("gpu" if is_of_one_gpu(name) else "all"):
-                readings.append(Reading(text, gpus_in_scope(frame, scope) / num_gpus, f"per: {scope}"))
+                readings.append(
+                    Reading(text, gpus_in_scope(frame, scope) / num_gpus, f"per: {scope}", is_scope=True)
+                )
     if name.startswith("tokens_per_s"):
         readings.append(Reading("in sequences/s", 1 / frame["seq_len"]))
         readings += _in_units(frame, {"in thousands": (1e-3, "unit: thousand")})
     elif name == "step_time_s":  # the speed is the higher, the shorter the time is
         readings.append(Reading("of one micro-batch", frame["gas"]))
+        readings.append(Reading("of a gbs in tokens", _tokens_of_sequence(frame), "unit: tokens for gbs"))
         units = {"in ms": (1e-3, "unit: ms"), "in us": (1e-6, "unit: us"), "in minutes": (60.0, "unit: min")}
+        if unit not in (None, "s"):
+            units = {"in s": (1 / UNITS[unit][1], "unit: s")}
         readings += _in_units(frame, units)
     elif name == "model_flops_per_s_per_gpu":
         units = {
@@ -78,6 +91,15 @@ def readings_of(name: str, frame: pd.DataFrame) -> list[Reading]:
     return readings
 
 
+def _tokens_of_sequence(frame: pd.DataFrame) -> pd.Series:
+    """The tokens of a sequence, null where gbs is no number of tokens that are whole sequences of equal micro-batches."""
+    sequences_of_step = frame["gbs"] / frame["seq_len"]
+    is_whole = (
+        (frame["seq_len"] > 1) & (sequences_of_step >= 1) & (sequences_of_step % frame["mbs"].fillna(1) == 0)
+    )
+    return frame["seq_len"].where(is_whole)
+
+
 def _in_units(frame: pd.DataFrame, units: Mapping[str, tuple[float, str | None]]) -> Iterator[Reading]:
     for text, (factor, map_entry) in units.items():
         yield Reading(text, pd.Series(factor, frame.index), map_entry)
@@ -90,6 +112,7 @@ def column_doubts(
     mfu: pd.DataFrame,
     is_confirmed: pd.Series,
     readings: list[Reading],
+    names_scope: bool = False,
 ) -> pd.Series:
     """For each row whose number is probably of another reading of its column a sentence with both; other rows are absent.
 
@@ -97,6 +120,7 @@ def column_doubts(
         speeds: what the column says of one GPU, in tokens/s or FLOP/s; null in rows that are not to be judged.
         mfu: columns `usual` and `least`: the MFU that follows, by the usual formula and by the one with the fewest FLOPs.
         is_confirmed: rows in which another number of the table says the same.
+        names_scope: whether the map or the header says of how many GPUs the rate is; only impossible rows speak against it.
     """
     groups = frame.groupby(_GROUP_COLUMNS, dropna=False, sort=False).ngroup()
     likely: list[tuple[float, Reading, pd.Series]] = []
@@ -105,7 +129,9 @@ def column_doubts(
         differs = factors.notna() & ~np.isclose(factors, 1.0) & speeds.notna()
         if not differs.any() or (differs & is_confirmed).any():
             continue
-        rows = _likely_rows(speeds, mfu, factors, groups, differs)
+        rows = _likely_rows(
+            speeds, mfu, factors, groups, differs, may_be_low=names_scope and reading.is_scope
+        )
         if rows.any():
             likely.append((_spread(speeds / factors, groups), reading, rows))
     if not likely:
@@ -131,25 +157,32 @@ def column_doubts(
 
 
 def _likely_rows(
-    speeds: pd.Series, mfu: pd.DataFrame, factors: pd.Series, groups: pd.Series, differs: pd.Series
+    speeds: pd.Series,
+    mfu: pd.DataFrame,
+    factors: pd.Series,
+    groups: pd.Series,
+    differs: pd.Series,
+    *,
+    may_be_low: bool,
 ) -> pd.Series:
-    """The rows whose numbers are probably of the reading with these factors."""
+    """The rows whose numbers are probably of the reading with these factors.
+
+    Args:
+        may_be_low: whether a low MFU says nothing, so that only an impossible one does.
+    """
     no_rows = pd.Series(False, speeds.index)
     usual, least = mfu["usual"] / factors, mfu["least"] / factors
     judged = speeds.notna() & factors.notna()
-    is_low = judged & (mfu["usual"] < MIN_USUAL_MFU)
+    is_low = judged & (mfu["usual"] < MIN_USUAL_MFU) & (not may_be_low)
     are_apart = not (mfu["usual"][judged & ~is_low] < MIN_LIKELY_MFU).any()
     if (differs & is_low).any() and are_apart and _good_mfu(usual[is_low]) >= MIN_LIKELY_MFU:
-        has_fitting_trend = not _trend(speeds[is_low], factors[is_low], groups) < MIN_TREND / 2
+        has_fitting_trend = not _trend(speeds[is_low], factors[is_low], groups) < MIN_TREND
         if has_fitting_trend and not (least[is_low] > MAX_USUAL_MFU).any():
             return is_low & differs
     if (least[judged] > MAX_USUAL_MFU).any():
         return no_rows
     is_impossible = judged & differs & (mfu["least"] > MAX_USUAL_MFU)
     if is_impossible.any() and not _is_slip(mfu["least"][judged]) and usual[judged].max() >= MIN_USUAL_MFU:
-        return judged & differs
-    trend = _trend(speeds[judged], factors[judged], groups)
-    if MIN_TREND <= trend <= MAX_TREND and not _good_mfu(usual[judged]) < MIN_LIKELY_MFU:
         return judged & differs
     return no_rows
 

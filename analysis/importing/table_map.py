@@ -12,7 +12,14 @@ import pandas as pd
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.analysis.importing.number_texts import COMMA, POINT
 from ultrabench.analysis.importing.scopes import SCOPE_TEXTS, SCOPED_COLUMNS
-from ultrabench.analysis.importing.units import UNITS, require_unit_of
+from ultrabench.analysis.importing.units import (
+    UNITS,
+    header_unit,
+    names_scope_of,
+    require_unit_of,
+    require_whole_step,
+    units_of,
+)
 from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, INT, SCHEMA, TEXT, TEXTS, TIME
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.record import from_dict, value_from
@@ -56,6 +63,19 @@ class Source:
         if groups != 1:
             todo = "use exactly one, as in '^([^_]+)_'"
             raise ConfigError(f"pattern={self.pattern!r} has {groups} groups", todo)
+
+    def unit_of(self, our_column: str) -> str | None:
+        """The unit of the source of a column of ours: that of the map, else the one that the header names.
+
+        Raises:
+            ConfigError: the header names another quantity than that of the column.
+        """
+        if our_column == "step_time_s" and not self.certain:
+            require_whole_step(self.column)
+        named_unit = (
+            header_unit(our_column, self.column, self.per is not None) if units_of(our_column) else None
+        )
+        return self.unit or named_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +136,20 @@ class TableMap:
         return {
             name: source.per for name, sources in self.columns.items() for source in sources[:1] if source.per
         }
+
+    def columns_with_scope(self) -> set[str]:
+        """The columns of ours for which the map or the header says of how many GPUs the rates are."""
+        return {
+            name
+            for name, sources in self.columns.items()
+            for source in sources[:1]
+            if source.per or names_scope_of(name, source.column)
+        }
+
+    def unit_of(self, our_column: str) -> str | None:
+        """The unit of the first source of a column of ours; None if neither the map nor the header names one."""
+        first_source, *_ = [*self.columns.get(our_column, ()), None]
+        return first_source.unit_of(our_column) if first_source else None
 
     def certain_columns(self) -> set[str]:
         """The columns of ours that hold what the map says, whatever their numbers look like."""

@@ -2,9 +2,10 @@
 
 import re
 
-from ultrabench.analysis.importing.scopes import SCOPE_TEXTS
+from ultrabench.analysis.importing.scopes import SCOPE_TEXTS, SCOPED_COLUMNS, is_of_one_gpu
 from ultrabench.analysis.numbers import unit_of
 from ultrabench.errors import ConfigError
+from ultrabench.time_labels import other_time_in
 
 COUNT, TOKEN_RATE, FRACTION = "", "tokens/s", "fraction"
 _COUNT_FACTORS = {
@@ -204,11 +205,25 @@ def _named_unit(our_column: str, header: str, text: str) -> str | None:
     return None
 
 
+def names_scope_of(our_column: str, header: str) -> bool:
+    """Whether a header says that its rate is of as many GPUs as that of the column of results."""
+    if our_column not in SCOPED_COLUMNS:
+        return False
+    return (_PER_GPU if is_of_one_gpu(our_column) else _OF_ALL).search(header) is not None
+
+
+def require_whole_step(header: str) -> None:
+    """Raises ConfigError if a header names a time that is not that of a whole step."""
+    if label := other_time_in(header):
+        fact = f"the header {header!r} names {label!r}, which is not the time of a whole step (step_time_s)"
+        raise ConfigError(f"{fact}; map the column that holds it, or write certain: true if this column does")
+
+
 def _require_same_scope(our_column: str, header: str) -> None:
     """Raises ConfigError if a header says that its rate is of another number of GPUs than that of the column of results."""
-    if "tokens_per_s" not in our_column and our_column != "model_flops_per_s_per_gpu":
+    if our_column not in SCOPED_COLUMNS:
         return
-    is_per_gpu = our_column.endswith("_per_gpu")
+    is_per_gpu = is_of_one_gpu(our_column)
     if not is_per_gpu and _PER_GPU.search(header):
         todo = f"map it to {our_column}_per_gpu"
     elif is_per_gpu and _OF_ALL.search(header) and not _PER_GPU.search(header):

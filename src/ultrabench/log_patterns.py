@@ -18,6 +18,7 @@ from ultrabench.log_numbers import (
     unit_beside,
 )
 from ultrabench.rank_report import is_number
+from ultrabench.time_labels import OTHER_TIMES
 
 TRY_LOG = "ultrabench kernel try-log PATTERN FILE"
 """The command that tests a pattern without a launch."""
@@ -113,7 +114,7 @@ _RATE_OF_ONE_GPU = re.compile(
 )
 """The label of a rate in tokens/s of one GPU."""
 _LABELS_BY_KIND = {
-    "time": r"eta|remaining|time left|loss|lr|learning[ _]rate|grad[ _]norm|epoch[ _]time|epoch[ _]took",
+    "time": rf"{OTHER_TIMES}|loss|lr|learning[ _]rate|grad[ _]norm",
     "loss": r"loss[ _-]scale|scale",
     "reserved": r"(?:max[ _-]?)?(?:memory[ _-]?|mem[ _-]?)?(?:alloc|allocated)(?:[ _-]?(?:memory|mem))?",
     "allocated": r"(?:max[ _-]?)?(?:memory[ _-]?|mem[ _-]?)?reserved(?:[ _-]?(?:memory|mem))?",

@@ -13,6 +13,7 @@ from ultrabench.errors import counted
 from ultrabench.log_lines import LogLine, Sighting, bar_step
 from ultrabench.log_numbers import UnreadableError, decimal_mark_in, is_readable, unit_beside
 from ultrabench.log_patterns import LOG_PATTERNS, TIME_GROUPS, MisreadError, quantities, search_line
+from ultrabench.time_labels import PARTS_OF_STEP
 
 _COUNTER = re.compile(
     r"\b(global_step|optimizer[ _]step|step|iteration|iter|update)\b\W{0,4}(\d+)\b(?!\.\d)", re.IGNORECASE
@@ -29,6 +30,8 @@ _RANK = re.compile(r"\b(?:local_)?rank\W{0,3}(\d+)\b|^\s*\[?(?:default|gpu|node)
 """The rank that a line names: [rank0]: of torch, rank=0, [default0]: of torchrun, 0: of srun --label."""
 _CLOCKS = re.compile(r"\d{4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?")
 _DIGITS = re.compile(r"\d+(?:[.,]\d+)*")
+_BAR_UNIT = re.compile(r"\d *(it/s|s/it)\b")
+"""The unit of the speed that a tqdm bar shows; it is s/it for steps of more than a second."""
 _ONE_STEP = re.compile(
     r"(?:per|/)[ _-]?(?:iteration|iter|it|step|batch|update)\b|(?:iteration|iter|step|batch)[ _-]?time"
     r"|time[ _/-](?:per[ _-])?(?:iteration|iter|it|step|batch)\b"
@@ -41,10 +44,7 @@ _SEVERAL_STEPS = re.compile(
 )
 """Words which say for how many steps a line is."""
 _PART_LABEL = re.compile(
-    r"(?<![a-z])(?:forward|fwd|backward|bwd|data[ _-]?load\w*|dataloader|data[ _-]time|all-?reduce|grad(?:ient)?[ _-]sync"
-    r"|checkpoint|saving)"
-    r"(?![a-z])[^\d|,;]*$",
-    re.IGNORECASE,
+    rf"(?<![a-z])(?:{PARTS_OF_STEP})(?![a-z])[^\d|,;:=]*[:=]?[^\d|,;:=]*$", re.IGNORECASE
 )
 """The label of a time that is only a part of a step, before its number."""
 _PART_TIME = re.compile(
@@ -204,7 +204,7 @@ class StepReader:
         self._number += 1
         match = search_line(self.pattern, line.text)
         if match is None:
-            return []
+            return [*self._drop_other_unit(line)]
         self._decimal_mark = decimal_mark_in(_texts(match), "") or self._decimal_mark
         try:
             values = quantities("step_line", match, self._decimal_mark)
@@ -228,6 +228,20 @@ class StepReader:
         """The first line if it was the only one."""
         first_line, self._first_line = self._first_line, None
         return [first_line] if first_line else []
+
+    def _drop_other_unit(self, line: LogLine) -> Iterator[DroppedLine]:
+        """Drops a state of a bar that has the inverse unit of the one before, so that the pattern does not match it."""
+        if self._last is None or self.by_arrival or bar_step(line.text) is None:
+            return
+        bar_unit, last_unit = _BAR_UNIT.search(line.text), _BAR_UNIT.search(self._last.line.text)
+        if (
+            bar_unit
+            and last_unit
+            and bar_unit[1] != last_unit[1]
+            and bar_step(self._last.line.text) is not None
+        ):
+            reason = f"the bar is in {bar_unit[1]}, the pattern reads {last_unit[1]}"
+            yield DroppedLine(self._number, line.text, reason, "unreadable")
 
     def _drop_unreadable(self, match: re.Match[str], reason: str) -> DroppedLine:
         """Drops a line without a time; the next line is not for its step."""
@@ -446,7 +460,7 @@ def log_doubts(
         )
     if num_unread > 1 and num_unread > MAX_UNREAD_SHARE * (num_lines + num_unread):
         doubts["unread_lines"] = (
-            f"{num_unread} of {num_lines + num_unread} matching lines have no time that can be read"
+            f"{num_unread} of {num_lines + num_unread} lines of steps have no time that can be read"
         )
     if not by_arrival and (growth_s := even_growth_s([step.seconds for step in steps])):
         doubts["growing_times"] = (

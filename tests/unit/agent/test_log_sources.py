@@ -135,7 +135,7 @@ def test_many_lines_without_a_time_make_the_run_suspect(tmp_path):
     texts = [f"step {n} took {'?' if n % 2 else 0.5} s\n" for n in range(1, 19)]
     result, _ = followed(tmp_path, STEP_LINE, texts)
     assert result.status == Status.OK
-    assert result.log_doubts["unread_lines"] == "9 of 18 matching lines have no time that can be read"
+    assert result.log_doubts["unread_lines"] == "9 of 18 lines of steps have no time that can be read"
 
 
 def test_lines_that_arrive_at_once_measure_nothing_and_say_what_to_do(tmp_path):

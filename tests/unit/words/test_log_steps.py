@@ -175,6 +175,14 @@ def test_lines_for_several_steps_and_times_of_parts_are_noticed(pattern, text, s
     assert (reader.uncounted_stride, reader.num_parts) == (stride, num_parts)
 
 
+def test_states_of_a_bar_in_the_inverse_unit_are_unread():
+    bars = [f"{n}/6 [00:0{n}<00:09, {rate}]" for n, rate in enumerate(["?it/s", "1.4s/it", "1.2it/s"] * 2)]
+    _, _, dropped_lines = read(r"(?P<seconds>[\d.]+)s/it", "\r".join([*bars, "val: 9.1it/s", ""]))
+    assert [(d.number, d.kind, d.reason) for d in dropped_lines] == [
+        (n, "unreadable", "the bar is in it/s, the pattern reads s/it") for n in (3, 6)
+    ]
+
+
 def at(times_s, text="step {n} took {seconds} s", seconds=0.5, error_s=0.01):
     """Lines that arrived at these times."""
     return [
