@@ -12,7 +12,7 @@ FAILURES: dict[str, frozenset[str]] = {
     "kill_rank": frozenset({"crash"}), "stop_rank": frozenset({"hang"}), "sleep_rank": frozenset({"hang"}),
     "exit_rank": frozenset({"crash"}), "orphan": frozenset(), "node_down": WITH_THE_JOB,
     "node_silent": WITH_THE_JOB, "slurmctld": frozenset(), "scancel": WITH_THE_JOB, "requeue": WITH_THE_JOB,
-    "disk_full": frozenset(), "read_only": frozenset(), "torn_line": frozenset(), "deleted_logs": frozenset(),
+    "disk_full": frozenset(), "read_only": WITH_THE_JOB, "torn_line": frozenset(), "deleted_logs": frozenset(),
 }  # fmt: skip
 """Kinds of faults by which something dies, stops or is full, with the ends that they explain."""
 INTERFERENCE: dict[str, frozenset[str]] = {
