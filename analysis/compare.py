@@ -266,8 +266,8 @@ def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
     measured_rows = [row for row in rows if row["status"] == Status.OK and row["suspect"] is None]
     in_full = [row for row in measured_rows if row["stopped"] != STOPPED_AS_SLOWER]
     measured_rows = in_full or measured_rows
-    run_times_s = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
-    return [run for run in run_times_s if all(time_s and time_s > 0 for time_s in run)]
+    times_of_runs = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
+    return [times_s for times_s in times_of_runs if all(time_s and time_s > 0 for time_s in times_s)]
 
 
 def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:

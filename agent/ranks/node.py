@@ -148,9 +148,7 @@ class Node:
         self._last_look_s = 0.0
         """When the processes of the command were last searched for ranks, by the monotonic clock."""
         self._worker_pids: dict[int, int] = {}
-        """Rank -> pid of the processes that a starter has made the ranks of this node, as last searched for memory."""
-        self._last_memory_look_s = 0.0
-        """When a starter's ranks were last searched to read their memory, by the monotonic clock."""
+        """Rank -> pid of the processes that a starter has made the ranks of this node, when they were last searched."""
         self._measured_phase = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
         self._is_training = True
         """Whether the run trains; False once it saves its state, which its measurements must not include."""
@@ -247,7 +245,7 @@ class Node:
         self._resident_memory.clear()
         self._oom_kills_before, self._full_folder, self._is_training = num_oom_kills(), None, True
         self._has_killed, self._has_launched, self._last_look_s = False, False, time.monotonic()
-        self._worker_pids, self._last_memory_look_s = {}, time.monotonic()
+        self._worker_pids = {}
         self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
         variant_env = variables_of(task.spec.variant)
         if task.forked:
@@ -384,16 +382,16 @@ class Node:
 
     def _launch_problems(self) -> Iterator[RankEvent]:
         """Why the command trains other ranks than those of the layout, by its processes until the first step."""
-        has_steps, now_s = self._measured_phase.has_steps, time.monotonic()
-        is_due = has_steps or (self._task.starts_ranks and now_s - self._last_look_s >= WORKER_LOOK_S)
+        has_steps = self._measured_phase.has_steps
+        is_due = has_steps or (self._task.starts_ranks and self._is_look_due)
         if self._task.forked or self._has_launched or not is_due:
             return
-        self._last_look_s, workers = now_s, self._workers()
+        workers = self._find_workers()
         if self._task.starts_ranks:
             problem = wrong_size_text(workers, self._task.spec.layout.world_size)
         else:
             problem = repeated_rank_text(workers, {pid: rank for rank, pid in self._rank_pids().items()})
-        has_all = len(pid_by_rank(workers, self.ranks)) == len(self.ranks)
+        has_all = len(self._worker_pids) == len(self.ranks)
         self._has_launched = has_steps or has_all or bool(problem)
         if problem:
             line = {"event": OBSERVED_EVENT, "launch_problem": problem}
@@ -403,11 +401,21 @@ class Node:
         """Rank -> pid of the process that was started for it in the current run."""
         return {rank: pid for rank, pid in self._fork_server.rank_pids.items() if self._is_ours(pid)}
 
-    def _workers(self) -> list[Worker]:
-        """The ranks that the command of this node has started; their parents and sessions may be other ones."""
-        return workers_among(
-            processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
-        )
+    @property
+    def _is_look_due(self) -> bool:
+        """Whether it is WORKER_LOOK_S since the ranks of the command were last searched."""
+        return time.monotonic() - self._last_look_s >= WORKER_LOOK_S
+
+    def _find_workers(self) -> list[Worker]:
+        """The ranks that the command of this node has started, whose pids it keeps; it reads all processes of the host."""
+        self._last_look_s = time.monotonic()
+        workers = workers_among(self._pids_below(os.getpid()))
+        self._worker_pids = pid_by_rank(workers, self.ranks)
+        return workers
+
+    def _pids_below(self, ancestor_pid: int) -> set[int]:
+        """Pids of the descendants of a process, and of those that have left them but bear this agent's tag."""
+        return processes.descendants(ancestor_pid) | {*processes.tagged(lambda tag: tag == self.tag)}
 
     def _program_pids(self) -> dict[int, int]:
         """Rank -> pid of its process, for the ranks that have begun to execute a program of the user.
@@ -416,10 +424,8 @@ class Node:
         """
         if not self._task.starts_ranks:
             return self._fork_server.program_pids
-        is_due = time.monotonic() - self._last_memory_look_s >= WORKER_LOOK_S
-        if is_due and len(self._worker_pids) < len(self.ranks):
-            self._last_memory_look_s = time.monotonic()
-            self._worker_pids = pid_by_rank(self._workers(), self.ranks)
+        if self._is_look_due and len(self._worker_pids) < len(self.ranks):
+            self._find_workers()
         return self._worker_pids
 
     def _resident_peaks(self) -> Iterator[RankEvent]:
@@ -441,21 +447,22 @@ class Node:
 
     def abort_for_stacks(self, ranks: list[int]) -> None:
         """Begins to end those of these ranks that are on this node by a signal on which Python writes its stacks."""
-        own_ranks = [rank for rank in ranks if rank in self.ranks]
-        pids = {rank: pid for rank, pid in self._training_pids().items() if rank in own_ranks}
+        ranks_here = [rank for rank in ranks if rank in self.ranks]
+        pids = {rank: pid for rank, pid in self._training_pids().items() if rank in ranks_here}
         logs = {
-            rank: self._log_path(self.ranks.start if self._task.starts_ranks else rank) for rank in own_ranks
+            rank: self._log_path(self.ranks.start if self._task.starts_ranks else rank) for rank in ranks_here
         }
         server_pid = self._fork_server.pid
-        all_pids = processes.descendants(server_pid) | {*processes.tagged(lambda tag: tag == self.tag)}
-        self._hang_evidence = fatal_stacks(self._run_folder, pids, logs, all_pids - {server_pid})
+        other_pids = self._pids_below(server_pid) - {server_pid}
+        self._hang_evidence = fatal_stacks(self._run_folder, pids, logs, other_pids)
 
     def _training_pids(self) -> dict[int, int]:
         """Rank -> pid of its process; of a command that has started no ranks yet, that of the command."""
-        rank_pids = self._rank_pids()
         if self._task.starts_ranks:
-            return pid_by_rank(self._workers(), self.ranks) or rank_pids
-        return rank_pids
+            self._find_workers()
+            if self._worker_pids:
+                return self._worker_pids
+        return self._rank_pids()
 
     def kill(self) -> NodeAfterRun:
         """Kills every process of the current run on this node, and removes what they left behind."""
@@ -496,8 +503,7 @@ class Node:
         The agent's own children are already killed by this call.
         """
         killed_pids = processes.kill_children({self._fork_server.pid})
-        living_pids = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
-        return sorted(living_pids - {self._fork_server.pid} or killed_pids)
+        return sorted(self._pids_below(os.getpid()) - {self._fork_server.pid} or killed_pids)
 
     def finish(self, keep_all: bool) -> FileCleanup:
         """Keeps the logs of the run and removes its files; meanwhile the agent shows that it is alive.

@@ -1,4 +1,4 @@
-"""Of how many GPUs a rate in a table is: of one, of those of a node or a DP rank, or of all."""
+"""Scopes of rates: a table may give the tokens/s or FLOP/s of one GPU, of a node, of a DP rank, or of all GPUs together."""
 
 from collections.abc import Mapping
 

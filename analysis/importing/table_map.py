@@ -44,7 +44,7 @@ class Source:
     unit: Annotated[str, one_of(*UNITS)] | None = None
     """The unit of the table; None means the one that header or cells name, else ours."""
     per: Annotated[str, one_of(*SCOPE_TEXTS)] | None = None
-    """Of how many GPUs a rate of the table is; None means of as many as our column says."""
+    """Scope of a rate in the table, such as node; None means that of our column, which is one GPU or all GPUs."""
     certain: bool = False
     """Whether the column holds this quantity, whatever its numbers look like."""
     decimal: Decimal | None = None

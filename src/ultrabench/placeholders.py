@@ -10,7 +10,7 @@ from ultrabench.errors import ConfigError, names_one_edit_away
 IN_BRACES = re.compile(r"(?<!\$)\{(?P<expression>\s*\w+(?:\s*[-+*]\s*\w+)*\s*)\}")
 """Words and numbers in braces with + - * between them; what a dollar precedes is left to a shell."""
 CALCULATION = re.compile(r"(?<!\$)\{(?P<expression>\s*\w+(?:\s*[-+*]\s*\w+)+\s*)\}")
-"""The same with two words or numbers at least."""
+"""A calculation in braces: two or more words and numbers with + - * between them; a word alone is none."""
 
 
 def command_text(value: object) -> str:

@@ -69,7 +69,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     """The median of the rates of the repeats that compete; that of this repeat if none does."""
     control_ratio: float | None = None
-    """The same of their ratios to their controls, as far as they are known."""
+    """The median of the ratios of these repeats to their controls, of those whose ratio is known."""
     value: float | None = None
     """What is compared: the ratio to the control, or the rate."""
     control: str | None = None

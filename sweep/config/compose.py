@@ -342,8 +342,8 @@ def _axis_beside_layouts(key: str, values: Mapping[str, str]) -> str | None:
     axis, path = key.removeprefix("sweep."), files("sweep").get(values.get("sweep", ""))
     if axis not in AXES[1:] or path is None or "layouts" not in (read_yaml(path).get("sweep") or {}):
         return None
-    items = as_hydra_list(values[key])[1:-1].split(",")
-    layouts_text = ", ".join(f"{{{axis}: {item}}}" for item in filter(None, items))
+    listed_values = _elements(as_hydra_list(values[key])[1:-1])
+    layouts_text = ", ".join(f"{{{axis}: {value}}}" for value in listed_values)
     problem = f"{key}: sweep={values['sweep']} lists layouts in place of axes"
     return f"{problem}; to run others, write 'sweep.layouts=[{layouts_text or f'{{{axis}: VALUE}}'}]'"
 

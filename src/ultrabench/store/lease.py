@@ -162,9 +162,9 @@ def _release(path: Path, stop: threading.Event) -> None:
 
 
 def living_launchers(
-    folder: SweepFolder, own: Lease | None = None, *, writes: bool = False
+    folder: SweepFolder, own_lease: Lease | None = None, *, writes: bool = False
 ) -> list[LeaseHolder]:
-    """The launchers that follow a sweep now, beside the one that holds the lease `own`.
+    """The launchers that follow a sweep now, beside the one that holds the lease `own_lease`.
 
     A lease is alive if its process is seen to run, or if it was renewed less than LAPSE_S ago and its process is not
     known to be gone.
@@ -172,8 +172,10 @@ def living_launchers(
     Args:
         writes: whether a file may be written to learn the time of the file server, whose clock may differ from ours.
     """
-    paths = [path for path in sorted(folder.leases.glob("*.json")) if own is None or path != own.path]
-    now_s = _file_server_now_s(folder) if paths and (writes or own) else time.time()
+    paths = [
+        path for path in sorted(folder.leases.glob("*.json")) if own_lease is None or path != own_lease.path
+    ]
+    now_s = _file_server_now_s(folder) if paths and (writes or own_lease) else time.time()
     return [holder for path in paths if (holder := _living_holder(path, now_s))]
 
 
