@@ -18,7 +18,9 @@ def test_the_log_of_a_trainer_alone_gives_a_heatmap(bench):
     sizes = axes(nodes=[1], tp=1, pp=1, zero_stage=0, gbs=4, mbs=2, gas=None, seq_len=32)
     measured = "measure.warmup_steps=1", "measure.max_steps=6", "measure.loss_step=3"
     bench.run("sweep", "launch", "kernel=trainer", "model=tiny", "name=t", *sizes, *measured, *AT_ONCE)
-    (row,) = (row for row in bench.rows() if row["status"] == "ok")
+    rows = [row for row in bench.rows() if row["status"] == "ok"]
+    row = rows[0]
+    assert {row["run_id"] for row in rows} == {row["run_id"]}, "a suspect row may be measured again"
     assert (row["measured_by"], row["num_steps_measured"], row["dp"], row["gas"]) == ("arrival", 6, 2, 1)
     assert row["num_params"] == row["source_num_params"]
     assert row["mfu"] > 0

@@ -19,6 +19,7 @@ from ultrabench.store.events import (
     EndCode,
     Launched,
     LeadingAgent,
+    Submitted,
     Submitting,
 )
 from ultrabench.store.journal import read_journal
@@ -211,6 +212,8 @@ def test_the_status_says_what_a_launcher_waits_for_before_it_submits_jobs(ultrab
     assert as_json(ultrabench, "sweep", "status")["standing"] == line
     assert line in ultrabench("sweep", "status")[1]
     write(unreachable, replace(PLANNED, allocation="n1-c.0"), Submitting(allocation="n1-c.0"), by="launcher")
+    assert as_json(ultrabench, "sweep", "status")["standing"] == line, "sbatch has not answered yet"
+    write(unreachable, Submitted(allocation="n1-c.0", job={"job_id": "7", "name": "u"}), by="launcher")
     assert as_json(ultrabench, "sweep", "status")["standing"] is None
 
 

@@ -134,8 +134,12 @@ def disk_problem(path: Path) -> str | None:
 
 
 def _refusal(state: SweepState) -> str | None:
-    """Why the batch system did not take the latest allocation, though it may take a later one; None if it took it."""
-    latest = max(state.allocations.values(), key=lambda a: a.submitting_at or 0.0, default=None)
+    """Why the batch system did not take the latest allocation, though it may take a later one; None if it took it.
+
+    An allocation that it has not answered for yet does not count: a launcher that waits submits again and again.
+    """
+    answered = [a for a in state.allocations.values() if a.job or a.agents or a.end]
+    latest = max(answered, key=lambda a: a.submitting_at or 0.0, default=None)
     end = latest.end if latest else None
     return end.reason if end and end.code is EndCode.REFUSED else None
 
