@@ -45,10 +45,10 @@ check: env docs
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.names
 
-# The tests of one part: a line for every tenth of them while they run, and pytest's report at the end.
+# The tests of one part: a line for every tenth of them while they run, then pytest's report with the slowest tests.
 define part
 @mkdir -p build/tests
-@PART=$@ $(BIN)/python -m pytest -p tests.progress $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
+@PART=$@ $(BIN)/python -m pytest -p tests.progress --durations=15 $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
 endef
 
 # All parts that wait run at once, and beside them two that compute, which keep two cores busy. With more, waiting tests
