@@ -51,7 +51,7 @@ def require_program(config: SweepConfig) -> None:
     """
     for python in map(str, config.options.values.get("python", ())):
         _require_interpreter(python, config)
-    if config.kernel.kind != "command":
+    if config.kernel.forks:
         return
     require_right_starter(config)
     _require_folder(config)

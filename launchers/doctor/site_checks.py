@@ -120,7 +120,7 @@ def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the GPUs that Slurm lists are those of `hardware=`."""
     hardware, gres, num_gpus = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
     num_needed, finding = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
-    if hardware.device != "cuda":
+    if not hardware.has_gpus:
         check_hint = "; to check them, give the hardware= of the sweep" if num_gpus else ""
         return success(f"hardware={hardware.name} needs no GPU; {finding}{check_hint}")
     gres_match = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)

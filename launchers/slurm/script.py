@@ -103,7 +103,7 @@ def _checked_setup(setup: Sequence[str]) -> list[str]:
 def _sbatch_options(allocation: Allocation, config: SweepConfig, exclude: Sequence[str]) -> dict[str, Any]:
     """The options of sbatch; those that the user sets in launcher.sbatch replace ours."""
     launcher_config, hardware = config.launcher, config.hardware
-    num_gpus = hardware.gpus_per_node if hardware.device == "cuda" and launcher_config.gres is None else None
+    num_gpus = hardware.gpus_per_node if hardware.has_gpus and launcher_config.gres is None else None
     options: dict[str, Any] = {
         "nodes": allocation.nodes,
         "ntasks-per-node": 1,

@@ -11,7 +11,7 @@ from msgspec import Meta
 from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import EMBEDDED, KERNEL_KINDS, KernelConfig
 from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
@@ -145,11 +145,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     workload_types = {key: key_type for key, key_type in WORKLOAD_TYPES.items() if key in sweep}
     workload = {key: read_list(sweep[key], kind, f"sweep.{key}")[0] for key, kind in workload_types.items()}
     profile = profile_of(tree, hardware.device)
-    kernel_kind = kernel.get("kind", "embedded")
-    is_embedded, types = kernel_kind == "embedded", field_types(SweepConfig)
-    default_seconds = {k: getattr(hardware, k) if is_embedded else 0.0 for k in ("warmup_s", "min_s")}
+    trains_itself, types = kernel_config.trains_itself, field_types(SweepConfig)
+    default_seconds = {k: getattr(hardware, k) if trains_itself else 0.0 for k in ("warmup_s", "min_s")}
     selection_keys = [key for key in SELECTION_KEYS if sweep.get(key) is not None]
-    launcher_defaults = {"preflight": kernel_kind != "command" or hardware.device == "cuda"}
+    launcher_defaults = {"preflight": kernel_config.forks or hardware.has_gpus}
     values = {
         **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
         **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in selection_keys},
@@ -212,13 +211,14 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
     type_by_option = field_types(KernelConfig) | {"compile": _CompileSetting}
     meaning_by_option: dict[str, dict[Any, Any]] = {
         "precision": {None: hardware.precision}, "attention": {None: "auto"},
-        "compile": {None: False, "auto": hardware.device == "cuda"},
+        "compile": {None: False, "auto": hardware.has_gpus},
     }  # fmt: skip
-    options = {}
+    kernel_kind = KERNEL_KINDS.get(str(values.get("kind", EMBEDDED)))
+    takes_lists, options = kernel_kind is None or kernel_kind.trains_itself, {}
     for option, meaning in meaning_by_option.items():
         setting = f"kernel.{option}"
         listed_values = dict.fromkeys(read_list(values.get(option), type_by_option[option] | None, setting))
-        if len(listed_values) > 1 and option != "precision" and values.get("kind", "embedded") != "embedded":
+        if len(listed_values) > 1 and option != "precision" and not takes_lists:
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
             problem = f"kernel.{option} lists several values, which only ultrabench's own kernel supports"
             raise ConfigError(problem, remedy, setting=setting)

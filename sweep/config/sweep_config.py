@@ -270,7 +270,7 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         require_allowed(self)
-        if self.strategy == "adaptive" and self.kernel.kind == "probe":
+        if self.strategy == "adaptive" and not self.kernel.trains:
             problem = "sweep.strategy=adaptive with kernel=probe"
             raise ConfigError(problem, "a probe trains nothing: leave it out", setting="sweep.strategy")
         start_command_text = "".join((*self.launcher.python, *self.launcher.srun))
@@ -287,13 +287,13 @@ class SweepConfig:
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
             raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
-        if self.trace and self.kernel.kind != "embedded":
+        if self.trace and not self.kernel.trains_itself:
             advice = "only ultrabench's own kernel writes traces; use the profiler of your program"
             raise ConfigError(f"trace=true with kernel={self.kernel.name}; {advice}")
-        if self.measure.checkpoint and self.kernel.kind != "embedded":
+        if self.measure.checkpoint and not self.kernel.trains_itself:
             advice = "only ultrabench's own kernel saves its state; your own program can report the event checkpoint"
             raise ConfigError(f"measure.checkpoint=true with kernel={self.kernel.name}; {advice}")
-        if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
+        if not self.kernel.trains_itself and (self.measure.warmup_s or self.measure.min_s):
             problem = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own kernel measures by seconds; set measure.warmup_steps and measure.max_steps"
             raise ConfigError(f"{problem} with kernel={self.kernel.name}; {advice}")

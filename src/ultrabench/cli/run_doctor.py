@@ -48,8 +48,8 @@ def run_doctor(
     chosen_overrides, slurm_problem = _with_launcher(site, usable_overrides)
     chosen_overrides += [f"launcher.partition={partition}"] if partition else []
     if deep:
-        on_cpu = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
-        chosen_overrides.append("sweep=acceptance-small" if on_cpu else "sweep=acceptance")
+        shares_host = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.shares_host
+        chosen_overrides.append("sweep=acceptance-small" if shares_host else "sweep=acceptance")
     config = load_config(chosen_overrides)
     if cluster is not None:
         _write_cluster(config, site, cluster, force, slurm_problem)

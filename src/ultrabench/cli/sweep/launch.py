@@ -180,7 +180,7 @@ def follow(
         show_hint = f"ultrabench sweep show {failed_ids[-1]} {display_name} shows why that run failed"
         say(f"next: {show_hint}; ultrabench sweep retry {display_name} tries failed runs again")
     if Status.OK in progress.by_status:
-        say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
+        say(f"next: ultrabench {'heatmap' if config.kernel.trains else 'plot comm'} {display_name}")
     return int(any(Status(name) not in ANSWERS for name in progress.by_status if name not in UNSETTLED))
 
 

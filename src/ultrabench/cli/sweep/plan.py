@@ -108,7 +108,7 @@ def show_plan(
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 peak_rate = {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
             require_same_launch(state, config, folder.path)
-            if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
+            if not config.kernel.forks:  # whether our own kernel has changed, only torch can tell
                 acceptance(config, {}, state, None)
         require_local(config)
         require_max_nodes(config)
@@ -211,7 +211,7 @@ def _extrapolation_lines(
     best_rate, mfu_by_run = best_published(config, config.kernel.precision), dict[str, float]()
     spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:
-        if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
+        if run.fits and run.peak_flops_per_s and config.hardware.is_rated:
             step_time_s, peak_flops_per_s = run.prediction.step_time_s, run.peak_flops_per_s
             mfu_by_run[run.run_id] = published_mfu(run.spec, step_time_s, peak_flops_per_s, best_rate)
     for row in best_rows:
