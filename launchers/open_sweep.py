@@ -354,7 +354,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     Raises:
         ConfigError: the sweep runs on this machine, which has fewer GPUs than its hardware.
     """
-    is_local, hardware = config.launcher.name == "local", config.hardware
+    is_local, hardware = not config.launcher.holds_nodes, config.hardware
     num_needed_gpus = hardware.gpus_per_node if is_local and hardware.has_gpus else 0
     if not needs_peak and not num_needed_gpus and not (is_local and config.kernel.forks):
         return {"cores": len(os.sched_getaffinity(0))}
@@ -400,7 +400,7 @@ def acceptance(
     env_id_here = env_id(probe_facts, config.kernel, digest, variables_of(config.options.first_variant))
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
-    only_sources_count = config.launcher.name != "local" or any(
+    only_sources_count = config.launcher.holds_nodes or any(
         name in config.options.values for name in JOB_OPTIONS
     )
 

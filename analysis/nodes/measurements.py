@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from ultrabench.device_rates import NODE_RATES, preflight_rates
 from ultrabench.kernel_config import kind_by_name
 from ultrabench.result import Status, is_date
-from ultrabench.store.events import DECODERS, Line, Preflight
+from ultrabench.store.events import BY_AGENT, DECODERS, Line, Preflight
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, fold, trust
@@ -70,7 +70,7 @@ class _EndEvent(msgspec.Struct, gc=False):
     attempt: int
     result: _Result
     allocation: str | None = None
-    source: str = "agent"
+    source: str = BY_AGENT
 
 
 _END_DECODERS = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_EndEvent).decode)

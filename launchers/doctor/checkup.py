@@ -274,10 +274,11 @@ class CheckupJob:
     """The job that examines one node, from its submission to its end."""
 
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
-        config, launcher_config = folder.config, folder.config.launcher
+        config, settings = folder.config, folder.config.launcher.slurm
         comment = f"ultrabench doctor of {own_name()}: examines one node, ends by itself"
-        sbatch = {"comment": comment} | launcher_config.sbatch
-        launcher_config = replace(launcher_config, sbatch=sbatch, poll_s=min(POLL_S, launcher_config.poll_s))
+        sbatch = {"comment": comment} | settings.sbatch
+        settings = replace(settings, sbatch=sbatch, poll_s=min(POLL_S, settings.poll_s))
+        launcher_config = replace(config.launcher, slurm=settings)
         self.launcher = SlurmLauncher(replace(config, launcher=launcher_config), SweepFolder(folder.path))
         self.launcher.module = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(

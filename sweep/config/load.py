@@ -38,9 +38,10 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
+from ultrabench.sweep.config.launcher_config import SBATCH_TEXTS, LauncherConfig, read_launcher
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
-from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
+from ultrabench.sweep.config.sweep_config import Axes, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.variant import KERNEL_OPTIONS
 
@@ -270,7 +271,7 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
         options = [cluster.get("sbatch") or {}, settings["sbatch"] or {}]
         invalid = [mapping for mapping in options if not isinstance(mapping, dict)]
         settings["sbatch"] = invalid[0] if invalid else _sbatch_options(options[0] | options[1])
-    return from_dict(LauncherConfig, settings, where="launcher")
+    return read_launcher(settings)
 
 
 def _sbatch_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def print_script(overrides: list[str]) -> None:
         ConfigError: the launcher has no scripts, or no candidate can run.
     """
     config = load_config(overrides)
-    if config.launcher.name != "slurm":
+    if not config.launcher.submits_scripts:
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
     plan = within_limit(plan_with_bar(config))
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
