@@ -1,15 +1,16 @@
 """Chooses the launcher that a configuration names, and decides how much of a cluster it takes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.launchers.slurm.launcher import UNKNOWN_CLUSTER, SlurmLauncher
-from ultrabench.launchers.slurm.script import require_plain
+from ultrabench.launchers.slurm.script import array_script, require_plain
 from ultrabench.launchers.slurm.site import Limits, Site
+from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -54,6 +55,13 @@ _LAUNCHERS: dict[str, Callable[[SweepConfig, SweepFolder, bool], Launcher]] = {
     "slurm": _slurm_launcher,
 }
 """Name of a launcher -> what makes it from a configuration, a folder, and whether it submits."""
+_SCRIPTS: dict[str, Callable[[Sequence[Allocation], SweepConfig], str]] = {"slurm": array_script}
+"""Name of a launcher that submits scripts -> the script of allocations that it submits together."""
+
+
+def script_of(array: Sequence[Allocation], config: SweepConfig) -> str:
+    """The script that submits these allocations, with a launcher that submits scripts."""
+    return _SCRIPTS[config.launcher.name](array, config)
 
 
 def max_sweep_nodes(config: SweepConfig, limits: Limits) -> int:

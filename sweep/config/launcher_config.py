@@ -17,6 +17,8 @@ MEM_RULE = matching(
 )
 SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
+CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *SBATCH_TEXTS})
+"""Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
 _SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                                 "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
 """Options of sbatch that ultrabench sets itself and that a user must not change."""
@@ -183,16 +185,34 @@ class LauncherConfig:
         return any("container" in text or "PYTHONPATH" in text for text in job_texts)
 
 
-def read_launcher(settings: Mapping[str, Any]) -> LauncherConfig:
-    """The launcher that the keys of `launcher` describe.
+def read_launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
+    """The settings of the launcher; "" means null, and null means an empty list where a list is needed.
+
+    The options of sbatch of the launcher are added to those of the cluster.
 
     Raises:
         ConfigError: a key is unknown or missing, or its value cannot be used.
     """
+    settings = {key: None if value == "" else value for key, value in values.items()}
+    # An account may be 1234.
+    settings |= {k: str(settings[k]) for k in SBATCH_TEXTS if type(settings.get(k)) is int}
+    settings |= {k: [] for k in ("python", "setup", "environment", "srun") if settings.get(k, ()) is None}
+    if isinstance(settings.get("python"), str):
+        settings["python"] = [settings["python"]]
+    if "sbatch" in settings:
+        options = [cluster.get("sbatch") or {}, settings["sbatch"] or {}]
+        invalid = [mapping for mapping in options if not isinstance(mapping, dict)]
+        settings["sbatch"] = invalid[0] if invalid else _sbatch_options(options[0] | options[1])
     slurm_keys = field_types(SlurmSettings).keys()
     keys = (field_types(LauncherConfig).keys() | slurm_keys) - {"slurm"}
     require_known("field of launcher", keys, *settings, setting="launcher")
     slurm_values = {key: value for key, value in settings.items() if key in slurm_keys}
-    values = {key: value for key, value in settings.items() if key not in slurm_keys}
+    common_values = {key: value for key, value in settings.items() if key not in slurm_keys}
     slurm = from_dict(SlurmSettings, slurm_values, where="launcher")
-    return from_dict(LauncherConfig, {**values, "slurm": slurm}, where="launcher")
+    return from_dict(LauncherConfig, {**common_values, "slurm": slurm}, where="launcher")
+
+
+def _sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of sbatch as texts: null and true mean one without a value, and false means that it is not given."""
+    texts = {str(name): "" if value is None or value is True else value for name, value in options.items()}
+    return {k: v if isinstance(v, list | dict) else str(v) for k, v in texts.items() if v is not False}

@@ -38,7 +38,7 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
-from ultrabench.sweep.config.launcher_config import SBATCH_TEXTS, LauncherConfig, read_launcher
+from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, read_launcher
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
 from ultrabench.sweep.config.sweep_config import Axes, RetryPolicy, SweepConfig
@@ -57,9 +57,6 @@ _NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS, "layo
 """Keys of `sweep` that are no axes of layouts."""
 _CompileSetting = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
-CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *SBATCH_TEXTS})
-"""Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
-
 
 _OWN_PATHS = ("name", "results_dir")
 """Settings that name the folder of a sweep, which may be no UTF-8."""
@@ -159,7 +156,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "hardware": hardware,
         "kernel": kernel_config,
         "measure": from_dict(Measure, _with_defaults(tree["measure"], default_seconds), where="measure"),
-        "launcher": _launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
+        "launcher": read_launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
         "axes": _axes(
             {key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}, sweep.get("layouts")
@@ -254,30 +251,6 @@ def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
         listed = read_layouts(layouts, [name for name in AXES if name in axes])
         return Axes(nodes=axes["nodes"], layout=values_of_layouts(listed), listed=listed)
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
-
-
-def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
-    """The settings of the launcher; "" means null, and null means an empty list where a list is needed.
-
-    The options of sbatch of the launcher are added to those of the cluster.
-    """
-    settings = {key: None if value == "" else value for key, value in values.items()}
-    # An account may be 1234.
-    settings |= {k: str(settings[k]) for k in SBATCH_TEXTS if type(settings.get(k)) is int}
-    settings |= {k: [] for k in ("python", "setup", "environment", "srun") if settings.get(k, ()) is None}
-    if isinstance(settings.get("python"), str):
-        settings["python"] = [settings["python"]]
-    if "sbatch" in settings:
-        options = [cluster.get("sbatch") or {}, settings["sbatch"] or {}]
-        invalid = [mapping for mapping in options if not isinstance(mapping, dict)]
-        settings["sbatch"] = invalid[0] if invalid else _sbatch_options(options[0] | options[1])
-    return read_launcher(settings)
-
-
-def _sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of sbatch as texts: null and true mean one without a value, and false means that it is not given."""
-    texts = {str(name): "" if value is None or value is True else value for name, value in options.items()}
-    return {k: v if isinstance(v, list | dict) else str(v) for k, v in texts.items() if v is not False}
 
 
 def profile_of(tree: Mapping[str, Any], device: str) -> Profile:

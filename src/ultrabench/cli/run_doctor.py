@@ -101,7 +101,7 @@ def _write_cluster(config: SweepConfig, site: Site, cluster: str, force: bool, p
     if not launcher.submits_scripts and problem:
         raise ClusterError(f"--write needs Slurm, but {problem.finding}; run it on a login node")
     if not launcher.submits_scripts:
-        raise ConfigError("--write needs Slurm; leave launcher=local out")
+        raise ConfigError(f"--write needs Slurm; leave launcher={launcher.name} out")
     settings = launcher.slurm
     limits = site.limits(settings.partition, settings.account, settings.qos)
     path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", cluster, site, limits, settings, force)

@@ -6,8 +6,8 @@ import pytest
 import ultrabench
 from tests.configs import expected, refused, write_config
 from ultrabench.errors import ConfigError
-from ultrabench.sweep.config.launcher_config import SBATCH_TEXTS
-from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
+from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, SBATCH_TEXTS
+from ultrabench.sweep.config.load import config_from_tree, load_config
 
 TREE = load_config(["launcher=slurm"]).resolved
 

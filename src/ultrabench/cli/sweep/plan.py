@@ -19,10 +19,9 @@ from ultrabench.cli.tables import output_console, print_json, say, show, table, 
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import array_groups, make_allocations
-from ultrabench.launchers.choose import require_max_nodes
+from ultrabench.launchers.choose import require_max_nodes, script_of
 from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
-from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.starters import starter_warnings
 from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
@@ -356,4 +355,4 @@ def print_script(overrides: list[str]) -> None:
     group = array_groups(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     token, digest = uuid.uuid4().hex, config.kernel.digest()
     array = make_allocations(plan, folder_of(config), group, token=token, origin={}, kernel_digest=digest)
-    sys.stdout.write(array_script(array, config))
+    sys.stdout.write(script_of(array, config))
