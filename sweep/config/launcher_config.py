@@ -32,7 +32,7 @@ class LauncherKind:
     """Whether its jobs hold nodes of a cluster, which have a price, a queue and other hosts, paths and libraries than
     this machine; runs of other launchers are processes of this machine."""
     survives_us: bool
-    """Whether its jobs are ended by nobody but a user who cancels them, so that the launch command may end before."""
+    """Whether its jobs continue without the launch command, and Ctrl-C in that command does not end them."""
     submits_scripts: bool
     """Whether it submits scripts, which a user may see before."""
     source: str
@@ -109,7 +109,7 @@ class SlurmSettings:
 class LauncherConfig:
     """The chosen launcher and its settings; their usual values are in configs/launcher/.
 
-    Fields that have a default here do nothing for a launcher that holds no nodes.
+    Fields with a default may be left out in the file of a launcher that holds no nodes.
     """
 
     name: Annotated[str, one_of(*LAUNCHER_KINDS)]
@@ -155,7 +155,7 @@ class LauncherConfig:
 
     @property
     def survives_us(self) -> bool:
-        """Whether its jobs continue after the launch command has ended."""
+        """Whether its jobs continue without the launch command."""
         return LAUNCHER_KINDS[self.name].survives_us
 
     @property
