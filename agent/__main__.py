@@ -18,7 +18,7 @@ from ultrabench.machine_lock import MachineLock, holder
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation, read_allocation
-from ultrabench.store.events import AllocationEnded, AllocationStarted, Ending, LeadingAgent, Start
+from ultrabench.store.events import BY_AGENT, AllocationEnded, AllocationStarted, Ending, LeadingAgent, Start
 from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -164,7 +164,7 @@ def lead(node: Node, secret: str, stop_request: StopRequest) -> int:
     finally:
         node.close()
         end_event = AllocationEnded(
-            allocation=name, job=job_start, **ending._asdict(), source="agent",
+            allocation=name, job=job_start, **ending._asdict(), source=BY_AGENT,
             elapsed_s=time.monotonic() - started_s, avoid=tuple(hosts_to_avoid),
         )  # fmt: skip
         try:

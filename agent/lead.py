@@ -33,6 +33,8 @@ from ultrabench.start_up import LIMIT_FACTOR, with_measured_times
 from ultrabench.store.allocation import is_in_window, window_text
 from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.events import (
+    BY_AGENT,
+    BY_BATCH_SYSTEM,
     Claimed,
     EndCode,
     Ending,
@@ -122,7 +124,7 @@ class Leader:
             is_own = claim_owner.get("allocation") == self._allocation.name
             if is_own and claim_owner.get("job") != self._owner["job"]:
                 reason = f"job {self._job_start.job_id} was requeued while it ran"
-                self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
+                self._write_result(task, RunResult(status=Status.LOST, reason=reason), BY_BATCH_SYSTEM)
 
     def _remove_left_checkpoints(self) -> None:
         """Removes the checkpoints of attempts that have ended, which agents that were killed have left."""
@@ -310,7 +312,7 @@ class Leader:
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
     def _write_result(
-        self, task: Task, result: RunResult, source: str = "agent", is_claimed: bool = False
+        self, task: Task, result: RunResult, source: str = BY_AGENT, is_claimed: bool = False
     ) -> None:
         """Writes the result of a task, without its spec if the event Claimed of this agent has it."""
         key_fields = {**task.key._asdict(), "allocation": self._allocation.name}

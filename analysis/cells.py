@@ -14,6 +14,7 @@ from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.numbers import count, formula_text
 from ultrabench.analysis.planned import NOTE, is_predicted
 from ultrabench.errors import ConfigError, counted
+from ultrabench.kernel_config import kind_by_name
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, Status, outcome_order, tier
 from ultrabench.routing import routing_text
@@ -188,7 +189,7 @@ def nodes_text(nodes: int, partial_gpus: int | None) -> str:
 def left_out(table: pa.Table) -> list[str]:
     """A line that counts the rows which no ranking has, since they name no model or no number of nodes."""
     rows = table.select(["kernel", "model", "nodes"]).to_pylist()
-    training_rows = [row for row in rows if row["kernel"] != "probe"]
+    training_rows = [row for row in rows if kind_by_name(row["kernel"]).trains]
     num_without_model = sum(row["model"] is None for row in training_rows)
     num_without_nodes = sum(row["model"] is not None and row["nodes"] is None for row in training_rows)
     counts = ((num_without_model, "without a model"), (num_without_nodes, "without a number of nodes"))

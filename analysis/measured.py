@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from ultrabench.errors import ConfigError, counted
-from ultrabench.kernel_config import PRECISIONS, KernelConfig
+from ultrabench.kernel_config import PRECISIONS, KernelConfig, kind_by_name
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, missing_fields
@@ -97,7 +97,7 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         raise ConfigError(f"precision={row['precision']} cannot be predicted", todo)
     kernel, version = row["kernel"], row.get("kernel_version") or ""
     kernel_fields: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
-    kernel_fields |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
+    kernel_fields |= {} if kind_by_name(kernel).trains_itself else {"kind": "command", "command": (kernel,)}
     return RunSpec(
         shape=shape_of(row),
         layout=_record_of(Layout, "", row, AXES),

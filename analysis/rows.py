@@ -97,7 +97,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     plan_columns = _plan_columns(plan, programs, columns_by_program)
     plan_columns = {name: column.take(candidate_numbers) for name, column in plan_columns.items()}
     row_columns["scaling"] = pa.array([scaling_of(sweep, state)] * len(numbered_rows), pa.string())
-    if sweep.kernel.kind == "probe":
+    if not sweep.kernel.trains:
         for columns in (row_columns, plan_columns):
             for name in _TRAINING_COLUMNS & columns.keys():
                 del columns[name]

@@ -183,7 +183,7 @@ def full_row(row: dict[str, Any], sweep: Sweep, overrides: tuple[str, ...]) -> d
     row |= {
         "min_s": measure.min_s, "warmup_s": measure.warmup_s, "target_ci95_rel": measure.target_ci95_rel,
         "measured_s": sum(row["step_times_s"]), "mfu_causal": row["mfu"] and row["mfu"] * causal,
-        **(gemm_shares(row) if config.hardware.device == "cuda" else {}), **limits(), "settings": json.dumps(overrides),
+        **(gemm_shares(row) if config.hardware.has_gpus else {}), **limits(), "settings": json.dumps(overrides),
         "started_at": row["started_at"].isoformat(),
     }  # fmt: skip
     return {name: value for name, value in row.items() if value is not None}

@@ -196,7 +196,7 @@ def run(task: Task, report: Report) -> None:
     _join_default_group(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
-    if task.probe or task.spec.kernel.kind == "probe":
+    if task.probe or not task.spec.kernel.trains:
         _probe(task, device, report)
     else:
         _train(task, device, report)

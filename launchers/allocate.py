@@ -101,7 +101,7 @@ def _rank_threads(config: SweepConfig, num_nodes: int, num_cores: int | None) ->
 
     It is None if the nodes are other hosts, since the agents there count the cores themselves.
     """
-    if num_cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
+    if num_cores is None or (config.launcher.holds_nodes and not config.hardware.simulated):
         return None
     num_nodes_on_host = num_nodes if config.hardware.simulated else 1
     return max(1, num_cores // (config.hardware.gpus_per_node * num_nodes_on_host))

@@ -15,12 +15,20 @@ from ultrabench.record import to_dict
 from ultrabench.result import NOT_STARTED, STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import Allocation, read_allocation
-from ultrabench.store.events import Adopted, AllocationEnded, AllocationPlanned, EndCode, Failed, Start
+from ultrabench.store.events import (
+    BY_LAUNCHER,
+    Adopted,
+    AllocationEnded,
+    AllocationPlanned,
+    EndCode,
+    Failed,
+    Start,
+)
 from ultrabench.store.folder import SweepFolder, mtime_s
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.lease import lives, living_launchers
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.config.sweep_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import LauncherConfig
 from ultrabench.sweep.running.attempts import NO_LAUNCH, Launch
 from ultrabench.variant import job_options
 
@@ -253,7 +261,7 @@ class EndRecorder:
         """
         for allocation in allocations:
             end_event = AllocationEnded(
-                allocation=allocation.name, reason=reason, code=EndCode.REFUSED, source="launcher"
+                allocation=allocation.name, reason=reason, code=EndCode.REFUSED, source=BY_LAUNCHER
             )
             self._sweep.journal.write(end_event)
             self._memory.recorded_ends.add((allocation.name, Start()))
@@ -291,7 +299,7 @@ class EndRecorder:
                 self._record_unstarted(allocation, state, end)
         self._record_lost(owned_keys, state, name, end)
         if observed_end is not None:
-            self._write_end(allocation, end, "launcher")
+            self._write_end(allocation, end, BY_LAUNCHER)
         self._memory.recorded_ends.add((name, allocation.start))  # last, since a write above may fail
 
     def _record_job_end(self, allocation: AllocationState, end: JobEnd, state: SweepState) -> None:
@@ -305,7 +313,7 @@ class EndRecorder:
             owned_attempts = [attempt for attempt in attempts if attempt.allocation == allocation.name]
             stopped_attempts = [a for a in owned_attempts if a.result and a.result.cause == STOPPED]
             self._record_failed(stopped_attempts, allocation.name, end)
-        self._write_end(allocation, end, "slurm")
+        self._write_end(allocation, end, self._sweep.config.launcher.source)
 
     def record_planned(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
@@ -380,10 +388,7 @@ class EndRecorder:
             self._write_failed(attempt.key, name, result)
 
     def _write_failed(self, key: AttemptKey, name: str | None, result: RunResult) -> None:
-        source, run = (
-            "slurm" if self._launcher.origin["cluster"] else "launcher",
-            self._run_by_id.get(key.run_id),
-        )
+        source, run = self._sweep.config.launcher.source, self._run_by_id.get(key.run_id)
         spec = to_dict(run.spec) if run else {}
         self._sweep.journal.write(
             Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)

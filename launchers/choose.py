@@ -1,14 +1,16 @@
 """Chooses the launcher that a configuration names, and decides how much of a cluster it takes."""
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
 from ultrabench.launchers.slurm.launcher import UNKNOWN_CLUSTER, SlurmLauncher
-from ultrabench.launchers.slurm.script import require_plain
+from ultrabench.launchers.slurm.script import array_script, require_plain
 from ultrabench.launchers.slurm.site import Limits, Site
+from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -27,15 +29,17 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         ConfigError: the configuration asks for more than the cluster gives.
         ClusterError: Slurm does not answer.
     """
-    launcher_config = config.launcher
-    if launcher_config.name == "local":
-        return LocalLauncher(folder)
+    return _LAUNCHERS[config.launcher.name](config, folder, submits)
+
+
+def _slurm_launcher(config: SweepConfig, folder: SweepFolder, submits: bool) -> Launcher:
     if not submits:
         return SlurmLauncher(config, folder)
     require_plain(folder.path, Path.cwd())
-    limits = Site().limits(launcher_config.partition, launcher_config.account, launcher_config.qos)
+    launcher_config, settings = config.launcher, config.launcher.slurm
+    limits = Site().limits(settings.partition, settings.account, settings.qos)
     partition = f"partition {limits.name}"
-    _require_at_most(limits.cpus_per_node, "cpus", launcher_config.cpus, f"nodes of {partition} have")
+    _require_at_most(limits.cpus_per_node, "cpus", settings.cpus, f"nodes of {partition} have")
     _require_at_most(limits.job_minutes, "time_minutes", launcher_config.time_minutes, f"{partition} allows")
     job_limits = JobLimits(
         max_jobs=min(launcher_config.max_jobs, limits.max_submit or launcher_config.max_jobs),
@@ -44,6 +48,20 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         max_limit_s=60.0 * (limits.job_minutes or math.inf),
     )
     return SlurmLauncher(config, folder, job_limits, limits.cluster or UNKNOWN_CLUSTER)
+
+
+_LAUNCHERS: dict[str, Callable[[SweepConfig, SweepFolder, bool], Launcher]] = {
+    "local": lambda config, folder, submits: LocalLauncher(folder),
+    "slurm": _slurm_launcher,
+}
+"""Name of a launcher -> what makes it from a configuration, a folder, and whether it submits."""
+_SCRIPTS: dict[str, Callable[[Sequence[Allocation], SweepConfig], str]] = {"slurm": array_script}
+"""Name of a launcher that submits scripts -> the script of allocations that it submits together."""
+
+
+def script_of(array: Sequence[Allocation], config: SweepConfig) -> str:
+    """The script that submits these allocations, with a launcher that submits scripts."""
+    return _SCRIPTS[config.launcher.name](array, config)
 
 
 def max_sweep_nodes(config: SweepConfig, limits: Limits) -> int:
@@ -75,7 +93,7 @@ def max_sweep_nodes(config: SweepConfig, limits: Limits) -> int:
 def require_max_nodes(config: SweepConfig) -> None:
     """Raises ConfigError if a run of the sweep needs more nodes than launcher.max_nodes allows."""
     max_nodes, run_nodes = config.launcher.max_nodes, max(config.axes.nodes)
-    if config.launcher.name != "local" and max_nodes and run_nodes > max_nodes:
+    if config.launcher.holds_nodes and max_nodes and run_nodes > max_nodes:
         rule = f"the sweep may use launcher.max_nodes={max_nodes}"
         raise ConfigError(f"sweep.nodes up to {run_nodes}; {rule}: set launcher.max_nodes={run_nodes}")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ultrabench import processes
 from ultrabench.errors import ClusterError
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.launchers.launcher import Allocations, Say, own_origin
 from ultrabench.machine_lock import holder
 from ultrabench.oom_kills import num_oom_kills
@@ -193,7 +194,7 @@ def start_agents(allocation_folder: Path) -> None:
     from submitit.local.local import start_controller  # only the process that starts agents needs submitit
 
     allocation = read_allocation(allocation_folder)
-    num_gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
+    num_gpus = allocation.gpus_per_node if DEVICE_KINDS[allocation.tasks[0].device].has_gpus else 0
     python = str(allocation.tasks[0].spec.variant.get("python", sys.executable))
     start_controller(
         folder=allocation_folder / "submitit",

@@ -110,7 +110,7 @@ def require_same_batches(resolved_config: Mapping[str, Any], config: SweepConfig
         resolved_config: the composed configuration of that launch.
     """
     sweep_settings = resolved_config.get("sweep", {})
-    if not {"nodes", "gbs"} <= sweep_settings.keys() or config.kernel.kind == "probe":
+    if not {"nodes", "gbs"} <= sweep_settings.keys() or not config.kernel.trains:
         return
     earlier_nodes, gbs = sorted(values_in(sweep_settings["nodes"])), values_in(sweep_settings["gbs"])[0]
     earlier_scaling, fewest_nodes = sweep_settings.get("scaling") or "strong", min(config.axes.nodes)
@@ -235,7 +235,7 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     """
     sweep_json = find_sweep_json(folder_of(config))
     frozen_profile = sweep_json.config.get("profile") if sweep_json else None
-    if sweep_json and sweep_json.hardware.name == config.hardware.name and config.hardware.device == "cuda":
+    if sweep_json and sweep_json.hardware.name == config.hardware.name and not config.hardware.shares_host:
         hardware = replace(config.hardware, mem_bytes=sweep_json.hardware.mem_bytes)
         if hardware != config.hardware:
             old_gib, new_gib = (f"{hw.mem_bytes / GIB:.5g}" for hw in (hardware, config.hardware))
@@ -354,9 +354,9 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     Raises:
         ConfigError: the sweep runs on this machine, which has fewer GPUs than its hardware.
     """
-    is_local, hardware = config.launcher.name == "local", config.hardware
-    num_needed_gpus = hardware.gpus_per_node if is_local and hardware.device == "cuda" else 0
-    if not needs_peak and not num_needed_gpus and not (is_local and config.kernel.kind != "command"):
+    is_local, hardware = not config.launcher.holds_nodes, config.hardware
+    num_needed_gpus = hardware.gpus_per_node if is_local and hardware.has_gpus else 0
+    if not needs_peak and not num_needed_gpus and not (is_local and config.kernel.forks):
         return {"cores": len(os.sched_getaffinity(0))}
     say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
@@ -395,12 +395,12 @@ def acceptance(
     config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
 ) -> Accepts:
     """A function that says whether an ok result counts, judged by the environment it was measured in."""
-    probe_facts = environment if config.kernel.kind != "command" else {}
+    probe_facts = environment if config.kernel.forks else {}
     digest = config.kernel.digest()
     env_id_here = env_id(probe_facts, config.kernel, digest, variables_of(config.options.first_variant))
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
-    only_sources_count = config.launcher.name != "local" or any(
+    only_sources_count = config.launcher.holds_nodes or any(
         name in config.options.values for name in JOB_OPTIONS
     )
 

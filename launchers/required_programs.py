@@ -21,7 +21,7 @@ def require_local(config: SweepConfig) -> None:
         ConfigError: the sweep needs more than one real node.
     """
     max_nodes = max(config.axes.nodes)
-    if config.launcher.name == "local" and max_nodes > 1 and not config.hardware.simulated:
+    if not config.launcher.holds_nodes and max_nodes > 1 and not config.hardware.simulated:
         problem = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
         remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
         raise ConfigError(f"{problem}, which uses this machine only", remedy)
@@ -51,7 +51,7 @@ def require_program(config: SweepConfig) -> None:
     """
     for python in map(str, config.options.values.get("python", ())):
         _require_interpreter(python, config)
-    if config.kernel.kind != "command":
+    if config.kernel.forks:
         return
     require_right_starter(config)
     _require_folder(config)
@@ -61,7 +61,7 @@ def require_program(config: SweepConfig) -> None:
     missing_files = [
         path for path in program_files if "{" not in path and not config.kernel.path_of(path).is_file()
     ]
-    is_bare_name = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
+    is_bare_name = not config.launcher.holds_nodes and program != "python" and not {"/", "{"} & {*program}
     if is_bare_name and shutil.which(program) is None:
         missing_files.append(program)
     if missing_files:
@@ -74,7 +74,7 @@ def require_program(config: SweepConfig) -> None:
 def _require_folder(config: SweepConfig) -> None:
     """Raises ConfigError if the working folder of a command does not exist here, unless only nodes have the program."""
     folder = config.kernel.folder
-    is_only_on_nodes = config.launcher.name != "local" and config.kernel.command[0] == "env"
+    is_only_on_nodes = config.launcher.holds_nodes and config.kernel.command[0] == "env"
     if folder and not is_only_on_nodes and not Path(folder).is_dir():
         remedy = "fix the path, or begin the command with env if only nodes of a cluster have it"
         raise ConfigError(f"kernel.folder={folder} is not a folder here ({Path.cwd()})", remedy)
@@ -87,13 +87,10 @@ def _require_interpreter(python: str, config: SweepConfig) -> None:
     one inside a container, or launcher.setup sets the PYTHONPATH that it imports from.
     """
     setting, launcher_config = f"sweep.python={python}", config.launcher
-    python_path = shutil.which(python) if launcher_config.name == "local" or "/" in python else None
-    if python_path is None and launcher_config.name == "local":
+    python_path = None if launcher_config.holds_nodes and "/" not in python else shutil.which(python)
+    if python_path is None and not launcher_config.holds_nodes:
         raise ConfigError(f"{setting} is not a program here", "give the path of a Python that has ultrabench")
-    is_set_by_job = "container" in config.options.values or any(
-        "container" in word or "PYTHONPATH" in word
-        for word in (*launcher_config.srun, *launcher_config.setup)
-    )
+    is_set_by_job = "container" in config.options.values or launcher_config.prepares_python
     if python_path is not None and not is_set_by_job and (problem := _why_no_agent(python_path)):
         remedy = f"install it there (in a clone: {python} -m pip install -e .), or give another interpreter"
         raise ConfigError(f"{setting} cannot start the agents of ultrabench: {problem}", remedy)

@@ -111,7 +111,7 @@ class Search:
         for _, reason in broken_rules(spec.layout, spec.shape):
             return reason
         hardware, kernel = self.cell_plan.config.hardware, spec.kernel
-        if kernel.kind != "embedded":  # it may lack exactly these values
+        if not kernel.trains_itself:  # it may lack exactly these values
             return None
         return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
 

@@ -74,7 +74,7 @@ def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str
     A link test has none, because it trains nothing.
     """
     values_by_feature = dict[str, set[int | str]]()
-    for spec in (spec for spec in specs if spec.kernel.kind != "probe"):
+    for spec in (spec for spec in specs if spec.kernel.trains):
         for feature, value in profile.unmeasured(spec, gpu).items():
             values_by_feature.setdefault(feature, set()).add(value)
     return [

@@ -95,8 +95,7 @@ class Plan:
             nodes_and_layouts = [
                 (c.nodes, c.layout)
                 for c in self.candidates
-                if c.nodes in axes.nodes
-                and (c.spec.workload.gbs == workload.gbs or config.kernel.kind == "probe")
+                if c.nodes in axes.nodes and (c.spec.workload.gbs == workload.gbs or not config.kernel.trains)
             ]
             gpus_per_node = config.hardware.gpus_per_node
             for axis, value, reason in without_candidates(axes, gpus_per_node, workload, nodes_and_layouts):
@@ -275,8 +274,8 @@ def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
         for nodes in sorted(set(config.axes.nodes)):
             for seq_len, gbs_option, precision in option_combinations:
                 # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
-                is_probe, num_ranks = config.kernel.kind == "probe", nodes * config.hardware.gpus_per_node
-                cell_gbs = num_ranks if is_probe else int(config.gbs_on(nodes, gbs_option))
+                trains, num_ranks = config.kernel.trains, nodes * config.hardware.gpus_per_node
+                cell_gbs = int(config.gbs_on(nodes, gbs_option)) if trains else num_ranks
                 yield shape, CellKey(shape.name, nodes, seq_len, cell_gbs, precision)
 
 
@@ -367,7 +366,7 @@ class CellPlan:
     def candidate(self, spec: RunSpec) -> Candidate:
         """The candidate of a run, with its prediction and the rule that rejects it."""
         config, peak = self.config, self.peak
-        trains_model = config.kernel.kind != "probe"
+        trains_model = config.kernel.trains
         rule, reason = next(rejections(config, spec), (None, None))
         prediction = self.predictor.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:

@@ -310,7 +310,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     Raises:
         SweepFolderError: neither sweep.json nor the latest launch has the shape of a model.
     """
-    shape_by_name, trains_model = shapes_of(sweep, state), sweep.kernel.kind != "probe"
+    shape_by_name, trains_model = shapes_of(sweep, state), sweep.kernel.trains
     formula, kernel = formula_of(sweep, state), kernel_of_launch(sweep, state)
     # Many runs have equal parts; checking each part once takes a third of the time.
     axes_of = operator.itemgetter(*AXES)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from ultrabench.hardware import Hardware
+from ultrabench.hardware import DEVICE_KINDS, Hardware
 from ultrabench.kernel_config import ANY, PRECISIONS_16_BIT, KernelConfig
 from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
@@ -55,7 +55,7 @@ def refusal(
         device: the torch device type that it would run on, cuda or cpu.
         hardware: the nodes that it would run on; None where they are unknown.
     """
-    if kernel.kind != "embedded":
+    if not kernel.trains_itself:
         command_refusals = (
             _sequence_refusals(kernel, layout.cp, seq_len),
             value_refusals(kernel, layout, shape),
@@ -75,8 +75,8 @@ def refusal(
 
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
     """The reason why cp ranks cannot share a sequence: they hold equally many tokens, with our own kernel as two chunks each."""
-    num_chunks, chunks_text = (2 * cp, "2*cp") if kernel.kind == "embedded" else (cp, "cp")
-    if cp > 1 and kernel.kind != "probe" and seq_len % num_chunks:
+    num_chunks, chunks_text = (2 * cp, "2*cp") if kernel.trains_itself else (cp, "cp")
+    if cp > 1 and kernel.trains and seq_len % num_chunks:
         yield f"{chunks_text}={num_chunks} does not divide seq_len={seq_len}"
 
 
@@ -155,13 +155,14 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
 def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
     """The reasons why the attention of our own kernel cannot run on a device."""
     attention, precision = kernel.attention, kernel.precision
-    if device == "cpu" and attention in ("cudnn", "flash3"):
+    has_gpus = DEVICE_KINDS[device].has_gpus
+    if not has_gpus and attention in ("cudnn", "flash3"):
         yield f"attention={attention} needs an NVIDIA GPU; on CPUs use auto, flash or math"
     # The parts of a ring are put together by their log-sums, which only fused kernels return.
     if layout.cp > 1 and attention == "math":
         yield f"attention=math cannot combine the chunks of cp={layout.cp}; use auto"
     # The fused kernels of GPUs compute in 16 bit only.
-    if device == "cuda" and not kernel.in_16_bits:
+    if has_gpus and not kernel.in_16_bits:
         precision_text = f"needs precision={' or '.join(PRECISIONS_16_BIT)} on GPUs, not {precision}"
         if layout.cp > 1:
             yield f"cp={layout.cp} {precision_text}"

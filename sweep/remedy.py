@@ -92,7 +92,7 @@ def _remedies_of(plan: Plan, advised_p_oom: float) -> "Remedies":
 
 def same_commands(plan: Plan) -> Iterator[str]:
     """A line if runs of a program have equal commands and variables, so that the program may not know what differs."""
-    runs = plan.runs[:MAX_COMPARED_COMMANDS] if plan.config.kernel.kind == "command" else ()
+    runs = () if plan.config.kernel.forks else plan.runs[:MAX_COMPARED_COMMANDS]
     runs_by_command = defaultdict[tuple[object, ...], list[Candidate]](list)
     for run in runs:
         program = run.spec, AttemptKey("", 0, 0), plan.config.measure
@@ -149,7 +149,7 @@ class Remedies:
                 break
         strongest_settings = list(new_setting_items)[-1:]  # with the one that saves most
         # The nodes of a CPU are simulated on this machine: more of them have no more memory.
-        max_nodes = MAX_NODES if config.hardware.device != "cpu" else nodes
+        max_nodes = MAX_NODES if not config.hardware.shares_host else nodes
         possible_doublings = range(1, (max_nodes // nodes).bit_length())
         for doublings, axis_values in product(possible_doublings, ((), *strongest_settings)):
             if run := self._best_run(config, shape, nodes << doublings, axis_values, max_p_oom):

@@ -25,6 +25,7 @@ from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import NO_EVIDENCE_ABOUT_HOSTS, host_evidence
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.log_lines import Sighting, split_log
 from ultrabench.log_patterns import TRY_LOG, compile_pattern, misread_reason, nearest_lines
 from ultrabench.log_steps import LoggedStep, log_doubts
@@ -302,7 +303,8 @@ def _log_text(rank: RankProgress, ranks: Sequence[RankProgress]) -> str:
 
 def _misread_text(progress: AttemptProgress, task: Task, reported_mfu: float | None) -> str | None:
     """Which pattern of the kernel found an impossible value in a log; None if none did."""
-    max_bytes = (1 + MEMORY_EXCESS_SHARE) * task.rank_mem_bytes if task.device == "cuda" else math.inf
+    has_gpus = DEVICE_KINDS[task.device].has_gpus
+    max_bytes = (1 + MEMORY_EXCESS_SHARE) * task.rank_mem_bytes if has_gpus else math.inf
     observed_values = [("memory_line", rank, rank.memory_report) for rank in progress.ranks]
     if reported_mfu is not None:
         mfu_rank = next(rank for rank in (progress.reporter, *progress.ranks) if rank.mfus)

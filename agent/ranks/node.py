@@ -35,6 +35,7 @@ from ultrabench.agent.ranks.workers import (
     wrong_size_text,
 )
 from ultrabench.errors import ClusterError
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
@@ -120,7 +121,7 @@ class Node:
         gpus_per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
         kept_names = {k for k in os.environ if k in SHOWN_NAMES or not k.startswith(HIDDEN_PREFIXES)}
         self._base_env = {**{k: os.environ[k] for k in kept_names}, processes.TAG_VARIABLE: self.tag}
-        self._uses_gpus = allocation.tasks[0].device == "cuda"
+        self._uses_gpus = DEVICE_KINDS[allocation.tasks[0].device].has_gpus
         gpus = visible_gpus()[:gpus_per_node] if self._uses_gpus else []
         self._health_reader = HealthReader(gpus)  # it reads in the background
         self._gpu_gauge, self._host_load = GpuGauge(gpus), HostLoad()

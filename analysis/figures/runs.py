@@ -15,6 +15,7 @@ from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
+from ultrabench.kernel_config import kind_by_name
 from ultrabench.layout import AXES
 from ultrabench.result import Status
 from ultrabench.sweep.config.sweep_config import WEAK
@@ -51,7 +52,7 @@ def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFram
             problem_text = f"{counted(len(layouts), 'layout')}, all rejected by rules"
             raise ConfigError(f"{problem_text}; see why: ultrabench heatmap")
         todo = "launch a sweep: ultrabench sweep launch"
-        if "probe" in table["kernel"].to_pylist():
+        if not all(kind_by_name(name).trains for name in table["kernel"].to_pylist()):
             todo = "draw its bandwidths with: ultrabench plot comm"
         problem_text = f"none of {counted(len(table), 'row')} is of a training run"
         raise ConfigError(problem_text if len(table) else "the table has no rows", todo)

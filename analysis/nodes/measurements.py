@@ -12,8 +12,9 @@ import msgspec
 from msgspec.structs import asdict
 
 from ultrabench.device_rates import NODE_RATES, preflight_rates
+from ultrabench.kernel_config import kind_by_name
 from ultrabench.result import Status, is_date
-from ultrabench.store.events import DECODERS, Line, Preflight
+from ultrabench.store.events import BY_AGENT, DECODERS, Line, Preflight
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, fold, trust
@@ -69,7 +70,7 @@ class _EndEvent(msgspec.Struct, gc=False):
     attempt: int
     result: _Result
     allocation: str | None = None
-    source: str = "agent"
+    source: str = BY_AGENT
 
 
 _END_DECODERS = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_EndEvent).decode)
@@ -171,7 +172,9 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
     kernel=probe are left out, since they measure links in another way.
     """
     timed_rows = (
-        row for row in rows if row["started_at"] is not None and row["hostnames"] and row["kernel"] != "probe"
+        row
+        for row in rows
+        if row["started_at"] is not None and row["hostnames"] and kind_by_name(row["kernel"]).trains
     )
     counted_allocations = set[tuple[object, object]]()
     for row in sorted(timed_rows, key=lambda row: (row["status"] != Status.OK, row["started_at"])):

@@ -137,7 +137,7 @@ def _exclusion(case: Case, median_busbw: float) -> str:
     if doubt_codes := [code for code in run.suspect_codes or () if code not in SIZE_DOUBT_CODES]:
         return f"in doubt: {doubt_codes[0]}"
     node_busbw, global_busbw = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
-    has_gpus = case.hardware.device == "cuda"
+    has_gpus = case.hardware.has_gpus
     min_busbw = min(MIN_NODE_BUSBW_BYTES_PER_S, 2 / 3 * case.hardware.link_bytes_per_s) if has_gpus else 0.0
     if node_busbw is not None and node_busbw <= min_busbw:
         return "with slow links in the node"

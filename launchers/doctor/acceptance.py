@@ -53,7 +53,7 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], folder: Path,
 def acceptance_warning(config: SweepConfig) -> str | None:
     """The warning for a large sweep on a cluster that has passed no acceptance run; None in other cases."""
     max_nodes, folder = max(config.axes.nodes), acceptance_folder(config)
-    if config.launcher.name == "local" or config.hardware.simulated or max_nodes <= MAX_UNTESTED_NODES:
+    if not config.launcher.holds_nodes or config.hardware.simulated or max_nodes <= MAX_UNTESTED_NODES:
         return None
     problem = "has no acceptance run"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -97,7 +97,7 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
     if torch_facts is None:
         remedy = "install torch in that Python, or load its libraries with launcher.setup="
         error = f"the kernel does not start: {report['torch_error']}"
-        if config.kernel.kind == "command" and not config.launcher.preflight:
+        if not config.kernel.forks and not config.launcher.preflight:
             return warning(error, f"kernel=command may not need it; otherwise {remedy}")
         return failure(error, f"{remedy}; kernel=command with launcher.preflight=false does not need it")
     key_by_label = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
@@ -112,7 +112,7 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
     num_visible_gpus, num_needed_gpus = int(torch_facts.get("gpus") or 0), hardware.gpus_per_node
     gpu_name, cuda_version = torch_facts.get("gpu_name"), torch_facts.get("cuda_version")
     finding = f"torch sees {num_visible_gpus}, the driver {num_driver_gpus}"
-    if hardware.device != "cuda":
+    if not hardware.has_gpus:
         return success(f"hardware={hardware.name} needs no GPU; {finding}")
     mem_bytes = int(torch_facts.get("gpu_mem_bytes") or hardware.mem_bytes)  # older reports have none
     expected_names = " or ".join(hardware.reported_as)
@@ -138,7 +138,7 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
 def check_cpus(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has cores for the ranks."""
     num_cores, num_ranks = report["cores"], config.hardware.gpus_per_node
-    has_few_cores = config.hardware.device == "cuda" and num_cores < num_ranks
+    has_few_cores = config.hardware.has_gpus and num_cores < num_ranks
     return first_problem(
         f"{num_cores} cores, NUMA nodes: {report['numa_nodes']}",
         (has_few_cores, WARN, "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true",
@@ -274,10 +274,11 @@ class CheckupJob:
     """The job that examines one node, from its submission to its end."""
 
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
-        config, launcher_config = folder.config, folder.config.launcher
+        config, settings = folder.config, folder.config.launcher.slurm
         comment = f"ultrabench doctor of {own_name()}: examines one node, ends by itself"
-        sbatch = {"comment": comment} | launcher_config.sbatch
-        launcher_config = replace(launcher_config, sbatch=sbatch, poll_s=min(POLL_S, launcher_config.poll_s))
+        sbatch = {"comment": comment} | settings.sbatch
+        settings = replace(settings, sbatch=sbatch, poll_s=min(POLL_S, settings.poll_s))
+        launcher_config = replace(config.launcher, slurm=settings)
         self.launcher = SlurmLauncher(replace(config, launcher=launcher_config), SweepFolder(folder.path))
         self.launcher.module = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(

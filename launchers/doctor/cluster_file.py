@@ -12,11 +12,11 @@ from ultrabench.errors import ConfigError
 from ultrabench.launchers.doctor.site_checks import partition_text
 from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.folder import write_whole
-from ultrabench.sweep.config.sweep_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import SlurmSettings
 
 
 def write_cluster_file(
-    folder: Path, cluster_name: str, site: Site, limits: Limits, launcher_config: LauncherConfig, force: bool
+    folder: Path, cluster_name: str, site: Site, limits: Limits, settings: SlurmSettings, force: bool
 ) -> Path:
     """Writes FOLDER/NAME.yaml for the partition of `limits`; returns its path.
 
@@ -31,19 +31,19 @@ def write_cluster_file(
         raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _file_text(cluster_name, site, limits, launcher_config))
+        write_whole(path, _file_text(cluster_name, site, limits, settings))
     except OSError as error:
         raise ConfigError(f"--write: cannot write {path}: {error.strerror}; use another folder") from error
     return path
 
 
-def _file_text(cluster_name: str, site: Site, limits: Limits, launcher_config: LauncherConfig) -> str:
+def _file_text(cluster_name: str, site: Site, limits: Limits, settings: SlurmSettings) -> str:
     """The text of the file: the options that jobs in the partition need, and further facts as comments."""
-    account = launcher_config.account or site.needed_account(limits.name)
+    account = settings.account or site.needed_account(limits.name)
     gpu_match = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
     option_values: dict[str, Any] = {
-        "name": cluster_name, "partition": limits.name, "account": account, "qos": launcher_config.qos,
-        "gres": launcher_config.gres or (gpu_match[1] if gpu_match else None),
+        "name": cluster_name, "partition": limits.name, "account": account, "qos": settings.qos,
+        "gres": settings.gres or (gpu_match[1] if gpu_match else None),
     }  # fmt: skip
     lines = [
         f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.node_kinds) or 'nodes unknown'}",

@@ -56,7 +56,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     Raises:
         ConfigError: a job script cannot name the folder.
     """
-    if config.launcher.name == "local":
+    if not config.launcher.holds_nodes:
         return _examine_here(config, say)
     require_plain(Path(config.results_dir).absolute(), Path.cwd())
     say("querying Slurm")
@@ -101,9 +101,9 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     Raises:
         ClusterError: slurmctld no longer answers.
     """
-    launcher_config = config.launcher
+    settings = config.launcher.slurm
     try:
-        limits = site.limits(launcher_config.partition, launcher_config.account, launcher_config.qos)
+        limits = site.limits(settings.partition, settings.account, settings.qos)
     except ConfigError as error:
         return [failure(error.fact, error.remedy or "set launcher.partition=").named("partition")]
     say(f"checking partition {limits.name}")

@@ -118,9 +118,9 @@ def _down_reasons(site: Site, partition: str) -> str:
 
 def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the GPUs that Slurm lists are those of `hardware=`."""
-    hardware, gres, num_gpus = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
+    hardware, gres, num_gpus = config.hardware, config.launcher.slurm.gres or "", limits.gpus_per_node or 0
     num_needed, finding = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
-    if hardware.device != "cuda":
+    if not hardware.has_gpus:
         check_hint = "; to check them, give the hardware= of the sweep" if num_gpus else ""
         return success(f"hardware={hardware.name} needs no GPU; {finding}{check_hint}")
     gres_match = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
@@ -147,15 +147,15 @@ def _gpu_models(*names: str) -> set[str]:
 
 def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that a node has the memory and the CPUs that jobs ask for."""
-    launcher_config = config.launcher
+    settings = config.launcher.slurm
     mem_mb, num_cpus = limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
-    mem_match = re.match(r"(\d+)([KMGT]?)", (launcher_config.mem or "0").upper())
+    mem_match = re.match(r"(\d+)([KMGT]?)", (settings.mem or "0").upper())
     assert mem_match, "the rule of launcher.mem allows only such texts"
     return first_problem(
-        f"{num_cpus} CPUs, {mem_mb} MB per node; launcher.mem={launcher_config.mem or 'null'}, launcher.cpus={launcher_config.cpus or 'null'}",
+        f"{num_cpus} CPUs, {mem_mb} MB per node; launcher.mem={settings.mem or 'null'}, launcher.cpus={settings.cpus or 'null'}",
         (int(mem_match[1]) * _MB_PER_UNIT[mem_match[2]] > mem_mb, FAIL,
          f"no node has that much memory: set at most launcher.mem={mem_mb}M, or 0 for all"),
-        ((launcher_config.cpus or 0) > num_cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={num_cpus}"),
+        ((settings.cpus or 0) > num_cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={num_cpus}"),
     )  # fmt: skip
 
 
@@ -186,7 +186,8 @@ def _limit_text(limit: int | None) -> str:
 
 def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the partition accepts jobs of the account and QOS."""
-    accounts, account, qos = site.accounts, config.launcher.account, config.launcher.qos
+    accounts, settings = site.accounts, config.launcher.slurm
+    account, qos = settings.account, settings.qos
     enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
     rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "Slurm does not enforce accounts"
     accounts_text = f"user {site.user}: {_join(names, 'no account')}; default {accounts.default or 'none'}"

@@ -39,6 +39,7 @@ from ultrabench.store.allocation import JOB_LOG, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
+from ultrabench.sweep.config.launcher_config import SlurmSettings
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 TIMEOUT_S = 60.0
@@ -120,7 +121,7 @@ class SlurmLauncher:
         cluster: str = UNKNOWN_CLUSTER,
     ) -> None:
         self.limits, self.origin = limits, own_origin(cluster)
-        self.query = SlurmQuery(config.launcher.poll_s)
+        self.query = SlurmQuery(config.launcher.slurm.poll_s)
         self._config, self._folder = config, folder
         self._unseen_at: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
@@ -143,6 +144,11 @@ class SlurmLauncher:
         self._unanswered: set[str] = set()
         """Allocations of which sbatch did not say whether Slurm took them, and that squeue has not shown yet."""
 
+    @property
+    def _settings(self) -> SlurmSettings:
+        """The settings that only Slurm has."""
+        return self._config.launcher.slurm
+
     def submit(self, allocations: Sequence[Allocation], bad_hosts: Sequence[str], say: Say) -> dict[str, Job]:
         """Submits one array. If the answer of sbatch was lost, `observe` finds the jobs by their name.
 
@@ -158,7 +164,7 @@ class SlurmLauncher:
         name = job_name(Path(first.sweep_dir).name, first.sweep_id, array_name(first))
         path = self._folder.scripts / f"{name}.sh"
         try:
-            job_id = submit(path, script, self._config.launcher.environment)
+            job_id = submit(path, script, self._settings.environment)
         except CommandError as error:
             failure_by_type = {NoAnswerError: Failure.SILENT, NotStartedError: Failure.UNKNOWN}
             failure = failure_by_type.get(type(error)) or failure_of(str(error))
@@ -204,7 +210,9 @@ class SlurmLauncher:
         )
         if unknown_hosts := self._unknown_hosts() if "node name" in complaint.lower() else ():
             names = ",".join(unknown_hosts)
-            fact += f"; launcher.exclude={self._config.launcher.exclude} names nodes that Slurm does not list: {names}"
+            fact += (
+                f"; launcher.exclude={self._settings.exclude} names nodes that Slurm does not list: {names}"
+            )
             remedy = f"remove {names} from launcher.exclude, then launch again; results are kept"
         elif bad_hosts:
             remedy = f"to use excluded nodes again, set retry.forgive=[{','.join(bad_hosts)}], or {remedy}"
@@ -221,7 +229,7 @@ class SlurmLauncher:
         """
         if not bad_hosts:
             return ()
-        known_hosts, usable_hosts = partition_nodes(self._config.launcher)
+        known_hosts, usable_hosts = partition_nodes(self._settings)
         # sbatch refuses names of nodes that were removed from the cluster, which no job can get anyway.
         bad_hosts = [host for host in bad_hosts if not known_hosts or host in known_hosts]
         num_excluded = len(bad_hosts)
@@ -236,9 +244,9 @@ class SlurmLauncher:
 
     def _unknown_hosts(self) -> tuple[str, ...]:
         """The nodes of launcher.exclude that Slurm does not list; none if it does not say."""
-        known_hosts = partition_nodes(self._config.launcher).known
+        known_hosts = partition_nodes(self._settings).known
         with contextlib.suppress(ConfigError):
-            excluded_hosts = expand_hosts(self._config.launcher.exclude or "")
+            excluded_hosts = expand_hosts(self._settings.exclude or "")
             return tuple(host for host in excluded_hosts if known_hosts and host not in known_hosts)
         return ()
 
@@ -262,9 +270,8 @@ class SlurmLauncher:
     @property
     def _place(self) -> tuple[str | None, str | None, str | None]:
         """Partition, account and QOS of the jobs; None stands for the site's default."""
-        launcher_config = self._config.launcher
         names = [
-            launcher_config.sbatch.get(key) or getattr(launcher_config, key)
+            self._settings.sbatch.get(key) or getattr(self._settings, key)
             for key in ("partition", "account", "qos")
         ]
         return names[0], names[1], names[2]
@@ -377,7 +384,7 @@ class SlurmLauncher:
         sacct_jobs = self.query.accounting(identities) if job_id_by_name else {}
         jobs |= {n: sacct_jobs[job_id] for n, job_id in job_id_by_name.items() if job_id in sacct_jobs}
         # Of a requeued job Slurm shows only the latest start.
-        requeued = untimed_allocations.items() if self._config.launcher.requeue else ()
+        requeued = untimed_allocations.items() if self._settings.requeue else ()
         min_held_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
         return {
             n: self._job_end(n, job, max(self._held_s(job), min_held_s.get(n, 0.0)))
@@ -432,10 +439,10 @@ class SlurmLauncher:
         agents need some seconds to say so.
         """
         self._late_since = {name: self._late_since.get(name, asked_at) for name in late_jobs}
-        launcher_config = self._config.launcher
+        grace_s = self._config.launcher.grace_s
         for name, job in late_jobs.items():
-            is_too_late = asked_at - self._late_since[name] > launcher_config.grace_s
-            if is_too_late and not launcher_config.requeue:
+            is_too_late = asked_at - self._late_since[name] > grace_s
+            if is_too_late and not self._settings.requeue:
                 self._late_since[name] = asked_at
                 with contextlib.suppress(ClusterError):  # a later look finds it again
                     self.query.cancel([job.job_id])

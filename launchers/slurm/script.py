@@ -60,15 +60,15 @@ def array_script(
     from submitit.core.utils import JobPaths  # importing submitit is slow
     from submitit.slurm.slurm import _make_sbatch_string
 
-    allocation, launcher_config = array[0], config.launcher
+    allocation, settings = array[0], config.launcher.slurm
     array_path = allocation.folder.parent / array_name(allocation)
     # In Slurm's patterns for file names %% stands for a percent sign.
     log_path = f"{str(array_path).replace('%', '%%')}.%a/{JOB_LOG}"
     # Without --cpu-bind=none many clusters bind the single task of a node to a single core.
     srun_options = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
-                    "--cpu-bind=none", *([f"--cpus-per-task={launcher_config.cpus}"] if launcher_config.cpus else [])]  # fmt: skip
+                    "--cpu-bind=none", *([f"--cpus-per-task={settings.cpus}"] if settings.cpus else [])]  # fmt: skip
     variant = allocation.tasks[0].spec.variant if allocation.tasks else {}
-    default_python = launcher_config.python or (sys.executable,)
+    default_python = config.launcher.python or (sys.executable,)
     python = (str(variant["python"]),) if "python" in variant else fill_in_container(variant, default_python)
     sweep_dir = Path(allocation.sweep_dir)
     owner_text = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
@@ -80,8 +80,8 @@ def array_script(
         job_name=job_name(sweep_dir.name, allocation.sweep_id, array_name(allocation)),
         map_count=len(array),
         additional_parameters=options,
-        setup=["export PYTHONSAFEPATH=1", *_checked_setup(launcher_config.setup)],
-        srun_args=[*srun_options, *fill_in_container(variant, launcher_config.srun)],
+        setup=["export PYTHONSAFEPATH=1", *_checked_setup(settings.setup)],
+        srun_args=[*srun_options, *fill_in_container(variant, settings.srun)],
         signal_delay_s=int(allocation.warning_s),
         stderr_to_stdout=True,
         wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
@@ -102,20 +102,20 @@ def _checked_setup(setup: Sequence[str]) -> list[str]:
 
 def _sbatch_options(allocation: Allocation, config: SweepConfig, exclude: Sequence[str]) -> dict[str, Any]:
     """The options of sbatch; those that the user sets in launcher.sbatch replace ours."""
-    launcher_config, hardware = config.launcher, config.hardware
-    num_gpus = hardware.gpus_per_node if hardware.device == "cuda" and launcher_config.gres is None else None
+    settings, hardware = config.launcher.slurm, config.hardware
+    num_gpus = hardware.gpus_per_node if hardware.has_gpus and settings.gres is None else None
     options: dict[str, Any] = {
         "nodes": allocation.nodes,
         "ntasks-per-node": 1,
         "time": math.ceil(allocation.limit_s / 60),
         "chdir": allocation.work_dir,
-        "exclude": ",".join(filter(None, [launcher_config.exclude, *exclude])) or None,
-        "cpus-per-task": launcher_config.cpus,
+        "exclude": ",".join(filter(None, [settings.exclude, *exclude])) or None,
+        "cpus-per-task": settings.cpus,
         "gpus-per-node": num_gpus,
-        "exclusive": launcher_config.exclusive or None,
-        "requeue" if launcher_config.requeue else "no-requeue": True,
-        **{k: getattr(launcher_config, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},
-        **{k: True if v == "" else v for k, v in launcher_config.sbatch.items()},
+        "exclusive": settings.exclusive or None,
+        "requeue" if settings.requeue else "no-requeue": True,
+        **{k: getattr(settings, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},
+        **{k: True if v == "" else v for k, v in settings.sbatch.items()},
     }
     # sbatch treats a backslash as an escape character even inside single quotes.
     escaped_texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}

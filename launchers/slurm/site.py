@@ -14,7 +14,7 @@ from ultrabench.host_list import expand_hosts
 from ultrabench.launchers.slurm.job import duration_s
 from ultrabench.launchers.slurm.query import CommandError, ask
 from ultrabench.processes import own_name
-from ultrabench.sweep.config.sweep_config import LauncherConfig
+from ultrabench.sweep.config.launcher_config import SlurmSettings
 
 _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
 _ASSOCIATION_COLUMNS = "Account,Partition,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,QOS,DefaultQOS"
@@ -272,9 +272,9 @@ class PartitionNodes(NamedTuple):
     """Nodes that jobs may get now or later."""
 
 
-def partition_nodes(launcher_config: LauncherConfig) -> PartitionNodes:
+def partition_nodes(settings: SlurmSettings) -> PartitionNodes:
     """The nodes of the partition of a launcher's jobs, by one query of sinfo."""
-    partition = launcher_config.sbatch.get("partition") or launcher_config.partition
+    partition = settings.sbatch.get("partition") or settings.partition
     options = ["--noheader", "--Node", "--exact", "--format=%N|%T|%P"]
     options += [f"--partition={partition}"] if partition else []
     with contextlib.suppress(CommandError, ConfigError):
@@ -286,7 +286,7 @@ def partition_nodes(launcher_config: LauncherConfig) -> PartitionNodes:
             for name, state, in_partition in rows
             if _UP_STATE.fullmatch(state) and is_in_partition(in_partition)
         }
-        usable_nodes = frozenset(up_nodes - {*expand_hosts(launcher_config.exclude or "")})
+        usable_nodes = frozenset(up_nodes - {*expand_hosts(settings.exclude or "")})
         return PartitionNodes(frozenset(name for name, _, _ in rows), usable_nodes)
     return PartitionNodes(frozenset(), frozenset())
 

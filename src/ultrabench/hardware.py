@@ -45,6 +45,28 @@ def peak_suffix(precision: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """What distinguishes the types of devices; modules outside the kernel ask for these properties, not for the type."""
+
+    has_gpus: bool
+    """Whether each rank has a GPU of its own, which a driver lists and a batch system allocates."""
+    is_rated: bool
+    """Whether the maker states peak rates, to which published runs are relative; other rates have to be measured."""
+    shares_host: bool
+    """Whether ranks share the cores and the memory of their host, so that other programs slow them down, and each
+    rank is held to its part of the memory."""
+
+
+DEVICE_KINDS = {
+    "cuda": DeviceKind(has_gpus=True, is_rated=True, shares_host=False),
+    "cpu": DeviceKind(has_gpus=False, is_rated=False, shares_host=True),
+}
+"""The torch device types, which are the values of hardware.device -> their properties."""
+USUAL_DEVICE = "cuda"
+"""The type of device of hardware whose configuration gives none; AMD GPUs are also called cuda."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """A node type: its accelerators, the rates that their maker states, and the link between nodes.
 
@@ -54,7 +76,7 @@ class Hardware:
     name: str
     gpu: str
     """Usual name of the accelerator."""
-    device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
+    device: Annotated[str, one_of(*DEVICE_KINDS)] = USUAL_DEVICE
     """The torch device type; AMD GPUs are also called cuda."""
     peak_flops_per_s: dict[str, PeakRate]
     """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
@@ -89,7 +111,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         require_allowed(self, "hardware.")
-        if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
+        if self.is_rated and not (self.peak_flops_per_s and self.reported_as):
             fact = f"hardware={self.name} lacks peak_flops_per_s or reported_as"
             raise ConfigError(f"{fact}; give the dense rates of the GPU and its names in `nvidia-smi -L`")
         if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
@@ -102,6 +124,21 @@ class Hardware:
         if (self.power_limit_w or 0) > (self.rated_power_w or math.inf):
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} above rated_power_w={self.rated_power_w:g}"
             raise ConfigError(fact, "give a lower limit, or leave it out", setting="hardware.power_limit_w")
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether each rank has a GPU of its own."""
+        return DEVICE_KINDS[self.device].has_gpus
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether the maker states peak rates, to which published runs are relative."""
+        return DEVICE_KINDS[self.device].is_rated
+
+    @property
+    def shares_host(self) -> bool:
+        """Whether ranks share the cores and the memory of their host."""
+        return DEVICE_KINDS[self.device].shares_host
 
     @property
     def clock_share(self) -> float:
@@ -132,7 +169,7 @@ class Hardware:
         Args:
             in_16_bits: whether the precision has 16 bits.
         """
-        if self.device == "cpu":
+        if not self.has_gpus:
             return "flash"
         if not in_16_bits:
             return "math"
@@ -173,7 +210,7 @@ class Hardware:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
                 remedy = "choose another kernel.precision, or add the rate and its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", remedy, setting="hardware.peak_flops_per_s")
-            source = self.source if self.device == "cuda" else PEAK_GIVEN
+            source = self.source if self.is_rated else PEAK_GIVEN
             return Peak(flops_per_s=rates[precision], source=source)
         num_ranks = self.gpus_per_node * (nodes if self.simulated else 1)
         host_flops_per_s = cores * (core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S)

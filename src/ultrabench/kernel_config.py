@@ -60,12 +60,43 @@ CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKind:
+    """What distinguishes the kinds of training programs; other modules ask for these properties, not for the kind."""
+
+    forks: bool
+    """Whether ranks are forked from a warm server that has loaded our own code and torch; the ranks of other kinds
+    are started by exec of the user's command."""
+    trains: bool
+    """Whether runs train a model; those of other kinds only measure devices and links."""
+
+    @property
+    def trains_itself(self) -> bool:
+        """Whether our own code trains the model, so that its options, its trace and its state are known."""
+        return self.forks and self.trains
+
+
+EMBEDDED = "embedded"
+"""The kind of a kernel whose configuration gives none."""
+KERNEL_KINDS = {
+    EMBEDDED: KernelKind(forks=True, trains=True),
+    "command": KernelKind(forks=False, trains=True),
+    "probe": KernelKind(forks=True, trains=False),
+}
+"""The values of kernel.kind -> their properties. Our own kernels are named as their kinds."""
+
+
+def kind_by_name(kernel_name: object) -> KernelKind:
+    """The kind of a kernel of which a table has only the name: all names but those of our own kernels are commands."""
+    return KERNEL_KINDS.get(str(kernel_name), KERNEL_KINDS["command"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
     """The embedded kernel or a command of the user, with its options."""
 
     name: str
     """Name of the kernel; results of different kernels are in different cells."""
-    kind: Annotated[str, one_of("embedded", "command", "probe")] = "embedded"
+    kind: Annotated[str, one_of(*KERNEL_KINDS)] = EMBEDDED
     """The kind of program. embedded: ours, forked from a warm server. command: the user's program, started by
     exec. probe: measures devices and links instead of training, and is forked as well."""
     version: int = KERNEL_VERSION
@@ -150,16 +181,31 @@ class KernelConfig:
             raise ConfigError(
                 "kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"
             )
-        if self.kind == "command" and not self.command:
+        if not self.forks and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         _require_file_names(self.files)
         for option in ("files", "folder"):
-            if self.kind != "command" and getattr(self, option):
+            if self.forks and getattr(self, option):
                 fact = f"kernel.{option} with kernel={self.name}; only a program of your own has it"
                 raise ConfigError(fact, "leave it out", setting=f"kernel.{option}")
-        if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
+        if self.forks and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
             fact = f"kernel.env.{reserved_names[0]}: ultrabench sets it for each rank of kernel={self.name}"
             raise ConfigError(fact, "leave it out, or set it in a program of your own")
+
+    @property
+    def forks(self) -> bool:
+        """Whether ranks are forked from a warm server with our own code, and not started by exec of a command."""
+        return KERNEL_KINDS[self.kind].forks
+
+    @property
+    def trains(self) -> bool:
+        """Whether runs train a model, and do not only measure devices and links."""
+        return KERNEL_KINDS[self.kind].trains
+
+    @property
+    def trains_itself(self) -> bool:
+        """Whether our own code trains the model."""
+        return KERNEL_KINDS[self.kind].trains_itself
 
     def _require_rank_order(self) -> None:
         setting = f"kernel.rank_order=[{','.join(self.rank_order)}]"
@@ -171,7 +217,7 @@ class KernelConfig:
     def _require_size(self, option: str) -> None:
         """Raises ConfigError unless an option of SIZE_OPTIONS has a value that it may have."""
         value = getattr(self, option)
-        if self.kind != "command":
+        if self.forks:
             fact = f"kernel.{option}={value}: kernel={self.name} trains the model of the sweep"
             raise ConfigError(fact, "leave it out; it is for kernel=command")
         if option == "params" and value == UNKNOWN:
@@ -197,7 +243,7 @@ class KernelConfig:
             return None if value is None else str(value)
         if isinstance(value, str) and value != UNKNOWN and _number_in(value, option) is None:
             return value
-        return PRINTED_PARAMS if option == "params" and self.kind == "command" and value != UNKNOWN else None
+        return PRINTED_PARAMS if option == "params" and not self.forks and value != UNKNOWN else None
 
     @property
     def reads_params(self) -> bool:
@@ -229,7 +275,7 @@ class KernelConfig:
 
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
-        return self.routing if shape.num_experts and self.kind == "embedded" else None
+        return self.routing if shape.num_experts and self.trains_itself else None
 
     @property
     def in_16_bits(self) -> bool:
@@ -238,7 +284,7 @@ class KernelConfig:
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""
-        return self.compile and (self.kind, pp_schedule) != ("embedded", "zbv")
+        return self.compile and not (self.trains_itself and pp_schedule == "zbv")
 
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.
@@ -248,7 +294,7 @@ class KernelConfig:
         log or a data file may change. Its folder and the texts of its files count where they are set.
         """
         digest = hashlib.sha256()
-        if self.kind != "command":
+        if self.forks:
             package_folder = Path(ultrabench.__file__).parent
             for path in rank_sources(package_folder):
                 digest.update(str(path.relative_to(package_folder)).encode() + b"\0" + path.read_bytes())
@@ -297,7 +343,7 @@ def _require_file_names(names: Iterable[str]) -> None:
 
 def compares_losses(kind: str, loss_comparable: bool | None) -> bool:
     """Whether losses of layouts are compared with a kernel of this kind and setting of `loss_comparable`."""
-    return kind != "command" if loss_comparable is None else loss_comparable
+    return KERNEL_KINDS[kind].forks if loss_comparable is None else loss_comparable
 
 
 def _number_in(value: int | float | str | None, option: str) -> float | None:

@@ -183,7 +183,7 @@ class Task(AttemptRecord):
     @property
     def forked(self) -> bool:
         """Whether its ranks are forked from the warm server; a program of the user is started by exec."""
-        return self.probe or self.spec.kernel.kind != "command"
+        return self.probe or self.spec.kernel.forks
 
     @property
     def starts_ranks(self) -> bool:

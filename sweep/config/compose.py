@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ultrabench.errors import ConfigError, nearest_name, require_once, unknown_name
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.layout import AXES
 from ultrabench.sweep.config.files import (
     CONFIG_GROUPS,
@@ -393,11 +394,12 @@ def _require_readable(overrides: Sequence[str], sweep: Path | None) -> None:
 
 
 def _usual_sweep(options: Mapping[str, str]) -> list[str]:
-    """The override that chooses `sweep=layouts` where the given hardware is no CPU and no sweep is given."""
+    """The override that chooses `sweep=layouts` for hardware whose ranks share no host, where no sweep is given."""
     path = files("hardware").get(options.get("hardware", ""))
     if path is None or "sweep" in options or not isinstance(values := read_yaml(path), dict):
         return []
-    return [] if values.get("device") == "cpu" else ["sweep=layouts"]
+    device_kind = DEVICE_KINDS.get(str(values.get("device")))
+    return [] if device_kind and device_kind.shares_host else ["sweep=layouts"]
 
 
 def _as_models(override: str) -> str:

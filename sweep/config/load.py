@@ -11,7 +11,7 @@ from msgspec import Meta
 from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import EMBEDDED, KERNEL_KINDS, KernelConfig
 from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
@@ -38,9 +38,10 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
+from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, read_launcher
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
-from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
+from ultrabench.sweep.config.sweep_config import Axes, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.variant import KERNEL_OPTIONS
 
@@ -56,9 +57,6 @@ _NON_AXIS_KEYS = frozenset({*WORKLOAD_TYPES, *SELECTION_KEYS, *SWEEP_KEYS, "layo
 """Keys of `sweep` that are no axes of layouts."""
 _CompileSetting = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
-CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *SBATCH_TEXTS})
-"""Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
-
 
 _OWN_PATHS = ("name", "results_dir")
 """Settings that name the folder of a sweep, which may be no UTF-8."""
@@ -145,11 +143,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     workload_types = {key: key_type for key, key_type in WORKLOAD_TYPES.items() if key in sweep}
     workload = {key: read_list(sweep[key], kind, f"sweep.{key}")[0] for key, kind in workload_types.items()}
     profile = profile_of(tree, hardware.device)
-    kernel_kind = kernel.get("kind", "embedded")
-    is_embedded, types = kernel_kind == "embedded", field_types(SweepConfig)
-    default_seconds = {k: getattr(hardware, k) if is_embedded else 0.0 for k in ("warmup_s", "min_s")}
+    trains_itself, types = kernel_config.trains_itself, field_types(SweepConfig)
+    default_seconds = {k: getattr(hardware, k) if trains_itself else 0.0 for k in ("warmup_s", "min_s")}
     selection_keys = [key for key in SELECTION_KEYS if sweep.get(key) is not None]
-    launcher_defaults = {"preflight": kernel_kind != "command" or hardware.device == "cuda"}
+    launcher_defaults = {"preflight": kernel_config.forks or hardware.has_gpus}
     values = {
         **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
         **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in selection_keys},
@@ -159,7 +156,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "hardware": hardware,
         "kernel": kernel_config,
         "measure": from_dict(Measure, _with_defaults(tree["measure"], default_seconds), where="measure"),
-        "launcher": _launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
+        "launcher": read_launcher(_with_defaults(tree["launcher"], launcher_defaults), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
         "axes": _axes(
             {key: value for key, value in sweep.items() if key not in _NON_AXIS_KEYS}, sweep.get("layouts")
@@ -212,13 +209,14 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
     type_by_option = field_types(KernelConfig) | {"compile": _CompileSetting}
     meaning_by_option: dict[str, dict[Any, Any]] = {
         "precision": {None: hardware.precision}, "attention": {None: "auto"},
-        "compile": {None: False, "auto": hardware.device == "cuda"},
+        "compile": {None: False, "auto": hardware.has_gpus},
     }  # fmt: skip
-    options = {}
+    kernel_kind = KERNEL_KINDS.get(str(values.get("kind", EMBEDDED)))
+    takes_lists, options = kernel_kind is None or kernel_kind.trains_itself, {}
     for option, meaning in meaning_by_option.items():
         setting = f"kernel.{option}"
         listed_values = dict.fromkeys(read_list(values.get(option), type_by_option[option] | None, setting))
-        if len(listed_values) > 1 and option != "precision" and values.get("kind", "embedded") != "embedded":
+        if len(listed_values) > 1 and option != "precision" and not takes_lists:
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
             problem = f"kernel.{option} lists several values, which only ultrabench's own kernel supports"
             raise ConfigError(problem, remedy, setting=setting)
@@ -253,30 +251,6 @@ def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
         listed = read_layouts(layouts, [name for name in AXES if name in axes])
         return Axes(nodes=axes["nodes"], layout=values_of_layouts(listed), listed=listed)
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
-
-
-def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
-    """The settings of the launcher; "" means null, and null means an empty list where a list is needed.
-
-    The options of sbatch of the launcher are added to those of the cluster.
-    """
-    settings = {key: None if value == "" else value for key, value in values.items()}
-    # An account may be 1234.
-    settings |= {k: str(settings[k]) for k in SBATCH_TEXTS if type(settings.get(k)) is int}
-    settings |= {k: [] for k in ("python", "setup", "environment", "srun") if settings.get(k, ()) is None}
-    if isinstance(settings.get("python"), str):
-        settings["python"] = [settings["python"]]
-    if "sbatch" in settings:
-        options = [cluster.get("sbatch") or {}, settings["sbatch"] or {}]
-        invalid = [mapping for mapping in options if not isinstance(mapping, dict)]
-        settings["sbatch"] = invalid[0] if invalid else _sbatch_options(options[0] | options[1])
-    return from_dict(LauncherConfig, settings, where="launcher")
-
-
-def _sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of sbatch as texts: null and true mean one without a value, and false means that it is not given."""
-    texts = {str(name): "" if value is None or value is True else value for name, value in options.items()}
-    return {k: v if isinstance(v, list | dict) else str(v) for k, v in texts.items() if v is not False}
 
 
 def profile_of(tree: Mapping[str, Any], device: str) -> Profile:

@@ -162,7 +162,7 @@ def read_options(
             raise ConfigError(problem, remedy, setting="sweep.rules")
         what = f"numeric word in sweep.rules {rule.text!r}:"
         require_known(what, (*number_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
-    if kernel.kind == "embedded":
+    if kernel.trains_itself:
         _require_different_attention(kernel_options, hardware)
     for precision in kernel_options["precision"]:
         hardware.peak(str(precision), 1, None, 1)  # refuses a precision without a rate
@@ -216,7 +216,7 @@ def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) 
         setting = f"sweep.{group}.{name}"
         if not re.fullmatch(NAME_PATTERN, name):
             raise ConfigError(f"{setting}; {NAME_RULE}", setting=f"sweep.{group}")
-        is_foreign = not is_variable and kernel.kind != "command"
+        is_foreign = not is_variable and kernel.forks
         refusals = [
             (is_secret(name), f"{setting} looks like a secret, and results show swept values; use kernel.env"),
             (is_foreign, f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command"),

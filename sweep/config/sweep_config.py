@@ -1,6 +1,5 @@
 """The configuration of a sweep, as frozen dataclasses."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -9,17 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ultrabench.allowed import (
-    Count,
-    Line,
-    NonNegative,
-    Positive,
-    at_least,
-    between,
-    matching,
-    one_of,
-    require_allowed,
-)
+from ultrabench.allowed import Count, NonNegative, at_least, between, matching, one_of, require_allowed
 from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.host_list import expand_hosts
@@ -28,104 +17,10 @@ from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import CAUSES, FAILURES, OUTER_FAILURES, RunResult
 from ultrabench.run import Workload
+from ultrabench.sweep.config.launcher_config import LauncherConfig
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.variant import CONTAINER_WORD
-
-_HOUR = r"([01]\d|2[0-3]):[0-5]\d"
-WINDOW_RULE = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
-MEM_RULE = matching(
-    r"(?i:\d+([kmgt]b?)?)", "a whole number with K, M, G or T, such as 500G, or 0 for all memory of a node"
-)
-SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
-"""Fields whose values are passed to sbatch as they are."""
-_SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
-                                "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
-"""Options of sbatch that ultrabench sets itself and that a user must not change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherConfig:
-    """The chosen launcher and its settings; their usual values are in configs/launcher/.
-
-    Fields that have a default here are used by Slurm only, and the default asks Slurm for nothing.
-    """
-
-    name: Annotated[str, one_of("local", "slurm")]
-    pack: Count | None
-    """Largest number of runs of one allocation. None means as many as fit into allocation_minutes; 1 means
-    that there is no control run."""
-    allocation_minutes: Positive
-    """Minutes of predicted runs, with the control run, with which one allocation is filled."""
-    heartbeat_s: Annotated[float, at_least(0.5)]
-    """Seconds between two signs of life that the agents of one allocation send each other."""
-    preflight: bool
-    """Whether devices and links are measured at the start of every allocation."""
-    control: bool
-    """Whether every allocation begins with its cell's control layout. If so, only one allocation of each
-    number of nodes is in flight until a run on that number of nodes has passed."""
-    window: Annotated[str, WINDOW_RULE] | None
-    """Local time of day in which nodes may be used, such as 19:00-07:00; None means always."""
-    track: Annotated[str, one_of("mlflow", "wandb")] | None = None
-    """Tracker to which ended runs are logged while a launcher follows the sweep; None means none."""
-    max_jobs: Count = 1
-    """Largest number of allocations that are queued or running at the same time."""
-    max_nodes: Count | None = None
-    """Largest number of nodes of all allocations together; None means a quarter of the partition."""
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    exclude: Line | None = None
-    gres: Line | None = None
-    """Value of --gres, which replaces the usual --gpus-per-node on hardware with GPUs."""
-    mem: Annotated[str, MEM_RULE] | None = None
-    """Value of --mem: the memory of a node."""
-    cpus: Count | None = None
-    """Value of --cpus-per-task; each node runs one task, the agent."""
-    time_minutes: Count | None = None
-    """Time limit of an allocation in minutes; None means that it follows from the predictions."""
-    exclusive: bool = False
-    nice: int | None = None
-    requeue: bool = False
-    """Whether Slurm may requeue jobs. Lost runs are tried again even without it."""
-    python: tuple[Line, ...] = ()
-    """The words of the command that starts Python on the nodes, such as `apptainer exec IMAGE python`."""
-    setup: tuple[Line, ...] = ()
-    """Shell lines that run before the agents start, such as `module load cuda`."""
-    environment: tuple[Line, ...] = ()
-    """Names of more variables that jobs inherit; a * at the end of a name stands for any ending."""
-    sbatch: dict[str, Line] = field(default_factory=dict)
-    """More options of sbatch: name without dashes -> value."""
-    srun: tuple[Line, ...] = ()
-    """More arguments of srun."""
-    poll_s: Annotated[float, at_least(0.5)] = 0.5
-    """Shortest time in seconds between two queries of Slurm about jobs."""
-    grace_s: Annotated[float, at_least(0.0)] = 0.0
-    """Seconds after which a job that Slurm does not know counts as lost."""
-    refused_minutes: Annotated[float, at_least(0.0)] = 60.0
-    """Minutes to wait while Slurm takes no jobs although it may later; time in which a job of the sweep is alive does
-    not count."""
-
-    @property
-    def signal_lead_s(self) -> float:
-        """Seconds by which signals before the time limit may come too early: up to 60 on Slurm (sbatch(1), --signal)."""
-        return 60.0 if self.name == "slurm" else 0.0
-
-    def __post_init__(self) -> None:
-        require_allowed(self, "launcher.")
-        for pattern in self.environment:
-            if not pattern or "=" in pattern:
-                rule = "the name of a variable is not empty and has no '='"
-                raise ConfigError(f"launcher.environment: {pattern!r:.60}; {rule}: give names only")
-        for key in self.sbatch:
-            if not re.fullmatch(r"[a-z][a-z-]*", key):
-                raise ConfigError(
-                    f"launcher.sbatch: {key!r}; write the name of the option in lower case, without leading dashes"
-                )
-            if key in _SET_BY_ULTRABENCH:
-                advice = "use launcher.time_minutes=" if key == "time" else "leave it out"
-                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets this option: {advice}")
-
 
 NumFurtherAttempts = Annotated[int, between(0, 100)]
 """Number of further attempts that the configuration may allow."""
@@ -270,11 +165,11 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         require_allowed(self)
-        if self.strategy == "adaptive" and self.kernel.kind == "probe":
+        if self.strategy == "adaptive" and not self.kernel.trains:
             problem = "sweep.strategy=adaptive with kernel=probe"
             raise ConfigError(problem, "a probe trains nothing: leave it out", setting="sweep.strategy")
-        start_command_text = "".join((*self.launcher.python, *self.launcher.srun))
-        if "container" in self.options.values and CONTAINER_WORD not in start_command_text:
+        start_text = "".join(self.launcher.start_words)
+        if "container" in self.options.values and CONTAINER_WORD not in start_text:
             advice = "launcher.srun=['--container-image={container}'] (pyxis) or, for example, "
             advice += "launcher.python=[apptainer,exec,'{container}',python]"
             problem = f"sweep.container has no effect: no command contains {CONTAINER_WORD}; set {advice}"
@@ -287,13 +182,13 @@ class SweepConfig:
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
             raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
-        if self.trace and self.kernel.kind != "embedded":
+        if self.trace and not self.kernel.trains_itself:
             advice = "only ultrabench's own kernel writes traces; use the profiler of your program"
             raise ConfigError(f"trace=true with kernel={self.kernel.name}; {advice}")
-        if self.measure.checkpoint and self.kernel.kind != "embedded":
+        if self.measure.checkpoint and not self.kernel.trains_itself:
             advice = "only ultrabench's own kernel saves its state; your own program can report the event checkpoint"
             raise ConfigError(f"measure.checkpoint=true with kernel={self.kernel.name}; {advice}")
-        if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
+        if not self.kernel.trains_itself and (self.measure.warmup_s or self.measure.min_s):
             problem = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own kernel measures by seconds; set measure.warmup_steps and measure.max_steps"
             raise ConfigError(f"{problem} with kernel={self.kernel.name}; {advice}")

@@ -64,7 +64,7 @@ def _content(config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candi
     """The settings of the file."""
     tree, parts, cells = config.resolved, parts_of(overrides), [run.cell for run in runs]
     names = dict(tree["names"])
-    if config.hardware.device == "cuda" and "launcher" not in parts:
+    if config.hardware.has_gpus and "launcher" not in parts:
         names["launcher"] = "slurm"
     settings: dict[str, Any] = {
         "defaults": [{f"override /{g}": names[g]} for g in _CHOSEN_GROUPS if g in names]

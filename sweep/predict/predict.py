@@ -92,7 +92,7 @@ class Predictor:
 
     def predict(self, spec: RunSpec) -> Prediction:
         """The prediction of a run."""
-        if spec.kernel.kind == "probe":
+        if not spec.kernel.trains:
             return self._predict_probe(spec)
         stages = predict_memory(spec, self.memory, LARGEST)
         return self.predict_from(spec, stages, self.step_time(spec, stages))
@@ -131,7 +131,7 @@ class Predictor:
         """
         gpu_bytes, peak = self.hardware.mem_bytes, scale * max(stage.peak_bytes for stage in stages)
         # The limit of a process counts from what it held before its tensors.
-        base_bytes = self.memory.base_bytes if self.hardware.device == "cpu" else 0.0
+        base_bytes = self.memory.base_bytes if self.hardware.shares_host else 0.0
         return Occupancy(peak, peak / (gpu_bytes + base_bytes), p_oom(stages, gpu_bytes / scale, self.memory))
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
@@ -198,7 +198,7 @@ def model_scale(spec: RunSpec) -> ModelScale:
 def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
     peak_bytes = max((stage.peak_bytes for stage in stages), default=0.0)
-    return peak_bytes / hardware.mem_bytes if hardware.device == "cuda" else 0.0
+    return peak_bytes / hardware.mem_bytes if hardware.has_gpus else 0.0
 
 
 def with_links(
@@ -241,7 +241,7 @@ def largest_loss(step_time: StepTime) -> tuple[str, float]:
 def start_s(hardware: Hardware, nodes: int) -> float:
     """Seconds from the start of a run to its first step; on CPUs they grow with the ranks of a host."""
     ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
-    return RANK_START_S[hardware.device] * (ranks_on_host if hardware.device == "cpu" else 1)
+    return RANK_START_S[hardware.device] * (ranks_on_host if hardware.shares_host else 1)
 
 
 def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings) -> float:

@@ -26,6 +26,7 @@ from ultrabench.result import (
 )
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.config.launcher_config import launcher_kind
 from ultrabench.sweep.config.sweep_config import RetryPolicy
 from ultrabench.variant import Place as JobPlace
 from ultrabench.variant import place_of
@@ -306,7 +307,7 @@ def latest_blame(state: SweepState) -> Blame:
 def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
     """What the journal says about nodes and runs."""
     rows = [t for a in state.attempts.values() if (t := trial_of(a))] if _has_located_failures(state) else []
-    has_other_nodes = state.config.get("launcher", {}).get("name") != "local"
+    has_other_nodes = launcher_kind(state.config.get("launcher", {})).holds_nodes
     return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes)
 
 

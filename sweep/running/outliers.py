@@ -20,7 +20,8 @@ import msgspec
 
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
-from ultrabench.kernel_config import compares_losses
+from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
@@ -64,7 +65,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
         state: what `with_loss_outliers` returns.
         device: the torch device type of the hardware, cuda or cpu.
     """
-    factor = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
+    factor = SHARED_CORES_FACTOR if DEVICE_KINDS[device].shares_host else 1.0
     doubt_sources = (find(state, factor) for find in (_preflight_doubts, _control_doubts, _clock_doubts))
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
     doubts: dict[object, list[Doubt]] = defaultdict(list)  # by allocation and by attempt
@@ -87,7 +88,7 @@ def rate_doubts(mfu: float | None, device: str = "cuda", gemm_share: float | Non
         mfu: a fraction.
         gemm_share: FLOPs per second of a GPU relative to those of plain matrix products in the same allocation.
     """
-    max_ratio = 1 if device == "cuda" else SHARED_CORES_FACTOR
+    max_ratio = SHARED_CORES_FACTOR if DEVICE_KINDS[device].shares_host else 1
     doubts = []
     if mfu is not None and mfu > max_ratio:
         reason = f"mfu {mfu:.2f} is above {max_ratio:g}: the step time or the peak is measured wrongly"
@@ -352,7 +353,8 @@ def _workload(claim: _Claim, result: RunResult) -> tuple[float, Hashable]:
 def _claimed_workload(kernel: bytes, shape: bytes, workload: bytes, variant: bytes) -> tuple[float, bytes]:
     """The tolerance of a loss, and what decides it in the parts of its claim, whatever the name of the model."""
     program = msgspec.json.decode(kernel, type=_Kernel)
-    tolerance = LOSS_TOLERANCE[program.precision] if program.kind == "embedded" else PROGRAM_LOSS_TOLERANCE
+    is_ours = KERNEL_KINDS[program.kind].trains_itself
+    tolerance = LOSS_TOLERANCE[program.precision] if is_ours else PROGRAM_LOSS_TOLERANCE
     decode = functools.partial(msgspec.json.decode, type=dict[str, Any])
     sizes, batch, options = map(decode, (shape, workload, variant))
     parts = (sizes | {"name": None}, batch, program.name, *program_options(options), program.precision)

@@ -8,11 +8,12 @@ from tests.configs import left
 from tests.sweep_folder import ended
 from ultrabench.launchers.allocate import make_allocations
 from ultrabench.launchers.open_sweep import OpenSweep
-from ultrabench.record import raw_json
+from ultrabench.record import field_types, raw_json
 from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.config.launcher_config import SlurmSettings
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
@@ -23,7 +24,10 @@ PLAN = make_plan(CONFIG)
 
 
 def with_launcher(config=CONFIG, **words):
-    return replace(config, launcher=replace(config.launcher, **words))
+    """The configuration with other settings of its launcher, also of those that only Slurm has."""
+    slurm_words = {key: words.pop(key) for key in [*words] if key in field_types(SlurmSettings)}
+    slurm = replace(config.launcher.slurm, **slurm_words)
+    return replace(config, launcher=replace(config.launcher, slurm=slurm, **words))
 
 
 def predicted(run, **words):

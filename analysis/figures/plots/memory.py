@@ -247,7 +247,7 @@ def _run_marks(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> t
     lines = [f"Points: {points_text}; {num_suspect} more are suspect and not drawn."]
     if unmatched_columns:
         lines.append(f"No row has {', '.join(f'{key}={bars[key][0]}' for key in unmatched_columns)}.")
-    if config.hardware.device == "cpu":
+    if config.hardware.shares_host:
         lines.append("On CPUs, a measured peak is the resident set of a process, including Python and torch.")
     return marks, lines
 

@@ -59,7 +59,7 @@ def run_acceptance(config: SweepConfig) -> list[Check]:
         ConfigError: an acceptance run of this configuration is impossible.
         ClusterError: the cluster cannot be used; doctor.json records this too.
     """
-    if config.kernel.kind != "embedded":
+    if not config.kernel.trains_itself:
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which needs kernel=embedded; use that")
     acceptance, checks = _Acceptance(config), list[Check]()
     try:

@@ -48,8 +48,8 @@ def run_doctor(
     chosen_overrides, slurm_problem = _with_launcher(site, usable_overrides)
     chosen_overrides += [f"launcher.partition={partition}"] if partition else []
     if deep:
-        on_cpu = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
-        chosen_overrides.append("sweep=acceptance-small" if on_cpu else "sweep=acceptance")
+        shares_host = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.shares_host
+        chosen_overrides.append("sweep=acceptance-small" if shares_host else "sweep=acceptance")
     config = load_config(chosen_overrides)
     if cluster is not None:
         _write_cluster(config, site, cluster, force, slurm_problem)
@@ -75,7 +75,7 @@ def print_checks(config: SweepConfig, checks: Sequence[Check], as_json: bool) ->
         _show_checks(config, checks)
     num_by_status = Counter(check.status for check in checks)
     say(", ".join(f"{num_by_status[status]} {status}" for status in CheckStatus if num_by_status[status]))
-    if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failed_names(checks):
+    if config.launcher.holds_nodes and ACCESS_CHECKS.keys() & failed_names(checks):
         return ClusterError.exit_code
     return int(num_by_status[CheckStatus.FAIL] > 0)
 
@@ -98,12 +98,13 @@ def _write_cluster(config: SweepConfig, site: Site, cluster: str, force: bool, p
         ClusterError: Slurm is not here.
     """
     launcher = config.launcher
-    if launcher.name == "local" and problem:
+    if not launcher.submits_scripts and problem:
         raise ClusterError(f"--write needs Slurm, but {problem.finding}; run it on a login node")
-    if launcher.name == "local":
-        raise ConfigError("--write needs Slurm; leave launcher=local out")
-    limits = site.limits(launcher.partition, launcher.account, launcher.qos)
-    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", cluster, site, limits, launcher, force)
+    if not launcher.submits_scripts:
+        raise ConfigError(f"--write needs Slurm; leave launcher={launcher.name} out")
+    settings = launcher.slurm
+    limits = site.limits(settings.partition, settings.account, settings.qos)
+    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", cluster, site, limits, settings, force)
     say(f"wrote {path}", f"to use it: ultrabench sweep plan cluster={cluster} launcher=slurm")
 
 

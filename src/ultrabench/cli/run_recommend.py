@@ -61,7 +61,7 @@ def run_recommend(
     if not config.kernel.is_predictable:
         fact = f"kernel.params={config.kernel.params}: the layouts of an unknown model cannot be predicted"
         raise ConfigError(fact, "give the number of its parameters, such as kernel.params=124e6")
-    if config.kernel.kind == "probe":
+    if not config.kernel.trains:
         raise ConfigError(f"kernel={config.kernel.name} does not train; use kernel=embedded")
     if not {"model", "sweep", "sweep.models"} & parts_of(overrides).keys():
         command = shlex.join(["ultrabench", *sys.argv[1:], "model=llama3-8b"])
@@ -102,10 +102,12 @@ def with_full_keys(overrides: Sequence[str]) -> list[str]:
 
 def with_fp8(config: SweepConfig, overrides: Sequence[str]) -> SweepConfig:
     """The sweep in fp8, too, where the hardware and a model have it and no override chooses the precision."""
-    hardware, options, is_embedded = config.hardware, config.options, config.kernel.kind == "embedded"
-    has_fp8 = hardware.device == "cuda" and not hardware.fp8_refusal and "fp8" in hardware.peak_flops_per_s
+    hardware, options = config.hardware, config.options
+    has_fp8 = hardware.has_gpus and not hardware.fp8_refusal and "fp8" in hardware.peak_flops_per_s
     has_dense_model = not all(shape.num_experts for shape in config.models)
-    if "kernel.precision" in parts_of(overrides) or not (is_embedded and has_fp8 and has_dense_model):
+    if "kernel.precision" in parts_of(overrides) or not (
+        config.kernel.trains_itself and has_fp8 and has_dense_model
+    ):
         return config
     precisions = tuple(dict.fromkeys((*options.values["precision"], "fp8")))
     return replace(config, options=replace(options, values={**options.values, "precision": precisions}))
@@ -180,7 +182,7 @@ def _command(config: SweepConfig, run: Candidate, cell_row: LayoutRow, overrides
     """The command that measures a recommended layout; each precision is another kernel and needs a sweep of its own."""
     config_names = {"hardware": config.hardware.name, "kernel": config.kernel.name}
     settings = {"name": f"{config.name}-{cell_row['precision']}"}
-    settings |= {"launcher": "slurm"} if config.hardware.device == "cuda" else {}
+    settings |= {"launcher": "slurm"} if config.hardware.has_gpus else {}
     overrides = [*overrides, *(f"{k}={v}" for k, v in settings.items() if k not in parts_of(overrides))]
     axis_values = {name: getattr(run.layout, name) for name in AXES}
     launch_text = launch_words({**cell_row, **config_names, **axis_values})

@@ -21,6 +21,9 @@ SCHEMA_VERSION = 2
 """Version of journal lines and of sweep.json; new fields and new events do not change it."""
 Seconds = Annotated[float, at_least(0.0)]
 
+BY_AGENT, BY_LAUNCHER, BY_BATCH_SYSTEM = "agent", "launcher", "slurm"
+"""Who reports the end of an attempt or an allocation; journals have the last word for every batch system."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Start:
@@ -241,7 +244,7 @@ class Result(AttemptRecord):
     """Event: an attempt ended with status ok."""
 
     allocation: str | None = None
-    source: str = "agent"
+    source: str = BY_AGENT
     """How far the report is trusted: agent; slurm, a requeued agent or a launcher of a cluster; launcher."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The RunSpec as JSON; empty where an event Claimed has it."""

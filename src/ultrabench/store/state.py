@@ -118,7 +118,11 @@ class AllocationState:
         """The end of an allocation whose folder was copied while it was open."""
         reason = "the folder of the sweep was copied: the job belongs to the original"
         return events.AllocationEnded(
-            allocation=self.name, reason=reason, code=events.EndCode.OTHER, source="launcher", held_s=0.0
+            allocation=self.name,
+            reason=reason,
+            code=events.EndCode.OTHER,
+            source=events.BY_LAUNCHER,
+            held_s=0.0,
         )
 
     @property
@@ -190,7 +194,7 @@ class SweepState:
 
 _Level = tuple[Any, ...]
 """Precedence of a line of the journal for a field; the largest counts."""
-_TRUST = {"agent": 3, "slurm": 2}
+_TRUST = {events.BY_AGENT: 3, events.BY_BATCH_SYSTEM: 2}
 
 
 def trust(status: str, cause: str | None, source: str) -> int:
@@ -333,7 +337,7 @@ def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.Alloc
 
 def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
     """Sort key, smallest first: an end that the agent reports, then a launcher's, then the batch system's."""
-    return {"agent": 0, "launcher": 1}.get(end.source, 2), repr(
+    return {events.BY_AGENT: 0, events.BY_LAUNCHER: 1}.get(end.source, 2), repr(
         replace(end, held_s=None, avoid=(), failed_on=())
     )
 

@@ -163,14 +163,14 @@ def hopper(programs):
 def test_a_cluster_file(alone, programs, hopper, limits, says, choice, settings):
     programs.says |= says
     programs.write()
-    limits, choice = limits or hopper, replace(load(CPU).launcher, **choice)
+    limits, choice = limits or hopper, replace(load(CPU).launcher.slurm, **choice)
     path = write_cluster_file(alone / "ultrabench/cluster", "mine", Site(), limits, choice, force=False)
     assert yaml.safe_load(path.read_text()) == {"name": "mine", "partition": limits.name, **settings}
-    assert load_config(["cluster=mine", "launcher=slurm"]).launcher.partition == limits.name
+    assert load_config(["cluster=mine", "launcher=slurm"]).launcher.slurm.partition == limits.name
 
 
 def test_a_cluster_file_tells_what_was_found(tmp_path, hopper):
-    path = write_cluster_file(tmp_path, "mine", Site(), hopper, load(CPU).launcher, force=False)
+    path = write_cluster_file(tmp_path, "mine", Site(), hopper, load(CPU).launcher.slurm, force=False)
     lines = path.read_text().splitlines()
     assert lines[0] == "# Partition hopper of alps: 8 nodes of 16 CPUs, 2000 MB, gpu:h100:8(S:0-1)"
     assert time.strftime("%Y-%m-%d") in lines[1]
@@ -182,4 +182,4 @@ def test_a_cluster_file_tells_what_was_found(tmp_path, hopper):
 @pytest.mark.parametrize("name", ["a/b", "local", "", "-x", "a b"])
 def test_names_that_cannot_be(tmp_path, name):
     with refused("--name"):
-        write_cluster_file(tmp_path, name, Site(), MEMORY, load(CPU).launcher, force=False)
+        write_cluster_file(tmp_path, name, Site(), MEMORY, load(CPU).launcher.slurm, force=False)

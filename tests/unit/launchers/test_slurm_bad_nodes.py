@@ -83,17 +83,17 @@ def test_the_nodes_that_jobs_may_get_are_those_of_the_partition_that_are_up_with
     table = "gpu01|idle|hopper*\ngpu01|idle|debug\ngpu02|down*|hopper*\ngpu03|allocated|hopper*\ngpu09|idle|debug\n"
     asked = []
     monkeypatch.setattr(site, "ask", lambda *words: asked.append(words) or table)
-    assert site.partition_nodes(with_launcher().launcher).usable == {"gpu01", "gpu03"}
-    assert site.partition_nodes(with_launcher(exclude="gpu[02-03]").launcher).usable == {"gpu01"}
+    assert site.partition_nodes(with_launcher().launcher.slurm).usable == {"gpu01", "gpu03"}
+    assert site.partition_nodes(with_launcher(exclude="gpu[02-03]").launcher.slurm).usable == {"gpu01"}
     assert not any("--partition" in word for word in asked[-1])
-    site.partition_nodes(with_launcher(partition="debug").launcher)
+    site.partition_nodes(with_launcher(partition="debug").launcher.slurm)
     assert "--partition=debug" in asked[-1]
 
     def silent(*words):
         raise CommandError("no answer")
 
     monkeypatch.setattr(site, "ask", silent)
-    assert site.partition_nodes(with_launcher().launcher).usable == frozenset()
+    assert site.partition_nodes(with_launcher().launcher.slurm).usable == frozenset()
 
 
 @pytest.mark.parametrize(

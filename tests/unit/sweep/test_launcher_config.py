@@ -6,8 +6,8 @@ import pytest
 import ultrabench
 from tests.configs import expected, refused, write_config
 from ultrabench.errors import ConfigError
-from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
-from ultrabench.sweep.config.sweep_config import SBATCH_TEXTS
+from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, SBATCH_TEXTS
+from ultrabench.sweep.config.load import config_from_tree, load_config
 
 TREE = load_config(["launcher=slurm"]).resolved
 
@@ -28,9 +28,14 @@ def cluster(text, *overrides):
 
 def test_the_defaults_are_kind_to_others():
     choice = composed()
-    assert (choice.name, choice.max_jobs, choice.max_nodes, choice.nice) == ("slurm", 8, None, 1000)
-    assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
-    assert {getattr(choice, key) for key in (*SBATCH_TEXTS, "window")} == {None}
+    assert (choice.name, choice.max_jobs, choice.max_nodes, choice.slurm.nice) == ("slurm", 8, None, 1000)
+    assert (choice.slurm.exclusive, choice.slurm.requeue, choice.control, choice.preflight) == (
+        True,
+        False,
+        True,
+        True,
+    )
+    assert {getattr(choice.slurm, key) for key in SBATCH_TEXTS} == {choice.window} == {None}
 
 
 def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
@@ -41,12 +46,13 @@ def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
         "setup: ['module load cuda/12.8', 'ulimit -c 0']\n",
         "launcher.partition=debug", "+launcher.sbatch={qos-hint:b}", "+launcher.sbatch.mail-type=FAIL",
     )  # fmt: skip
-    assert (choice.partition, choice.account, choice.qos) == ("debug", "1234", "low")
-    assert (choice.exclude, choice.gres) == ("gpu[03,07]", "gpu:h100:8")
-    assert choice.sbatch == {"constraint": "h100&nvme", "qos-hint": "b", "hold": "", "mail-type": "FAIL"}
-    assert (choice.mem, choice.cpus, choice.python) == ("500G", 96, ("/opt/venv/bin/python",))
-    assert choice.setup == ("module load cuda/12.8", "ulimit -c 0")
-    assert load_config(["cluster=mine", "launcher=local"]).launcher.sbatch == {}
+    settings = choice.slurm
+    assert (settings.partition, settings.account, settings.qos) == ("debug", "1234", "low")
+    assert (settings.exclude, settings.gres) == ("gpu[03,07]", "gpu:h100:8")
+    assert settings.sbatch == {"constraint": "h100&nvme", "qos-hint": "b", "hold": "", "mail-type": "FAIL"}
+    assert (settings.mem, settings.cpus, choice.python) == ("500G", 96, ("/opt/venv/bin/python",))
+    assert settings.setup == ("module load cuda/12.8", "ulimit -c 0")
+    assert load_config(["cluster=mine", "launcher=local"]).launcher.slurm.sbatch == {}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ def test_an_empty_cluster_says_nothing(text):
 
 @pytest.mark.parametrize("key", SBATCH_TEXTS)
 def test_names_of_digits_are_names(key):
-    assert [getattr(composed(**{key: number}), key) for number in (1234, 0)] == ["1234", "0"]
+    assert [getattr(composed(**{key: number}).slurm, key) for number in (1234, 0)] == ["1234", "0"]
 
 
 @pytest.mark.parametrize("key", [*SBATCH_TEXTS, "python", "max_nodes", "time_minutes", "window"])
@@ -90,7 +96,7 @@ def test_an_empty_text_is_none(key):
     ],
 )  # fmt: skip
 def test_options_of_sbatch(options, sbatch):
-    assert composed(sbatch=options).sbatch == sbatch
+    assert composed(sbatch=options).slurm.sbatch == sbatch
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
-from ultrabench.hardware import GIB
+from ultrabench.hardware import DEVICE_KINDS, GIB
 from ultrabench.kernel.requests import TINY, CheckSpec, check
 from ultrabench.record import to_dict
 from ultrabench.sweep.arguments import layout_of, read_arguments, require_possible
@@ -27,10 +27,11 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     """Checks one layout; returns 0 when its results equal those of one process, else 1."""
     spec = check_spec(arguments, options)
     num_ranks, num_cores = spec.layout.world_size, len(os.sched_getaffinity(0))
-    if spec.device == "cpu" and num_ranks > max(num_cores, 8):
+    shares_host = DEVICE_KINDS[spec.device].shares_host
+    if shares_host and num_ranks > max(num_cores, 8):
         memory_text = f"{num_ranks} processes need about {num_ranks * RANK_MEM_BYTES / GIB:.0f} GiB of memory"
         warn(f"{memory_text}, and take minutes on {counted(num_cores, 'core')}")
-    ranks_text = f"{counted(num_ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
+    ranks_text = f"{counted(num_ranks, 'process' if shares_host else 'GPU')} in {spec.precision}"
     say(f"comparing {spec.layout.label()} on {ranks_text} with one process in fp64")
     result = check(spec)
     if as_json:

@@ -96,7 +96,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
 
 def _published_text(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
     """A sentence that compares the predicted MFU with the best published one; None on CPUs or without one."""
-    if config.hardware.device != "cuda":
+    if not config.hardware.is_rated:
         return None
     best_run = best_published(config, config.kernel.precision)
     return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best_run), best_run)

@@ -42,7 +42,7 @@ def headline(config: SweepConfig) -> str:
     routing_name = next(filter(None, map(config.kernel.routing_of, config.models)), None)
     setup_texts = (option_texts["precision"], f"kernel {config.kernel.name}", routing_text(routing_name))
     setup_text = ", ".join(filter(None, setup_texts))
-    if config.kernel.kind == "probe":
+    if not config.kernel.trains:
         return f"sweep {config.name}: links of {hardware_name}, {setup_text}"
     nodes, seq_lens, gbs = config.axes.nodes, config.options.values["seq_len"], config.options.values["gbs"]
     step_tokens = [int(config.gbs_on(pick(nodes), pick(gbs))) * pick(seq_lens) for pick in (min, max)]
@@ -168,7 +168,7 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
     Raises:
         typer.Abort: the answer is no.
     """
-    busy_core_share = busy_share(0.2) if plan.config.hardware.device == "cpu" and price.jobs else 0.0
+    busy_core_share = busy_share(0.2) if plan.config.hardware.shares_host and price.jobs else 0.0
     if busy_core_share >= BUSY_SHARE:
         fact = f"other programs use {busy_core_share:.0%} of this machine's cores"
         warn(f"{fact}: step times will be longer and vary more")

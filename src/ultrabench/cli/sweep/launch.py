@@ -73,7 +73,7 @@ def run_launch(
     rereads = read_again(config, folder, state, keep=reuse == "any")
     if rereads.line:
         say(rereads.line)
-    if detach and config.launcher.name == "local":
+    if detach and not config.launcher.survives_us:
         plan_with_bar(config)
         if not yes:
             rereads.ask()
@@ -85,7 +85,7 @@ def run_launch(
     price = price_of(plan, state, max_limit_s)
     for note in (*other_shapes(config.models, state), *same_commands(plan), *starter_warnings(config)):
         warn(note)
-    if config.launcher.name == "local":
+    if not config.launcher.holds_nodes:
         if not yes:
             rereads.ask()
         ask_for_this_machine(plan, price, yes)
@@ -171,7 +171,7 @@ def follow(
     show(panel(progress, is_active=False), stderr=stderr)
     say(*launch_differences(state, {run.run_id for run in runs}, old_settled_ids))
     if reconciler.stop_reason:
-        if state.cancelled and config.launcher.name == "local":
+        if state.cancelled and not config.launcher.survives_us:
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
         _print_stop_reason(reconciler, state, display_name)
         return 1
@@ -180,7 +180,7 @@ def follow(
         show_hint = f"ultrabench sweep show {failed_ids[-1]} {display_name} shows why that run failed"
         say(f"next: {show_hint}; ultrabench sweep retry {display_name} tries failed runs again")
     if Status.OK in progress.by_status:
-        say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
+        say(f"next: ultrabench {'heatmap' if config.kernel.trains else 'plot comm'} {display_name}")
     return int(any(Status(name) not in ANSWERS for name in progress.by_status if name not in UNSETTLED))
 
 
@@ -273,7 +273,7 @@ def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: in
     is_retry = sys.argv[1:3] == ["sweep", "retry"]
     arguments = ["sweep", "resume", display_name] if is_retry else sys.argv[1:]
     next_command = shlex.join(["ultrabench", *redact_arguments(arguments, sweep.config.secrets)])
-    jobs_continue = sweep.config.launcher.name != "local"
+    jobs_continue = sweep.config.launcher.survives_us
     if jobs_continue or signal_number != signal.SIGINT:
         signal_name = signal.Signals(signal_number).name
         signal_text = "" if signal_number == signal.SIGINT else f"ended by {signal_name}: "

@@ -19,10 +19,9 @@ from ultrabench.cli.tables import output_console, print_json, say, show, table, 
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import array_groups, make_allocations
-from ultrabench.launchers.choose import require_max_nodes
+from ultrabench.launchers.choose import require_max_nodes, script_of
 from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
-from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.starters import starter_warnings
 from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
@@ -108,7 +107,7 @@ def show_plan(
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 peak_rate = {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
             require_same_launch(state, config, folder.path)
-            if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
+            if not config.kernel.forks:  # whether our own kernel has changed, only torch can tell
                 acceptance(config, {}, state, None)
         require_local(config)
         require_max_nodes(config)
@@ -211,7 +210,7 @@ def _extrapolation_lines(
     best_rate, mfu_by_run = best_published(config, config.kernel.precision), dict[str, float]()
     spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:
-        if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
+        if run.fits and run.peak_flops_per_s and config.hardware.is_rated:
             step_time_s, peak_flops_per_s = run.prediction.step_time_s, run.peak_flops_per_s
             mfu_by_run[run.run_id] = published_mfu(run.spec, step_time_s, peak_flops_per_s, best_rate)
     for row in best_rows:
@@ -349,11 +348,11 @@ def print_script(overrides: list[str]) -> None:
         ConfigError: the launcher has no scripts, or no candidate can run.
     """
     config = load_config(overrides)
-    if config.launcher.name != "slurm":
+    if not config.launcher.submits_scripts:
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
     plan = within_limit(plan_with_bar(config))
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
     group = array_groups(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     token, digest = uuid.uuid4().hex, config.kernel.digest()
     array = make_allocations(plan, folder_of(config), group, token=token, origin={}, kernel_digest=digest)
-    sys.stdout.write(array_script(array, config))
+    sys.stdout.write(script_of(array, config))

@@ -23,7 +23,7 @@ def start_of(spec: RunSpec, key: AttemptKey, config: SweepConfig) -> ProgramStar
     Raises:
         ConfigError: our own kernel trains the run.
     """
-    if spec.kernel.kind != "command":
+    if spec.kernel.forks:
         fact = f"kernel={spec.kernel.name} is part of ultrabench and has no command"
         raise ConfigError(fact, "choose a program of your own with kernel=command")
     arguments = config.options.arguments_of(spec.variant) or spec.arguments

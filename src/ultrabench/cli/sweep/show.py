@@ -23,7 +23,7 @@ from ultrabench.cli.sweep.run_command import ProgramStart, start_lines, start_of
 from ultrabench.cli.sweep.top import cell_text, number_texts
 from ultrabench.cli.tables import plain_text, print_json, say, show, style_of, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError
-from ultrabench.hardware import GIB
+from ultrabench.hardware import DEVICE_KINDS, GIB
 from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import from_dict, to_dict
 from ultrabench.result import SLOWER
@@ -95,7 +95,7 @@ def _start(
 
     It is also None where the configuration of the latest launch cannot be read, or its sizes are unknown.
     """
-    if sweep.kernel.kind != "command":
+    if sweep.kernel.forks:
         return None
     with contextlib.suppress(UltrabenchError):
         config = config_from_tree(state.config or sweep.config)
@@ -129,7 +129,7 @@ def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict
     Empty for a run that does not train, and where the configuration of the latest launch cannot be read.
     """
     run = next(runs_of(sweep, [row], state), None)
-    if run and run.spec.kernel.kind != "probe" and (peak := sweep.peak(run.nodes, run.spec.kernel.precision)):
+    if run and run.spec.kernel.trains and (peak := sweep.peak(run.nodes, run.spec.kernel.precision)):
         with contextlib.suppress(ConfigError):
             config = config_from_tree(state.config or sweep.config)
             return predictor(config, run.nodes, peak).communication_ratios(run.spec)
@@ -225,7 +225,7 @@ def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
     yield f"  memory in GiB: {memory_text}"
     kernels = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
     rows = [(name, f"{calls:g}", f"{s:.4g}", _share_text(s, step_s)) for name, calls, s in kernels]
-    name_heading = "kernel" if summary["device"] == "cuda" else "operator"
+    name_heading = "kernel" if DEVICE_KINDS[summary["device"]].has_gpus else "operator"
     yield table("", name_heading, ">calls a step", ">s a step", ">of the step", rows=rows)
     yield f"files: {summary['folder']}"
 

@@ -1,0 +1,93 @@
+"""What a kernel, a launcher or a device is, other modules ask by its properties; every other test has its reason here."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.kernel_config import KERNEL_KINDS
+from ultrabench.sweep.config.launcher_config import LAUNCHER_KINDS
+
+ROOT = Path(__file__).parents[3]
+ROOMS = ("src/ultrabench", "sweep", "launchers", "agent", "kernel", "analysis")
+NAMES = {*KERNEL_KINDS, *DEVICE_KINDS, *LAUNCHER_KINDS}
+HOMES = {"src/ultrabench/kernel_config.py", "src/ultrabench/hardware.py", "sweep/config/launcher_config.py"}
+TORCH = "kernel/"
+"""In the kernel, `device` is a torch.device, whose types have other collectives, events and counters of memory."""
+REASONS = {
+    "agent/ranks/node.py": "the event probe of a report",
+    "agent/ranks/rank_progress.py": "the event probe of a report",
+    "launchers/doctor/cluster_file.py": "the name of the cluster that stands for no cluster",
+    "src/ultrabench/rank_report.py": "the event probe of a report",
+    "src/ultrabench/store/state.py": "the name of the cluster that stands for no cluster",
+}
+"""File -> what it compares with a text that is also the name of a kind."""
+KIND = re.compile(r"(kernel|program|launcher|hardware|device)\w*\.(kind|name|device)$")
+"""Matches the end of an expression that is the name of a kind."""
+
+
+def comparisons_by_name(text):
+    """The lines of a program that compare with the name of a kind, or the name of a kind with a text or a constant."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.match_case):
+            parts = [*ast.walk(node.pattern)]
+        elif isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            parts = [part for operand in operands for part in (operand, *getattr(operand, "elts", ()))]
+        else:
+            continue
+        values = [part.value for part in parts if isinstance(part, ast.MatchValue)] + parts
+        is_kind = any(KIND.search(ast.unparse(part)) for part in values if isinstance(part, ast.Attribute))
+        has_constant = any(isinstance(part, ast.Name) and part.id.isupper() for part in values)
+        texts = {
+            part.value for part in values if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
+        if texts & NAMES or (is_kind and has_constant):
+            yield values[0].lineno
+
+
+def test_only_these_files_ask_for_the_name_of_a_kind():
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.parent.is_symlink()]
+    lines_by_file = {
+        name: lines
+        for path in paths
+        if not (name := str(path.relative_to(ROOT))).startswith(TORCH) and name not in HOMES
+        if (lines := [*comparisons_by_name(path.read_text())])
+    }
+    assert lines_by_file.keys() == REASONS.keys(), lines_by_file
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if config.kernel.kind != 'probe': pass", "is_ours = values.get('kind', EMBEDDED) == 'embedded'",
+        "if launcher.name in ('local', other): pass", "if hardware.device == USUAL_DEVICE: pass",
+        "match launcher_config.name:\n    case 'slurm':\n        pass",
+    ],
+)  # fmt: skip
+def test_a_comparison_is_seen(text):
+    assert [*comparisons_by_name(text)]
+
+
+def test_other_comparisons_are_not_seen():
+    assert not [
+        *comparisons_by_name("a.hardware.name == b.hardware.name\nstarter.name == 'deepspeed'\nkernel.trains")
+    ]
+
+
+CHECKS_OF_SLURM = {f"launchers/doctor/{name}.py" for name in ("checkup", "cluster_file", "site_checks")}
+"""Files that only examine Slurm, and that another launcher would not change."""
+
+
+def test_the_page_names_the_files_that_know_a_launcher():
+    page = (ROOT / "docs/design/architecture.md").read_text()
+    section = page.partition("## Another launcher")[2].partition("\n## ")[0]
+    files = {path for path in re.findall(r"^\| \[?`([^`]+)`", section, re.MULTILINE) if "NAME" not in path}
+    assert all((ROOT / path).is_file() for path in files)
+    assert len(files) <= 8, "two more are new"
+    knows_slurm = re.compile(r"ultrabench\.launchers\.slurm|\.slurm\b|\"SLURM_|\bSlurmSettings\b|_SLURM_")
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.parent.is_symlink()]
+    names = {str(path.relative_to(ROOT)) for path in paths if knows_slurm.search(path.read_text())}
+    assert {name for name in names if not name.startswith("launchers/slurm/")} - CHECKS_OF_SLURM <= files
