@@ -23,6 +23,7 @@ from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, peak_suffix
+from ultrabench.result import Status
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 
@@ -163,7 +164,9 @@ def _word_lines(words: Sequence[str], separator: str, max_chars: int) -> list[st
 
 def _headline_text(cell: Cell) -> str:
     """The shown value of a cell, or its tokens/s/GPU where the value, such as MFU, is unknown."""
-    speed_text = "ok" if cell.tokens_per_s_per_gpu is None else count(cell.tokens_per_s_per_gpu, "tok/s")
+    speed_text = (
+        Status.OK.value if cell.tokens_per_s_per_gpu is None else count(cell.tokens_per_s_per_gpu, "tok/s")
+    )
     return with_unit(cell.shown_column, cell.shown_value) or speed_text
 
 

@@ -49,7 +49,7 @@ from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import peak_suffix
 from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES
-from ultrabench.result import UNSETTLED, Status, state, tier
+from ultrabench.result import SLOWER, UNSETTLED, Status, state, tier
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.extrapolation import beyond_fit
@@ -158,6 +158,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "axes": [*AXES, *values_by_option],
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
+        "names": {"ok": Status.OK, "oom": Status.OOM, "slower": SLOWER},
         "parts": [*MEMORY_PARTS],
         "effects": effects,
         "nodes": _nodes_json(table, public),

@@ -16,14 +16,18 @@ function tierOf(row) {
   return pageData.tiers[value("state", row)] ?? 1;
 }
 
+function isOk(row) {
+  return value("status", row) === pageData.names.ok;
+}
+
 // Whether the measurement of an ok row is suspect.
 function isSuspect(row) {
-  return value("status", row) === "ok" && value("suspect", row) !== null;
+  return isOk(row) && value("suspect", row) !== null;
 }
 
 // Whether a row competes where no row is suspect: it is ok, has a rate and was not stopped as slower.
 function isMeasured(row) {
-  return value("status", row) === "ok" && value("stopped", row) !== "slower_than_best" && value(RATE, row) !== null;
+  return isOk(row) && value("stopped", row) !== pageData.names.slower && value(RATE, row) !== null;
 }
 
 function mayWin(row) {

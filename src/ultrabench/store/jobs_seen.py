@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrabench.result import AGENT_GONE, Status
+from ultrabench.result import AGENT_GONE, NODE_FAILURE, Status
 
 Job = dict[str, Any]
 """The job of an allocation: {host} locally, {job_id, name} on Slurm."""
@@ -67,7 +67,7 @@ class JobEnd:
         """Cause of the failure when it follows from how the allocation ended, else None."""
         if self.agent_gone:
             return AGENT_GONE
-        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
+        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: NODE_FAILURE}
         return causes.get(self.status)
 
 

@@ -27,7 +27,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
-from ultrabench.result import NOT_STARTED, STOPPED, Status
+from ultrabench.result import NODE_FAILURE, NOT_STARTED, STOPPED, Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import AllocationEnded, AllocationPlanned, Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
@@ -319,7 +319,7 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
 
 
 @pytest.mark.parametrize(
-    ("status", "cause"), [("node_fail", "node_failure"), ("preempted", "preempted"), ("cancelled", "stopped")]
+    ("status", "cause"), [("node_fail", NODE_FAILURE), ("preempted", "preempted"), ("cancelled", "stopped")]
 )
 def test_slurm_says_why_agents_were_ended_by_a_signal(sweep, status, cause):
     """Its job may have lost a node, been preempted, or been cancelled by the user, and only Slurm knows."""
