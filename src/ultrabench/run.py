@@ -13,7 +13,7 @@ from ultrabench.allowed import Size, at_least, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import ANY, KernelConfig
 from ultrabench.layout import ADDED_LATER as ADDED_AXES
-from ultrabench.layout import NEUTRAL, Layout
+from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
@@ -81,7 +81,7 @@ class RunSpec:
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
         }
-        if self.kernel.attention == "auto":
+        if self.kernel.attention == AUTO:
             content["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
         for dotted_name, default in ADDED_LATER.items():
             group, _, name = dotted_name.partition(".")

@@ -12,8 +12,8 @@ from msgspec import Meta
 from ultrabench.allowed import Line, Size
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
-from ultrabench.layout import AXES, TEXT_AXES, choice_text
+from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig, auto_attention
+from ultrabench.layout import AUTO, AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.placeholders import command_text, names_in
 from ultrabench.record import field_types, value_from
@@ -196,8 +196,8 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
 def _require_different_attention(kernel_options: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
     """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
     for precision in kernel_options["precision"]:
-        auto_attention = hardware.auto_attention(precision in PRECISIONS_16_BIT) or "auto"
-        text_by_value = {str(v): auto_attention if v == "auto" else v for v in kernel_options["attention"]}
+        meaning = auto_attention(hardware.device, precision in PRECISIONS_16_BIT, hardware.prefers_cudnn)
+        text_by_value = {str(v): meaning if v == AUTO else v for v in kernel_options["attention"]}
         _require_different("kernel.attention", text_by_value.items())
 
 
