@@ -108,7 +108,7 @@ _FURTHER_COLUMNS = (
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
-    "run_id", "cell", "competes_in", "place", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
+    "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
     "ci_reached",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
@@ -317,7 +317,7 @@ class Ranking:
             **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
             cell=sorted_keys.groupby(_CELL_KEY, dropna=False, sort=False).ngroup(),
             competes_in=self.environments.ids,
-            place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
+            allocation_key=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
             width=frame["step_time_ci95_rel"] if self._rank_by in _STEP_TIME_COLUMNS else None,
         )

@@ -319,7 +319,7 @@ def _derived_columns(
     for name in _RUN_NUMBERS:
         yield f"run_{name}", [_six_digits(row.get("run_numbers", {}).get(name)) for row in rows]
     yield "state", [state(row["status"], row["attempt"]) for row in rows]
-    yield "place", [allocation_numbers[allocation] for allocation in allocations]
+    yield "allocation_number", [allocation_numbers[allocation] for allocation in allocations]
     yield "doubt", ["yes" if row["suspect"] else "no" for row in rows]
     yield "layout", [*map(words_of_row, rows)]
     yield "launch", [None if row["rank"] is None else launch_words(row) for row in rows]
@@ -348,13 +348,13 @@ def _memory_by_run(table: pa.Table) -> dict[str, Row]:
     runs, _ = measured_runs(measured_table.take(pa.array(sorted(first_rows.values()), pa.int64())))
     memory_by_run = {}
     for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
-        profiled_runs = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
+        program_runs = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
         try:
-            profile, hardware = profile_and_hardware(profiled_runs[0])
+            profile, hardware = profile_and_hardware(program_runs[0])
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
-        for run in profiled_runs:
+        for run in program_runs:
             stages = predict_memory(run.spec, constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu_at_limit))

@@ -412,8 +412,10 @@ def test_a_container_that_cannot_start_is_passed_over_and_its_runs_fail(
     state = reconciler.run()
     assert reconciler.stop_reason is None
     last = {run_id: attempts[-1].result for run_id, attempts in state.by_run().items()}
-    assert {run_by_id[i].place[0] for i, result in last.items() if result.status == Status.OK} == {"good.sif"}
-    bad_results = [result for i, result in last.items() if run_by_id[i].place[0] != "good.sif"]
+    assert {run_by_id[i].runtime[0] for i, result in last.items() if result.status == Status.OK} == {
+        "good.sif"
+    }
+    bad_results = [result for i, result in last.items() if run_by_id[i].runtime[0] != "good.sif"]
     assert len(last) == len(run_by_id)
     assert {(result.status, result.cause) for result in bad_results} == {(Status.CRASH, NOT_STARTED)}
     assert all(FATAL in result.reason and "container=bad" in result.reason for result in bad_results)
