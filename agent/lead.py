@@ -26,7 +26,16 @@ from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, raw_json, to_dict
-from ultrabench.result import DISK_SLOW, LOCATED_STATUSES, SLOWER, STOPPED, UNMEASURED, RunResult, Status
+from ultrabench.result import (
+    DISK_SLOW,
+    LOCATED_STATUSES,
+    NODE_FAILURE,
+    SLOWER,
+    STOPPED,
+    UNMEASURED,
+    RunResult,
+    Status,
+)
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
 from ultrabench.start_up import LIMIT_FACTOR, with_measured_times
@@ -158,7 +167,7 @@ class Leader:
         if fault_by_host := self._find_faults():
             self._write_preflight()
         if complaint_by_host := fault_by_host | shortage_by_host | users_by_host:
-            cause = None if users_by_host else "disk_full" if shortage_by_host else "node_failure"
+            cause = None if users_by_host else "disk_full" if shortage_by_host else NODE_FAILURE
             return self._give_up_hosts(complaint_by_host, cause)
         refusals = (self._mismatch(host, facts["kernel_digest"]) for host, facts in nodes)
         return next(filter(None, refusals), None)
@@ -202,7 +211,7 @@ class Leader:
             return self._end_after_failed_preflight(result)
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
         fault_by_host = self._find_faults()
-        return self._give_up_hosts(fault_by_host, "node_failure") if fault_by_host else None
+        return self._give_up_hosts(fault_by_host, NODE_FAILURE) if fault_by_host else None
 
     def _end_after_failed_preflight(self, result: RunResult) -> Ending:
         """Why the allocation ends; a node on which alone the preflight failed is given up, since others pass it.

@@ -344,7 +344,7 @@ def repeats_failed(num_repeats: int, num_failed: int) -> str | None:
     return f"{num_failed} of {counted(num_repeats, 'repeat')} failed" if num_failed else None
 
 
-OUTCOMES = {False: ("tried", "oom"), True: ("planned", "predicted out of memory")}
+OUTCOMES = {False: ("tried", Status.OOM.value), True: ("planned", "predicted out of memory")}
 """Whether a plan predicts the runs of a cell -> what texts call all of them, and those without enough memory."""
 
 
@@ -364,7 +364,7 @@ def caveats(table: pa.Table) -> list[str]:
     """Lines about suspect rows, invalid rows, each with an example, a peak that is too low, and drivers that differ."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspects = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
-    invalids = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
+    invalids = [(row["run_id"], row["reason"]) for row in rows if row["status"] == Status.INVALID]
     examples_by_text = ((suspects, "suspect (wins only a cell without other results)"), (invalids, "invalid"))
     return [
         f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"

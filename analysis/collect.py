@@ -1,6 +1,5 @@
 """Makes one table of results from the journals of sweeps, and writes and reads it as parquet."""
 
-import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ import pyarrow.parquet as pq
 
 from ultrabench.analysis.planned import PREDICTED, is_predicted, predicted_results
 from ultrabench.analysis.rows import Warn, sweep_table
-from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, TEXTS, VERSION_KEY
+from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.damage import read_each
 from ultrabench.store.folder import SweepFolder, find_sweep, newest_first, sweep_dirs
@@ -148,33 +147,7 @@ def read_parquet(path: Path) -> pa.Table:
     if missing_columns := [name for name in _ESSENTIAL_COLUMNS if name not in table.column_names]:
         remedy = f"ranking needs {', '.join(_ESSENTIAL_COLUMNS)}: give a table that has them"
         raise SweepFolderError(f"{path} lacks the column {missing_columns[0]}; {remedy}")
-    return _with_suspect_codes(conform_to_schema(table, path))
-
-
-_CODE_BY_PATTERN = {
-    "before the pipeline fix": "before_pp_fix", "broken NVLink": "broken_nvlink", "other batch": "other_batch",
-    "other architecture": "other_architecture", "other vocabulary": "other_vocabulary", "throttled": "throttled",
-    "other programs": "foreign_load", "others used": "foreign_gpu_processes", "its SM clock": "sm_clock", "mfu ": "mfu",
-    "impossible value": "impossible_value", "the control layout": "slow_control", "the device of rank": "slow_device",
-    r"rank \d+ took": "slow_rank", r"\w+ of its allocation is": "preflight", ".*loss": "loss", "unknown model": "unknown_model",
-    "unknown step time": "unknown_step_time", "other number of GPUs": "other_gpus", "more memory than": "impossible_memory",
-}  # fmt: skip
-"""Pattern of the first words of a sentence of `suspect` in files that lack suspect_codes -> its code."""
-
-
-def _with_suspect_codes(table: pa.Table) -> pa.Table:
-    """The table with suspect_codes also where an older version wrote sentences alone."""
-
-    def code_of(sentence: str) -> str:
-        codes = (code for pattern, code in _CODE_BY_PATTERN.items() if re.match(pattern, sentence))
-        return next(codes, "other")
-
-    if table["suspect_codes"].null_count == table["suspect"].null_count:
-        return table
-    suspect_texts = table["suspect"].to_pylist()
-    codes_by_row = [text and [code_of(sentence) for sentence in text.split("; ")] for text in suspect_texts]
-    index = table.column_names.index("suspect_codes")
-    return table.set_column(index, SCHEMA.field("suspect_codes"), pa.array(codes_by_row, TEXTS))
+    return conform_to_schema(table, path)
 
 
 def _schema_version(table: pa.Table) -> int | None:

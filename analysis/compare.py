@@ -282,7 +282,7 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
     }
     for side, rows, runs in (("a", rows_a, pair[0]), ("b", rows_b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
-        row[f"status_{side}"] = "ok" if runs else _usual_status(rows)
+        row[f"status_{side}"] = Status.OK.value if runs else _usual_status(rows)
         row[f"step_time_{side}_s"] = median(map(median, runs)) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
         values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}

@@ -81,7 +81,7 @@ class CompetingRuns:
     that runs share whose _EQUAL_COLUMNS are equal), `first_values` (a mapping from axes to values), the medians of its
     repeats in `rate` and `control_ratio`, `control`, and `variance`, that of the log of its speed from its steps alone."""
     repeats: pd.DataFrame
-    """One row for each repeat that competes, with the same speeds; `run`: its row in `runs`, `place`: its allocation."""
+    """One row for each repeat that competes, with the same speeds; `run`: its row in `runs`, `allocation`: its number."""
     knobs: tuple[str, ...]
     """The names of all knobs."""
     varied_knobs: tuple[str, ...]
@@ -184,13 +184,13 @@ def _why_left_out(standing: Standing) -> str | None:
 
 def _repeats(frame: pd.DataFrame, competing_rows: Sequence[tuple[int, ...]]) -> pd.DataFrame:
     """The repeats of each run, from the rows of the ranking that compete."""
-    allocations, _ = pd.factorize(frame["place"])
+    allocations, _ = pd.factorize(frame["allocation_key"])
     frame_rows = [frame_row for rows_of_run in competing_rows for frame_row in rows_of_run]
     repeats = frame.loc[frame_rows, ["repeat", "rate", "control", "control_ratio"]].reset_index(drop=True)
     half_widths = frame["width"].astype(float).fillna(0)[frame_rows].to_numpy()
     return repeats.assign(
         run=np.repeat(np.arange(len(competing_rows)), [*map(len, competing_rows)]),
-        place=allocations[frame_rows],
+        allocation=allocations[frame_rows],
         variance=(half_widths / _NORMAL_95) ** 2,
     )
 
@@ -322,7 +322,8 @@ def effect(competing: CompetingRuns, value_pairs: pd.DataFrame) -> Effect:
     variances = sum(measurements["variance"].to_numpy()[row_pairs[side]] for side in ("left", "right"))
     mean_log, *log_ends = _mean_and_interval(
         np.bincount(block_of_pair, _log_ratios(measurements, row_pairs)) / num_pairs,
-        _allocation_shares(row_of_repeat, repeats["place"], row_pairs, block_of_pair) / num_pairs[:, None],
+        _allocation_shares(row_of_repeat, repeats["allocation"], row_pairs, block_of_pair)
+        / num_pairs[:, None],
         float(np.mean(variances)),
     )
     low, high = map(exp, log_ends) if log_ends and not competing.are_predicted else (None, None)

@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.options import variant_in
+from ultrabench.result import Status
 from ultrabench.standing import environments_of, merge_environments
 from ultrabench.variant import one_line, value_text
 
@@ -41,7 +42,7 @@ class Environments:
     def __init__(self, table: pa.Table) -> None:
         has_several = len(table["env_id"].drop_null().unique()) > 1
         rows = table.select([*COLUMNS]).to_pylist() if has_several else []
-        ok_rows = [row for row in rows if row["status"] == "ok" and row["env_id"]]
+        ok_rows = [row for row in rows if row["status"] == Status.OK and row["env_id"]]
         row_by_id = {row["env_id"]: row for row in ok_rows}
         self._merged_id, self._merged_drivers = _merged_environments(ok_rows)
         self._row_by_id = {env_id: row_by_id[env_id] for env_id in sorted({*self._merged_id.values()})}

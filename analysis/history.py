@@ -26,7 +26,7 @@ from ultrabench.analysis.schema import SIZES
 from ultrabench.analysis.significance import ALPHA, corrected, false_discovery, step_time
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
-from ultrabench.result import SLOWER
+from ultrabench.result import SLOWER, Status
 from ultrabench.store.damage import read_each
 from ultrabench.store.folder import sweep_dirs
 from ultrabench.variant import KERNEL_OPTIONS
@@ -179,7 +179,9 @@ def history(nights: Sequence[Night]) -> History:
     if not nights:
         raise ConfigError("no night remains", "give an earlier date with --since")
     frame = pd.concat([_night_rows(night.table).assign(night=n) for n, night in enumerate(nights)])
-    is_good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
+    is_good = (
+        frame["is_final"] & (frame["status"] == Status.OK) & frame["suspect"].isna() & frame["model"].notna()
+    )
     rated_rows = _in_full(frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)])
     if rated_rows.empty:
         raise ConfigError(

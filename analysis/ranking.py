@@ -34,9 +34,9 @@ def why_no_winner(rows: Sequence[Row]) -> tuple[str | None, str]:
     rows_by_status: dict[str | None, list[Row]] = defaultdict(list)
     for row in rows:
         rows_by_status[row["status"]].append(row)
-    rejected_rows = rows_by_status.pop("rejected", [])
+    rejected_rows = rows_by_status.pop(Status.REJECTED, [])
     if not rows_by_status:
-        return "rejected", _no_valid_layout_text(rejected_rows)
+        return Status.REJECTED.value, _no_valid_layout_text(rejected_rows)
     statuses = sorted(rows_by_status, key=lambda s: (tier(s), -len(rows_by_status[s]), str(s)))
     texts = [_status_text(s, rows_by_status[s], is_only_status=len(statuses) == 1) for s in statuses]
     return (None if None in rows_by_status else statuses[0]), "; ".join(texts)
@@ -48,10 +48,10 @@ def _status_text(status: str | None, rows: Sequence[Row], is_only_status: bool) 
     if status is None:
         return f"{num_runs} pending"
     number_text = f"all {num_runs}" if is_only_status and num_runs > 1 else str(num_runs)
-    if status == "ok":
+    if status == Status.OK:
         return f"{number_text} ok{_why_unranked(rows)}"
     reason = next((row["reason"] for row in rows if row["reason"]), None)
-    if reason is None or status == "oom":  # the name of the status says enough
+    if reason is None or status == Status.OOM:  # the name of the status says enough
         return f"{number_text} {status}"
     return f"{number_text} {status}: {reason}"
 
@@ -108,7 +108,7 @@ _FURTHER_COLUMNS = (
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
-    "run_id", "cell", "competes_in", "place", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
+    "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
     "ci_reached",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
@@ -317,7 +317,7 @@ class Ranking:
             **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
             cell=sorted_keys.groupby(_CELL_KEY, dropna=False, sort=False).ngroup(),
             competes_in=self.environments.ids,
-            place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
+            allocation_key=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
             width=frame["step_time_ci95_rel"] if self._rank_by in _STEP_TIME_COLUMNS else None,
         )

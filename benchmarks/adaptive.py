@@ -19,6 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from timing import ultrabench
 
+from ultrabench.result import Status
+
 SWEEP = [
     "sweep=quick", "model=mini", "sweep.nodes=[1]", "sweep.seq_len=128", "sweep.gbs=16", "sweep.mbs=[1,2,4,8,16]",
     "sweep.gas=null", "sweep.pp_schedule=[1f1b,afab]", "sweep.recompute=[none,full]",
@@ -51,7 +53,7 @@ def scores(folder: Path, rows: str, *profile: str) -> tuple[float, float]:
 
 
 def best_of(rows: list[Row]) -> Row:
-    return min((row for row in rows if row["status"] == "ok"), key=lambda row: row["step_time_s"])
+    return min((row for row in rows if row["status"] == Status.OK), key=lambda row: row["step_time_s"])
 
 
 def alone(folder: Path, name: str, row: Row) -> float:
@@ -72,7 +74,7 @@ def repeated(folder: Path, chosen: Row, best: Row) -> tuple[float, bool]:
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ultrabench-adaptive-"))
     all_rows = launched(folder, "every", "sweep.strategy=exhaustive")
-    timed = [row for row in all_rows if row["status"] == "ok"]
+    timed = [row for row in all_rows if row["status"] == Status.OK]
     table = pq.read_table(folder / "every.parquet")
     chosen = {row["run_id"] for row in random.Random(SEED).sample(timed, RUNS)}
     is_chosen = pa.array([run_id in chosen for run_id in table["run_id"].to_pylist()])

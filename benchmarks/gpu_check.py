@@ -36,6 +36,7 @@ from ultrabench.kernel.requests import CheckSpec, dry_run
 from ultrabench.layout import Layout
 from ultrabench.processes import run_python, thread_variables
 from ultrabench.record import to_dict
+from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_config
@@ -174,8 +175,8 @@ def memory(machine: Machine) -> Finding:
         overrides = (*MEMORY_RUNS, *layouts, f"sweep.gbs={2 * machine.ranks}")
         sweep = machine.sweep("gpu-check-memory", *overrides)
         ran = [(sweep.specs[row["run_id"]], row) for row in sweep.rows if row["run_id"] in sweep.specs]
-        failed = [f"{r['run_id']} {r['status']}: {r['reason']}" for _, r in ran if r["status"] != "ok"]
-        peaks = [(spec, r["peak_mem_allocated_bytes"]) for spec, r in ran if r["status"] == "ok"]
+        failed = [f"{r['run_id']} {r['status']}: {r['reason']}" for _, r in ran if r["status"] != Status.OK]
+        peaks = [(spec, r["peak_mem_allocated_bytes"]) for spec, r in ran if r["status"] == Status.OK]
     dry = [(spec, peak, max(cost.peak_bytes for cost in dry_run(spec))) for spec, peak in peaks]
     if not dry or failed:
         return Finding(False, "; ".join(failed) or "no run has ended")
@@ -311,7 +312,7 @@ def run_lines(
 
 def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line], machine: Machine) -> None:
     """The table of all results, what to look at for each step that failed, and what is left."""
-    styles = {"pass": "ok", "fail": "crash", "refused": None}
+    styles = {"pass": Status.OK, "fail": Status.CRASH, "refused": None}
     rows = [(key, Text(result["status"], style_of(styles[result["status"]])), duration_text(result["seconds"]), result["found"])
             for key, result in results.items()]  # fmt: skip
     show(

@@ -21,6 +21,7 @@ from ultrabench.analysis.schema import FLOAT, SCHEMA, TEXT, column
 from ultrabench.hardware import peak_suffix
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout
+from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config, load_model
@@ -154,7 +155,7 @@ def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
         f"trace={str(variant.is_traced).lower()}",
     )  # fmt: skip
     sweep = machine.sweep(f"gpu-check-{variant.name.replace(' ', '-')}", *overrides, ranks=1)
-    ok_rows = [row for row in sweep.rows if row["status"] == "ok"]
+    ok_rows = [row for row in sweep.rows if row["status"] == Status.OK]
     if not ok_rows:
         return Finding(
             False, "; ".join(f"{row['status']}: {row['reason']}" for row in sweep.rows) or "no row"

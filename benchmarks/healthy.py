@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 from sweeps import LAYOUTS, launch, write_model
 from timing import ultrabench
 
+from ultrabench.result import Status
+
 
 def main() -> int:
     folder, runs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000
@@ -25,7 +27,7 @@ def main() -> int:
     table = pq.read_table(folder / "results/healthy/runs.parquet")
     ends = Counter(map(str, table["status"].to_pylist()))
     print(json.dumps(ends))
-    return int(not ends.keys() <= {"ok", "rejected"})
+    return int(not ends.keys() <= {Status.OK, Status.REJECTED})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ultrabench.kernel.compat import activate_flash3, prefers_cudnn_attention
 from ultrabench.kernel.cp import ring_attention
 from ultrabench.kernel.model import Attention, Decoder, causal_attention
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import KernelConfig, auto_attention
+from ultrabench.layout import AUTO
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -26,18 +27,18 @@ BACKENDS = {
 def choose_backend(kernel: KernelConfig, head_width: int, device: torch.device) -> str:
     """The implementation that runs where `kernel` asks for one: cudnn, flash, flash3 or math.
 
-    auto is flash on CPUs. On GPUs it is cuDNN on Hopper and Blackwell where it is new enough and head_width is a
-    multiple of 8 up to 128, else flash; these compute in 16 bit only, so that fp32 and fp64 take math.
+    For auto, cuDNN must be new enough, and head_width a multiple of 8 up to 128.
 
     Raises:
         ConfigError: flash3 is asked for and not installed.
     """
     if kernel.attention == "flash3":
         activate_flash3()
-    if kernel.attention != "auto" or device.type == "cpu":
-        return "flash" if kernel.attention == "auto" else kernel.attention
-    fits_cudnn = head_width % 8 == 0 and head_width <= 128 and prefers_cudnn_attention(device)
-    return "math" if not kernel.in_16_bits else "cudnn" if fits_cudnn else "flash"
+    if kernel.attention != AUTO:
+        return kernel.attention
+    fits_cudnn = device.type == "cuda" and head_width % 8 == 0 and head_width <= 128
+    prefers_cudnn = fits_cudnn and kernel.in_16_bits and prefers_cudnn_attention(device)
+    return auto_attention(device.type, kernel.in_16_bits, prefers_cudnn)
 
 
 def pinned_attention(backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import PRECISIONS, ROUTING_RULE, KernelConfig
-from ultrabench.layout import Layout
+from ultrabench.layout import AUTO, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import thread_variables
 from ultrabench.record import from_dict, to_dict
@@ -41,7 +41,7 @@ class CheckSpec:
     steps: int = 3
     clip: float = 0.5
     """Largest gradient norm; so small that gradients are clipped, so that the norm is checked. The second step is not."""
-    attention: str = "auto"
+    attention: str = AUTO
     """The implementation of attention of the layout; the single process always has the one that torch takes."""
     routing: Annotated[str, ROUTING_RULE] = "balanced"
     """How tokens of a model with experts choose them, in the layout and in the single process."""

@@ -155,7 +155,7 @@ class Timing:
         gc.enable()
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
-        if self.task.profile:
+        if self.task.traced:
             self.report.phase(TRACE_PHASE)
             trace_steps(self.trainer, self.num_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
         self.report.write(

@@ -16,10 +16,10 @@ from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 
 def array_groups(jobs: Sequence[PlannedJob], max_size: int) -> list[list[PlannedJob]]:
-    """The jobs in groups of at most `max_size`, each of equal nodes, time limit, place and nodes to avoid."""
+    """The jobs in groups of at most `max_size`, each of equal nodes, time limit, runtime and nodes to avoid."""
     groups: dict[tuple[object, ...], list[PlannedJob]] = {}
     for job in jobs:
-        group_key = (job.nodes, job.limit_s, job.attempts[0].candidate.place, job.avoid)
+        group_key = (job.nodes, job.limit_s, job.attempts[0].candidate.runtime, job.avoid)
         groups.setdefault(group_key, []).append(job)
     return [group[i : i + max_size] for group in groups.values() for i in range(0, len(group), max_size)]
 
@@ -40,7 +40,7 @@ def make_allocations(
 
     Args:
         token: hexadecimal digits that no other submission has.
-        origin: the user who submits the allocations, and the place.
+        origin: the user who submits the allocations, and the cluster or host.
         kernel_digest: digest of the training program; the program on the nodes must have the same one.
         sweep_id: id of the sweep, by which its checkpoints and jobs are found under every path and name.
         num_cores: number of cores of this host; None if they were not counted.

@@ -38,7 +38,7 @@ from ultrabench.store.sweep_json import (
     SweepJson,
     create_sweep_json,
     find_sweep_json,
-    place_of,
+    location_of,
     read_sweep_json,
 )
 from ultrabench.sweep.config.load import profile_of
@@ -342,7 +342,7 @@ def _new_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
     """Creates sweep.json with a new id, or with that of the journal if the file was deleted."""
     launched = fold_events(read_journal(folder.journal)).launched
     sweep_id = (launched.sweep_id if launched else "") or new_sweep_id()
-    return create_sweep_json(folder, replace(content, id=sweep_id, place=place_of(folder)))
+    return create_sweep_json(folder, replace(content, id=sweep_id, place=location_of(folder)))
 
 
 def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, LIKELY_OOM, Prediction
-from ultrabench.variant import CELL_OPTIONS, Place, place_of
+from ultrabench.variant import CELL_OPTIONS, Runtime, runtime_of
 
 
 class CellKey(NamedTuple):
@@ -73,9 +73,9 @@ class Candidate:
         )
 
     @property
-    def place(self) -> Place:
+    def runtime(self) -> Runtime:
         """The container and the interpreter of the allocations in which it runs."""
-        return place_of(self.spec.variant)
+        return runtime_of(self.spec.variant)
 
     @property
     def valid(self) -> bool:

@@ -10,6 +10,7 @@ from math import gcd, prod
 
 from ultrabench.errors import ConfigError
 from ultrabench.layout import (
+    AUTO,
     BATCH,
     DEGREES,
     DIVIDES,
@@ -104,7 +105,7 @@ def _ep_values(axes: Axes, num_ranks: int, shape: ModelShape) -> list[int]:
     """
     largest_ep = gcd(shape.num_experts, num_ranks, MAX_EP) if shape.num_experts else 1
     powers_of_two = [2**n for n in range(largest_ep.bit_length())]
-    return [*chain(*(powers_of_two if value == "auto" else [value] for value in axes.layout["ep"]))]
+    return [*chain(*(powers_of_two if value == AUTO else [value] for value in axes.layout["ep"]))]
 
 
 def shards_of(shard_value: int | str, num_copies: int, ranks_in_node: int, zero_stage: int) -> int:
@@ -116,11 +117,11 @@ def shards_of(shard_value: int | str, num_copies: int, ranks_in_node: int, zero_
 
 def _pipelines(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     """The pairs of schedule and virtual stages that the axes ask for."""
-    for schedule_name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
+    for schedule_name in axes.layout["pp_schedule"] if pp > 1 else (AUTO,):
         if schedule_name == "interleaved":
             yield from ((schedule_name, virtual_stages) for virtual_stages in axes.layout["virtual_stages"])
         else:
-            schedule = default_schedule(pp, gas) if schedule_name == "auto" else schedule_name
+            schedule = default_schedule(pp, gas) if schedule_name == AUTO else schedule_name
             yield schedule, default_virtual_stages(schedule)
 
 
@@ -234,7 +235,7 @@ def without_candidates(
         yield "nodes", nodes, why_none(replace(axes, nodes=(nodes,)), gpus_per_node, workload)
     for axis in () if axes.listed else (*DEGREES[1:], *BATCH, *details_of("pp")):
         listed = axes.layout.get(axis, ())
-        for value in sorted({*listed} - {getattr(layout, axis) for _, layout in candidates} - {"auto"}):
+        for value in sorted({*listed} - {getattr(layout, axis) for _, layout in candidates} - {AUTO}):
             if axis == "pp_schedule":
                 yield axis, value, "no candidate has pp > 1"
             elif axis != "virtual_stages":

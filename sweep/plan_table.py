@@ -16,7 +16,7 @@ from pyarrow.json import ParseOptions, read_json
 
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_config import SIZE_OPTIONS, KernelConfig
-from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES, Layout, default_schedule
+from ultrabench.layout import AXES, NEUTRAL, SWEEP_VALUES, TEXT_AXES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict
 from ultrabench.run import RunSpec
@@ -98,11 +98,7 @@ HARDWARE_KEY, KERNEL_KEY, FIRST_VALUES_KEY = (
 
 def first_values(config: SweepConfig) -> dict[str, Any]:
     """Axis or option with several values -> the first one that the sweep lists, as it stands in a layout."""
-    layout_values = {
-        ("dp_shard", "all"): 0,
-        ("pp_schedule", "auto"): default_schedule(2, 2),
-        ("ep", "auto"): 1,
-    }
+    layout_values = {(axis, in_sweep.default): in_sweep.first for axis, in_sweep in SWEEP_VALUES.items()}
     axes = config.axes.layout.items()
     values_by_axis = {axis: [layout_values.get((axis, v), v) for v in values] for axis, values in axes}
     values_by_axis |= {option: [*values] for option, values in config.options.values.items()}

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ultrabench.hardware import DEVICE_KINDS, Hardware
-from ultrabench.kernel_config import ANY, PRECISIONS_16_BIT, KernelConfig
-from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
+from ultrabench.kernel_config import ANY, AUTO_NEEDS, PRECISIONS_16_BIT, KernelConfig
+from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
 from ultrabench.run import words_in
@@ -166,7 +166,7 @@ def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> It
         precision_text = f"needs precision={' or '.join(PRECISIONS_16_BIT)} on GPUs, not {precision}"
         if layout.cp > 1:
             yield f"cp={layout.cp} {precision_text}"
-        if attention not in ("auto", "math"):
+        if attention not in (AUTO, "math"):
             yield f"attention={attention} {precision_text}: use auto or math"
 
 
@@ -177,11 +177,10 @@ def _accelerator_refusals(
     compute_capability, attention = hardware.compute_capability, kernel.attention
     if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
         return
-    implementation = "flash" if attention == "auto" else attention
+    implementation = AUTO_NEEDS if attention == AUTO else attention
     if needed_text := _missing_feature(implementation, compute_capability, head_width):
-        lacks_flash = bool(_missing_feature("flash", compute_capability, head_width))
-        can_use_flash_instead = attention not in ("auto", "flash") and not lacks_flash
-        fallback = "auto" if can_use_flash_instead else "math"
+        can_use_auto = not _missing_feature(AUTO_NEEDS, compute_capability, head_width)
+        fallback = AUTO if can_use_auto and implementation != AUTO_NEEDS else "math"
         gpu_text = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
         yield f"attention={attention} needs {needed_text}; {gpu_text}: use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
 

@@ -98,7 +98,7 @@ def same_commands(plan: Plan) -> Iterator[str]:
         program = run.spec, AttemptKey("", 0, 0), plan.config.measure
         run_variables = sorted(variables_of(run.spec.variant).items(), key=str)
         texts = (*run_variables, *fill_in(*program), *fill_in_files(*program).items())
-        runs_by_command[run.nodes, run.place, *texts].append(run)
+        runs_by_command[run.nodes, run.runtime, *texts].append(run)
     equal_runs = [command_runs for command_runs in runs_by_command.values() if len(command_runs) > 1]
     if equal_runs:
         num_equal_runs, (first, second, *_) = sum(map(len, equal_runs)), equal_runs[0]

@@ -41,7 +41,7 @@ from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import FILES_WORD, LaunchPlace, Task, fill_in, fill_in_files
+from ultrabench.run import FILES_WORD, ProcessWords, Task, fill_in, fill_in_files
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import reveal_env
@@ -253,8 +253,10 @@ class Node:
             self._use_server(variant_env)
         for rank in self._processes:
             local_rank = None if task.starts_ranks else rank - self.ranks.start
-            place = LaunchPlace(self.identity.node_index, local_rank, address, port, str(self._files_folder))
-            env, log_path = self._rank_env(task, rank, place), self._log_path(rank)
+            process = ProcessWords(
+                self.identity.node_index, local_rank, address, port, str(self._files_folder)
+            )
+            env, log_path = self._rank_env(task, rank, process), self._log_path(rank)
             # A starter does not bind ranks, nor may it be bound to the CPUs of its first one.
             cpus = self._rank_cpus[local_rank] if self._rank_cpus and local_rank is not None else None
             if task.forked:
@@ -264,7 +266,7 @@ class Node:
             env = with_variant_env(env, variant_env)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             program = {
-                "command": fill_in(task.spec, task.key, task.measure, place),
+                "command": fill_in(task.spec, task.key, task.measure, process),
                 "cwd": self._program_folder,
                 "guarded": task.starts_ranks,
             }
@@ -294,7 +296,7 @@ class Node:
     def _space_shortage(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
         return cleanup.space_shortage(self.scratch.parent, min_bytes)
 
-    def _rank_env(self, task: Task, rank: int, place: LaunchPlace) -> dict[str, str]:
+    def _rank_env(self, task: Task, rank: int, process: ProcessWords) -> dict[str, str]:
         """The variables that torchrun sets, or those that its own command needs; and ours."""
         if task.starts_ranks:
             sizes: dict[str, object] = {
@@ -305,14 +307,14 @@ class Node:
             sizes = {
                 "RANK": rank,
                 "WORLD_SIZE": task.spec.layout.world_size,
-                "LOCAL_RANK": place.local_rank,
+                "LOCAL_RANK": process.local_rank,
                 "LOCAL_WORLD_SIZE": self.allocation.gpus_per_node,
             }
         return {
             **{name: str(size) for name, size in sizes.items()},
-            "NODE_RANK": str(place.node_rank),
-            "MASTER_ADDR": place.master_addr,
-            "MASTER_PORT": str(place.master_port),
+            "NODE_RANK": str(process.node_rank),
+            "MASTER_ADDR": process.master_addr,
+            "MASTER_PORT": str(process.master_port),
             **processes.thread_variables(self._threads_per_rank),
             "ULTRABENCH_SPEC": str(self._run_folder / "spec.json"),
             "ULTRABENCH_REPORT": str(self._run_folder / f"rank{rank}.report"),
@@ -553,7 +555,7 @@ class Node:
             cleanup.copy_logs(self._run_folder, log_folder, int(self._task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node_index == 0 and not self._task.probe:
             cleanup.join_tails(self._run_folder, log_folder, self._processes)
-        return cleanup.copy_trace(self._run_folder, log_folder) if self._task.profile else []
+        return cleanup.copy_trace(self._run_folder, log_folder) if self._task.traced else []
 
     def close(self) -> None:
         """Kills every process, the fork server too."""

@@ -23,6 +23,7 @@ from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, peak_suffix
+from ultrabench.result import Status
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 
@@ -67,7 +68,7 @@ class Grid:
         self.cells = cells
         self.model_labels = sorted(num_params_by_model, key=lambda label: (num_params_by_model[label], label))
         """Name and size of each model, the smallest one first."""
-        self.places = sorted({place_of(cell) for cell in cells})
+        self.nodes = sorted({nodes_of(cell) for cell in cells})
         """Number of nodes and of GPUs of each column; as many GPUs as fill the nodes are infinite."""
         self.cell_lines = [_lines_of_cell(cell, square_inches, compared_name) for cell in cells]
         """The lines of text in the square of each cell."""
@@ -75,12 +76,12 @@ class Grid:
         text_inches = [_PADDING_INCHES + _offsets_inches(lines)[-1] for lines in self.cell_lines]
         self.square_width, self.square_height = square_inches, max(min_inches, *text_inches)
         """Width and height of a square in inches; a single row is higher."""
-        self.width = self.square_width * len(self.places)
+        self.width = self.square_width * len(self.nodes)
         self.height = self.square_height * len(self.model_labels)
         """Width and height of all squares together in inches."""
 
 
-def place_of(cell: Cell) -> tuple[int, float]:
+def nodes_of(cell: Cell) -> tuple[int, float]:
     """The column of a cell: its nodes, and its GPUs if they fill no whole number of nodes, else infinity."""
     return cell.nodes, cell.partial_gpus or math.inf
 
@@ -91,7 +92,7 @@ def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[TextLine], scale_m
     Args:
         scale_max: value at the end of the colour scale, in percent for MFU.
     """
-    x, y = grid.places.index(place_of(cell)), grid.model_labels.index(_model_label(cell))
+    x, y = grid.nodes.index(nodes_of(cell)), grid.model_labels.index(_model_label(cell))
     fill_colour: Any = _NO_RESULT_FILL if cell.run_id is None else _NO_VALUE_FILL
     text_colour = _NO_RESULT_TEXT_COLOUR if cell.run_id is None else _DARK_TEXT_COLOUR
     if (value := _scale_value(cell)) is not None:
@@ -163,7 +164,9 @@ def _word_lines(words: Sequence[str], separator: str, max_chars: int) -> list[st
 
 def _headline_text(cell: Cell) -> str:
     """The shown value of a cell, or its tokens/s/GPU where the value, such as MFU, is unknown."""
-    speed_text = "ok" if cell.tokens_per_s_per_gpu is None else count(cell.tokens_per_s_per_gpu, "tok/s")
+    speed_text = (
+        Status.OK.value if cell.tokens_per_s_per_gpu is None else count(cell.tokens_per_s_per_gpu, "tok/s")
+    )
     return with_unit(cell.shown_column, cell.shown_value) or speed_text
 
 
@@ -245,7 +248,7 @@ def _grids(cells: Sequence[Cell], compared_name: str) -> list[Grid]:
     cells_by_panel: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         cells_by_panel[cell.panel].append(cell)
-    max_columns = max(len({*map(place_of, panel_cells)}) for panel_cells in cells_by_panel.values())
+    max_columns = max(len({*map(nodes_of, panel_cells)}) for panel_cells in cells_by_panel.values())
     square_inches = 2.0 if max_columns <= 2 else 1.5
     return [Grid(panel_cells, square_inches, compared_name) for panel_cells in cells_by_panel.values()]
 
@@ -272,12 +275,12 @@ def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
 
 def _draw_labels(axes: Axes, grid: Grid, max_title_inches: float) -> None:
     """Draws the lines between squares, the labels of nodes and models, and a title of at most `max_title_inches`."""
-    num_columns, num_rows = len(grid.places), len(grid.model_labels)
+    num_columns, num_rows = len(grid.nodes), len(grid.model_labels)
     axes.set(frame_on=False, xlim=(0, num_columns), ylim=(num_rows, 0), yticks=[])
     axes.hlines(range(num_rows + 1), 0, num_columns, colors="white", linewidth=2.5)
     axes.vlines(range(num_columns + 1), 0, num_rows, colors="white", linewidth=2.5)
-    place_texts = [f"{n:,}" if gpus == math.inf else f"{n:,} ({gpus:,} GPUs)" for n, gpus in grid.places]
-    axes.set_xticks([n + 0.5 for n in range(num_columns)], place_texts)
+    nodes_texts = [f"{n:,}" if gpus == math.inf else f"{n:,} ({gpus:,} GPUs)" for n, gpus in grid.nodes]
+    axes.set_xticks([n + 0.5 for n in range(num_columns)], nodes_texts)
     axes.set_xlabel("nodes", color=GREY)
     axes.tick_params(length=0, labelsize=10)
     for row, (model_name, size_text) in enumerate(grid.model_labels):

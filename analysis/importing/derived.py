@@ -20,6 +20,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import BATCH, DEGREES, NEUTRAL, details_of
 from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
+from ultrabench.result import Status
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_model
 from ultrabench.sweep.running.outliers import rate_doubts
@@ -222,7 +223,7 @@ def _fill_speed(
     formula_flops = pd.Series([flops_by_key[key] for key in keys], frame.index, float)
     ranges = [ranges_by_key[key] for key in keys]
     rates = compare_rates(frame, half_digits, ranges, formula_flops, table_map)
-    has_speed = (frame["status"] == "ok") & (frame["gpus"] != 0) & rates.gpu_tokens_per_s.notna()
+    has_speed = (frame["status"] == Status.OK) & (frame["gpus"] != 0) & rates.gpu_tokens_per_s.notna()
     gpu_tokens_per_s = rates.gpu_tokens_per_s.where(has_speed)
     tokens_per_s = gpu_tokens_per_s * frame["gpus"]
     _fill(frame, "tokens_per_s_per_gpu", gpu_tokens_per_s)
@@ -242,7 +243,7 @@ def _fill_speed(
         used = " and ".join(sorted({*formulas[rates.follows_from_flops & has_speed]}))
         fact = f"speeds of {counted(num_assumed, 'row')} follow from FLOP/s or MFU by the formula {used}"
         notes.append(f"{fact}; if the table counts otherwise, set constants.flops_formula")
-    is_ok = frame["status"] == "ok"
+    is_ok = frame["status"] == Status.OK
     has_rate = frame["tokens_per_s_per_gpu"] > 0
     if num_timeless := int((is_ok & has_rate & frame["step_time_s"].isna()).sum()):
         why = "since mbs, gas (or gbs) or seq_len is missing"
@@ -262,7 +263,7 @@ def _fill(frame: pd.DataFrame, name: str, values: pd.Series) -> None:
 
 def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     """Doubts about rows whose values cannot have been measured."""
-    ok_rows = frame[frame["status"] == "ok"]
+    ok_rows = frame[frame["status"] == Status.OK]
     for column in (*_COUNT_COLUMNS, *_MEASURED_COLUMNS):
         values = (frame if column in _COUNT_COLUMNS else ok_rows)[column]
         yield "impossible_value", values[values <= 0].map(f"impossible value: {column}={{:.4g}}".format)

@@ -16,6 +16,7 @@ from ultrabench.analysis.importing.readings import TOLERANCE, Reading, column_do
 from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
+from ultrabench.result import Status
 
 RATE_COLUMNS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu")
 """Columns that give the tokens per second of a GPU; the first one counts if two contradict and nothing else decides."""
@@ -89,7 +90,7 @@ def compare_rates(
         "mfu": frame["mfu"] * frame["peak_flops_per_s"],
         "source_mfu": frame["source_mfu"] * frame["peak_flops_per_s"],
     }
-    is_ok = frame["status"] == "ok"
+    is_ok = frame["status"] == Status.OK
     values = {name: _positive(column.where(is_ok)) for name, column in (rates | flop_rates).items()}
     roundings = {name: _rounding(half_digits.get(name), frame[name]) for name in COMPARED_COLUMNS}
     follows_from_flops = frame[[*RATE_COLUMNS]].isna().all(axis=1)

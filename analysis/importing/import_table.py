@@ -34,7 +34,7 @@ _EMPTY_TEXTS = frozenset({
 })  # fmt: skip
 """Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` means so, too."""
 _TRUTH_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_OTHER_STATUS_WORDS = {"out of memory": "oom", "cuda out of memory": "oom", "cuda oom": "oom"}
+_OTHER_STATUS_WORDS = dict.fromkeys(("out of memory", "cuda out of memory", "cuda oom"), Status.OOM.value)
 """Words for a status that are not its name."""
 _OTHER_PRECISION_WORDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 """Words for a precision that are not its name."""

@@ -37,7 +37,7 @@ function measure(name, row) {
 
 function measured(shown) {
   const { x, y } = state;
-  const rankedRows = shown.filter((row) => value("rank", row) !== null && value("status", row) === "ok" && value("model", row) !== null);
+  const rankedRows = shown.filter((row) => value("rank", row) !== null && isOk(row) && value("model", row) !== null);
   return rankedRows.filter((row) => value(x, row) !== null && measure(y, row) !== null);
 }
 

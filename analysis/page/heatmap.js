@@ -18,7 +18,7 @@ function isDark(rgb) {
 
 // How many of the runs were tried, are as good as the best, ran out of memory or failed, as a text.
 function tally(runs) {
-  const count = (isCounted) => runs.filter(isCounted).length, isOom = (row) => value("status", row) === "oom";
+  const count = (isCounted) => runs.filter(isCounted).length, isOom = (row) => value("status", row) === pageData.names.oom;
   const [allWord, oomWord] = pageData.outcomes, counts = [
     [count(({ row }) => tierOf(row) < 2), allWord],
     [count(({ asGood }) => asGood), "as good"],

@@ -49,7 +49,7 @@ from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import peak_suffix
 from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES
-from ultrabench.result import UNSETTLED, Status, state, tier
+from ultrabench.result import SLOWER, UNSETTLED, Status, state, tier
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.extrapolation import beyond_fit
@@ -158,6 +158,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "axes": [*AXES, *values_by_option],
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
+        "names": {"ok": Status.OK, "oom": Status.OOM, "slower": SLOWER},
         "parts": [*MEMORY_PARTS],
         "effects": effects,
         "nodes": _nodes_json(table, public),
@@ -318,7 +319,7 @@ def _derived_columns(
     for name in _RUN_NUMBERS:
         yield f"run_{name}", [_six_digits(row.get("run_numbers", {}).get(name)) for row in rows]
     yield "state", [state(row["status"], row["attempt"]) for row in rows]
-    yield "place", [allocation_numbers[allocation] for allocation in allocations]
+    yield "allocation_number", [allocation_numbers[allocation] for allocation in allocations]
     yield "doubt", ["yes" if row["suspect"] else "no" for row in rows]
     yield "layout", [*map(words_of_row, rows)]
     yield "launch", [None if row["rank"] is None else launch_words(row) for row in rows]
@@ -347,13 +348,13 @@ def _memory_by_run(table: pa.Table) -> dict[str, Row]:
     runs, _ = measured_runs(measured_table.take(pa.array(sorted(first_rows.values()), pa.int64())))
     memory_by_run = {}
     for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
-        profiled_runs = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
+        program_runs = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
         try:
-            profile, hardware = profile_and_hardware(profiled_runs[0])
+            profile, hardware = profile_and_hardware(program_runs[0])
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
-        for run in profiled_runs:
+        for run in program_runs:
             stages = predict_memory(run.spec, constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu_at_limit))

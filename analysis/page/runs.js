@@ -18,7 +18,7 @@ const ATTEMPT_COLUMNS = {
 // row or of its run.
 function shownText(name, row, numberOf = value) {
   if (name === "memory") return memoryOf(row);
-  if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower" : isSuspect(row) ? "suspect" : value("state", row);
+  if (name === "place") return value("stopped", row) === pageData.names.slower ? "slower" : isSuspect(row) ? "suspect" : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const valueText = text(name, numberOf(name, row)), relativeInterval = numberOf("step_time_ci95_rel", row);
   if (name === "mfu" && valueText) return valueText + (pageData.cells[value("cell", row)]?.of_peak ?? "");

@@ -11,19 +11,23 @@ for (let row = 0; row < numRows; row++) {
   if (value("is_final", row)) repeatsOf[cell].push(row);
 }
 
-// The place of the state of a row among those of a cell: 0 is ok, 1 a failure, 2 is to come, 3 is skipped; a later version may have more.
+// The tier of the state of a row among those of a cell: 0 is ok, 1 a failure, 2 is to come, 3 is skipped; a later version may have more.
 function tierOf(row) {
   return pageData.tiers[value("state", row)] ?? 1;
 }
 
+function isOk(row) {
+  return value("status", row) === pageData.names.ok;
+}
+
 // Whether the measurement of an ok row is suspect.
 function isSuspect(row) {
-  return value("status", row) === "ok" && value("suspect", row) !== null;
+  return isOk(row) && value("suspect", row) !== null;
 }
 
 // Whether a row competes where no row is suspect: it is ok, has a rate and was not stopped as slower.
 function isMeasured(row) {
-  return value("status", row) === "ok" && value("stopped", row) !== "slower_than_best" && value(RATE, row) !== null;
+  return isOk(row) && value("stopped", row) !== pageData.names.slower && value(RATE, row) !== null;
 }
 
 function mayWin(row) {
@@ -50,12 +54,12 @@ function standings(cell, isShown) {
   const comparedColumn = besideOneControl(competing) ? "control_ratio" : RATE;
   // A predicted run counts with its rate times the probability that it fits, as expected_rate in candidate.py.
   const comparedValue = (row) => pageData.cells[cell].predicted ? value(RATE, row) * (1 - value("p_oom", row)) : value(comparedColumn, row);
-  const relativeInterval = (row) => value("step_time_ci95_rel", row) ?? 0, placeOf = (row) => value("place", row);
-  const controlInterval = new Map(comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row)).map((row) => [placeOf(row), relativeInterval(row)]));
+  const relativeInterval = (row) => value("step_time_ci95_rel", row) ?? 0, allocationOf = (row) => value("allocation_number", row);
+  const controlInterval = new Map(comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row)).map((row) => [allocationOf(row), relativeInterval(row)]));
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
   const runs = [...rowByContender].map(([contender, row]) => {
     const repeats = measuredByContender.get(contender) ?? [], comparedValues = repeats.map(comparedValue);
-    const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlInterval.get(placeOf(repeat)) ?? 0));
+    const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlInterval.get(allocationOf(repeat)) ?? 0));
     const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
     const interval = comparedValues.length ? [Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))), Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n])))] : null;
     return { row, comparedColumn, run: value("run_id", row), value: medianValue ?? -Infinity, interval, tier: tierOf(row) };

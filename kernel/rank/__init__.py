@@ -1,1 +1,1 @@
-"""The life of a rank beside its training: environment, memory, progress, stacks, probes and profiles."""
+"""The life of a rank beside its training: environment, memory, progress, stacks, probes and traces."""

@@ -161,21 +161,10 @@ class Hardware:
         maker_prefix, _, digits = (self.architecture or "").partition("_")
         return int(digits) if maker_prefix == "sm" else None
 
-    def auto_attention(self, in_16_bits: bool) -> str | None:
-        """What attention=auto of our own kernel becomes: flash, math or cudnn; None where the architecture is unknown.
-
-        On Hopper and Blackwell wide heads take flash instead of cudnn.
-
-        Args:
-            in_16_bits: whether the precision has 16 bits.
-        """
-        if not self.has_gpus:
-            return "flash"
-        if not in_16_bits:
-            return "math"
-        if self.architecture is None:
-            return None
-        return "cudnn" if (self.compute_capability or 0) // 10 in (9, 10) else "flash"
+    @property
+    def prefers_cudnn(self) -> bool | None:
+        """Whether cuDNN has the faster attention, as on Hopper and Blackwell; None where the architecture is unknown."""
+        return None if self.architecture is None else (self.compute_capability or 0) // 10 in (9, 10)
 
     @property
     def fp8_refusal(self) -> str | None:

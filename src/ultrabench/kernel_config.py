@@ -12,7 +12,8 @@ from msgspec import Meta
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
-from ultrabench.layout import DEGREES, RANK_ORDER, Layout
+from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.layout import AUTO, DEGREES, RANK_ORDER, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 from ultrabench.quantity import parsed_number
@@ -32,7 +33,27 @@ PRECISIONS_16_BIT = tuple(precision for precision, num_bytes in ELEMENT_BYTES.it
 ROUTING_RULE = matching(
     r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned or skew=NUMBER, such as skew=0.5"
 )
-ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
+ATTENTION_NAMES = (AUTO, "cudnn", "flash", "flash3", "math")
+AUTO_NEEDS = "flash"
+"""The implementation of attention that a GPU must have for attention=auto in 16 bits, as `auto_attention` falls back to it."""
+
+
+def auto_attention(device: str, in_16_bits: bool, prefers_cudnn: bool | None) -> str:
+    """What attention=auto of our own kernel is on a device: flash, math or cudnn; auto where that is unknown.
+
+    Args:
+        device: cpu or cuda.
+        in_16_bits: whether the precision has 16 bits, in which alone the fused attention of GPUs computes.
+        prefers_cudnn: whether cuDNN is the faster one on the GPU; None if the GPU is unknown.
+    """
+    if not DEVICE_KINDS[device].has_gpus:
+        return "flash"
+    if not in_16_bits:
+        return "math"
+    if prefers_cudnn is None:
+        return AUTO
+    return "cudnn" if prefers_cudnn else AUTO_NEEDS
+
 
 SIZE_OPTIONS = ("params", "flops_per_token")
 """Options that say what is known of the size of a program's model: a number, or a pattern for its log."""
@@ -104,7 +125,7 @@ class KernelConfig:
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights), fp8 (bf16 with products of fp8) or fp64."""
     compile: bool = False
     """Whether the decoder layers are compiled by torch.compile; a configuration may say auto, true on GPUs."""
-    attention: Annotated[str, one_of(*ATTENTION_NAMES)] = "auto"
+    attention: Annotated[str, one_of(*ATTENTION_NAMES)] = AUTO
     """The implementation of attention: auto (the best that the device has), cudnn, flash (FlashAttention-2, on
     CPUs torch's own), flash3 (FlashAttention-3) or math (plain softmax(QK^T)V)."""
     routing: Annotated[str, ROUTING_RULE] = "balanced"

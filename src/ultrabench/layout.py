@@ -34,19 +34,28 @@ DpShardInSweep = Annotated[
     Meta(description="all, node or a number >= 2"),
 ]
 """Type of a value of dp_shard in a sweep: all dp*cp ranks, those of them on one node, or a number of ranks."""
+AUTO = "auto"
+"""Word in place of a value that ultrabench chooses: by the model and other axes, or by the device."""
 EpInSweep = Annotated[
-    Annotated[int, at_least(1)] | Annotated[str, one_of("auto")], Meta(description="auto or a number >= 1")
+    Annotated[int, at_least(1)] | Annotated[str, one_of(AUTO)], Meta(description="auto or a number >= 1")
 ]
 """Type of a value of ep in a sweep: auto, which is 1 and the powers of two that fit the experts of the model, or a number."""
 
 
 class SweepValues(NamedTuple):
-    """What a sweep may list for an axis, where that differs from the values that the axis has in a layout."""
+    """What a sweep may list for an axis, where that differs from the values that the axis has in a layout.
+
+    Only grid.py turns words such as auto into values of layouts.
+    """
 
     type: Any
     """The type of one value, with its rule."""
     default: int | str
     """The value that a sweep lists when it does not name the axis."""
+    first: int | str
+    """The value that `default` is in most layouts, or the first of several."""
+    is_several: bool = False
+    """Whether `default` may be several values, each in a layout of its own."""
 
 
 DEGREE, BATCH_CUT, CHOICE = "degree", "batch", "choice"
@@ -100,7 +109,7 @@ class Layout:
     dp_shard: Annotated[int, at_least(0)] = axis(
         "shard", "Number of ranks among which ZeRO shards; other ranks hold replicas. 0: all dp*cp ranks.",
         kind=CHOICE, title="ranks of a shard group", default=0, implied=(0,), detail_of="zero_stage",
-        sweep_values=SweepValues(DpShardInSweep, "all"), added_later=True,
+        sweep_values=SweepValues(DpShardInSweep, "all", first=0), added_later=True,
     )  # fmt: skip
     mbs: Count = axis(
         "mbs", "Sequences of a micro-batch on one dp rank.", kind=BATCH_CUT, title="sequences of a micro-batch",
@@ -113,11 +122,11 @@ class Layout:
     pp_schedule: Annotated[str, one_of(*PP_SCHEDULES)] = axis(
         "", "Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv.",
         kind=CHOICE, title="pipeline schedule", default="none", implied=("none", "1f1b"), detail_of="pp",
-        sweep_values=SweepValues(Annotated[str, one_of("auto", *PP_SCHEDULES[1:])], "auto"),
+        sweep_values=SweepValues(Annotated[str, one_of(AUTO, *PP_SCHEDULES[1:])], AUTO, first="1f1b"),
     )  # fmt: skip
     virtual_stages: Count = axis(
         "x", "Pipeline stages on each rank.", kind=CHOICE, title="stages of a rank", default=1, implied=(1,),
-        detail_of="pp_schedule", sweep_values=SweepValues(Annotated[int, at_least(2)], 2),
+        detail_of="pp_schedule", sweep_values=SweepValues(Annotated[int, at_least(2)], 2, first=2),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
         "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th layer in full).",
@@ -136,7 +145,7 @@ class Layout:
     ep: Count = axis(
         "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.", kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS_OF_TWO, divides=("dp", "cp", "tp"),
-        sweep_values=SweepValues(EpInSweep, "auto"), added_later=True,
+        sweep_values=SweepValues(EpInSweep, AUTO, first=1, is_several=True), added_later=True,
     )  # fmt: skip
     dp_overlap: Annotated[str, one_of("on", "off")] = axis(
         "overlap-", "Whether gradients are reduced during backward (on) or after it (off).", kind=CHOICE,

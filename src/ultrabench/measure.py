@@ -44,7 +44,7 @@ class Measure:
     deadline_floor_s: Positive
     """Shortest time in seconds without progress after which a run may count as hanging."""
     start_deadline_s: Positive
-    """Longest time in seconds without progress until the first step ends, and while a run is profiled."""
+    """Longest time in seconds without progress until the first step ends, and while a run is traced."""
     run_limit_s: Positive
     """Wall-clock limit of one attempt in seconds. It is three times the predicted duration where that is
     longer, and doubles after each time-out."""

@@ -98,16 +98,6 @@ def outcome_order(status: str | None) -> tuple[int, bool]:
     return -tier(status), status == Status.OOM
 
 
-CAUSES = (
-    "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
-    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
-    "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
-    "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
-    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow", "disk_error", "download_failed",
-    "compile_cache", "stale_file", "no_interface", "not_started",
-)  # fmt: skip
-"""All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
-
 STOPPED = "stopped"
 """Cause of a cancelled run whose agents were told to end."""
 
@@ -128,6 +118,16 @@ NOT_STARTED = "not_started"
 
 AGENT_GONE = "agent_gone"
 """Cause of a node_fail or a lost run that only the end of an agent shows, which the run itself may have caused."""
+
+CAUSES = (
+    "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
+    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
+    "segfault", "killed", "signal", "abort", "exception", "exit_code", EXITED_EARLY, "nccl_timeout", "nccl_error",
+    "gloo_error", "connection_error", "hang", "time_limit", STOPPED, NODE_FAILURE, AGENT_GONE, "preempted", UNMEASURED,
+    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", DISK_SLOW, "disk_error", "download_failed",
+    "compile_cache", "stale_file", "no_interface", NOT_STARTED,
+)  # fmt: skip
+"""All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
 
 
 LOCATED_STATUSES = frozenset({Status.CRASH, Status.HANG, Status.COMM_ERROR, Status.NODE_FAIL, Status.OOM})

@@ -13,7 +13,7 @@ from ultrabench.allowed import Size, at_least, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import ANY, KernelConfig
 from ultrabench.layout import ADDED_LATER as ADDED_AXES
-from ultrabench.layout import NEUTRAL, Layout
+from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
@@ -81,7 +81,7 @@ class RunSpec:
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
         }
-        if self.kernel.attention == "auto":
+        if self.kernel.attention == AUTO:
             content["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
         for dotted_name, default in ADDED_LATER.items():
             group, _, name = dotted_name.partition(".")
@@ -176,9 +176,14 @@ class Task(AttemptRecord):
     probe: bool = False
     """Whether devices and links of the allocation are measured instead of training."""
     profile: bool = False
-    """Whether some more steps are profiled after the measured ones."""
+    """`traced` under its name in allocation.json."""
     checkpoint: str | None = None
     """Folder in which the state is saved and loaded after the measured steps, and removed; None: it is not saved."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether some more steps are traced after the measured ones."""
+        return self.profile
 
     @property
     def forked(self) -> bool:
@@ -246,7 +251,7 @@ FILES_WORD = "files"
 """The word for the folder of the files of a run, which is another one for each attempt and node."""
 
 
-class LaunchPlace(NamedTuple):
+class ProcessWords(NamedTuple):
     """Where a command is started: the words of a command that differ between the processes of one run."""
 
     node_rank: int | str = 0
@@ -261,18 +266,20 @@ class LaunchPlace(NamedTuple):
     """The folder of the files of the run on this node."""
 
 
-PLACE_WORDS = LaunchPlace._fields[:-1]
+PROCESS_WORDS = ProcessWords._fields[:-1]
 """Words that differ between the processes of a run; only a command has them, since the ranks of a node share its files."""
-UNKNOWN_PLACE = LaunchPlace(*(f"{{{name}}}" for name in LaunchPlace._fields))
-"""The place of a command that is not started yet: its words stay in their braces."""
+UNKNOWN_PROCESS = ProcessWords(*(f"{{{name}}}" for name in ProcessWords._fields))
+"""The words of a process that is not started yet, which stay in their braces."""
 
 
 def _words_of_attempt(spec: RunSpec, key: AttemptKey, measure: Measure) -> dict[str, Any]:
-    """Word -> its value for the command and the files of an attempt, without those that its place decides."""
+    """Word -> its value for the command and the files of an attempt, without those of a process."""
     return words_of(spec) | key._asdict() | {"steps": steps_asked(spec.kernel, measure)}
 
 
-def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace | None = None) -> list[str]:
+def fill_in(
+    spec: RunSpec, key: AttemptKey, measure: Measure, process: ProcessWords | None = None
+) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
     Each `{word}` is replaced by the value of this run, whole numbers without `.0`; so are words with + - * between them.
@@ -280,19 +287,19 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace
     because the command may be a shell that replaces it.
 
     Args:
-        place: where the command is started; None for an example.
+        process: the words of the process that the command starts; None for an example.
 
     Raises:
         ConfigError: a `{word}` is unknown, a known one has quotes, spaces or its group in the braces, or no process can
             take the command.
     """
-    place = place or LaunchPlace()
-    place_words = {name: value for name, value in place._asdict().items() if value is not None}
+    process = process or ProcessWords()
+    process_words = {name: value for name, value in process._asdict().items() if value is not None}
     if spec.kernel.starts_ranks:
-        place_words.pop("local_rank", None)
+        process_words.pop("local_rank", None)
     if not spec.kernel.files:
-        del place_words[FILES_WORD]
-    words = place_words | _words_of_attempt(spec, key, measure)  # a user may have words of these names
+        del process_words[FILES_WORD]
+    words = process_words | _words_of_attempt(spec, key, measure)  # a user may have words of these names
 
     def value_text(match: re.Match[str]) -> str:
         braces, word = match[0], match["name"]
@@ -306,7 +313,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure, place: LaunchPlace
             raise ConfigError(
                 f"kernel.command has {braces}, the folder of kernel.files, which is empty: set it"
             )
-        if word not in words and word in LaunchPlace._fields:
+        if word not in words and word in ProcessWords._fields:
             problem = f"kernel.command has {braces} with kernel.launch_per={spec.kernel.launch_per}"
             raise ConfigError(
                 f"{problem}; the command starts once on each node: leave it out, the command sets {word.upper()}"
@@ -343,10 +350,12 @@ def fill_in_files(
     texts = {}
     for name, template in spec.kernel.files.items():
         where = f"kernel.files.{name}"
-        place_words = (w for w in names_in(template) if w in PLACE_WORDS and w not in words)
-        if place_word := next(place_words, None):
-            fact = f"{where} has {{{place_word}}}, which only a command can have, since ranks share a file"
-            raise ConfigError(fact, f"give {{{place_word}}} to the program in kernel.command", setting=where)
+        process_words = (w for w in names_in(template) if w in PROCESS_WORDS and w not in words)
+        if process_word := next(process_words, None):
+            fact = f"{where} has {{{process_word}}}, which only a command can have, since ranks share a file"
+            raise ConfigError(
+                fact, f"give {{{process_word}}} to the program in kernel.command", setting=where
+            )
         texts[name] = replace_words(template, words if name.endswith(".py") else json_words, where)
     return texts
 

@@ -26,8 +26,8 @@ ENV, FLAGS, WORDS = "env", "flags", "words"
 """The groups of options whose names a user chooses; the name of such an option is GROUP.NAME."""
 OPTION = "option"
 """The group of options that imported tables have; no sweep lists them."""
-Place = tuple[Value, ...]
-"""The values of JOB_OPTIONS that an allocation has; None for an option of which the sweep lists one value at most."""
+Runtime = tuple[Value, ...]
+"""The container and the interpreter of an allocation, its values of JOB_OPTIONS; None for an option of which the sweep lists one value at most."""
 CELL_OPTIONS = ("seq_len", "gbs", "precision")
 """Options that change what is computed, so that runs with other values are in other cells."""
 
@@ -57,15 +57,15 @@ def job_options(variant: Variant) -> dict[str, Value]:
     return {name: variant[name] for name in JOB_OPTIONS if name in variant}
 
 
-def place_of(variant: Variant) -> Place:
+def runtime_of(variant: Variant) -> Runtime:
     """The container and the interpreter of the allocations that run this variant."""
     return tuple(variant.get(name) for name in JOB_OPTIONS)
 
 
-def place_text(place: Place) -> str:
-    """A place as messages name it, such as `container=a.sif, python=/opt/b/bin/python`."""
+def runtime_text(runtime: Runtime) -> str:
+    """A runtime as messages name it, such as `container=a.sif, python=/opt/b/bin/python`."""
     return ", ".join(
-        f"{name}={value_text(v)}" for name, v in zip(JOB_OPTIONS, place, strict=True) if v is not None
+        f"{name}={value_text(v)}" for name, v in zip(JOB_OPTIONS, runtime, strict=True) if v is not None
     )
 
 

@@ -58,7 +58,9 @@ def _read_entry(index: int, entry: Any) -> ListedLayout:
     require_known(f"key of {name}:", (*AXES[1:], *CELL_TYPES), *entry, setting=SETTING)
     values: dict[str, Any] = {}
     for key, value in entry.items():
-        if isinstance(value, list | tuple | dict) or value is None or (key == "ep" and value == "auto"):
+        in_sweep = SWEEP_VALUES.get(key)
+        is_several = in_sweep is not None and in_sweep.is_several and value == in_sweep.default
+        if isinstance(value, list | tuple | dict) or value is None or is_several:
             fact = f"{name}: {key} has {'no value' if value is None else 'several values'}"
             raise ConfigError(fact, "an entry is one layout: give one value", setting=SETTING)
         if key in TEXT_AXES:

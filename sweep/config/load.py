@@ -12,7 +12,16 @@ from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import EMBEDDED, KERNEL_KINDS, KernelConfig
-from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
+from ultrabench.layout import (
+    AUTO,
+    AXES,
+    FOLLOWING,
+    NEUTRAL,
+    SWEEP_VALUES,
+    TEXT_AXES,
+    TYPES_IN_SWEEP,
+    choice_text,
+)
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.process_text import require_process_texts, require_variables
@@ -208,8 +217,8 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
     """
     type_by_option = field_types(KernelConfig) | {"compile": _CompileSetting}
     meaning_by_option: dict[str, dict[Any, Any]] = {
-        "precision": {None: hardware.precision}, "attention": {None: "auto"},
-        "compile": {None: False, "auto": hardware.has_gpus},
+        "precision": {None: hardware.precision}, "attention": {None: AUTO},
+        "compile": {None: False, AUTO: hardware.has_gpus},
     }  # fmt: skip
     kernel_kind = KERNEL_KINDS.get(str(values.get("kind", EMBEDDED)))
     takes_lists, options = kernel_kind is None or kernel_kind.trains_itself, {}
@@ -236,7 +245,7 @@ def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
     )
     if "nodes" not in values_by_axis:
         raise ConfigError("sweep lacks nodes; give a list, such as sweep.nodes=[1,2]", setting="sweep")
-    if "auto" in values_by_axis.get("gas", ()):
+    if AUTO in values_by_axis.get("gas", ()):
         advice = "write sweep.gas=null to derive gas from the batch"
         raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & values_by_axis.keys():

@@ -12,12 +12,12 @@ from msgspec import Meta
 from ultrabench.allowed import Line, Size
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
-from ultrabench.layout import AXES, TEXT_AXES, choice_text
+from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig, auto_attention
+from ultrabench.layout import AUTO, AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.placeholders import command_text, names_in
 from ultrabench.record import field_types, value_from
-from ultrabench.run import FILES_WORD, PLACE_WORDS, AttemptKey
+from ultrabench.run import FILES_WORD, PROCESS_WORDS, AttemptKey
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -150,8 +150,8 @@ def read_options(
     words = {name: _option_values(listed, f"{WORDS}.{name}") for name, listed in listed_by_word.items()}
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": listed for name, listed in words.items()}
-    place_options = [name for name in JOB_OPTIONS if sweep.get(name) is not None]
-    values |= {name: _option_values(sweep[name], name, Line) for name in place_options}
+    job_options = [name for name in JOB_OPTIONS if sweep.get(name) is not None]
+    values |= {name: _option_values(sweep[name], name, Line) for name in job_options}
     number_words = [name for name, listed in words.items() if all(isinstance(v, int | float) for v in listed)]
     for rule in rules:
         if text_word := next((name for name in rule.names if name in {*words} - {*number_words}), None):
@@ -196,8 +196,8 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
 def _require_different_attention(kernel_options: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
     """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
     for precision in kernel_options["precision"]:
-        auto_attention = hardware.auto_attention(precision in PRECISIONS_16_BIT) or "auto"
-        text_by_value = {str(v): auto_attention if v == "auto" else v for v in kernel_options["attention"]}
+        meaning = auto_attention(hardware.device, precision in PRECISIONS_16_BIT, hardware.prefers_cudnn)
+        text_by_value = {str(v): meaning if v == AUTO else v for v in kernel_options["attention"]}
         _require_different("kernel.attention", text_by_value.items())
 
 
@@ -262,7 +262,7 @@ def _require_used(words: Mapping[str, Any], arguments: _ArgumentsByFlag, kernel:
     names_in_braces = [name for part in command_parts for name in re.findall(r"\{([^{}]*)\}", part)]
     calculated_names = {name for part in (*command_parts, *kernel.files.values()) for name in names_in(part)}
     for name in (name for name in words if name not in {*names_in_braces, *calculated_names}):
-        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps", FILES_WORD, *PLACE_WORDS)
+        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps", FILES_WORD, *PROCESS_WORDS)
         unknown_words = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
         like = nearest_name(f"{{{name}}}", unknown_words, 0.55)
         reason = f"the command has {like} instead" if like else f"the command does not contain {{{name}}}"

@@ -153,7 +153,7 @@ class SweepConfig:
     """Whether gbs is the same on all numbers of nodes, or grows with them from that of the smallest number."""
     repeats: Annotated[int, between(1, 1000)] = 1
     trace: bool = False
-    """Whether each run profiles some more steps after the measured ones."""
+    """Whether each run traces some more steps after the measured ones."""
     profile: Profile
     """The constants of the predictions."""
     max_p_oom: Annotated[float, between(0, 1)] = 1.0

@@ -21,9 +21,9 @@ from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.blame import Blame, blame_of, policy_of
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
-from ultrabench.sweep.running.searched_cell import outcomes, places_not_started
+from ultrabench.sweep.running.searched_cell import outcomes, runtimes_not_started
 from ultrabench.sweep.running.standings import standings_of
-from ultrabench.variant import place_text
+from ultrabench.variant import runtime_text
 
 MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
@@ -82,7 +82,7 @@ def _unstarted_reasons(
     """run_id -> why a run that the search passes over is left out; those that were tried have a status."""
     begun_ids = {key.run_id for key in state.attempts}
     passed_over = (run for run in runs if run.run_id not in searched_ids | begun_ids)
-    return {run.run_id: f"no job of {place_text(run.place)} has started an agent" for run in passed_over}
+    return {run.run_id: f"no job of {runtime_text(run.runtime)} has started an agent" for run in passed_over}
 
 
 _OTHER_VARIANT_REASON = (
@@ -266,8 +266,8 @@ def _begun_and_proposed(
     begun_ids = {r.run_id for r in runs if any(a.key.repeat < repeats for a in attempts.get(r.run_id, ()))}
     begun_ids |= ids_under_way
     waiting_attempts = finder.todo_of([run for run in runs if run.run_id in begun_ids], range(repeats))
-    unstarted_places = places_not_started(runs, attempts)
-    busy_cells = {t.candidate.cell for t in waiting_attempts if t.candidate.place not in unstarted_places}
+    unstarted_runtimes = runtimes_not_started(runs, attempts)
+    busy_cells = {t.candidate.cell for t in waiting_attempts if t.candidate.runtime not in unstarted_runtimes}
     for cell in outcomes(runs, finder.state, config.max_p_oom):
         if cell.runs[0].cell not in busy_cells:
             proposed_runs = propose(cell.runs, cell.tried, config.batch) or cell.next_variants()

@@ -28,8 +28,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.launcher_config import launcher_kind
 from ultrabench.sweep.config.sweep_config import RetryPolicy
-from ultrabench.variant import Place as JobPlace
-from ultrabench.variant import place_of
+from ultrabench.variant import Runtime, runtime_of
 
 MIN_SUSPECTING_RUNS = 2
 """Number of different runs that must suspect a node before it is excluded; one run alone may be wrong."""
@@ -58,8 +57,8 @@ NUM_NAMED_RUNS = 3
 """Runs that a reason names one by one."""
 
 
-class Place(NamedTuple):
-    """What a node held of a run. Failures that stay at one place whatever node is there are the program's."""
+class NodeRole(NamedTuple):
+    """What a node held of a run. Failures that stay in one role whatever node is there are the program's."""
 
     has_rank_0: bool
     has_first_stage: bool
@@ -67,10 +66,10 @@ class Place(NamedTuple):
 
 
 @cache
-def _places(num_hosts: int, num_stages: int) -> tuple[Place, ...]:
+def _node_roles(num_hosts: int, num_stages: int) -> tuple[NodeRole, ...]:
     """What the nodes of a run hold, if ranks are numbered along the nodes, and pipeline stages along the ranks."""
     return tuple(
-        Place(
+        NodeRole(
             has_rank_0=index == 0,
             has_first_stage=index * num_stages // num_hosts == 0,
             has_last_stage=((index + 1) * num_stages - 1) // num_hosts == num_stages - 1,
@@ -118,14 +117,14 @@ class Trial:
         """Whether it began on some of its nodes only, or had one node, so that other nodes could tell more."""
         return bool(self.began_on) and (len(self.hosts) == 1 or self.began_on < frozenset(self.hosts))
 
-    def place_of(self, host: str) -> Place:
+    def role_of(self, host: str) -> NodeRole:
         """What `host` held."""
-        return self.places[self.hosts.index(host)]
+        return self.roles[self.hosts.index(host)]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def roles(self) -> tuple[NodeRole, ...]:
         """What each of its nodes held."""
-        return _places(len(self.hosts), self.num_stages)
+        return _node_roles(len(self.hosts), self.num_stages)
 
 
 def trial_of(attempt: AttemptState) -> Trial | None:
@@ -178,7 +177,7 @@ class FailedStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """What the table says about one node beside the others at the same place of their runs."""
+    """What the table says about one node beside the others in the same role."""
 
     node: str
     failed_runs: tuple[str, ...]
@@ -337,9 +336,9 @@ def failed_starts(state: SweepState) -> list[FailedStart]:
     for attempt in state.attempts.values():
         for host in attempt.result.hostnames if attempt.result else ():
             last_start_by_host[host] = max(last_start_by_host[host], attempt.time or 0.0)
-    starts, bad_places = [], _unstartable_places(state)
+    starts, bad_runtimes = [], _unstartable_runtimes(state)
     for allocation in state.allocations.values():
-        if place_of(allocation.variant) in bad_places:
+        if runtime_of(allocation.variant) in bad_runtimes:
             continue
         for end in allocation.ends.values():
             submitted_at = allocation.submitting_at or 0.0
@@ -355,12 +354,12 @@ class _VariantSpec(msgspec.Struct):
     variant: dict[str, Any] = {}
 
 
-def _unstartable_places(state: SweepState) -> set[JobPlace]:
-    """The places whose runs failed because their container or interpreter cannot start."""
+def _unstartable_runtimes(state: SweepState) -> set[Runtime]:
+    """The runtimes whose runs failed because their container or interpreter cannot start."""
     results = ((attempt, attempt.result) for attempt in state.attempts.values())
     unstarted = [a for a, r in results if r and r.cause == NOT_STARTED and r.status == Status.CRASH]
     specs = (attempt.spec_as(_VariantSpec) for attempt in unstarted)
-    return {place_of(spec.variant) for spec in specs if spec}
+    return {runtime_of(spec.variant) for spec in specs if spec}
 
 
 def decide_blame(
@@ -468,9 +467,9 @@ class _Table:
         return trials_by_host
 
     @cached_property
-    def _num_ok_by_places(self) -> Mapping[tuple[Place, ...], int]:
+    def _num_ok_by_roles(self) -> Mapping[tuple[NodeRole, ...], int]:
         """What the nodes of an attempt held -> the number of such attempts that were ok."""
-        return Counter(trial.places for trial in self._rows if trial.is_ok)
+        return Counter(trial.roles for trial in self._rows if trial.is_ok)
 
     def _failures_everywhere(self) -> dict[str, str]:
         """Failure that different runs had on enough disjoint nodes before any run was ok -> these nodes, in words."""
@@ -489,7 +488,7 @@ class _Table:
         return len(disjoint_sets) >= (2 if is_working else MIN_DISJOINT_SETS)
 
     def _num_runs_ok_since(self, host: str, since: float) -> int:
-        """The number of runs that were ok on a node, at any place, since a time."""
+        """The number of runs that were ok on a node, in any role, since a time."""
         return len({t.run_id for t in self._ok_trials_by_host.get(host, ()) if t.started_at >= since})
 
     def _is_confined(self, failure: str) -> bool:
@@ -545,16 +544,16 @@ class _Table:
                 yield self._record(node, trials)
 
     def _record(self, node: str, blamed_trials: Sequence[Trial]) -> NodeRecord:
-        """The record of a node at the places at which it failed."""
-        places = {t.place_of(node) for t in blamed_trials if node in t.hosts}
+        """The record of a node in the roles in which it failed."""
+        roles = {t.role_of(node) for t in blamed_trials if node in t.hosts}
         first_at = min(t.started_at for t in blamed_trials)
         ok_here = self._ok_trials_by_host.get(node, ())
-        num_ok_since = sum(t.started_at >= first_at and t.place_of(node) in places for t in ok_here)
-        # All attempts in which some node was at one of these places, without those in which this node took part.
+        num_ok_since = sum(t.started_at >= first_at and t.role_of(node) in roles for t in ok_here)
+        # All attempts in which some node had one of these roles, without those in which this node took part.
         num_ok = sum(
-            num for trial_places, num in self._num_ok_by_places.items() if not places.isdisjoint(trial_places)
+            num for trial_roles, num in self._num_ok_by_roles.items() if not roles.isdisjoint(trial_roles)
         )
-        num_ok_with_it = sum(not places.isdisjoint(t.places) for t in ok_here)
+        num_ok_with_it = sum(not roles.isdisjoint(t.roles) for t in ok_here)
         failed_runs = {trial.run_id for trial in blamed_trials}
         failures, not_compared = {trial.failure for trial in blamed_trials}, {node, *self._likely_bad}
         failed_elsewhere = {
@@ -563,7 +562,7 @@ class _Table:
             for host in trial.began_on - not_compared
             if (is_blaming or trial.failure in failures)
             and host in trial.hosts
-            and trial.place_of(host) in places
+            and trial.role_of(host) in roles
         }
         return NodeRecord(
             node=node,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import is_in_window, offset_text, utc_offset_s
-from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_place
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_site
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
@@ -77,7 +77,7 @@ def decide(
     starts = starts_of(state, launch)
     if reasons := starts.unstartable(limits):
         failures = {
-            t.key: reasons[t.candidate.place] for t in attempts_left.todo if t.candidate.place in reasons
+            t.key: reasons[t.candidate.runtime] for t in attempts_left.todo if t.candidate.runtime in reasons
         }
         if failures:
             return Actions(unstartable=failures, wait=True)
@@ -91,7 +91,9 @@ def decide(
                 f"outside the window {window} ({offset_text(utc_offset_s(now_s))}): no jobs are submitted",
             ),
         )
-    todo = sorted(attempts_left.todo, key=lambda t: len(starts.row_by_place[t.candidate.place].allocations))
+    todo = sorted(
+        attempts_left.todo, key=lambda t: len(starts.row_by_runtime[t.candidate.runtime].allocations)
+    )
     attempts_left = replace(attempts_left, todo=tuple(todo))
     return _submit_actions(plan, state, jobs_seen, limits, launch.by, attempts_left)
 
@@ -101,7 +103,7 @@ def _submit_actions(
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
     open_allocations = (state.allocations[name] for name in jobs.alive | jobs.leaving)
-    live_allocations_here = [a for a in open_allocations if is_same_place(origin, a.by)]
+    live_allocations_here = [a for a in open_allocations if is_same_site(origin, a.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
     if len(live_allocations_here) > limits.max_jobs // 2:
         return Actions(wait=True)
@@ -138,8 +140,8 @@ def _dead_end(
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    open_places = {attempt.candidate.place for attempt in attempts.todo}
-    if useless_allocations := starts.dead_end(limits, open_places):
+    open_runtimes = {attempt.candidate.runtime for attempt in attempts.todo}
+    if useless_allocations := starts.dead_end(limits, open_runtimes):
         return DeadEnd(
             num_allocations=len(useless_allocations),
             missing_run="anything",

@@ -47,18 +47,18 @@ SAFE_MEMORY_SHARE = 0.7
 """Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
 
 ControlKey = tuple[CellKey, tuple[Value, ...]]
-"""The cell of a run and the place of its allocation."""
+"""The cell of a run and the runtime of its allocation."""
 
 
 def control_key(run: Candidate) -> ControlKey:
     """What the runs have in common that are measured beside one control run."""
-    return run.cell, run.place
+    return run.cell, run.runtime
 
 
 def controls(plan: Plan) -> dict[ControlKey, Candidate]:
     """Control key -> its control run: the fastest by prediction of those that surely fit, else the smallest.
 
-    It has the first value of each option, as far as a run with these values can be made in that place.
+    It has the first value of each option, as far as a run with these values can be made in that runtime.
     """
     runs_by_key = defaultdict[ControlKey, list[Candidate]](list)
     first_values = plan.config.options.first_variant
@@ -179,7 +179,7 @@ def pack(
 ) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
 
-    All attempts of a group have the same number of nodes, the same repeat, the same place and the same nodes to avoid,
+    All attempts of a group have the same number of nodes, the same repeat, the same runtime and the same nodes to avoid,
     and also the same cell where allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
     duration with its control run, or launcher.pack runs.
 
@@ -195,7 +195,7 @@ def pack(
     for attempt in todo:
         run, control = attempt.candidate, control_by_key.get(control_key(attempt.candidate))
         cell = run.cell if config.launcher.control else None
-        group_key = (run.nodes, attempt.key.repeat, run.place, cell, attempt.avoid)
+        group_key = (run.nodes, attempt.key.repeat, run.runtime, cell, attempt.avoid)
         control_s = control.duration_s if control else 0.0
         run_s = 0.0 if control and control.run_id == run.run_id else run.duration_s
         group, group_s = open_groups.get(group_key, ([], 0.0))

@@ -20,7 +20,7 @@ from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import MIN_GAIN, TriedRuns, propose
 from ultrabench.sweep.running import outliers
-from ultrabench.variant import Place, Value
+from ultrabench.variant import Runtime, Value
 
 NUM_BEST_LAYOUTS = 3
 """Number of layouts of a cell with which other variants are tried."""
@@ -66,9 +66,9 @@ def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> 
     """
     attempts_by_run, link_rates = state.by_run(), outliers.preflight_rates(state)
     searched_runs = [*runs]
-    unstarted_places = places_not_started(searched_runs, attempts_by_run)
+    unstarted_runtimes = runtimes_not_started(searched_runs, attempts_by_run)
     for cell_runs in by_cell(searched_runs).values():
-        startable_runs = [run for run in cell_runs if run.place not in unstarted_places]
+        startable_runs = [run for run in cell_runs if run.runtime not in unstarted_runtimes]
         cell_runs = startable_runs or cell_runs
         usual_runs, other_runs = split_by_variant(with_measured_links(cell_runs, state.config, link_rates))
         tried = _tried(usual_runs, attempts_by_run, max_p_oom)
@@ -76,16 +76,16 @@ def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> 
         yield SearchedCell(usual_runs, tried, other_runs, tried_others)
 
 
-def places_not_started(
+def runtimes_not_started(
     runs: Iterable[Candidate], attempts_by_run: Mapping[str, Sequence[AttemptState]]
-) -> frozenset[Place]:
-    """The places of which jobs were tried, and none has started an agent."""
-    unstarted_places, started_places = set[Place](), set[Place]()
+) -> frozenset[Runtime]:
+    """The runtimes of which jobs were tried, and none has started an agent."""
+    unstarted_runtimes, started_runtimes = set[Runtime](), set[Runtime]()
     for run in runs:
         for attempt in attempts_by_run.get(run.run_id, ()):
             is_unstarted = attempt.result is not None and attempt.result.cause == NOT_STARTED
-            (unstarted_places if is_unstarted else started_places).add(run.place)
-    return frozenset(unstarted_places - started_places)
+            (unstarted_runtimes if is_unstarted else started_runtimes).add(run.runtime)
+    return frozenset(unstarted_runtimes - started_runtimes)
 
 
 def _tried(

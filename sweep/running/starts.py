@@ -11,7 +11,7 @@ from ultrabench.store.events import EndCode
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.attempts import Launch
-from ultrabench.variant import Place, place_of, place_text
+from ultrabench.variant import Runtime, runtime_of, runtime_text
 
 MAX_ALLOCATIONS_WITHOUT_RUN = 3
 """A variant fails, or the sweep stops, after this many allocations in a row that ended without having claimed a run, on
@@ -30,7 +30,7 @@ class UselessRow:
     allocations: list[AllocationState] = field(default_factory=list)
     num_telling: int = 0
     """Number of these allocations without those whose nodes may explain their end."""
-    places: set[Place] = field(default_factory=set)
+    runtimes: set[Runtime] = field(default_factory=set)
     suspect_nodes: set[str] = field(default_factory=set)
     """Nodes on which they failed and nothing else has started since."""
 
@@ -40,7 +40,7 @@ class UselessRow:
         failed_on -= cleared_nodes
         self.allocations.append(allocation)
         self.num_telling += self.suspect_nodes.isdisjoint(failed_on)
-        self.places.add(place_of(allocation.variant))
+        self.runtimes.add(runtime_of(allocation.variant))
         self.suspect_nodes |= failed_on
 
     def is_enough(self, limits: JobLimits) -> bool:
@@ -61,50 +61,50 @@ class Starts:
 
     row: UselessRow = field(default_factory=UselessRow)
     """The latest allocations of the launch, as far as none of them ran anything."""
-    row_by_place: dict[Place, UselessRow] = field(default_factory=lambda: defaultdict(UselessRow))
-    """Place -> the same for its allocations."""
-    started_since: dict[Place, set[Place]] = field(default_factory=lambda: defaultdict(set))
-    """Place -> other places of which a job ran something after the first allocation of its row."""
-    started_places: frozenset[Place] = frozenset()
-    """Places of which a job ever ran something, in this launch or an earlier one."""
+    row_by_runtime: dict[Runtime, UselessRow] = field(default_factory=lambda: defaultdict(UselessRow))
+    """Runtime -> the same for its allocations."""
+    started_since: dict[Runtime, set[Runtime]] = field(default_factory=lambda: defaultdict(set))
+    """Runtime -> other runtimes of which a job ran something after the first allocation of its row."""
+    started_runtimes: frozenset[Runtime] = frozenset()
+    """Runtimes of which a job ever ran something, in this launch or an earlier one."""
 
-    def unstartable(self, limits: JobLimits) -> dict[Place, str]:
-        """Place whose container or interpreter is at fault -> the reason.
+    def unstartable(self, limits: JobLimits) -> dict[Runtime, str]:
+        """Runtime whose container or interpreter is at fault -> the reason.
 
-        Jobs of other places must have run something: after the first of its own failed, or ever, if none of its own and of
+        Jobs of other runtimes must have run something: after the first of its own failed, or ever, if none of its own and of
         the others that fail now did. Else all jobs may fail for another reason, such as a file server that does not answer.
         """
-        new_places = frozenset(self.row_by_place) - self.started_places
-        reasons = dict[Place, str]()
-        for place, row in self.row_by_place.items():
-            others_work = self.started_since[place] or (
-                self.started_places and place in new_places and self.row.places <= new_places
+        new_runtimes = frozenset(self.row_by_runtime) - self.started_runtimes
+        reasons = dict[Runtime, str]()
+        for runtime, row in self.row_by_runtime.items():
+            others_work = self.started_since[runtime] or (
+                self.started_runtimes and runtime in new_runtimes and self.row.runtimes <= new_runtimes
             )
-            if row.is_enough(limits) and others_work and any(value is not None for value in place):
-                reasons[place] = _reason(place, row)
+            if row.is_enough(limits) and others_work and any(value is not None for value in runtime):
+                reasons[runtime] = _reason(runtime, row)
         return reasons
 
-    def dead_end(self, limits: JobLimits, open_places: Collection[Place]) -> Sequence[AllocationState]:
+    def dead_end(self, limits: JobLimits, open_runtimes: Collection[Runtime]) -> Sequence[AllocationState]:
         """The latest allocations, if jobs run nothing whatever their variant and their nodes; else none.
 
         Those of variants that are at fault do not count.
 
         Args:
-            open_places: the places of the attempts that are left to submit.
+            open_runtimes: the runtimes of the attempts that are left to submit.
         """
-        places_at_fault, row = self.unstartable(limits), UselessRow()
+        runtimes_at_fault, row = self.unstartable(limits), UselessRow()
         for allocation in self.row.allocations:
-            if place_of(allocation.variant) not in places_at_fault:
+            if runtime_of(allocation.variant) not in runtimes_at_fault:
                 row.add(allocation)
-        return row.allocations if row.is_enough(limits) and row.places >= {*open_places} else ()
+        return row.allocations if row.is_enough(limits) and row.runtimes >= {*open_runtimes} else ()
 
 
-def _reason(place: Place, row: UselessRow) -> str:
-    """Why the runs of a place fail, such as `container=a.sif started on none of gpu01,gpu02: FATAL: no such file`."""
+def _reason(runtime: Runtime, row: UselessRow) -> str:
+    """Why the runs of a runtime fail, such as `container=a.sif started on none of gpu01,gpu02: FATAL: no such file`."""
     hosts, latest_end = row.failed_on, row.allocations[-1].ended
     nodes_text = f" on {','.join(hosts)}" if hosts else ""
     num = len(row.allocations)
-    return f"{place_text(place)}: {num} jobs in a row ran nothing{nodes_text}, while those of other variants did ({latest_end})"
+    return f"{runtime_text(runtime)}: {num} jobs in a row ran nothing{nodes_text}, while those of other variants did ({latest_end})"
 
 
 def starts_of(state: SweepState, launch: Launch) -> Starts:
@@ -115,25 +115,25 @@ def starts_of(state: SweepState, launch: Launch) -> Starts:
     for attempt in state.attempts.values():
         if attempt.allocation in ran_names and attempt.result:
             hosts_by_name[attempt.allocation] |= {*attempt.result.hostnames}
-    starts.started_places = frozenset(
-        place_of(a.variant) for a in state.allocations.values() if a.name in ran_names
+    starts.started_runtimes = frozenset(
+        runtime_of(a.variant) for a in state.allocations.values() if a.name in ran_names
     )
-    works_for_others = defaultdict[Place, set[str]](set)
+    works_for_others = defaultdict[Runtime, set[str]](set)
     for allocation in telling_allocations(state, launch, ran_names):
-        place = place_of(allocation.variant)
+        runtime = runtime_of(allocation.variant)
         if allocation.name in ran_names:
             hosts = hosts_by_name[allocation.name] | {agent.host for agent in allocation.agents}
             starts.row = UselessRow()
-            starts.row_by_place.pop(place, None)
-            starts.started_since.pop(place, None)
-            for other_place, row in starts.row_by_place.items():
+            starts.row_by_runtime.pop(runtime, None)
+            starts.started_since.pop(runtime, None)
+            for other_runtime, row in starts.row_by_runtime.items():
                 row.suspect_nodes -= hosts
-                starts.started_since[other_place].add(place)
-            works_for_others[place] |= hosts
+                starts.started_since[other_runtime].add(runtime)
+            works_for_others[runtime] |= hosts
         elif allocation.end is None or allocation.end.code not in ENDS_ALLOWED_WITHOUT_RUN:
-            is_new = place not in starts.started_places
-            others = (nodes for other_place, nodes in works_for_others.items() if other_place != place)
-            starts.row_by_place[place].add(allocation, set().union(*others) if is_new else frozenset())
+            is_new = runtime not in starts.started_runtimes
+            others = (nodes for other_runtime, nodes in works_for_others.items() if other_runtime != runtime)
+            starts.row_by_runtime[runtime].add(allocation, set().union(*others) if is_new else frozenset())
             starts.row.add(allocation)
     return starts
 

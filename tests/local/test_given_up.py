@@ -11,6 +11,7 @@ import pytest
 from tests import patience
 from tests.unit.agent import one_node, test_gpus
 from ultrabench.node_health import findings_of
+from ultrabench.result import NODE_FAILURE
 from ultrabench.store.events import AllocationEnded, Claimed, Failed, Preflight
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
@@ -60,7 +61,7 @@ def test_a_faulty_node_is_refused_and_the_journal_keeps_the_health_of_all(tmp_pa
     fault = "local-1: the node is faulty: ECC errors (GPU 0: 3 errors)"
     assert (end.reason, end.avoid) == (fault, ("local-1",))
     (result,) = (e.result for e in events if isinstance(e, Failed))
-    assert (result.status, result.cause, result.suspect_hosts) == ("node_fail", "node_failure", ("local-1",))
+    assert (result.status, result.cause, result.suspect_hosts) == ("node_fail", NODE_FAILURE, ("local-1",))
     (preflight,) = (e for e in events if isinstance(e, Preflight))
     sound, faulty = (findings_of(facts["health"])["ECC errors"] for facts in preflight.found["nodes"])
     assert (sound.health, faulty.health, faulty.numbers) == ("ok", "fail", {"GPU 0": 3})

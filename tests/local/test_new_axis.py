@@ -132,7 +132,7 @@ def test_three_more_fields_are_three_more_axes(changed_bench, bench):
 
 def test_a_folder_from_before_the_axes_is_read_with_their_neutral_values(changed_bench):
     old = changed_bench.folder / "results" / "old"
-    shutil.copytree(Path(__file__).parents[1] / "fixtures" / "schema2", old)
+    shutil.copytree(Path(__file__).parents[1] / "fixtures/v0.2.0/results/local", old)
     status, cells, *_ = several(
         changed_bench, ["sweep", "status", "old", "--json"], ["heatmap", "old", "--json", "--include-suspects"],
         ["sweep", "top", "old"], ["report", "old", "-o", "page.html"],

@@ -14,6 +14,7 @@ from ultrabench.analysis.figures.runs import final_rows, ok_runs
 from ultrabench.analysis.figures.style import Panel, panel_grid, series_looks
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details_of
+from ultrabench.result import Status
 from ultrabench.sweep.predict.pipeline import bubble_share
 from ultrabench.sweep.refusals import schedule_refusals
 
@@ -56,7 +57,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
 def _measured_pipeline_runs(rows: pd.DataFrame) -> pd.DataFrame:
     """The measured runs with a pipeline that may win; `share` is null for those without a run to compare with."""
-    if not ((rows["status"] == "ok") & (rows["tokens_per_s_per_gpu"] > 0)).any():
+    if not ((rows["status"] == Status.OK) & (rows["tokens_per_s_per_gpu"] > 0)).any():
         return rows.iloc[:0].assign(share=0.0)
     runs = ok_runs(rows)
     runs = runs[runs["may_win"]]
@@ -90,7 +91,7 @@ def _note(measured_runs: pd.DataFrame, pipeline_runs: pd.DataFrame) -> str:
         measured_runs: what `_measured_pipeline_runs` returns.
     """
     num_unpaired = int(measured_runs["share"].isna().sum())
-    num_not_drawn = int((pipeline_runs["status"] == "ok").sum()) - len(measured_runs)
+    num_not_drawn = int((pipeline_runs["status"] == Status.OK).sum()) - len(measured_runs)
     return (
         "Lines: idle time if all stages take equal time, backward takes twice as long as forward, and messages take no "
         f"time; xN: N stages per rank.\nPoints ({len(measured_runs) - num_unpaired}): 1 - step time without pipeline / step time with "

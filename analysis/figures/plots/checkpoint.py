@@ -12,7 +12,7 @@ from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.runs import final_rows, runs_with_value
 from ultrabench.analysis.figures.style import panel_grid, series_looks
 from ultrabench.errors import counted
-from ultrabench.result import SLOWER
+from ultrabench.result import SLOWER, Status
 
 _SERIES = {
     "save": ("checkpoint_save_s", 1.0, "seconds"),
@@ -34,7 +34,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     """
     rows = final_rows(table, more_columns=("checkpoint_cause",))
     todo = "measure it with: ultrabench sweep launch measure.checkpoint=true"
-    ok_runs = rows[rows["status"] == "ok"]
+    ok_runs = rows[rows["status"] == Status.OK]
     saved_runs, _ = runs_with_value(ok_runs, "checkpoint_save_s", "checkpoint", todo)
     unsaved_runs = ok_runs[ok_runs["checkpoint_save_s"].isna()]
     unsaved_text = f"{counted(len(unsaved_runs), 'run')} without checkpoint: {_reasons_text(unsaved_runs)}"

@@ -11,6 +11,7 @@ from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.style import panel_grid, series_looks
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
+from ultrabench.result import Status
 
 _TITLE_BY_OPERATION = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
@@ -38,7 +39,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         {**run, **measurement, "size": 2 ** round(log2(measurement["bytes"]))}
         for run in runs
         for measurement in run["bandwidths"] or ()
-        if run["status"] == "ok" and None not in (measurement[column] for column, _ in _STATISTICS.values())
+        if run["status"] == Status.OK
+        and None not in (measurement[column] for column, _ in _STATISTICS.values())
     ]
     if not bandwidth_rows:
         job_busbw_columns = [column for column in table.column_names if column.endswith("_busbw_bytes_per_s")]

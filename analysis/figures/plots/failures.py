@@ -35,7 +35,7 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     run with a suspect number.
     """
     rows = final_rows(table)
-    is_suspect = (rows["status"] == "ok") & rows["suspect"].notna()
+    is_suspect = (rows["status"] == Status.OK) & rows["suspect"].notna()
     rows["shown_status"] = rows["status"].fillna(PENDING).mask(is_suspect, "suspect")
     noun = noun_of(rows)
     runs, excluded_text = runs_with_value(rows, axis, axis, "choose another --axis", noun)

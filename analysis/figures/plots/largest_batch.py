@@ -95,7 +95,7 @@ def _square_values(runs: pd.DataFrame) -> dict[str, Any]:
     return {
         "predicted": predicted_mbs,
         "measured": largest_mbs,
-        "oom": (mbs_of_oom[mbs_of_oom > mbs_of_ok.max()] if len(mbs_of_ok) else mbs_of_oom).min(),
+        Status.OOM.value: (mbs_of_oom[mbs_of_oom > mbs_of_ok.max()] if len(mbs_of_ok) else mbs_of_oom).min(),
         "contradicted": bool(mbs_of_ok.max() > predicted_mbs or has_only_oom),
         "runs": runs["run_key"].nunique(),
     }
@@ -181,9 +181,9 @@ def _draw_square(axes: Panel, square: pd.Series, source: str, xy: tuple[int, int
 
     `source` says which mbs: predicted or measured. A measured square also names the smallest larger mbs that ran out of memory.
     """
-    mbs, smallest_oom_mbs = square[source], square["oom"] if source == "measured" else np.nan
+    mbs, smallest_oom_mbs = square[source], square[Status.OOM] if source == "measured" else np.nan
     text = "?" if pd.isna(mbs) else f"{mbs:.0f}" if mbs else "none"
-    text += f"\noom {smallest_oom_mbs:.0f}" if pd.notna(smallest_oom_mbs) else ""
+    text += f"\n{Status.OOM} {smallest_oom_mbs:.0f}" if pd.notna(smallest_oom_mbs) else ""
     colour_share = np.log2(mbs + 1) / np.log2(max_mbs + 1) if mbs > 0 else 0.0
     face_colour = _COLOUR_MAP(0.15 + 0.85 * colour_share) if colour_share else PALE
     is_framed = square["contradicted"] and source == "predicted"

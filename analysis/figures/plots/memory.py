@@ -27,6 +27,7 @@ from ultrabench.layout import (
     details_of,
     model_parallel_degree,
 )
+from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, TEXT_ARGUMENTS, config_of, read_arguments, run_of
 from ultrabench.sweep.config.files import files
@@ -75,7 +76,7 @@ _MARK_LOOK = {"color": DARK, "linestyle": "", "markeredgecolor": "white", "marke
 _LOOK_BY_MARK: dict[str, dict[str, Any]] = {
     "measured": {"label": "measured, largest of all ranks", "marker": "o", **_MARK_LOOK},
     "measured_rank0": {"label": "measured, rank 0", "marker": "s", **_MARK_LOOK},
-    "oom": {"label": "measured: out of memory", "marker": "X", **_MARK_LOOK},
+    Status.OOM.value: {"label": "measured: out of memory", "marker": "X", **_MARK_LOOK},
 }
 """Kind of a mark (the column `shown`) -> its look."""
 _LIMIT_LOOK: dict[str, Any] = {"color": DARK, "linestyle": "--", "linewidth": 1.2}
@@ -233,11 +234,11 @@ def _run_marks(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> t
     is_above_pp = pairs[["gas", "gas_of_bar"]].min(axis=1) > bar_values["pp"]
     is_equal["gas"] |= is_above_pp & (bar_values["pp_schedule"] != "afab")
     matches = pairs[is_equal.all(axis=1)]
-    is_ok, mem_bytes = matches["status"] == "ok", config.hardware.mem_bytes
+    is_ok, mem_bytes = matches["status"] == Status.OK, config.hardware.mem_bytes
     peak_bytes, rank0_bytes = matches["peak_mem_reserved_bytes"], matches["peak_mem_reserved_rank0_bytes"]
-    is_kind = [matches["suspect"].notna(), matches["status"] == "oom"]
+    is_kind = [matches["suspect"].notna(), matches["status"] == Status.OOM]
     is_kind += [is_ok & (peak_bytes > 0), is_ok & (rank0_bytes > 0)]
-    kinds = np.select(is_kind, ["suspect", "oom", "measured", "measured_rank0"], "")
+    kinds = np.select(is_kind, ["suspect", Status.OOM.value, "measured", "measured_rank0"], "")
     mark_bytes = np.select(is_kind, [np.nan, mem_bytes, peak_bytes, rank0_bytes], np.nan)
     marks = pd.DataFrame({"value": matches["value"], "shown": kinds, "bytes": mark_bytes})[kinds != ""]
     num_suspect = int((marks["shown"] == "suspect").sum())
@@ -275,7 +276,7 @@ def _prediction_lines(bars: pd.DataFrame, reasons: Mapping[str, str], config: Sw
 
 def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """A bar for each value of the axis, or each rank of the pipeline, with a line at the memory of the GPU."""
-    max_memory = points["bytes"][points["shown"] != "oom"].max()
+    max_memory = points["bytes"][points["shown"] != Status.OOM].max()
     unit, unit_bytes = ("GiB", GIB) if max_memory >= GIB else ("MiB", 2**20)
     size_columns = ["bytes", "mem_bytes", *MEMORY_PARTS]
     points, max_memory = points.assign(**points[size_columns] / unit_bytes), max_memory / unit_bytes
@@ -320,7 +321,7 @@ def _label_bars(axes: Panel, points: pd.DataFrame, bars: pd.DataFrame, y_max: fl
     if bar_inches < _MIN_LABEL_INCHES:
         return
     text_box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
-    marks = points[points["shown"] != "oom"]
+    marks = points[points["shown"] != Status.OOM]
     for x, bar_name, peak, p in bars[["value", "bytes", "p_oom"]].itertuples():
         oom_text = f"\nP(OOM)\n{100 * p:.0f} %" if p >= 0.005 and bar_inches > 2 * _MIN_LABEL_INCHES else ""
         is_close = (marks["value"] == bar_name) & ((marks["bytes"] - peak).abs() < 0.08 * y_max)

@@ -11,6 +11,7 @@ from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs
 from ultrabench.analysis.figures.style import LookByValue, Panel, panel_grid, series_looks
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
+from ultrabench.result import Status
 
 _TIME_COLUMNS, _MEMORY_COLUMNS = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predicted_gib")
 """The column of measured values and that of predicted values."""
@@ -56,7 +57,7 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
 
 def validation_figure(rows: pd.DataFrame, profile_name: str) -> Figure:
     """The figure of the healthy runs that `ultrabench.analysis.predict.validate` has predicted with a profile."""
-    runs = rows[rows.healthy & (rows.status == "ok") & rows.step_time_s.notna()]
+    runs = rows[rows.healthy & (rows.status == Status.OK) & rows.step_time_s.notna()]
     runs = runs.sort_values(["num_params", "model", "run_id", "step_time_s"])
     peaks_gib = runs[["peak_mem_reserved_bytes", "predicted_peak_mem_bytes"]].astype(float) / GIB
     runs = runs.assign(panel=runs.model, memory_gib=peaks_gib.iloc[:, 0], predicted_gib=peaks_gib.iloc[:, 1])

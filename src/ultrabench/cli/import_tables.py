@@ -9,7 +9,7 @@ import typer
 from ultrabench.cli.options import Json, table_option
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted
-from ultrabench.result import PENDING
+from ultrabench.result import PENDING, Status
 
 Output = Annotated[Path | None, table_option("File to write; default: FILE.parquet in the current folder.")]
 
@@ -52,7 +52,9 @@ def import_table(
         counts |= {"unused_columns": conversion.unused_columns, "notes": notes, "unusable": unusable}
         print_json(counts)
     else:
-        doubt_rows = [(reason, num.total(), num["ok"]) for reason, num in conversion.doubt_counts.items()]
+        doubt_rows = [
+            (reason, num.total(), num[Status.OK]) for reason, num in conversion.doubt_counts.items()
+        ]
         show(table("rows", "status", ">rows", rows=num_by_status.items()), "")
         show(table("models", "model", ">rows", rows=num_by_model.items()), "")
         show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")

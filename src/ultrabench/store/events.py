@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -188,8 +188,7 @@ class AllocationEnded:
     job: Start = Start()
     """The start of the job that ended; an empty one for local processes and before the first start."""
     reason: str
-    code: EndCode | None = None
-    """None only in lines of earlier versions, before `decode` has set it."""
+    code: EndCode = EndCode.OTHER
     source: str = ""
     """Who reports the end: agent, launcher or slurm."""
     elapsed_s: Seconds | None = None
@@ -313,7 +312,11 @@ def encode(line: Line) -> bytes:
     head = {"v": SCHEMA_VERSION, "writer": line.writer, "seq": line.seq, "time": line.time}
     values = {**head, "event": NAMES[type(line.event)], **non_default_values(line.event)}
     # Halves of surrogate pairs, which are no UTF-8, become question marks.
-    text = _encoder.encode(values).encode(errors="replace")
+    return with_checksum(_encoder.encode(values).encode(errors="replace"))
+
+
+def with_checksum(text: bytes) -> bytes:
+    """The bytes of a line, with its newline, whose JSON object without a checksum is `text`."""
     return b"%s%s%08x%s\n" % (text[:-1], _CHECKSUM, zlib.crc32(text[:-1]), _LINE_END)
 
 
@@ -322,11 +325,11 @@ _CHECKSUM, _LINE_END = b',"crc":"', b'"}'
 
 
 def _checksum(text: bytes) -> int:
-    """The CRC-32 of a line; raises ValueError if the line has another checksum. Lines of older versions have none."""
+    """The CRC-32 of a line; raises ValueError if the line holds none or another one."""
     body, mark, tail = text.rpartition(_CHECKSUM)  # in a text its quotes would have backslashes
     body_crc = zlib.crc32(body)
-    if mark and tail != b"%08x%s" % (body_crc, _LINE_END):
-        raise ValueError("the checksum of the line is wrong")
+    if tail != b"%08x%s" % (body_crc, _LINE_END):
+        raise ValueError("the checksum of the line is missing or wrong")
     return zlib.crc32(mark + tail, body_crc)
 
 
@@ -393,16 +396,9 @@ def decode(text: bytes, path: object = "the journal", decoders: Decoders | None 
     if (decode_event := (DECODERS if decoders is None else decoders).get(head.event)) is None:
         return None
     checksum, event = _checksum(text), decode_event(text)
-    if isinstance(event, AllocationEnded) and event.code is None:
-        codes = (code for reason, code in _CODE_BY_REASON_020.items() if event.reason.startswith(reason))
-        event = replace(event, code=next(codes, EndCode.OTHER))
     allocation = getattr(event, "allocation", None) or None  # empty where the event has none
     require_safe_names((allocation, *_SAFE_NAMES_OF[head.event](event)))
     return Line(event, head.writer, head.seq, head.time if is_date(head.time) else 0.0, checksum)
-
-
-_CODE_BY_REASON_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}
-"""First words of a reason in lines of version 0.2.0.dev, which have no code -> the code."""
 
 
 def _require_known(version: int, path: object) -> None:

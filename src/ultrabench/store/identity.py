@@ -15,7 +15,13 @@ from ultrabench.store.events import Copied
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
-from ultrabench.store.sweep_json import Place, SweepJson, place_of, read_sweep_json, update_sweep_json
+from ultrabench.store.sweep_json import (
+    FolderLocation,
+    SweepJson,
+    location_of,
+    read_sweep_json,
+    update_sweep_json,
+)
 
 OLD_COPY = "unknown"
 """What `copy_of` says of a copy whose original has no id, since an earlier version wrote it."""
@@ -38,10 +44,10 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
     Raises:
         SweepFolderError: sweep.json cannot be read or written.
     """
-    sweep_json, place = read_sweep_json(folder), place_of(folder)
-    if sweep_json.id and sweep_json.place == place:
+    sweep_json, location = read_sweep_json(folder), location_of(folder)
+    if sweep_json.id and sweep_json.place == location:
         return sweep_json
-    original = _original_of(folder, sweep_json, place)
+    original = _original_of(folder, sweep_json, location)
     try:
         if original is not None:
             fact = f"{folder.path} is a copy of {original}"
@@ -60,7 +66,7 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
             )
         elif not sweep_json.id:
             sweep_json = replace(sweep_json, id=_first_id(folder, "first"), first_name=sweep_json.sweep)
-        sweep_json = replace(sweep_json, place=place)
+        sweep_json = replace(sweep_json, place=location)
         update_sweep_json(folder, {name: getattr(sweep_json, name) for name in _IDENTITY_FIELDS})
     except OSError as error:
         failure = f"cannot write {folder.sweep_json}: {error.strerror}; make it writable or free space"
@@ -84,29 +90,32 @@ def _first_id(folder: SweepFolder, occasion: str) -> str:
     return str((claim_content(folder.claims, key) or {}).get("id") or new_sweep_id())
 
 
-def _original_of(folder: SweepFolder, sweep_json: SweepJson, place: Place) -> Path | None:
+def _original_of(folder: SweepFolder, sweep_json: SweepJson, location: FolderLocation) -> Path | None:
     """The folder of which this one is a copy; None for one that stayed, was moved, or whose original is gone."""
     if not sweep_json.id:
         return _original_by_allocations(folder, sweep_json)
-    recorded_place = sweep_json.place
-    if recorded_place is None or (place.device, place.inode) == (recorded_place.device, recorded_place.inode):
+    recorded_location = sweep_json.place
+    if recorded_location is None or (location.device, location.inode) == (
+        recorded_location.device,
+        recorded_location.inode,
+    ):
         return None
-    recorded_path = Path(recorded_place.path)
+    recorded_path = Path(recorded_location.path)
     for path in (
         recorded_path,
-        *_folders_with_inode(recorded_place, recorded_path.parent, folder.path.resolve().parent),
+        *_folders_with_inode(recorded_location, recorded_path.parent, folder.path.resolve().parent),
     ):
         if _id_in(path) == sweep_json.id and not is_same_folder(path, folder.path):
             return path
     return None
 
 
-def _folders_with_inode(recorded_place: Place, *parents: Path) -> Iterator[Path]:
+def _folders_with_inode(recorded_location: FolderLocation, *parents: Path) -> Iterator[Path]:
     """The folders in `parents` that have the recorded inode, such as an original that was renamed after it was copied."""
     for parent in parents:
         with contextlib.suppress(OSError):
             for entry in os.scandir(parent):
-                if entry.inode() == recorded_place.inode:
+                if entry.inode() == recorded_location.inode:
                     yield Path(entry.path)
 
 

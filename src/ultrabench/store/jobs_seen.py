@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrabench.result import AGENT_GONE, Status
+from ultrabench.result import AGENT_GONE, NODE_FAILURE, Status
 
 Job = dict[str, Any]
 """The job of an allocation: {host} locally, {job_id, name} on Slurm."""
@@ -15,7 +15,7 @@ Origin = dict[str, str]
 """Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
 
 
-def is_same_place(viewer: Origin, origin: Mapping[str, str]) -> bool:
+def is_same_site(viewer: Origin, origin: Mapping[str, str]) -> bool:
     """Whether allocations of `origin` run on the same cluster or host as those of `viewer`, or `origin` is empty."""
     key = "cluster" if viewer["cluster"] else "host"
     return not origin or (origin.get(key) == viewer[key] and origin.get("cluster") == viewer["cluster"])
@@ -23,7 +23,7 @@ def is_same_place(viewer: Origin, origin: Mapping[str, str]) -> bool:
 
 def sees(viewer: Origin, origin: Mapping[str, str]) -> bool:
     """Whether a launcher of `viewer` can see the allocations of `origin`: same user, and same cluster or host."""
-    return not origin or (is_same_place(viewer, origin) and origin.get("user") == viewer["user"])
+    return not origin or (is_same_site(viewer, origin) and origin.get("user") == viewer["user"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class JobEnd:
         """Cause of the failure when it follows from how the allocation ended, else None."""
         if self.agent_gone:
             return AGENT_GONE
-        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
+        causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: NODE_FAILURE}
         return causes.get(self.status)
 
 

@@ -25,7 +25,7 @@ FULL_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FolderLocation:
     """Where the folder of a sweep is."""
 
     path: str
@@ -46,7 +46,7 @@ class SweepJson:
     wrote the file and nothing was written since."""
     first_name: str = ""
     """Name of a sweep of an earlier version when it got its id, by which trackers know it; empty for others."""
-    place: Place | None = None
+    place: FolderLocation | None = None
     """Where the folder was when it was last written; a copy is known by another place."""
     copy_of: str = ""
     """Id of the sweep whose folder was copied to make this one; empty if this is no copy."""
@@ -159,7 +159,7 @@ def key_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def place_of(folder: SweepFolder) -> Place:
+def location_of(folder: SweepFolder) -> FolderLocation:
     """Where the folder of a sweep is now.
 
     Raises:
@@ -171,7 +171,7 @@ def place_of(folder: SweepFolder) -> Place:
         raise SweepFolderError(
             f"cannot read {folder.path}: {error.strerror}; is it a sweep folder?"
         ) from error
-    return Place(path=str(folder.path.resolve()), device=stat.st_dev, inode=stat.st_ino)
+    return FolderLocation(path=str(folder.path.resolve()), device=stat.st_dev, inode=stat.st_ino)
 
 
 def update_sweep_json(folder: SweepFolder, values: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ def update_sweep_json(folder: SweepFolder, values: dict[str, Any]) -> None:
         OSError: the file could not be written.
     """
     json_value = json.loads(folder.sweep_json.read_text())
-    changes = {name: to_dict(v) if isinstance(v, Place) else v for name, v in values.items()}
+    changes = {name: to_dict(v) if isinstance(v, FolderLocation) else v for name, v in values.items()}
     write_whole(folder.sweep_json, json.dumps(json_value | changes, indent=1) + "\n")
 
 

@@ -19,7 +19,7 @@ from ultrabench.layout import Layout
 from ultrabench.log_lines import LogLines
 from ultrabench.log_steps import StepReader, StepSize
 from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey, LaunchPlace, Workload, fill_in
+from ultrabench.run import AttemptKey, ProcessWords, Workload, fill_in
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
 SIZE = StepSize(tokens=1000, samples=10, gpus=2)
@@ -215,9 +215,9 @@ def test_the_log_of_a_node_counts_for_its_first_rank():
 
 
 def test_a_command_learns_where_it_starts():
-    key, place = AttemptKey("x", 0, 0), LaunchPlace(1, 2, "gpu01", 4711)
+    key, process = AttemptKey("x", 0, 0), ProcessWords(1, 2, "gpu01", 4711)
     words = ("x", "{node_rank}.{local_rank}", "{master_addr}:{master_port}")
-    assert fill_in(task_of(command=words).spec, key, MEASURE, place) == ["x", "1.2", "gpu01:4711"]
+    assert fill_in(task_of(command=words).spec, key, MEASURE, process) == ["x", "1.2", "gpu01:4711"]
     node = {"launch_per": "node"}
     assert fill_in(task_of(command=words[:1], **node).spec, key, MEASURE) == ["x"]
     with refused(

@@ -32,15 +32,15 @@ def factorial(**columns):
 def simulated(seed, worth, noise=0.025, of_allocation=0.04, allocations=5):
     """The effect of 40 noisy runs in random allocations, where zero_stage=1 is `worth` times as fast."""
     rng = np.random.default_rng(seed)
-    places = rng.permutation(np.arange(len(FACTORIAL.runs)) % allocations)
-    logs = np.repeat(rng.normal(0, 0.5, len(LAYOUTS)), 2) + rng.normal(0, noise, len(places))
-    logs += rng.normal(0, of_allocation, allocations)[places]
+    allocation_numbers = rng.permutation(np.arange(len(FACTORIAL.runs)) % allocations)
+    logs = np.repeat(rng.normal(0, 0.5, len(LAYOUTS)), 2) + rng.normal(0, noise, len(allocation_numbers))
+    logs += rng.normal(0, of_allocation, allocations)[allocation_numbers]
     is_one = FACTORIAL.runs["zero_stage"] == 1
     order = FACTORIAL.runs.sort_values(["tp", "mbs", "zero_stage"]).index
-    rates = np.empty(len(places))
+    rates = np.empty(len(allocation_numbers))
     rates[order] = np.exp(logs)
     runs = FACTORIAL.runs.assign(rate=rates * np.where(is_one, worth, 1))
-    repeats = FACTORIAL.repeats.assign(place=places[np.argsort(order)])
+    repeats = FACTORIAL.repeats.assign(allocation=allocation_numbers[np.argsort(order)])
     return effect(replace(FACTORIAL, runs=runs, repeats=repeats), PAIRS)
 
 

@@ -56,21 +56,6 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path, content, me
         read_parquet(path)
 
 
-def test_a_file_of_sentences_alone_has_their_codes(tmp_path):
-    codes_of = {
-        "other architecture: num_layers=12, 1B has 16; other programs used 40% of the cores of a node":
-            ["other_architecture", "foreign_load"],
-        None: None,
-        "rank 3 took 1.40 x the step time of rank 0; gemm_flops_per_s of its allocation is 0.70 of the median of 9 allocations":
-            ["slow_rank", "preflight"],
-        "loss 4.1 differs from 3.2 of 5 others": ["loss"],
-        "hot": ["other"],
-    }  # fmt: skip
-    older = table_of(*(row(str(n), suspect=suspect) for n, suspect in enumerate(codes_of)))
-    pq.write_table(older.drop_columns(["suspect_codes"]), tmp_path / "older.parquet")
-    assert read_parquet(tmp_path / "older.parquet")["suspect_codes"].to_pylist() == [*codes_of.values()]
-
-
 def test_page_is_what_the_table_prints():
     assert PAGE.read_text() == markdown()
 

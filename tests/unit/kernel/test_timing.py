@@ -151,7 +151,7 @@ def run_on(gpu):
         write=lambda event, **facts: gpu.reports.append({"event": event, **facts}),
     )  # fmt: skip
     spec = SimpleNamespace(layout=SimpleNamespace(recompute="none"), compiles=False, tokens_per_step=1)
-    task = SimpleNamespace(spec=spec, measure=MEASURE, profile=False, checkpoint=None)
+    task = SimpleNamespace(spec=spec, measure=MEASURE, traced=False, checkpoint=None)
     host_clock = changed(time, perf_counter=lambda: gpu.host_s)
     fakes = {
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),

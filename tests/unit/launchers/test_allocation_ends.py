@@ -27,7 +27,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import own_origin
 from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
-from ultrabench.result import NOT_STARTED, STOPPED, Status
+from ultrabench.result import NODE_FAILURE, NOT_STARTED, STOPPED, Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import AllocationEnded, AllocationPlanned, Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
@@ -319,7 +319,7 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
 
 
 @pytest.mark.parametrize(
-    ("status", "cause"), [("node_fail", "node_failure"), ("preempted", "preempted"), ("cancelled", "stopped")]
+    ("status", "cause"), [("node_fail", NODE_FAILURE), ("preempted", "preempted"), ("cancelled", "stopped")]
 )
 def test_slurm_says_why_agents_were_ended_by_a_signal(sweep, status, cause):
     """Its job may have lost a node, been preempted, or been cancelled by the user, and only Slurm knows."""
@@ -412,8 +412,10 @@ def test_a_container_that_cannot_start_is_passed_over_and_its_runs_fail(
     state = reconciler.run()
     assert reconciler.stop_reason is None
     last = {run_id: attempts[-1].result for run_id, attempts in state.by_run().items()}
-    assert {run_by_id[i].place[0] for i, result in last.items() if result.status == Status.OK} == {"good.sif"}
-    bad_results = [result for i, result in last.items() if run_by_id[i].place[0] != "good.sif"]
+    assert {run_by_id[i].runtime[0] for i, result in last.items() if result.status == Status.OK} == {
+        "good.sif"
+    }
+    bad_results = [result for i, result in last.items() if run_by_id[i].runtime[0] != "good.sif"]
     assert len(last) == len(run_by_id)
     assert {(result.status, result.cause) for result in bad_results} == {(Status.CRASH, NOT_STARTED)}
     assert all(FATAL in result.reason and "container=bad" in result.reason for result in bad_results)

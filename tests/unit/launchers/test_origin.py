@@ -16,7 +16,7 @@ from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.store.claim import GIVEN_UP, owner_of
 from ultrabench.store.events import Cancel, Preflight, Start
-from ultrabench.store.jobs_seen import JobEnd, is_same_place, sees
+from ultrabench.store.jobs_seen import JobEnd, is_same_site, sees
 
 __all__ = ["sweep"]  # a fixture
 
@@ -50,7 +50,7 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
 )  # fmt: skip
 def test_who_sees_whose_allocations(origin, by, place, visible):
     """Jobs are seen on all hosts of their cluster, processes on theirs; what says nothing is older, and ours."""
-    assert is_same_place(origin, by) is place
+    assert is_same_site(origin, by) is place
     assert sees(origin, by) is visible
 
 

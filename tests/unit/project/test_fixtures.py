@@ -1,13 +1,15 @@
-"""What earlier versions wrote and said: run ids, a folder of schema 2, and the messages of the configuration."""
+"""What earlier versions wrote and said: run ids, sweeps and a table of version 0.2.0, and the messages of the configuration."""
 
 import json
+from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from tests.unit.sweep.test_config import refusal
-from ultrabench.analysis.collect import collect
+from ultrabench.analysis.collect import collect, read_parquet
+from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
@@ -41,26 +43,25 @@ def test_what_the_configuration_refuses_it_refuses_in_these_words(case, alone):
     assert refusal(*case["overrides"]) == case["message"]
 
 
-def test_a_folder_of_schema_2_is_read_as_it_was_written():
-    expected, warnings = fixture("schema2_rows.json"), []
-    rows = collect([SweepFolder(FIXTURES / "schema2")], warnings.append).to_pylist()
-    assert [{name: row[name] for name in case} for row, case in zip(rows, expected, strict=True)] == expected
-    assert not warnings
-
-
-@pytest.mark.parametrize("sweep", ["slurm", "local"])
-def test_a_folder_of_version_0_2_0_is_read_as_it_was_written(sweep):
+@pytest.mark.parametrize(("sweep", "source"), [
+    ("slurm", "results/slurm"), ("local", "results/local"), ("slurm", "slurm.parquet"),
+])  # fmt: skip
+def test_what_version_0_2_0_wrote_is_read_as_it_was_written(sweep, source):
     expected, warnings = fixture("v0.2.0/rows.json")[sweep], []
-    rows = collect([SweepFolder(FIXTURES / "v0.2.0/results" / sweep)], warnings.append).to_pylist()
+    path = FIXTURES / "v0.2.0" / source
+    table = collect([SweepFolder(path)], warnings.append) if path.is_dir() else read_parquet(path)
+    rows = table.to_pylist()
     assert [{name: row[name] for name in case} for row, case in zip(rows, expected, strict=True)] == expected
     assert not warnings
 
 
-@pytest.mark.parametrize(("sweep", "allocations"), [("slurm", 12), ("local", 3)])
-def test_the_journal_of_version_0_2_0_has_all_its_events(sweep, allocations):
+@pytest.mark.parametrize(("sweep", "allocations", "paused"), [("slurm", 12, 0), ("local", 3, 1)])
+def test_the_journal_of_version_0_2_0_has_all_its_events(sweep, allocations, paused):
     folder, warnings = SweepFolder(FIXTURES / "v0.2.0/results" / sweep), []
     state = fold(read_journal(folder.journal, warnings.append))
     assert not warnings
     assert len(state.allocations) == allocations
     assert all(a.ended and a.submitting_at and a.agents for a in state.allocations.values())
     assert all(attempt.result and attempt.spec_as(dict) for attempt in state.attempts.values())
+    codes = Counter(allocation.end.code for allocation in state.allocations.values())
+    assert codes == Counter({EndCode.PAUSED: paused, EndCode.OTHER: allocations - paused})

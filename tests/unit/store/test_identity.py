@@ -17,7 +17,7 @@ from ultrabench.store.identity import OLD_COPY, ensure_identity
 from ultrabench.store.journal import read_journal
 from ultrabench.store.lease import Lease, living_launchers
 from ultrabench.store.state import fold
-from ultrabench.store.sweep_json import place_of, read_sweep_json
+from ultrabench.store.sweep_json import location_of, read_sweep_json
 from ultrabench.store.sweep_moves import rename_sweep
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/v0.2.0/results"
@@ -81,7 +81,7 @@ def test_a_moved_folder_keeps_its_id(folder, tmp_path, move):
         shutil.rmtree(folder.path)
     moved = SweepFolder(new_path)
     assert ensure_identity(moved, pytest.fail).id == sweep_id
-    assert read_sweep_json(moved).place == place_of(moved)
+    assert read_sweep_json(moved).place == location_of(moved)
     assert state_of(moved).allocations["n1-0000aaaa.0"].ended is None
 
 
@@ -91,7 +91,7 @@ def test_a_copy_gets_a_new_id_and_no_jobs(folder):
     (copy.allocations / "n1-0000bbbb.0").mkdir(parents=True)  # its lines of the journal are lost
     content = ensure_identity(copy, messages.append)
     assert content.id != sweep_id
-    assert (content.sweep, content.copy_of, content.place) == ("copy", sweep_id, place_of(copy))
+    assert (content.sweep, content.copy_of, content.place) == ("copy", sweep_id, location_of(copy))
     assert living_launchers(copy) == []
     assert len(living_launchers(folder)) == 1
     lease.release()

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 REWORDED = r"ultrabench\.(sweep\.running|agent|launchers|store|result|run|standing)\b"
 """Modules that write or read sentences while a sweep runs."""
 KEPT = (
-    "store.events", "agent.diagnose.families", "agent.diagnose.log_lines", "agent.diagnose.log_record",
+    "agent.diagnose.families", "agent.diagnose.log_lines", "agent.diagnose.log_record",
     "agent.diagnose.findings", "agent.ranks.cleanup", "agent.ranks.rank_log",
 )  # fmt: skip
-"""Modules that read texts of others: lines of earlier versions, and what programs and drivers print."""
+"""Modules that read texts of others: what programs and drivers print."""
 SENTENCE = re.compile(r"[a-z]{2,},? [a-z]{2,}")
 PLANTED = (
     r"(\w+)\.end\.code not in ENDS_ALLOWED_WITHOUT_RUN",

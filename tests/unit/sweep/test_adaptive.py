@@ -177,12 +177,12 @@ def test_a_search_whose_usual_container_does_not_start_goes_on_with_the_other_on
     command = "launcher.srun=['--container-image={container}']"
     plan = make_plan(load_config([*WORDS, *words, command]))
     first_todo = next_attempts(plan, state_of((), plan)).todo
-    assert {t.candidate.place for t in first_todo} == {("a.sif", None)}
+    assert {t.candidate.runtime for t in first_todo} == {("a.sif", None)}
     state = state_of((), plan)
     unstarted = ended(Status.LOST, cause=NOT_STARTED)
     state.attempts[first_todo[0].key] = AttemptState(key=first_todo[0].key, result=unstarted)
     todo = next_attempts(plan, state).todo
-    assert [t.key.attempt for t in todo if t.candidate.place == ("a.sif", None)] == [1]
-    assert sum(t.candidate.place == ("b.sif", None) for t in todo) == 3
+    assert [t.key.attempt for t in todo if t.candidate.runtime == ("a.sif", None)] == [1]
+    assert sum(t.candidate.runtime == ("b.sif", None) for t in todo) == 3
     reasons = unpromising_reasons(plan.runs, state)
     assert "no job of container=a.sif has started an agent" in set(reasons.values())

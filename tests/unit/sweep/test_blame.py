@@ -14,7 +14,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
-from ultrabench.sweep.running.blame import Place, blame_of, trial_of
+from ultrabench.sweep.running.blame import NodeRole, blame_of, trial_of
 from ultrabench.sweep.running.retry import decide_retry
 
 POLICY = retry()
@@ -108,30 +108,34 @@ def test_which_nodes_are_excluded(runs, nodes):
     assert excluded(**runs) == nodes
 
 
-def test_a_place_that_fails_on_any_node_is_the_program():
+def test_a_role_that_fails_on_any_node_is_the_program():
     """Rank 0 is flaky, and sits on the first of the names each time."""
     first = {
         name: [crash("gpu1", other, on=("gpu1",)), ok(other, "gpu9")]
         for name, other in zip("ab", "xy", strict=True)
     }
-    assert excluded(**first) == ["gpu1"], "so far only this node has failed at this place"
+    assert excluded(**first) == ["gpu1"], "so far only this node has failed in this role"
     later = {"c": [crash("gpu2", "x", on=("gpu2",)), ok("x", "y")]}
     assert excluded(**first, **later) == []
 
 
-def test_the_place_of_a_node_follows_from_the_layout():
+def test_the_role_of_a_node_follows_from_the_layout():
     key = AttemptKey("a", 0, 0)
     hosts = ("p", "q", "r", "s")
     two_stages = AttemptState(key=key, result=ok(*hosts), spec_json=raw_json({"layout": {"pp": 2}}))
-    places = [trial_of(two_stages).place_of(host) for host in hosts]
-    assert places == [Place(True, True, False), Place(False, True, False), *[Place(False, False, True)] * 2]
+    roles = [trial_of(two_stages).role_of(host) for host in hosts]
+    assert roles == [
+        NodeRole(True, True, False),
+        NodeRole(False, True, False),
+        *[NodeRole(False, False, True)] * 2,
+    ]
     wide = AttemptState(key=key, result=ok(*hosts), spec_json=raw_json({"layout": {"pp": 8}}))
-    assert [trial_of(wide).place_of(host)[1:] for host in hosts] == [
+    assert [trial_of(wide).role_of(host)[1:] for host in hosts] == [
         (True, False),
         *[(False, False)] * 2,
         (False, True),
     ]
-    assert trial_of(AttemptState(key=key, result=ok("p"))).place_of("p") == Place(True, True, True)
+    assert trial_of(AttemptState(key=key, result=ok("p"))).role_of("p") == NodeRole(True, True, True)
 
 
 def test_forgiven_nodes_and_a_limit_of_their_number():

@@ -114,7 +114,7 @@ def test_places_have_allocations_of_their_own_whose_agents_run_there():
         *WORDS,
     )  # fmt: skip
     groups = pack(next_attempts(places, SweepState()).todo, places.config, controls(places))
-    assert [sorted({t.candidate.place for t in group}) for group in groups] == [
+    assert [sorted({t.candidate.runtime for t in group}) for group in groups] == [
         [("a.sqsh", "/a/python")], [("b.sqsh", "/a/python")],
     ]  # fmt: skip
     jobs = [PlannedJob(attempts=tuple(group), control=None, limit_s=60.0, gpu_hours=1.0) for group in groups]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,10 +14,7 @@ from tests.unit.sweep.rewording import HOSTS, RUNS, decided, decisions, state_of
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.result import UNMEASURED, Status
 from ultrabench.store.events import EndCode, Ending
-from ultrabench.store.journal import read_journal
-from ultrabench.store.state import fold
 
-FIXTURE = Path(__file__).parents[2] / "fixtures/schema2/journal"
 RESULTS = st.tuples(
     st.sampled_from(RUNS), st.integers(0, 1), st.integers(0, 2), st.sampled_from((Status.OK, *FAILURES)),
     st.sampled_from((None, UNMEASURED, *CAUSE_BY_NAME)), st.sampled_from(HOSTS), st.sampled_from("xyz"), st.none(),
@@ -57,12 +53,3 @@ def test_other_sentences_in_the_code_change_no_decision():
 def test_a_decision_that_reads_a_sentence_of_the_agent_is_found():
     assert decided_by_code("--plant") == decisions()
     assert decided_by_code("--plant", "--reword") != decisions()
-
-
-def test_ends_of_earlier_versions_get_their_codes_from_one_table():
-    state = fold(read_journal(FIXTURE))
-    codes = {name: alloc.end.code for name, alloc in state.allocations.items() if name.startswith("n1-old")}
-    assert [codes[name] for name in sorted(codes)] == [
-        EndCode.PAUSED, EndCode.OUTSIDE_WINDOW, EndCode.OTHER, EndCode.OTHER,
-    ]  # fmt: skip
-    assert Ending("whatever").code is EndCode.OTHER

@@ -20,7 +20,7 @@ from ultrabench.store.claim import give_up
 from ultrabench.store.events import Cancel, Launched, Pause
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.identity import ensure_identity
-from ultrabench.store.jobs_seen import is_same_place
+from ultrabench.store.jobs_seen import is_same_site
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
@@ -222,6 +222,6 @@ def _end_allocations(folder: SweepFolder, state: SweepState, plan: Plan, *, queu
     launcher.cancel(allocations, queued_only=queued_only)
     if launcher.origin["cluster"]:
         return  # jobs of a cluster are ended by their names, from every host
-    if hidden := {n: a for n, a in unended.items() if not is_same_place(launcher.origin, a.by)}:
+    if hidden := {n: a for n, a in unended.items() if not is_same_site(launcher.origin, a.by)}:
         names, places = ", ".join(hidden), ", ".join(sorted({a.by["host"] for a in hidden.values()}))
         raise ClusterError(f"{names} runs on {places}, whose processes cannot be ended from here")

@@ -76,7 +76,7 @@ class Display(Live):
             num_text = f"{counted(num_skipped, 'run')} skipped, such as" if num_skipped > 1 else "skipped"
             run_text = f"{run.run_id} {_run_text(run, progress.cell_columns)}: {progress.skipped[run.run_id]}"
             count_text = self._count_text(settled_ids, state, progress)
-            self._console.print_line(Text(f"{count_text} {num_text} {run_text}", style_of("skipped")))
+            self._console.print_line(Text(f"{count_text} {num_text} {run_text}", style_of(Status.SKIPPED)))
         self._settled_ids = progress.settled
         self.update(panel(progress, bool(living_allocations), with_bar=True))
 
@@ -146,12 +146,12 @@ def _result_text(run: Candidate, result: RunResult) -> str:
     if result.probe:
         probe_rates = summary(result.probe)
         link_rates = ((name, probe_rates[f"{name}_busbw_bytes_per_s"]) for name in OPERATIONS)
-        return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
+        return ", ".join((Status.OK, *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate, result)
     mfu_text = None if mfu is None else f"{percent(mfu)} MFU{peak_suffix(run.cell.precision)}"
     speed_text = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
-    return ", ".join(filter(None, ("ok", mfu_text, memory(result.peak_mem_reserved_bytes), speed_text)))
+    return ", ".join(filter(None, (Status.OK, mfu_text, memory(result.peak_mem_reserved_bytes), speed_text)))
 
 
 def panel(progress: SweepProgress, is_active: bool, with_bar: bool = False) -> RenderableType:
@@ -172,7 +172,7 @@ def counts_line(progress: SweepProgress, is_active: bool) -> Text:
     ended_text, retried_text = (", ".join(f"{n} {s}" for s, n in counter.items()) for counter in counters)
     total_gpu_hours = progress.useful_gpu_hours + progress.wasted_gpu_hours
     idle_gpu_hours = progress.wasted_by_status.get("between_runs", 0.0)
-    statuses = {"in OOMs": "oom"} | {f"in {s} runs": str(s) for s in sorted(INTERRUPTED)}
+    statuses = {"in OOMs": str(Status.OOM)} | {f"in {s} runs": str(s) for s in sorted(INTERRUPTED)}
     hours_by_cause = {cause: progress.wasted_by_status.get(status, 0.0) for cause, status in statuses.items()}
     failed_gpu_hours = progress.wasted_gpu_hours - idle_gpu_hours - sum(hours_by_cause.values())
     hours_by_cause |= {"in failed runs": failed_gpu_hours, "between runs": idle_gpu_hours}

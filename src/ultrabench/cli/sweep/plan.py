@@ -23,6 +23,7 @@ from ultrabench.launchers.choose import require_max_nodes, script_of
 from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.starters import starter_warnings
+from ultrabench.layout import AUTO
 from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
@@ -187,7 +188,7 @@ def _rounded_hours(gpu_hours: float, interval: tuple[float, float]) -> dict[str,
 def _auto_ep_lines(plan: Plan) -> Iterator[str]:
     """A line for each model with experts, which says what sweep.ep=auto means for it."""
     for shape in plan.config.models:
-        if shape.num_experts and "auto" in plan.config.axes.layout["ep"]:
+        if shape.num_experts and AUTO in plan.config.axes.layout["ep"]:
             ep_values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
             yield f"sweep.ep=auto selects {', '.join(map(str, ep_values))} for the {shape.num_experts} experts of {shape.name}"
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.errors import ConfigError
-from ultrabench.run import FILES_WORD, UNKNOWN_PLACE, AttemptKey, RunSpec, fill_in, fill_in_files
+from ultrabench.run import FILES_WORD, UNKNOWN_PROCESS, AttemptKey, RunSpec, fill_in, fill_in_files
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.variant import variables_of
 
@@ -32,7 +32,7 @@ def start_of(spec: RunSpec, key: AttemptKey, config: SweepConfig) -> ProgramStar
     )
     return {
         "folder": program.kernel.folder, "env": program.kernel.env | variables_of(spec.variant),
-        "command": fill_in(program, key, config.measure, UNKNOWN_PLACE), "files": fill_in_files(program, key, config.measure),
+        "command": fill_in(program, key, config.measure, UNKNOWN_PROCESS), "files": fill_in_files(program, key, config.measure),
     }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def start_lines(start: ProgramStart) -> Iterator[RenderableType]:
         yield Text(f"\n{{{FILES_WORD}}}/{name}", "bold")
         yield Text(text.rstrip("\n"))
     texts = (*start["command"], *start["files"].values())
-    open_words = [word for word in UNKNOWN_PLACE if any(str(word) in text for text in texts)]
+    open_words = [word for word in UNKNOWN_PROCESS if any(str(word) in text for text in texts)]
     if open_words:
         yield Text(f"\nknown when a rank starts: {', '.join(map(str, open_words))}")
 

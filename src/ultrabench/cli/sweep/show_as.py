@@ -28,9 +28,9 @@ from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
 from ultrabench.run import (
     FILES_WORD,
-    UNKNOWN_PLACE,
+    UNKNOWN_PROCESS,
     AttemptKey,
-    LaunchPlace,
+    ProcessWords,
     RunSpec,
     fill_in,
     fill_in_files,
@@ -50,7 +50,7 @@ IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
 
 
-SHELL_PLACE = LaunchPlace("$NODE_RANK", None, "$MASTER_ADDR", "$MASTER_PORT")
+SHELL_PROCESS = ProcessWords("$NODE_RANK", None, "$MASTER_ADDR", "$MASTER_PORT")
 """The variables that take the place of words of a command that is started once on each node."""
 
 
@@ -86,8 +86,8 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
     }  # fmt: skip
     program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
-    place = SHELL_PLACE if kernel.starts_ranks else UNKNOWN_PLACE
-    words = fill_in(*program, place._replace(files=FILES_WORD))
+    process = SHELL_PROCESS if kernel.starts_ranks else UNKNOWN_PROCESS
+    words = fill_in(*program, process._replace(files=FILES_WORD))
     files_of_run = fill_in_files(*program, FILES_WORD)
     if framework.file:
         document |= {"file": framework.file, "text": text_of(words, framework.file)}
@@ -133,8 +133,8 @@ def _show_document(document: Mapping[str, Any], title: str) -> None:
 
 
 def _shell_word(word: str) -> str:
-    """A word of a command as a shell reads it, with the variables of SHELL_PLACE."""
-    variables = (re.escape(str(variable)) for variable in SHELL_PLACE if variable)
+    """A word of a command as a shell reads it, with the variables of SHELL_PROCESS."""
+    variables = (re.escape(str(variable)) for variable in SHELL_PROCESS if variable)
     fixed_text = re.sub("|".join(variables), "x", word)
     return word if shlex.quote(fixed_text) == fixed_text else shlex.quote(word)
 

@@ -12,7 +12,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.cli.results import open_rows
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.hardware import peak_suffix
-from ultrabench.result import SLOWER, state
+from ultrabench.result import SLOWER, Status, state
 from ultrabench.routing import routing_text
 from ultrabench.store.folder import SweepFolder
 
@@ -121,11 +121,11 @@ def _status_text(row: Row) -> Text:
     """
     status = row["status"]
     label_text = state(status, row["attempt"])
-    if status == "ok":
-        plain_label = "slower" if row["stopped"] == SLOWER else "ok"
+    if status == Status.OK:
+        plain_label = "slower" if row["stopped"] == SLOWER else str(Status.OK)
         label_text = next((mark for mark, column in COLUMN_BY_MARK.items() if row[column]), plain_label)
     width_text = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label_text == "best" else ""
-    if status == "ok" and row["suspect"] and label_text in ("best", "as good"):
+    if status == Status.OK and row["suspect"] and label_text in ("best", "as good"):
         label_text = f"{label_text}, suspect"
     style = style_of(status, has_caveat=bool(width_text) or "suspect" in label_text or label_text == "slower")
     return Text(f"{label_text} {width_text}".rstrip(), style)
