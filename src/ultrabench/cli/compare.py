@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultrabench.analysis.numbers import with_unit
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, percent_option
 from ultrabench.cli.results import draw, write_result
 from ultrabench.errors import ConfigError, counted
@@ -125,6 +124,7 @@ def _write_comparison(comparison: "Comparison", path: Path) -> None:
 def _print_comparison(comparison: "Comparison") -> None:
     """Prints what differs, layouts with a finding or a large difference, cells with another winner, and the notes."""
     from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
+    from ultrabench.analysis.numbers import with_unit
     from ultrabench.cli.tables import show, table
 
     num_by_finding = comparison.rows["finding"].value_counts()
@@ -170,6 +170,8 @@ def _count_text(rows: list[ResultRow]) -> str:
 
 def _table_row(row: ResultRow) -> tuple[object, ...]:
     """The row of the table of findings for one layout; a status replaces a step time that was not measured."""
+    from ultrabench.analysis.numbers import with_unit
+
     sides = ((row[f"runs_{side}"], row[f"step_time_{side}_s"], row[f"status_{side}"]) for side in "ab")
     time_texts = (
         with_unit("step_time_s", time_s) if num_runs else status for num_runs, time_s, status in sides

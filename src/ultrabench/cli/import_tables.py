@@ -9,7 +9,6 @@ import typer
 from ultrabench.cli.options import Json, table_option
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted
-from ultrabench.result import PENDING
 
 Output = Annotated[Path | None, table_option("File to write; default: FILE.parquet in the current folder.")]
 
@@ -31,6 +30,7 @@ def import_table(
     from ultrabench.analysis.importing.table_map import built_in, read_map
     from ultrabench.cli.predict.cases import unusable_lines
     from ultrabench.cli.tables import print_json, say, show, table
+    from ultrabench.result import PENDING
 
     *format_names, source_path = arguments
     if len(format_names) + (map_ is not None) != 1:
