@@ -19,7 +19,7 @@ from ultrabench.analysis.planned import PREDICTED, is_predicted
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.column import Better
-from ultrabench.errors import MAX_NAMES, ConfigError, require_known
+from ultrabench.errors import ConfigError, known_text, require_known
 from ultrabench.layout import AXES
 from ultrabench.result import SIZE_DOUBT_CODES, SLOWER, Status, tier
 from ultrabench.standing import Repeat, Standing, standings
@@ -118,11 +118,8 @@ def require_rankable(table: pa.Table, name: str) -> None:
     """Raises ConfigError if runs cannot be ranked by the column: it holds no numbers, or neither higher nor lower is better."""
     choices = rankable(table.column_names)
     if name in table.column_names and name not in choices and _is_numeric(table.schema.field(name).type):
-        listed_names = [*dict.fromkeys((*_COMMON_COLUMNS, *choices))][:MAX_NAMES]
-        todo = f"rank by {', '.join(listed_names)} or {len(choices) - len(listed_names)} more of docs/reference/columns.md"
-        raise ConfigError(
-            f"cannot rank by {name}: neither higher nor lower values of it are known to be better; {todo}"
-        )
+        fact = f"cannot rank by {name}: it is unknown whether higher or lower values are better"
+        raise ConfigError(f"{fact}; choose another column {known_text(name, choices, _COMMON_COLUMNS)}")
     require_known("column to rank by", choices, name, first=_COMMON_COLUMNS)
 
 
