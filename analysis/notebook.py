@@ -51,11 +51,11 @@ def best(
 
     Args:
         rows: result rows, such as those of `read`.
-        rank_by: the numeric column that is compared.
+        rank_by: the column that is compared, one whose higher or lower values are better.
         include_suspects: whether suspect runs may win.
 
     Raises:
-        ConfigError: a column is missing that is needed, or `rank_by` is no numeric column.
+        ConfigError: a column is missing that is needed, or runs cannot be ranked by `rank_by`.
     """
     cells = rank(table_of(rows), rank_by=rank_by, include_suspects=include_suspects)
     documents = [cell.to_json() for cell in cells]

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ultrabench.analysis.columns import column_of
+from ultrabench.column import Form
 from ultrabench.hardware import GIB
 
 
@@ -63,43 +65,22 @@ def scale_end(values: Iterable[float | None]) -> float:
     return next((end for end in round_ends if end >= largest), largest)
 
 
-_UNIT_BY_ENDING = {
-    **dict.fromkeys(("mfu", "hfu", "p_oom", "_rel", "_share", "foreign_load"), "fraction"),
-    "_bytes": "B",
-    "_bytes_per_s": "B/s",
-    "_bytes_per_s_per_node": "B/s",
-    "_flops_per_s": "FLOP/s",
-    "_flops_per_s_per_gpu": "FLOP/s",
-    "_hz": "Hz",
-    "power_w_mean": "W",
-    "_j_per_step": "J",
-    "tokens_per_s": "tokens/s",
-    "tokens_per_s_per_gpu": "tokens/s",
-    "_s": "s",
-}
-"""Endings of columns -> the unit of their values; of several endings of a column the first counts."""
-
-
-def unit_of(column: str) -> str:
-    """The unit of the values of a column of results, as its name gives it; empty for plain numbers and texts."""
-    return next((unit for ending, unit in _UNIT_BY_ENDING.items() if column.endswith(ending)), "")
-
-
-def with_unit(column: str, value: Any) -> str | None:
-    """The value of a column as a text with the unit that the column's name gives; None when it is unknown."""
-    if column == "dp_shard" and value == 0:
-        return "all ranks"
+def with_unit(name: str, value: Any) -> str | None:
+    """The value of the column with this name as a text with its unit; None when it is unknown."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None if value is None else str(value)
-    match unit_of(column):
-        case "fraction":
+    column = column_of(name)
+    if value in column.text_by_value:
+        return column.text_by_value[int(value)]
+    match column.unit.form:
+        case Form.PERCENT:
             return percent(value)
-        case "B":
+        case Form.MEMORY:
             return memory(value)
-        case "tokens/s":
+        case Form.GROUPED:
             return f"{value:,.0f}"
-        case "" | "s" as unit:
+        case Form.PREFIXED:
+            return count(value, column.unit.symbol)
+        case Form.PLAIN:
             number_text = str(value) if isinstance(value, int) else f"{value:.4g}"
-            return f"{number_text} {unit}".rstrip()
-        case unit:
-            return count(value, unit)
+            return f"{number_text} {column.unit.symbol}".rstrip()

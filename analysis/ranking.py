@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.cells import Cell, model_marks, partial_gpus
+from ultrabench.analysis.columns import EXPECTED_RATE, RATE, RESULT_TABLE, column_of, rankable
 from ultrabench.analysis.environments import COLUMNS as ENVIRONMENT_COLUMNS
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
@@ -17,7 +18,8 @@ from ultrabench.analysis.options import in_rows, varied_options
 from ultrabench.analysis.planned import PREDICTED, is_predicted
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.column import Better
+from ultrabench.errors import ConfigError, known_text, require_known
 from ultrabench.layout import AXES
 from ultrabench.result import SIZE_DOUBT_CODES, SLOWER, Status, tier
 from ultrabench.standing import Repeat, Standing, standings
@@ -73,10 +75,8 @@ def _no_valid_layout_text(rejected_rows: Sequence[Row]) -> str:
     return f"no valid layout: {example or rule} ({rule}, {num_layouts} of {len(rejected_rows)})"
 
 
-DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
+DEFAULT_RANK_BY = RATE
 
-EXPECTED_RATE = "expected_tokens_per_s_per_gpu"
-"""The column that ranks rows of a plan by default: `expected_rate` of their prediction."""
 _COMMON_COLUMNS = (
     DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
 )  # fmt: skip
@@ -113,24 +113,23 @@ _REPEAT_COLUMNS = (
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 
-LOWER_IS_BETTER = frozenset({
-    "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final", "power_w_mean", "energy_j_per_step", "cost_per_billion_tokens",
-    "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
-    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
-})  # fmt: skip
-"""Columns in which the best run has the smallest value."""
-_STEP_TIME_COLUMNS = frozenset({
-    "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
-    "model_flops_per_s_per_gpu", "control_ratio", "cost_per_billion_tokens",
-})  # fmt: skip
-"""Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
+
+def require_rankable(table: pa.Table, name: str) -> None:
+    """Raises ConfigError if runs cannot be ranked by the column: it holds no numbers, or neither higher nor lower is better."""
+    choices = rankable(table.column_names)
+    if name in table.column_names and name not in choices and _is_numeric(table.schema.field(name).type):
+        fact = f"cannot rank by {name}: it is unknown whether higher or lower values are better"
+        raise ConfigError(f"{fact}; choose another column {known_text(name, choices, _COMMON_COLUMNS)}")
+    require_known("column to rank by", choices, name, first=_COMMON_COLUMNS)
 
 
-def require_number(table: pa.Table, column: str) -> None:
-    """Raises ConfigError if runs cannot be ranked by the column, since it holds no numbers."""
-    type_tests = pa.types.is_integer, pa.types.is_floating
-    numeric_columns = [field.name for field in table.schema if any(test(field.type) for test in type_tests)]
-    require_known("column to rank by", numeric_columns, column, first=_COMMON_COLUMNS)
+def is_lower_better(name: str) -> bool:
+    """Whether the best run is that with the smallest value of the column."""
+    return column_of(name).better == Better.LOWER
+
+
+def _is_numeric(arrow_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))
 
 
 class Ranking:
@@ -151,12 +150,12 @@ class Ranking:
             more_columns: further columns of the frame.
 
         Raises:
-            ConfigError: `rank_by` is no numeric column.
+            ConfigError: runs cannot be ranked by `rank_by`.
         """
-        require_number(table, rank_by)
+        require_rankable(table, rank_by)
         self._rank_by = rank_by
         is_plan = rank_by == DEFAULT_RANK_BY and is_predicted(table)
-        self._compared_column = EXPECTED_RATE if is_plan else rank_by
+        self._compared_column = EXPECTED_RATE.name if is_plan else rank_by
         needed_columns = (*_CELL_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS)
         kept_columns = dict.fromkeys((*needed_columns, *_FURTHER_COLUMNS, "is_final", rank_by, *more_columns))
         read_columns = {*kept_columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark", "partial_gpus"}
@@ -274,9 +273,13 @@ class Ranking:
         """
         if standing.num_competing < 2:
             return {}
-        columns = [*_STEP_TIME_COLUMNS & {*self.frame} | {self._rank_by}]
+        follows_step_time = column_of(self._rank_by).follows_step_time
+        step_time_columns = [
+            c.name for c in RESULT_TABLE.values() if c.follows_step_time and c.name in self.frame
+        ]
+        columns = [*dict.fromkeys((*step_time_columns, self._rank_by))]
         medians = self.frame.loc[[*standing.competing], columns].astype(float).median()
-        width: Row = {"step_time_ci95_rel": standing.ci95_rel} if self._rank_by in _STEP_TIME_COLUMNS else {}
+        width: Row = {"step_time_ci95_rel": standing.ci95_rel} if follows_step_time else {}
         numbers = {name: float(medians[name]) for name in columns if medians[name] == medians[name]}
         return numbers | width | {"ci_reached": standing.ci_reached}
 
@@ -310,8 +313,8 @@ class Ranking:
         frame = self._table.to_pandas()
         keys = _cell_keys(frame)
         sorted_keys = keys.sort_values(_CELL_KEY, na_position="first")
-        rank_values = (-1 if self._rank_by in LOWER_IS_BETTER else 1) * frame[self._rank_by]
-        if self._compared_column == EXPECTED_RATE:
+        rank_values = (-1 if is_lower_better(self._rank_by) else 1) * frame[self._rank_by]
+        if self._compared_column == EXPECTED_RATE.name:
             rank_values = rank_values.combine(frame["p_oom"], expected_rate)
         ranking_frame: pd.DataFrame = frame.assign(
             **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
@@ -319,7 +322,7 @@ class Ranking:
             competes_in=self.environments.ids,
             allocation_key=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
-            width=frame["step_time_ci95_rel"] if self._rank_by in _STEP_TIME_COLUMNS else None,
+            width=frame["step_time_ci95_rel"] if column_of(self._rank_by).follows_step_time else None,
         )
         return ranking_frame
 
@@ -333,7 +336,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     counts with the median of its repeats.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column, no ok run has a value in it although it is not the default, or MFU
+        ConfigError: runs cannot be ranked by `rank_by`, no ok run has a value in it although it is not the default, or MFU
             follows from several formulas.
     """
     return Ranking(table, rank_by=rank_by, include_suspects=include_suspects).cells()
@@ -349,7 +352,7 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     is the number of repeats that have ended, and `num_repeats_failed` the number of these that were not ok.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column, no ok run has a value in it, or MFU follows from several formulas.
+        ConfigError: runs cannot be ranked by `rank_by`, no ok run has a value in it, or MFU follows from several formulas.
     """
     return Ranking(table, rank_by=rank_by).leaderboards()
 

@@ -5,7 +5,6 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import compress, product
 from statistics import median
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ultrabench.analysis.columns import RESULT_TABLE
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
 from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, SweepFolderError, counted
@@ -22,7 +22,7 @@ from ultrabench.layout import AXES
 from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
-from ultrabench.result import DATES_TEXT, Doubt, RunResult, Status, doubt_text, is_date
+from ultrabench.result import DATES_TEXT, RESULT_COLUMNS, Doubt, RunResult, Status, doubt_text, is_date
 from ultrabench.run import RunSpec
 from ultrabench.store.claim import unrecorded_attempts
 from ultrabench.store.folder import SweepFolder
@@ -44,6 +44,7 @@ from ultrabench.sweep.plan_table import (
     scaling_of,
     shapes_of,
 )
+from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS
 from ultrabench.sweep.running.attempts import Skip, skips
 from ultrabench.sweep.running.outliers import control_times, for_answers
 from ultrabench.sweep.running.standings import Suspicion, control_ratio
@@ -58,19 +59,15 @@ _ProgramKey = tuple[str, int, str, str | None, str | None]
 _PROGRAM_COLUMNS = ("model", "nodes", "pp_schedule", "precision", "variant")
 """The columns of a _ProgramKey in the plan."""
 
-_PREDICTED_COLUMNS = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
-"""Columns that the prediction in a claim gives; its keys lack the `predicted_` of these names."""
-_TRAINING_COLUMNS = frozenset({"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED_COLUMNS})  # fmt: skip
+_PREDICTED_FIELDS = {c.name: field for field, c in PREDICTION_COLUMNS.items() if c.name in RESULT_TABLE}
+"""Column -> its field of the prediction in a claim."""
+_TRAINING_COLUMNS = frozenset({"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED_FIELDS})  # fmt: skip
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
-_COMPUTED_COLUMNS = {"step_times_s", "started_at", "throttled", "evidence", "variables"}
-"""Columns that differ from the field of the result with their name, in type or because they depend on its status."""
 _CANDIDATE_COLUMNS = (
     "run_id", "model", "nodes", "pp_schedule", "decision", "rule", "reason", "gpus", "gbs", "seq_len",
 )  # fmt: skip
 """Columns of the plan from which rows are made one by one; all others are copied as a whole."""
-_COPIED_COLUMNS = sorted({f.name for f in fields(RunResult)} & {*SCHEMA.names} - _COMPUTED_COLUMNS)
-"""Columns that are copied from a result."""
-_copied_values = operator.attrgetter(*_COPIED_COLUMNS)
+_copied_values = operator.attrgetter(*RESULT_COLUMNS)
 _json_text = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -106,7 +103,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         hidden_names = [
             "num_params",
             "num_active_params",
-            *(() if kernel.is_predictable else _PREDICTED_COLUMNS),
+            *(() if kernel.is_predictable else _PREDICTED_FIELDS),
         ]
         for columns, name in product((row_columns, plan_columns), hidden_names):
             columns.pop(name, None)
@@ -350,7 +347,7 @@ def _attempt_columns(attempt: AttemptState, allocation_columns: Row, gpus: int |
     return {
         **attempt.key._asdict(),
         "allocation": attempt.allocation,
-        **{name: attempt.predicted.get(name.removeprefix("predicted_")) for name in _PREDICTED_COLUMNS},
+        **{name: attempt.predicted.get(field) for name, field in _PREDICTED_FIELDS.items()},
         **allocation_columns,
         **({"job_id": attempt.job.job_id} if attempt.job else {}),
         **(_result_columns(attempt.result, gpus) if attempt.result else {}),
@@ -380,7 +377,7 @@ def _allocation_columns(allocation: AllocationState, cluster: str | None) -> Row
 
 def _result_columns(result: RunResult, gpus: int | None) -> Row:
     """The columns that a result gives, but its speeds."""
-    row: Row = dict(zip(_COPIED_COLUMNS, _copied_values(result), strict=True))
+    row: Row = dict(zip(RESULT_COLUMNS, _copied_values(result), strict=True))
     if result.probe:
         row |= summary(result.probe) | {"bandwidths": link_measurements(result.probe) or None}
     row["evidence"] = _json_text(result.evidence) if result.evidence else None

@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 from gpu_machine import Finding, Line, Machine, Sweep, limits
 from trace_parts import markdown, read_trace, summary
 
-from ultrabench.analysis.schema import FLOAT, SCHEMA, TEXT, column
+from ultrabench.analysis.columns import FLOAT, TEXT
+from ultrabench.analysis.schema import SCHEMA, arrow_field
+from ultrabench.column import Column
 from ultrabench.hardware import peak_suffix
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout
@@ -50,16 +52,16 @@ MEASURE = {
 """On GPUs at least 10 s of steps and an interval of 1 %; on CPUs just enough to try every line, with a peak that saves
 its measurement."""
 EXTRA = (
-    column("min_s", FLOAT, "Shortest time of the measured steps together."),
-    column("warmup_s", FLOAT, "Shortest time of the warm-up."),
-    column("target_ci95_rel", FLOAT, "Half 95 % interval at which a run may end."),
-    column("measured_s", FLOAT, "Sum of step_times_s."),
-    column("mfu_causal", FLOAT, "mfu by the formula megatron, which counts the causal half of attention."),
-    column("bf16_gemm_share", FLOAT, "model_flops_per_s_per_gpu / gemm_flops_per_s; null on CPUs."),
-    column("bf16_gemm_share_at_clock", FLOAT, "That share times gemm_sm_clock_hz / sm_clock_hz."),
-    column("power_limit_w", FLOAT, "Power limit that is in force, by NVML."),
-    column("max_sm_clock_hz", FLOAT, "Highest SM clock, by NVML."),
-    column("settings", TEXT, "The overrides of the sweep, as a JSON list."),
+    Column("min_s", FLOAT, "Shortest time of the measured steps together."),
+    Column("warmup_s", FLOAT, "Shortest time of the warm-up."),
+    Column("target_ci95_rel", FLOAT, "Half 95 % interval at which a run may end."),
+    Column("measured_s", FLOAT, "Sum of step_times_s."),
+    Column("mfu_causal", FLOAT, "mfu by the formula megatron, which counts the causal half of attention."),
+    Column("bf16_gemm_share", FLOAT, "model_flops_per_s_per_gpu / gemm_flops_per_s; null on CPUs."),
+    Column("bf16_gemm_share_at_clock", FLOAT, "That share times gemm_sm_clock_hz / sm_clock_hz."),
+    Column("power_limit_w", FLOAT, "Power limit that is in force, by NVML."),
+    Column("max_sm_clock_hz", FLOAT, "Highest SM clock, by NVML."),
+    Column("settings", TEXT, "The overrides of the sweep, as a JSON list."),
 )
 """The columns of rows that runs.parquet does not have."""
 
@@ -214,6 +216,6 @@ def write_summary(sweep: Sweep, row: dict[str, Any], variant: Variant, out: Path
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
     """Writes rows as a table with the columns of runs.parquet and EXTRA."""
-    schema = pa.schema([*SCHEMA, *EXTRA], metadata=SCHEMA.metadata)
+    schema = pa.schema([*SCHEMA, *map(arrow_field, EXTRA)], metadata=SCHEMA.metadata)
     timed_rows = [row | {"started_at": datetime.fromisoformat(row["started_at"])} for row in rows]
     pq.write_table(pa.Table.from_pylist(timed_rows, schema), path)

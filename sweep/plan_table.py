@@ -4,7 +4,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import kernel_of
-from ultrabench.sweep.predict.predict import Prediction
+from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS, Prediction
 from ultrabench.variant import Value
 
 Row = dict[str, Any]
 """Column name -> value."""
 Warn = Callable[[str], None]
-_COLUMN_BY_FIELD = {f.name: "predicted_" * (f.name != "p_oom") + f.name for f in fields(Prediction)}
+_COLUMN_BY_FIELD = {field: column.name for field, column in PREDICTION_COLUMNS.items()}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,

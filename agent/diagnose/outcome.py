@@ -32,7 +32,7 @@ from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.model_flops import nearest_number
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
-from ultrabench.result import NODE_FAILURE, SLOWER, UNMEASURED, RunResult, Status
+from ultrabench.result import NODE_FAILURE, RESULT_COLUMNS, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
 from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
@@ -106,12 +106,10 @@ def classify(
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
         ran=rank0.options_read_back,
         gradient_norm=reporter.steps[0].get("gradient_norm") if reporter.steps else None,
-        graphs=max((r.done_line["graphs"] for r in progress.ranks if "graphs" in r.done_line), default=None),
         attention=rank0.options_read_back.get("attention"),
-        peak_mem_allocated_bytes=_max_over_ranks(progress.ranks, "allocated_bytes"),
         peak_mem_reserved_bytes=max(filter(None, (r.reserved_bytes for r in progress.ranks)), default=None),
         peak_mem_reserved_rank0_bytes=rank0.reserved_bytes,
-        allocator_retries=_max_over_ranks(progress.ranks, "allocator_retries"),
+        **_reported_numbers(progress.ranks),
         **_checkpoint_columns(progress, task, agent_end or result, outage),
         init_time_s=progress.first_step_s - progress.started_s if progress.first_step_s else None,
         started_at=progress.started_at,
@@ -356,8 +354,15 @@ def _printed_params(ranks: Sequence[RankProgress], task: Task) -> int | None:
     return nearest_number(printed_params, kernel.number("params") or shape.num_params)
 
 
-def _max_over_ranks(ranks: Sequence[RankProgress], key: str) -> int | None:
-    return max((rank.memory_report[key] for rank in ranks if key in rank.memory_report), default=None)
+def _reported_numbers(ranks: Sequence[RankProgress]) -> Columns:
+    """The fields whose columns name the report that has them: the largest number of all ranks, None where none has it."""
+    columns = Columns()
+    for name, column in RESULT_COLUMNS.items():
+        if column.report:
+            lines = (rank.reported_values(column.report.event) for rank in ranks)
+            numbers = [line[column.report.field] for line in lines if column.report.field in line]
+            columns[name] = max(numbers, default=None)
+    return columns
 
 
 def _checkpoint_columns(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, compress
-from typing import Any
+from typing import Any, Literal
 
 from ultrabench.agent.diagnose.addresses import AddressBook
 from ultrabench.agent.diagnose.log_record import LogRecord, record_of
@@ -120,6 +120,10 @@ class RankProgress:
     thread as `function (file:line)`, innermost first. `aborted` is there if the rank was ended to see its stack. `groups` has {group, ranks, entered, started,
     finished, ops} for each process group, and is empty if the rank did not answer.
     """
+
+    def reported_values(self, event: Literal["memory", "done"]) -> dict[str, Any]:
+        """The latest value of each field of the lines of this event; empty until there is one."""
+        return {"memory": self.memory_report, "done": self.done_line}[event]
 
     @property
     def name(self) -> str:

@@ -17,9 +17,10 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.cells import layout_words, left_out
+from ultrabench.analysis.columns import BOOL, GROUPS, RESULT_TABLE, TEXT
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, TEXT
+from ultrabench.column import NUMERIC_TYPES, Source
 from ultrabench.errors import counted
 from ultrabench.result import NOT_TRIED, Status
 from ultrabench.store.sweep_json import key_of
@@ -29,25 +30,13 @@ SettingValue = str | int | float | bool
 _ROW_KEY = ("sweep", "run_id", "repeat", "attempt")
 """Columns whose values identify a row of the results."""
 _row_key_of = operator.itemgetter(*_ROW_KEY)
-_ID_COLUMNS = (
-    "schema_version",
-    "sweep_key",
-    *_ROW_KEY,
-    "env_id",
-    "env",
-    "variables",
-    "kernel_digest",
-    "gpu_name",
-)
-"""Columns of the group Identity that say which measurement of a run it was, and not what was run."""
 _CONFIG_COLUMNS = [
     column.name
-    for group in ("Identity", "Model", "Layout")
-    for column in GROUPS[group]
-    if column.name not in (*_ID_COLUMNS, "variant", "first_values")
+    for column in RESULT_TABLE.values()
+    if column.source == Source.RUN and column.name not in ("env", "variant", "first_values")
 ]
 _OUTCOME = [column for group in ("Outcome", "State of the cluster", "Provenance") for column in GROUPS[group]]
-_METRIC_COLUMNS = [column.name for column in _OUTCOME if column.type in (INT, FLOAT)]
+_METRIC_COLUMNS = [column.name for column in _OUTCOME if column.type in NUMERIC_TYPES]
 _TAG_COLUMNS = [
     "env_id", "kernel_digest", "gpu_name",
     *(column.name for column in _OUTCOME if column.type in (TEXT, BOOL) and column.name != "evidence"),

@@ -18,9 +18,10 @@ from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ultrabench.analysis.cells import Cell, formula_of_cells, layout_words, tried
+from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
-from ultrabench.analysis.ranking import LOWER_IS_BETTER
+from ultrabench.column import Better, Form
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, peak_suffix
 from ultrabench.result import Status
@@ -165,14 +166,17 @@ def _word_lines(words: Sequence[str], separator: str, max_chars: int) -> list[st
 def _headline_text(cell: Cell) -> str:
     """The shown value of a cell, or its tokens/s/GPU where the value, such as MFU, is unknown."""
     speed_text = (
-        Status.OK.value if cell.tokens_per_s_per_gpu is None else count(cell.tokens_per_s_per_gpu, "tok/s")
+        Status.OK.value
+        if cell.tokens_per_s_per_gpu is None
+        else count(cell.tokens_per_s_per_gpu, column_of("tokens_per_s_per_gpu").unit.short_symbol)
     )
     return with_unit(cell.shown_column, cell.shown_value) or speed_text
 
 
 def _scale_value(cell: Cell) -> float | None:
-    """The shown value of a cell on the colour scale: MFU in percent, other columns in their own unit."""
-    return cell.shown_value and cell.shown_value * (100 if cell.shown_column.endswith("mfu") else 1)
+    """The shown value of a cell on the colour scale: fractions in percent, other columns in their own unit."""
+    unit = column_of(cell.shown_column).unit
+    return cell.shown_value and cell.shown_value * (unit.axis.factor if unit.form == Form.PERCENT else 1)
 
 
 def _draw_hatch(axes: Axes, grid: Grid, square: Rectangle) -> None:
@@ -256,20 +260,28 @@ def _grids(cells: Sequence[Cell], compared_name: str) -> list[Grid]:
 def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
     """Draws the colour bar of a panel."""
     colour_scale = ScalarMappable(Normalize(0, scale_max), _COLOUR_MAP)
-    column = grid.cells[0].shown_column
-    is_in_bytes, unit_size, unit_suffix = column.endswith("_bytes"), 1.0, ""
+    column = column_of(grid.cells[0].shown_column)
+    separator = "\n" if grid.height < 2 else " "
+    is_in_bytes, unit_size, unit_suffix = column.unit.form == Form.MEMORY, 1.0, ""
+    if column.unit.form == Form.PERCENT:
+        unit_suffix = f"{separator}({column.unit.axis.symbol})"
     if is_in_bytes:
-        unit_size, unit_suffix = (GIB, " (GiB)") if scale_max >= GIB else (2**20, " (MiB)")
+        unit_size, unit_suffix = (
+            (GIB, f" ({column.unit.axis_symbol})") if scale_max >= GIB else (2**20, " (MiB)")
+        )
     ticks = np.array(MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, scale_max / unit_size)) * unit_size
-    label = FuncFormatter(lambda value, _: f"{value / unit_size:,.4g}" if is_in_bytes else count(value))
-    colour_bar = axes.figure.colorbar(colour_scale, cax=axes, ticks=ticks[ticks <= scale_max], format=label)
+    tick_label = FuncFormatter(lambda value, _: f"{value / unit_size:,.4g}" if is_in_bytes else count(value))
+    colour_bar = axes.figure.colorbar(
+        colour_scale, cax=axes, ticks=ticks[ticks <= scale_max], format=tick_label
+    )
     colour_bar.outline.set_visible(False)
     measured_text = "measured " * any((cell.peak_source or "").startswith("measured") for cell in grid.cells)
-    separator = "\n" if grid.height < 2 else " "
-    mfu_label = f"MFU{peak_suffix(grid.cells[0].precision)} (% of{separator}{measured_text}peak)"
-    label_by_column = {"mfu": mfu_label, "source_mfu": f"source_mfu{separator}(% of peak)"}
-    label_suffix = f"{unit_suffix}\nlower is better" if column in LOWER_IS_BETTER else unit_suffix
-    axes.set_ylabel(label_by_column.get(column, column) + label_suffix, fontsize=9, color=GREY)
+    label = f"{column.heading}{unit_suffix}"
+    if column.name == "mfu":
+        label = f"MFU{peak_suffix(grid.cells[0].precision)} (% of{separator}{measured_text}peak)"
+    if column.better == Better.LOWER:
+        label += "\nlower is better"
+    axes.set_ylabel(label, fontsize=9, color=GREY)
     axes.tick_params(labelsize=8, length=2, color=GREY)
 
 

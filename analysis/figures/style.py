@@ -16,6 +16,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter
 
+from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
 from ultrabench.errors import ConfigError, counted
 
@@ -35,6 +36,23 @@ _MARKERS = "osD^vPX*<>"
 _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 LookByValue = dict[Any, dict[str, Any]]
 """Value that a series stands for, such as a number of nodes -> its look."""
+
+
+def axis_title(name: str, title: str = "") -> str:
+    """The title of an axis that shows a column: its name, with the unit in which it is drawn where the name has none.
+
+    Args:
+        title: what the column holds, in words; by default its own name.
+    """
+    column = column_of(name)
+    has_unit_in_name = not title and column.unit.axis.factor == 1
+    return column.heading if has_unit_in_name else f"{title or column.heading} ({column.unit.axis_symbol})"
+
+
+def drawn(name: str, values: Any) -> Any:
+    """Numbers of a column, such as a pandas Series, in the unit in which figures draw them."""
+    factor = column_of(name).unit.axis.factor
+    return values if factor == 1 else values * factor
 
 
 class Panel(Axes):

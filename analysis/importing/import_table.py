@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from ultrabench.analysis.columns import GROUPS, unit_of
 from ultrabench.analysis.importing import number_texts
 from ultrabench.analysis.importing.derived import Doubts, typed_table, with_derived_columns
 from ultrabench.analysis.importing.given_rates import COMPARED_COLUMNS
@@ -20,9 +21,8 @@ from ultrabench.analysis.importing.number_texts import COMMA, POINT
 from ultrabench.analysis.importing.table_file import TableFile, read_table
 from ultrabench.analysis.importing.table_map import TYPE_BY_COLUMN, Source, TableMap, condition
 from ultrabench.analysis.importing.units import COUNT, TOKENS, UNITS, units_of
-from ultrabench.analysis.numbers import unit_of
 from ultrabench.analysis.options import variant_in
-from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, GROUPS, INT, SCHEMA, TEXT, TEXTS, TIME
+from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, INT, SCHEMA, TEXT, TEXTS, TIME
 from ultrabench.errors import ConfigError, counted, require_known, unknown_name
 from ultrabench.layout import TEXT_AXES
 from ultrabench.model_shape import FLOPS_FORMULAS

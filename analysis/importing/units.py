@@ -2,12 +2,13 @@
 
 import re
 
+from ultrabench import column
+from ultrabench.analysis.columns import unit_of
 from ultrabench.analysis.importing.scopes import SCOPE_TEXTS, SCOPED_COLUMNS, is_of_one_gpu
-from ultrabench.analysis.numbers import unit_of
 from ultrabench.errors import ConfigError
 from ultrabench.time_labels import other_time_in
 
-COUNT, TOKEN_RATE, FRACTION = "", "tokens/s", "fraction"
+COUNT, TOKEN_RATE, FRACTION = column.NUMBER.symbol, column.TOKENS_PER_S.symbol, column.FRACTION.symbol
 _COUNT_FACTORS = {
     "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30,
 }  # fmt: skip

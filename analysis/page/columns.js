@@ -62,22 +62,41 @@ function memory(bytes) {
   return `${gib.toFixed(Number(gib.toFixed(2)) >= 10 ? 1 : 2)} GiB`;
 }
 
-// The value of a column as a text with the unit that the column's name gives; empty when it is unknown.
+// A number with four digits and its unit.
+function plain(number, symbol) {
+  return `${Number.isInteger(number) ? number : Number(number.toPrecision(4))} ${symbol}`.trim();
+}
+
+// The form of a unit -> how texts show its numbers; the table of columns says which form and symbol a column has.
+const TEXT_BY_FORM = { plain, grouped, percent, memory, prefixed: withPrefix };
+const NO_UNIT = { form: "plain", symbol: "", axis: "", factor: 1, title: "", texts: {} };
+
+function unitOf(name) {
+  return pageData.units[name] ?? NO_UNIT;
+}
+
+// The value of a column as a text with its unit; empty when it is unknown.
 function text(name, cellValue) {
   if (cellValue === null || cellValue === undefined) return "";
   if (typeof cellValue === "boolean") return cellValue ? "True" : "False";
   if (typeof cellValue !== "number") return String(cellValue);
-  if (name === "dp_shard" && cellValue === 0) return "all ranks";
-  if (/(mfu|hfu|p_oom|_rel|_share)$/.test(name)) return percent(cellValue);
-  if (name.endsWith("_bytes")) return memory(cellValue);
-  if (name.endsWith("_bytes_per_s")) return withPrefix(cellValue, "B/s");
-  if (/_flops_per_s(_per_gpu)?$/.test(name)) return withPrefix(cellValue, "FLOP/s");
-  if (name.endsWith("_hz")) return withPrefix(cellValue, "Hz");
-  if (name === "power_w_mean") return withPrefix(cellValue, "W");
-  if (name.endsWith("_j_per_step")) return withPrefix(cellValue, "J");
-  if (name.includes("tokens_per_s")) return grouped(cellValue);
-  const number = Number.isInteger(cellValue) ? String(cellValue) : String(Number(cellValue.toPrecision(4)));
-  return name.endsWith("_s") ? `${number} s` : number;
+  const { form, symbol, texts } = unitOf(name);
+  return texts[cellValue] ?? TEXT_BY_FORM[form](cellValue, symbol);
+}
+
+// A number of a column in the unit in which figures draw it.
+function drawn(name, number) {
+  return number * unitOf(name).factor;
+}
+
+// The name of a column in tables and figures.
+function headingOf(name) {
+  return unitOf(name).title || name;
+}
+
+// The title of an axis that shows a column, with the unit in which it is drawn.
+function axisTitle(name, title) {
+  return `${title} (${unitOf(name).axis})`;
 }
 
 // An element with attributes and children; texts become text nodes, so that nothing in them is ever HTML.

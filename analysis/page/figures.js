@@ -1,9 +1,11 @@
 "use strict";
 // The figures of the shown rows; each has its numbers as a table, and is drawn when it comes into view or when nothing else happens.
 
+const PEAK = "peak_mem_reserved_bytes", BANDWIDTH = "allreduce_busbw_bytes_per_s"; // columns whose units the figures have
 const MEASURES = {
-  mfu: pageData.cells.some((cell) => cell.of_peak) ? "MFU (% of the peak of each precision)" : "MFU (% of peak)", tokens_per_s_per_gpu: "tokens/s/GPU", step_time_s: "step time (s)",
-  memory_gib: "peak memory (GiB)", predicted_step_time_s: "predicted step time (s)",
+  mfu: axisTitle("mfu", headingOf("mfu")).replace("of peak", pageData.cells.some((cell) => cell.of_peak) ? "of the peak of each precision" : "of peak"),
+  tokens_per_s_per_gpu: headingOf("tokens_per_s_per_gpu"), step_time_s: axisTitle("step_time_s", "step time"),
+  memory_gib: axisTitle(PEAK, "peak memory"), predicted_step_time_s: axisTitle("predicted_step_time_s", "predicted step time"),
 };
 const Y_MEASURES = Object.keys(MEASURES).filter((name) => name === "memory_gib" || name in columns);
 const X_COLUMNS = ["nodes", ...pageData.axes].filter((name) => name === "nodes" || distinct(name).length > 1);
@@ -28,11 +30,11 @@ let printTimer;
 // The value of a measure of MEASURES in its unit; null where it is unknown.
 function measure(name, row) {
   if (name === "memory_gib") {
-    const bytes = value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row);
-    return bytes === null ? null : bytes / GIB;
+    const bytes = value(PEAK, row) ?? value("peak_mem_reserved_rank0_bytes", row);
+    return bytes === null ? null : drawn(PEAK, bytes);
   }
   const columnValue = ofRun(name, row);
-  return name === "mfu" && columnValue !== null ? 100 * columnValue : columnValue;
+  return columnValue === null ? null : drawn(name, columnValue);
 }
 
 function measured(shown) {
@@ -80,11 +82,11 @@ function linkPoints(shown) {
     const rate = value(name, row), isInsideNode = name.includes("_intra_node");
     if (rate === null || value("suspect", row) !== null) continue;
     const series = `${name.split("_")[0]}${isInsideNode ? " within a node" : ""}`, key = JSON.stringify([series, value("nodes", row)]);
-    rates.set(key, [...(rates.get(key) ?? []), rate / 1e9]);
+    rates.set(key, [...(rates.get(key) ?? []), drawn(BANDWIDTH, rate)]);
   }
   const points = [...rates].map(([key, values]) => ({ series: JSON.parse(key)[0], x: JSON.parse(key)[1], y: values.sort(compareValues)[values.length >> 1] }));
   const note = "Median bus bandwidth (as defined by nccl-tests), measured by the jobs of the shown rows; suspect rows are excluded.";
-  return { points: points.sort((a, b) => compareValues(a.series, b.series) || compareValues(a.x, b.x)), note, label: "bus bandwidth (GB/s)", xColumn: "nodes" };
+  return { points: points.sort((a, b) => compareValues(a.series, b.series) || compareValues(a.x, b.x)), note, label: axisTitle(BANDWIDTH, "bus bandwidth"), xColumn: "nodes" };
 }
 
 function memoryPoints(shown) {
@@ -97,13 +99,13 @@ function memoryPoints(shown) {
     const measuredBar = isPlan ? [] : [["measured", value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row)]];
     let baseGib = 0; // of a part, the sum of the parts below it
     return [...measuredBar, ...(parts.length ? parts : [["predicted", value("predicted_peak_mem_bytes", row)]])].filter(([, bytes]) => bytes).map(([series, bytes]) => {
-      const bar = { series, x, y: bytes / GIB, baseGib, row };
+      const bar = { series, x, y: drawn(PEAK, bytes), baseGib, row };
       if (series !== "measured") baseGib += bar.y;
       return bar;
     });
   });
   const note = isPlan ? "The best layout of each cell, as predicted by this version of ultrabench for the rank that needs the most." : `The best layout of each cell. Left: measured. Right: predicted by this version of ultrabench for the rank that needs the most. ${knowsRank0Only ? "The measured memory is that of rank 0." : "On CPUs, the measured memory is the resident set."}`;
-  return { points, note, label: "peak memory (GiB)", xColumn: "model on nodes", order: ["measured", ...pageData.parts, "predicted"] };
+  return { points, note, label: MEASURES.memory_gib, xColumn: "model on nodes", order: ["measured", ...pageData.parts, "predicted"] };
 }
 
 // A figure of Bokeh with the values of x as words, in the colours of the page.

@@ -40,11 +40,11 @@ function memoryOf(row) {
 // Fills the button of a cell with the best of the runs that are shown, in the order of their standing.
 function fillCell(button, cell, runs) {
   const bestRow = runs[0]?.best ? runs[0].row : -1, cellData = pageData.cells[cell], mfu = ofRun("mfu", bestRow);
-  const headline = bestRow < 0 ? "" : mfu !== null ? text("mfu", mfu) + cellData.of_peak : `${withPrefix(ofRun("tokens_per_s_per_gpu", bestRow) ?? 0)} tok/s/GPU`;
+  const headline = bestRow < 0 ? "" : mfu !== null ? text("mfu", mfu) + cellData.of_peak : `${withPrefix(ofRun(RATE, bestRow) ?? 0)} ${unitOf(RATE).short}/GPU`;
   const showsAll = runs.length === runsOf[cell].length;
   const emptyText = showsAll ? cellData.reason ?? "" : runs.length ? "no shown layout can win" : "no layout shown";
   const wideInterval = ofRun("ci_reached", bestRow) === false ? ofRun("step_time_ci95_rel", bestRow) : null;
-  const intervalLine = wideInterval === null ? [] : [[`+- ${percent(wideInterval)}`, "sure"]];
+  const intervalLine = wideInterval === null ? [] : [[`+- ${text("step_time_ci95_rel", wideInterval)}`, "sure"]];
   const suspectLine = bestRow >= 0 && value("suspect", bestRow) !== null ? [["suspect", "sure"]] : [];
   const textLines = bestRow < 0 ? [[emptyText, "why"]] : [[headline, `headline ${wideInterval === null && !suspectLine.length ? "sure" : ""}`], ...suspectLine, ...intervalLine, [value("layout", bestRow), "layout"], [memoryOf(bestRow), ""]];
   if (runs.length && (bestRow >= 0 || !showsAll)) textLines.push([[value("environment", bestRow), value("repeats_failed", bestRow), tally(runs)].filter(Boolean).join(", "), "small"]);

@@ -23,8 +23,8 @@ function memoryBar(row) {
   const parts = pageData.parts.map((part, n) => element("span", { style: `width:${(100 * partBytes[n]) / endBytes}%;background:${PART_COLOURS[n]}`, title: `${part} ${memory(partBytes[n])}` }));
   const barElement = element("div", { class: "memory-bar", role: "img", "aria-label": `${memory(totalBytes)} of ${memory(limitBytes)}` }, ...parts, element("i", { style: `left:${(100 * limitBytes) / endBytes}%` }));
   const legend = pageData.parts.map((part, n) => element("li", {}, element("b", { style: `background:${PART_COLOURS[n]}` }), `${part} ${memory(partBytes[n])}`));
-  const verdict = `${value("layout", row)}: ${memory(totalBytes)} of ${memory(limitBytes)} on the rank that needs the most, P(OOM) ${percent(value("p_oom", row))}`;
-  const speedText = value("step_time_s", row) === null ? "" : `; step ${text("step_time_s", value("step_time_s", row))}, MFU ${percent(value("mfu", row))}`;
+  const verdict = `${value("layout", row)}: ${memory(totalBytes)} of ${memory(limitBytes)} on the rank that needs the most, P(OOM) ${text("p_oom", value("p_oom", row))}`;
+  const speedText = value("step_time_s", row) === null ? "" : `; step ${text("step_time_s", value("step_time_s", row))}, MFU ${text("mfu", value("mfu", row))}`;
   return [element("p", {}, verdict + speedText), barElement, element("ul", { class: "legend" }, ...legend)];
 }
 

@@ -180,7 +180,7 @@ function buildRest() {
   document.getElementById("columns").append(element("details", {}, element("summary", {}, "Rows and ranking"), ...paragraphs));
   for (const [group, columnRows] of Object.entries(pageData.schema)) {
     if (!columnRows.length) continue;
-    document.getElementById("columns").append(element("details", {}, element("summary", {}, group), table(group, ["column", "type", "meaning"], columnRows)));
+    document.getElementById("columns").append(element("details", {}, element("summary", {}, group), table(group, ["column", "type", "unit", "better", "meaning"], columnRows)));
   }
 }
 

@@ -25,6 +25,7 @@ from ultrabench.analysis.cells import (
     repeats_failed,
     set_apart,
 )
+from ultrabench.analysis.columns import BOOL, GROUPS, RESULT_TABLE
 from ultrabench.analysis.effects import COLUMNS as EFFECT_COLUMNS
 from ultrabench.analysis.effects import HEADS, competing_in, effects_by_axis, notes
 from ultrabench.analysis.effects import cells as effect_cells
@@ -44,7 +45,8 @@ from ultrabench.analysis.planned import NOTE, is_predicted
 from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
+from ultrabench.analysis.schema import SCHEMA
+from ultrabench.column import NUMBER, NUMERIC_TYPES, Better, Column
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import peak_suffix
@@ -91,7 +93,11 @@ WORD_COLUMNS = (*TEXT_AXES, "model_id", "scaling", "run_id", "precision", "routi
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
 """Columns of texts that ultrabench itself writes; a public page shows `suspect` as the word suspect alone."""
 PUBLIC_COLUMNS = frozenset(
-    {*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAME_COLUMNS, *WORD_COLUMNS}
+    {
+        *(c.name for c in RESULT_TABLE.values() if c.type in (*NUMERIC_TYPES, BOOL)),
+        *NAME_COLUMNS,
+        *WORD_COLUMNS,
+    }
 )
 """The only columns of a public page: none of them holds a host, a path, a user, an account or a free text.
 
@@ -164,7 +170,8 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "nodes": _nodes_json(table, public),
         "rejected": _rejected_counts(table.filter(is_rejected).select(_REJECTED_COLUMNS).to_pylist()),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
-        "schema": {group: _column_meanings(fields, shown_columns) for group, fields in GROUPS.items()},
+        "schema": {group: _column_meanings(columns, shown_columns) for group, columns in GROUPS.items()},
+        "units": {name: facts for name, column in RESULT_TABLE.items() if (facts := _unit_facts(column))},
     }
 
 
@@ -417,10 +424,26 @@ def _nodes_json(table: pa.Table, public: bool) -> Row:
     return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": note}
 
 
-def _column_meanings(columns: Iterable[pa.Field], shown_columns: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Name, type and meaning of those columns of a group that the page shows."""
+def _column_meanings(columns: Iterable[Column], shown_columns: Sequence[str]) -> list[list[str]]:
+    """Name, type, unit, better values and meaning of those columns of a group that the page shows."""
     return [
-        (c.name, type_name(c.type), c.metadata[b"description"].decode())
+        [c.name, c.type, c.unit.symbol, "" if c.better == Better.NONE else c.better, c.meaning]
         for c in columns
         if c.name in shown_columns
     ]
+
+
+def _unit_facts(column: Column) -> Row:
+    """What the page needs to write and draw the numbers of a column; empty for plain numbers and texts."""
+    unit, texts = column.unit, column.text_by_value
+    if unit == NUMBER and not texts and not column.title:
+        return {}
+    axis = {"axis": unit.axis_symbol, "factor": unit.axis.factor}
+    return {
+        "form": unit.form,
+        "symbol": unit.symbol,
+        "short": unit.short_symbol,
+        **axis,
+        "title": column.title,
+        "texts": texts,
+    }

@@ -4,7 +4,7 @@
 const MAX_RANKS = 8; // ranks of a failure that are shown; `sweep show` has all
 const FIRST_ROWS = 25; // rows of a table before "show all"
 const RUN_COLUMNS = {
-  layout: "layout", environment: "environment", place: "status", mfu: "MFU", tokens_per_s_per_gpu: "tokens/s/GPU",
+  layout: "layout", environment: "environment", place: "status", mfu: headingOf("mfu"), tokens_per_s_per_gpu: headingOf("tokens_per_s_per_gpu"),
   control_ratio: "speed / control", step_time_s: "step time", predicted_step_time_s: "predicted step time", memory: "peak memory", predicted_peak_mem_bytes: "predicted memory",
   p_oom: "P(OOM)", why: "reason",
 };
@@ -23,7 +23,7 @@ function shownText(name, row, numberOf = value) {
   const valueText = text(name, numberOf(name, row)), relativeInterval = numberOf("step_time_ci95_rel", row);
   if (name === "mfu" && valueText) return valueText + (pageData.cells[value("cell", row)]?.of_peak ?? "");
   if (name === "predicted_step_time_s" && valueText && value("extrapolated", row)) return `${valueText} (extrapolated)`;
-  return name === "step_time_s" && valueText && relativeInterval !== null ? `${valueText} +- ${percent(relativeInterval)}` : valueText;
+  return name === "step_time_s" && valueText && relativeInterval !== null ? `${valueText} +- ${text("step_time_ci95_rel", relativeInterval)}` : valueText;
 }
 
 function nonemptyColumns(columnLabels, candidateRows) {
@@ -87,6 +87,6 @@ function commands(row) {
 
 // Every known column of a row with its meaning.
 function allNumbers(row) {
-  const lines = Object.values(pageData.schema).flat().filter(([name]) => value(name, row) !== null).map(([name, , meaning]) => [name, text(name, value(name, row)), meaning]);
+  const lines = Object.values(pageData.schema).flat().filter(([name]) => value(name, row) !== null).map(([name, , , , meaning]) => [name, text(name, value(name, row)), meaning]);
   return element("details", {}, element("summary", {}, "All columns"), table("All columns of this row", ["column", "value", "meaning"], lines));
 }

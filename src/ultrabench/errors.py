@@ -178,10 +178,20 @@ def unknown_name(kind: str, name: object, known_names: Iterable[str], first: Ite
     known_names = sorted(known_names)
     similar_name = nearest_name(str(name).strip("{}"), known_names)
     hint_text = f"; did you mean {similar_name}?" if similar_name else ""
+    return f"unknown {kind} {name!r}{hint_text} {known_text(name, known_names, first)}"
+
+
+def known_text(name: object, known_names: Iterable[str], first: Iterable[str] = ()) -> str:
+    """The names that may stand in the place of `name`, such as `(known: mfu, hfu and 9 more)`, the nearest ones first.
+
+    Args:
+        first: those that are listed before them.
+    """
+    known_names = sorted(known_names)
     listed_names = difflib.get_close_matches(str(name), known_names, n=MAX_NAMES, cutoff=0.0)
     listed_names = [*dict.fromkeys((*first, *listed_names))][:MAX_NAMES]
     more_text = f" and {len(known_names) - MAX_NAMES} more" if len(known_names) > MAX_NAMES else ""
-    return f"unknown {kind} {name!r}{hint_text} (known: {', '.join(listed_names) or 'none'}{more_text})"
+    return f"(known: {', '.join(listed_names) or 'none'}{more_text})"
 
 
 def require_known(

@@ -67,7 +67,7 @@ POWERS_OF_TWO = tuple(2**n for n in range(8))
 def axis(
     label: str, meaning: str, *, kind: str, title: str = "", default: Any = MISSING, implied: tuple[int | str, ...] = (),
     usual: tuple[int | str, ...] = (), divides: tuple[str, ...] = (), detail_of: str = "",
-    sweep_values: SweepValues | None = None, added_later: bool = False,
+    sweep_values: SweepValues | None = None, added_later: bool = False, text_by_value: Mapping[int, str] | None = None,
 ) -> Any:  # fmt: skip
     """A field of `Layout` that describes one axis.
 
@@ -83,11 +83,13 @@ def axis(
         detail_of: another axis, at whose neutral value this one has no effect.
         sweep_values: what a sweep lists, where that differs from the values in a layout.
         added_later: whether the axis came after the first run ids, which do not contain it.
+        text_by_value: value -> its text in tables, where that is not the number.
     """
     title = title or meaning.rstrip(".").lower()
     return field(default=default, metadata={
         "label": label, "meaning": meaning, "kind": kind, "title": title, "implied": implied, "usual": usual,
         "divides": divides, "detail_of": detail_of, "sweep_values": sweep_values, "added_later": added_later,
+        "text_by_value": text_by_value or {},
     })  # fmt: skip
 
 
@@ -109,7 +111,7 @@ class Layout:
     dp_shard: Annotated[int, at_least(0)] = axis(
         "shard", "Number of ranks among which ZeRO shards; other ranks hold replicas. 0: all dp*cp ranks.",
         kind=CHOICE, title="ranks of a shard group", default=0, implied=(0,), detail_of="zero_stage",
-        sweep_values=SweepValues(DpShardInSweep, "all", first=0), added_later=True,
+        sweep_values=SweepValues(DpShardInSweep, "all", first=0), added_later=True, text_by_value={0: "all ranks"},
     )  # fmt: skip
     mbs: Count = axis(
         "mbs", "Sequences of a micro-batch on one dp rank.", kind=BATCH_CUT, title="sequences of a micro-batch",
@@ -317,6 +319,10 @@ NEUTRAL = {f.name: f.default for f in fields(Layout) if f.default is not MISSING
 """Axis -> its neutral value."""
 TITLES = {name: str(metadata["title"]) for name, metadata in _TRAITS.items()}
 """Axis -> its name in figures, such as `tensor-parallel degree`."""
+TEXT_BY_VALUE: dict[str, dict[int, str]] = {
+    name: metadata["text_by_value"] for name, metadata in _TRAITS.items()
+}
+"""Axis -> value -> its text in tables, where that is not the number."""
 USUAL = {name: metadata["usual"] for name, metadata in _TRAITS.items() if metadata["usual"]}
 """Axis -> values that a figure over it draws."""
 DIVIDES: dict[str, tuple[str, ...]] = {name: m["divides"] for name, m in _TRAITS.items() if m["divides"]}

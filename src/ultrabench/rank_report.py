@@ -60,12 +60,9 @@ class Progress:
 class Report:
     """Writes the report of one rank.
 
-    Each line is one JSON object with an `event`. This class adds the `time` in seconds since 1970. The events
-    are phase {name}, store {port}, environment {...}, step {seconds, tokens, loss, gradient_norm},
-    ran {options}, memory {allocated_bytes, reserved_bytes, allocator_retries}, error {kind, message}, done {...}, stack_dump {pid}
-    and checkpoint {save_s, load_s, async_blocking_s, async_s, async_lost_steps, bytes}, or {message} where it failed.
-    A program of the user may write the same lines itself. With stack_dump a process promises to write its
-    Python stacks beside the report on SIGUSR1, and its last collectives on SIGUSR2.
+    Each line is one JSON object with an `event`. This class adds the `time` in seconds since 1970. FIELDS lists the
+    events and the fields of each. A program of the user may write the same lines itself. With stack_dump a process
+    promises to write its Python stacks beside the report on SIGUSR1, and its last collectives on SIGUSR2.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

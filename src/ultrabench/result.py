@@ -1,10 +1,24 @@
 """The result of an attempt: how it ended, and what was measured."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeGuard
 
+from ultrabench.column import (
+    BYTES,
+    FRACTION,
+    HERTZ,
+    LOST_STEPS,
+    PEAK_FRACTION,
+    SECONDS,
+    WATTS,
+    Better,
+    Report,
+    Source,
+    column,
+    columns_of,
+)
 from ultrabench.step_time import ci95_rel
 
 
@@ -180,103 +194,154 @@ SLOWER = "slower_than_best"
 class RunResult:
     """The facts of one attempt; what follows from them, such as mfu, is computed by `ultrabench collect`."""
 
-    status: Status
-    reason: str | None = None
-    """One line of evidence for any status but ok."""
-    cause: str | None = None
-    """What failed, more precisely than the status: cuda_oom, host_oom, import_error, segfault, ..."""
-    fingerprint: str | None = None
-    """Hash of the failure without numbers, paths and ranks, so that it is equal on all nodes."""
-    confirmed: bool | None = None
-    """Whether an oom is sure: memory was free at the start, and the allocator recorded the failed request."""
-    suspect_hosts: tuple[str, ...] = ()
-    """Hosts that this attempt alone makes suspects of the failure."""
-    began_on: tuple[str, ...] = ()
-    """Hosts on which the failure began; empty where that is unknown or where no node can be at fault."""
-    measured_by: str | None = None
-    """Where the steps come from: report (the program's report file), log (times or rates in its log) or arrival (of the
-    lines of its log)."""
+    status: Status = column("How the attempt ended; see docs/reference/rules.md.", default=MISSING)
+    reason: str | None = column("One line of evidence for every status except ok.")
+    cause: str | None = column("What failed, in more detail than the status: cuda_oom, segfault, ...")
+    fingerprint: str | None = column("Hash of the failure, equal on all nodes and ranks.")
+    """It is made without numbers, paths and ranks."""
+    confirmed: bool | None = column(
+        "For oom: whether the rank's memory record proves that the run, not another process, filled the "
+        "memory."
+    )
+    """Memory was free at the start, and the allocator recorded the failed request."""
+    suspect_hosts: tuple[str, ...] = column(
+        "Hosts that this attempt alone makes suspects of the failure.", default=()
+    )
+    began_on: tuple[str, ...] = column(
+        "Hosts on which the failure began, where a node can be at fault.", default=()
+    )
+    """Empty where that is unknown or where no node can be at fault."""
+    measured_by: str | None = column(
+        "Where step times come from: report (the program's report), log (times or rates in its log), "
+        "arrival (of lines of its log)."
+    )
     arrival_error_s: float = 0.0
     """How much the time of a step may be wrong because its line was seen later than written; 0 unless arrival timed it."""
     log_doubts: dict[str, str] = field(default_factory=dict)
     """Code -> sentence of each doubt about how steps were read from a log."""
-    source_mfu: float | None = None
-    """MFU as the program itself computes it, a fraction: the median of what its log shows in the measured steps."""
-    source_num_params: int | None = None
-    """Number of parameters that the program prints; of several numbers the nearest to that of the model."""
+    source_mfu: float | None = column(
+        "MFU that the program printed (kernel.mfu_line) or its publisher computed.",
+        unit=PEAK_FRACTION,
+        better=Better.HIGHER,
+        follows_step_time=True,
+    )
+    """The median of what its log shows in the measured steps."""
+    source_num_params: int | None = column(
+        "Number of parameters that the program printed; see kernel.params."
+    )
+    """Of several numbers the nearest to that of the model."""
     source_flops_per_token: float | None = None
     """FLOPs of a token that the program prints."""
-    stopped: str | None = None
-    """Why measuring ended: interval, max_steps, program, slower_than_best or time_limit."""
-    ci_reached: bool | None = None
+    stopped: str | None = column(
+        "Why measuring ended: interval (narrow enough), max_steps, program (it ended), slower_than_best, "
+        "time_limit."
+    )
+    ci_reached: bool | None = column("Whether the interval of the step time met its target.")
     step_times_s: tuple[float, ...] = ()
     """Seconds of each measured step in order, without warm-up."""
     rank_step_times_s: dict[str, float] = field(default_factory=dict)
     """Rank -> its median step time, for the fastest and the slowest rank; empty if only one rank reports."""
-    loss_final: float | None = None
-    """Loss at the step that all layouts of a cell have in common."""
+    loss_final: float | None = column(
+        "Loss at step measure.loss_step, which all layouts of a cell reach; not the last loss.",
+        better=Better.LOWER,
+    )
     loss_step: int | None = None
     """The step at which `loss_final` was taken."""
     ran: dict[str, str] = field(default_factory=dict)
     """Option -> its value in the first step of rank 0, read back from what trained; empty for other programs."""
-    gradient_norm: float | None = None
-    """Norm of the whole gradient of the first step, before clipping."""
+    gradient_norm: float | None = column("Norm of the gradient of the first step.")
+    """The norm before clipping."""
     hardware_flops_per_step: float | None = None
     """Floating-point operations of one step, all ranks together; None where they were not counted."""
-    graphs: int | None = None
-    """Graphs that a rank compiled, the largest number of all ranks; 0 where its layers ran eagerly."""
-    attention: str | None = None
-    """The implementation of attention that ran: cudnn, flash, flash3 or math."""
-    peak_mem_allocated_bytes: int | None = None
-    """Largest peak of allocated bytes among all ranks."""
-    peak_mem_reserved_bytes: int | None = None
-    """Largest peak of reserved bytes among all ranks; on CPUs, of the resident set."""
-    peak_mem_reserved_rank0_bytes: int | None = None
-    """Peak of reserved bytes of rank 0, as other benchmarks publish it."""
-    allocator_retries: int | None = None
-    """How often the allocator of a rank found its GPU full and gave back what it held without need, at most."""
-    checkpoint_save_s: float | None = None
-    """Seconds of a synchronous save of the sharded state, of the slowest rank, as all of these."""
-    checkpoint_load_s: float | None = None
-    checkpoint_async_blocking_s: float | None = None
-    """Seconds for which an asynchronous save kept training from its next step."""
-    checkpoint_async_s: float | None = None
-    """Seconds until the asynchronous save had ended."""
-    checkpoint_async_lost_steps: float | None = None
-    """What the steps during the asynchronous save took longer, in median steps of the run."""
-    checkpoint_bytes: int | None = None
-    """Bytes of the files of a save, all ranks together."""
-    checkpoint_cause: str | None = None
-    """Why there are no numbers of a checkpoint that was asked for, one of CAUSES."""
-    checkpoint_reason: str | None = None
-    """One line of evidence for this cause."""
-    init_time_s: float | None = None
-    """Seconds from the start of the ranks to the end of the first step."""
+    graphs: int | None = column(
+        "Most graphs that torch.compile made on a rank; 0: layers ran eagerly.",
+        report=Report("done", "graphs"),
+    )
+    attention: str | None = column("Attention kernel that ran: cudnn, flash, flash3 or math.")
+    peak_mem_allocated_bytes: int | None = column(
+        "Largest allocated memory of all ranks.",
+        unit=BYTES,
+        better=Better.LOWER,
+        report=Report("memory", "allocated_bytes"),
+    )
+    peak_mem_reserved_bytes: int | None = column(
+        "Largest reserved memory of all ranks; on CPUs the largest resident set.",
+        unit=BYTES,
+        better=Better.LOWER,
+    )
+    peak_mem_reserved_rank0_bytes: int | None = column(
+        "Reserved memory of rank 0, as other benchmarks publish it.", unit=BYTES, better=Better.LOWER
+    )
+    allocator_retries: int | None = column(
+        "Times that a rank's allocator found its GPU full and freed unused memory, which is slow.",
+        better=Better.LOWER,
+        report=Report("memory", "allocator_retries"),
+    )
+    checkpoint_save_s: float | None = column(
+        "Time that the slowest rank takes to save parameters and optimizer synchronously; null here and "
+        "in the next six columns: see checkpoint_cause.",
+        unit=SECONDS,
+        better=Better.LOWER,
+    )
+    checkpoint_load_s: float | None = column(
+        "Time to load the checkpoint, maybe from the page cache, which is faster than storage.",
+        unit=SECONDS,
+        better=Better.LOWER,
+    )
+    checkpoint_async_blocking_s: float | None = column(
+        "Time by which an asynchronous save delays the next training step.", unit=SECONDS, better=Better.LOWER
+    )
+    checkpoint_async_s: float | None = column(
+        "Total time of the asynchronous save.", unit=SECONDS, better=Better.LOWER
+    )
+    checkpoint_async_lost_steps: float | None = column(
+        "Extra time of the steps during the asynchronous save, divided by step_time_s; excludes "
+        "checkpoint_async_blocking_s.",
+        unit=LOST_STEPS,
+        better=Better.LOWER,
+    )
+    checkpoint_bytes: int | None = column("Bytes of the files of one save.", unit=BYTES, better=Better.LOWER)
+    checkpoint_cause: str | None = column(
+        "Why an ok run has no checkpoint numbers: disk_full, disk_slow or another cause."
+    )
+    """One of CAUSES."""
+    checkpoint_reason: str | None = column("One line of evidence for checkpoint_cause.")
+    init_time_s: float | None = column(
+        "Time from the start of the ranks to the end of the first step.", unit=SECONDS, better=Better.LOWER
+    )
     started_at: float | None = None
     """Start of the attempt in seconds since 1970, UTC."""
-    duration_s: float | None = None
-    """Seconds from the start of the ranks until all of them were gone."""
-    sm_clock_hz: float | None = None
-    """Median SM clock over all GPUs and all seconds of the measured steps; None where it is unknown."""
+    duration_s: float | None = column(
+        "Time from the start of the ranks until all have exited.", unit=SECONDS, better=Better.LOWER
+    )
+    sm_clock_hz: float | None = column(
+        "Median SM clock during the measured steps.", unit=HERTZ, better=Better.HIGHER
+    )
+    """The median over all GPUs and all seconds of these steps."""
     throttled: str | None = None
     """What slowed a GPU's clock during the measured steps, except a power cap; None: nothing or unknown."""
-    power_w_mean: float | None = None
-    """Mean power of a GPU over the measured steps; None where it is unknown."""
-    foreign_load: float | None = None
-    """Largest share of a node's cores that other programs used during the steps, from 0 to 1; None where unknown."""
-    foreign_gpu_processes: str | None = None
-    """Processes of somebody else that used its GPUs during the steps; None: none, or unknown."""
-    hostnames: tuple[str, ...] = ()
-    gpu_name: str | None = None
-    torch_version: str | None = None
-    cuda_version: str | None = None
-    nccl_version: str | None = None
-    driver_version: str | None = None
+    power_w_mean: float | None = column(
+        "Mean power of a GPU during the measured steps.", unit=WATTS, better=Better.LOWER
+    )
+    foreign_load: float | None = column(
+        "Largest fraction of a node's cores that other programs used during the steps.", unit=FRACTION
+    )
+    foreign_gpu_processes: str | None = column(
+        "Other processes on the GPUs during the steps; null: none or unknown."
+    )
+    hostnames: tuple[str, ...] = column("Hosts in node order.", default=())
+    gpu_name: str | None = column("Name of the accelerator, as its driver reports it.")
+    torch_version: str | None = column("Version of torch.")
+    cuda_version: str | None = column("Version of CUDA.")
+    nccl_version: str | None = column("Version of NCCL.")
+    driver_version: str | None = column("Version of the GPU driver.")
     omp_num_threads: int | None = None
     variables: dict[str, str] = field(default_factory=dict)
     """Variables that rank 0 saw and that configure CUDA, NCCL and torch; values of secrets are redacted."""
-    env_id: str | None = None
-    kernel_digest: str | None = None
+    env_id: str | None = column(
+        "Hash of the environment: env, program, GPU, torch, CUDA, NCCL, driver, variables."
+    )
+    kernel_digest: str | None = column("Hash of the program's sources.")
     probe: dict[str, Any] = field(default_factory=dict)
     """Rates of devices and links, for a run that measured these instead of training."""
     evidence: dict[str, Any] = field(default_factory=dict)
@@ -292,3 +357,7 @@ class RunResult:
         """What distinguishes the environments of one sweep: all that is observed except the driver."""
         software = self.torch_version, self.cuda_version, self.nccl_version, self.kernel_digest
         return self.gpu_name, *software, tuple(sorted(self.variables.items()))
+
+
+RESULT_COLUMNS = columns_of(RunResult, source=Source.RESULT)
+"""Field of a result -> the column of results that shows it unchanged."""

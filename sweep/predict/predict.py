@@ -6,9 +6,10 @@ deadlines.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import NamedTuple
 
+from ultrabench.column import BYTES, FRACTION, SECONDS, Better, Source, column, columns_of
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import GIB, Hardware, Peak
 from ultrabench.measure import Measure
@@ -36,22 +37,45 @@ NOTABLE_SHARE = 0.1
 class Prediction:
     """The predicted memory and time of one run."""
 
-    step_time_s: float
-    step_time_low_s: float
-    """The step time is expected to be longer than this with a probability of 90 %."""
-    step_time_high_s: float
-    """The step time is expected to be shorter than this with a probability of 90 %."""
-    peak_mem_bytes: int
+    step_time_s: float = column(
+        "Step time predicted before the run.", default=MISSING, unit=SECONDS, better=Better.LOWER
+    )
+    step_time_low_s: float = column(
+        "The step time is expected to be longer than this with a probability of 90 %.",
+        default=MISSING,
+        unit=SECONDS,
+    )
+    step_time_high_s: float = column(
+        "The step time is expected to be shorter than this with a probability of 90 %.",
+        default=MISSING,
+        unit=SECONDS,
+    )
+    peak_mem_bytes: int = column(
+        "Peak memory predicted before the run.", default=MISSING, unit=BYTES, better=Better.LOWER
+    )
     """Memory of the rank that needs most, with what its allocator holds in reserve."""
-    memory_share: float
-    """peak_mem_bytes divided by the memory that a rank has; on CPUs that is what its process may hold."""
-    p_oom: float
-    """Probability that the run does not fit into memory."""
-    limited_by: str
-    """What costs the layout most: memory where it is unlikely to fit, or its allocator has to give its reserve back
-    and wait; else launch, bubble or communication, if one of them takes a notable part of the step; else compute."""
-    duration_s: float
-    """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
+    memory_share: float = column(
+        "predicted_peak_mem_bytes divided by the memory that a rank has.", default=MISSING, unit=FRACTION
+    )
+    """On CPUs, a rank has what its process may hold."""
+    p_oom: float = column(
+        "Probability of running out of memory, predicted before the run.",
+        default=MISSING,
+        name="p_oom",
+        unit=FRACTION,
+        better=Better.LOWER,
+    )
+    limited_by: str = column(
+        "What costs the layout most: memory, launch, bubble, communication or compute.", default=MISSING
+    )
+    """Memory where it is unlikely to fit, or its allocator has to give its reserve back and wait; else launch, bubble or
+    communication, if one of them takes a notable part of the step; else compute."""
+    duration_s: float = column("Duration predicted for a whole run.", default=MISSING, unit=SECONDS)
+    """A run that does not fit into memory has only the seconds of its start."""
+
+
+PREDICTION_COLUMNS = columns_of(Prediction, source=Source.PREDICTION, prefix="predicted_")
+"""Field of a prediction -> its column in plans and, for some of them, in results."""
 
 
 def p_oom_text(p_oom: float) -> str:

@@ -112,7 +112,7 @@ def test_three_more_fields_are_three_more_axes(changed_bench, bench):
     two = next(row["run_id"] for row in rows if row["shards"] == row["etp"] == 2)
     best, shown, *_ = several(
         changed_bench, ["heatmap", "t", "--json", "--include-suspects"], ["sweep", "show", two, "--sweep", "t"],
-        *(["heatmap", "t", "-o", f"{name}.svg", "--rank-by", name, "--include-suspects"] for name in NAMES),
+        *(["heatmap", "t", f"{name}=2", "-o", f"{name}.svg", "--include-suspects"] for name in NAMES),
         ["report", "t", "-o", "page.html"],
     )  # fmt: skip
     (cell,) = json.loads(best)

@@ -9,21 +9,23 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
+from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.runs import final_rows, runs_with_value
-from ultrabench.analysis.figures.style import panel_grid, series_looks
+from ultrabench.analysis.figures.style import drawn, panel_grid, series_looks
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, Status
 
 _SERIES = {
-    "save": ("checkpoint_save_s", 1.0, "seconds"),
-    "load": ("checkpoint_load_s", 1.0, "seconds"),
-    "async save": ("checkpoint_async_s", 1.0, "seconds"),
-    "async save, blocking": ("checkpoint_async_blocking_s", 1.0, "seconds"),
-    "rate of save": ("checkpoint_bytes_per_s_per_node", 1e-9, "GB/s per node"),
-    "steps lost during the async save": ("checkpoint_async_lost_steps", 1.0, "steps lost"),
+    "save": "checkpoint_save_s",
+    "load": "checkpoint_load_s",
+    "async save": "checkpoint_async_s",
+    "async save, blocking": "checkpoint_async_blocking_s",
+    "rate of save": "checkpoint_bytes_per_s_per_node",
+    "steps lost during the async save": "checkpoint_async_lost_steps",
 }
-"""Series -> its column, the factor from the column to the unit, and the unit; each unit has a panel."""
-_UNITS = tuple(dict.fromkeys(unit for _, _, unit in _SERIES.values()))
+"""Series -> its column; the columns of one unit share a panel."""
+_UNIT_BY_SERIES = {series: column_of(column).unit for series, column in _SERIES.items()}
+_UNITS = tuple(dict.fromkeys(_UNIT_BY_SERIES.values()))
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -64,11 +66,11 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     points = points.assign(position=points["nodes"].map(node_counts.index))
     for (panel_name, panel_unit), axes in panels.items():
         position_groups = points[points["panel"] == panel_name].groupby("position")
-        for series_name, (column, unit_factor, unit) in _SERIES.items():
-            if unit == panel_unit:
-                bands = unit_factor * position_groups[column].agg(["min", "median", "max"]).dropna()
+        for series_name, column in _SERIES.items():
+            if _UNIT_BY_SERIES[series_name] == panel_unit:
+                bands = drawn(column, position_groups[column].agg(["min", "median", "max"]).dropna())
                 axes.draw_line_in_band(bands.index, *bands.to_numpy().T, **look_by_series[series_name])
-        axes.describe(panel_name, "nodes", panel_unit)
+        axes.describe(panel_name, "nodes", panel_unit.axis.symbol)
         axes.set_categories(node_counts)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     return figure

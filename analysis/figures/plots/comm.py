@@ -8,16 +8,17 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.style import panel_grid, series_looks
+from ultrabench.analysis.figures.style import axis_title, drawn, panel_grid, series_looks
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 from ultrabench.result import Status
 
 _TITLE_BY_OPERATION = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
+_BUSBW = "busbw_bytes_per_s"
 _STATISTICS = {
     "p5": ("busbw_p5_bytes_per_s", "min"),
-    "median": ("busbw_bytes_per_s", "median"),
+    "median": (_BUSBW, "median"),
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
 """Statistic, a column of the points -> its field in the column `bandwidths` of the table, and the function that combines several measurements."""
@@ -68,12 +69,13 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     heading = f"Bus bandwidth over node counts: {title}"
     legend_kw: dict[str, Any] = {"legend": look_by_size.values(), "legend_title": "buffer size of each rank"}
     figure, panels = panel_grid(OPERATIONS, title=heading, notes=notes, sharey=True, **legend_kw)
+    y_title = axis_title(_BUSBW, "bus bandwidth")
     for operation, axes in panels.items():
         for size_bytes, size_points in points[points["operation"] == operation].groupby("size"):
             x = size_points["nodes"].map(node_counts.index)
-            gb_per_s = (size_points[column] / 1e9 for column in _STATISTICS)
-            axes.draw_line_in_band(x, *gb_per_s, **look_by_size[size_bytes], markersize=4, markeredgewidth=0)
-        axes.describe(_TITLE_BY_OPERATION[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
+            rates = (drawn(_BUSBW, size_points[column]) for column in _STATISTICS)
+            axes.draw_line_in_band(x, *rates, **look_by_size[size_bytes], markersize=4, markeredgewidth=0)
+        axes.describe(_TITLE_BY_OPERATION[operation], "nodes (1: within a node)", y_title)
         # Only the panels whose shared ticks have labels get a title of the axis.
         axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])
         axes.set_categories(node_counts)

@@ -9,11 +9,13 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import layout_words
+from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note, runs_with_value
-from ultrabench.analysis.figures.style import Panel, panel_grid, series_looks
+from ultrabench.analysis.figures.style import Panel, axis_title, drawn, panel_grid, series_looks
 from ultrabench.analysis.planned import is_predicted
-from ultrabench.analysis.ranking import LOWER_IS_BETTER, require_number
+from ultrabench.analysis.ranking import DEFAULT_RANK_BY, is_lower_better, require_rankable
+from ultrabench.column import Better
 from ultrabench.errors import counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
@@ -23,8 +25,6 @@ _MAX_NAME_LINES, _NAME_LINE_CHARS = 15, 50
 """Numbers of lines of text that fit beside a panel, and of characters in a line."""
 _X_COLUMN, _MIN_NAME_DISTANCE = "memory_gib", 0.05
 """Column of the x axis, and the smallest distance of two named runs, relative to the largest values of the front."""
-_Y_TITLES = {"tokens_per_s_per_gpu": "tokens/s/GPU"}
-"""Column of the y axis -> its title, where that is not the name of the column."""
 _FRONT_LOOK: dict[str, Any] = {"label": "Pareto front", "color": "black", "linewidth": 0.9}
 _LIMIT_LOOK: dict[str, Any] = {"label": "GPU memory", "color": GREY, "linestyle": "--", "linewidth": 1}
 _NAME_LOOK: dict[str, Any] = {
@@ -42,16 +42,16 @@ def points(table: pa.Table, column: str) -> tuple[pd.DataFrame, str]:
     smaller one where rankings say so.
 
     Raises:
-        ConfigError: `column` is not numeric, or no run has both values.
+        ConfigError: runs cannot be ranked by `column`, or no run has both values.
     """
-    require_number(table, column)
+    require_rankable(table, column)
     todo = "to report it from your program, see docs/start/your-program.md"
     all_runs = ok_runs(final_rows(table, more_columns=(column,)))
     runs, no_memory_text = runs_with_value(candidate_runs(all_runs), _X_COLUMN, "peak memory", todo)
     todo = "choose another --by from docs/reference/columns.md"
     runs, no_value_text = runs_with_value(runs, column, column, todo)
-    runs = runs.sort_values([_X_COLUMN, column], ascending=[True, column in LOWER_IS_BETTER], kind="stable")
-    scores = -runs[column] if column in LOWER_IS_BETTER else runs[column]
+    runs = runs.sort_values([_X_COLUMN, column], ascending=[True, is_lower_better(column)], kind="stable")
+    scores = -runs[column] if is_lower_better(column) else runs[column]
     best_scores = scores.groupby(runs["panel"]).cummax()
     best_with_less_memory = best_scores.groupby(runs["panel"]).shift(fill_value=-math.inf)
     planned_hardware = runs["hardware"].unique() if is_predicted(table) else ()
@@ -63,17 +63,18 @@ def points(table: pa.Table, column: str) -> tuple[pd.DataFrame, str]:
 
 def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figure:
     """A panel for each model, with the names of the layouts of its front beside it, as high as they lie."""
+    points = points.assign(**{column: drawn(column, points[column])})
     panel_names, node_counts = list(points["panel"].unique()), sorted(points["nodes"].unique())
     front_runs = points[points["is_on_front"]].sort_values(_X_COLUMN, kind="stable")
     front_by_panel = {name: front_runs[front_runs["panel"] == name] for name in panel_names}
     named_by_panel = {name: _named_runs(front, column) for name, front in front_by_panel.items()}
     num_unnamed = len(front_runs) - sum(map(len, named_by_panel.values()))
-    is_lower_better, y_title = column in LOWER_IS_BETTER, _Y_TITLES.get(column, column)
-    caption = f"Pareto front: no other run has as little memory and {'lower' if is_lower_better else 'higher'} {y_title}."
+    y_name, better = column_of(column).heading, column_of(column).better
+    caption = f"Pareto front: no other run has as little memory and {better} {y_name}."
     caption += " Colour: number of nodes; to draw only one: nodes=N."
     if num_unnamed:
         caption += f"\nUnlabelled: {counted(num_unnamed, 'run')} of the front, too close to others or too many to label."
-    heading = f"{'Throughput' if column in _Y_TITLES else column} against memory, with the Pareto front of {counted(len(points), 'run')}: {title}"
+    heading = f"{'Throughput' if column == DEFAULT_RANK_BY else y_name} against memory, with the Pareto front of {counted(len(points), 'run')}: {title}"
     dots: dict[str, Any] = {"linestyle": "", "markersize": 3.5}
     look_by_nodes = series_looks(node_counts, is_ordered=True, label_of=lambda n: counted(n, "node"), **dots)
     limit_looks = [_LIMIT_LOOK] if points["limit_gib"].notna().any() else []
@@ -91,7 +92,10 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figu
             axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits_gib.iloc[0]))
         _write_names(axes, named_by_panel[panel_name], column)
         x_title = f"peak reserved memory, {points['memory_ranks'].iloc[0]} (GiB)"
-        axes.describe(panel_name, x_title, f"{y_title} (lower is better)" if is_lower_better else y_title)
+        y_title = axis_title(column)
+        axes.describe(
+            panel_name, x_title, f"{y_title} (lower is better)" if better == Better.LOWER else y_title
+        )
     return figure
 
 

@@ -8,14 +8,17 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note
-from ultrabench.analysis.figures.style import LookByValue, Panel, panel_grid, series_looks
+from ultrabench.analysis.figures.style import LookByValue, Panel, axis_title, panel_grid, series_looks
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.result import Status
 
 _TIME_COLUMNS, _MEMORY_COLUMNS = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predicted_gib")
 """The column of measured values and that of predicted values."""
-_COLUMNS_BY_AXIS_TITLE = {"step time (s)": _TIME_COLUMNS, "peak memory (GiB)": _MEMORY_COLUMNS}
+_COLUMNS_BY_AXIS_TITLE = {
+    axis_title("step_time_s", "step time"): _TIME_COLUMNS,
+    axis_title("peak_mem_reserved_bytes", "peak memory"): _MEMORY_COLUMNS,
+}
 _EQUAL_LINE_LOOK: dict[str, Any] = {"label": "equal", "color": GREY, "linewidth": 0.8}
 
 
@@ -46,10 +49,12 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     legend = [*look_by_panel.values(), _EQUAL_LINE_LOOK]
     panel_keys = [*_COLUMNS_BY_AXIS_TITLE, *(["regime"] if "regime" in points else [])]
     figure, panels = panel_grid(panel_keys, title=heading, notes=notes, legend=legend, height=3.1)
-    for axis_title, value_columns in _COLUMNS_BY_AXIS_TITLE.items():
-        _draw_scatter(panels[axis_title], points, *value_columns, look_by_panel)
-        quantity_name = axis_title.partition(" (")[0].capitalize()
-        panels[axis_title].describe(quantity_name, f"measured {axis_title}", f"predicted {axis_title}")
+    for quantity_title, value_columns in _COLUMNS_BY_AXIS_TITLE.items():
+        _draw_scatter(panels[quantity_title], points, *value_columns, look_by_panel)
+        quantity_name = quantity_title.partition(" (")[0].capitalize()
+        panels[quantity_title].describe(
+            quantity_name, f"measured {quantity_title}", f"predicted {quantity_title}"
+        )
     if "regime" in panels:
         _draw_ratio_boxes(panels["regime"], points)
     return figure

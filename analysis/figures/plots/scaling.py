@@ -13,13 +13,16 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note, runs_with_value
-from ultrabench.analysis.figures.style import LookByValue, Panel, panel_grid, series_looks
+from ultrabench.analysis.figures.style import LookByValue, Panel, axis_title, panel_grid, series_looks
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, DEGREES, TITLES
 
 _FOLLOWERS = dict.fromkeys(("nodes", *DEGREES), "dp and gas") | {"dp": "nodes and gas"}
 """Axis -> the arguments that change with it where all else is equal; none change with an axis that regroups ranks."""
-_Y_TITLES = {"tokens_per_s_per_gpu": "tokens/s/GPU", "memory_gib": "peak memory (GiB)"}
+_Y_TITLES = {
+    "tokens_per_s_per_gpu": axis_title("tokens_per_s_per_gpu"),
+    "memory_gib": axis_title("peak_mem_reserved_bytes", "peak memory"),
+}
 """Column of a panel -> its name."""
 _EFFICIENCY_COLUMNS = ["efficiency", "efficiency_low", "efficiency_high"]
 """Columns of the efficiency of the best runs and of the ends of its interval, in percent."""

@@ -10,9 +10,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from ultrabench.analysis.columns import unit_of
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final_rows, ok_runs, runs_note, runs_with_value
-from ultrabench.analysis.figures.style import panel_grid
+from ultrabench.analysis.figures.style import axis_title, drawn, panel_grid
 from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
 from ultrabench.hardware import peak_suffix
@@ -38,8 +39,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     runs = ok_runs(final_rows(table))
     note = runs_note(table, runs, has_crosses=True)
     has_mfu = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
-    runs = runs.assign(height_title="MFU (%)" if has_mfu else "tokens/s/GPU")
-    runs["height"] = 100 * runs["mfu"] if has_mfu else runs["tokens_per_s_per_gpu"]
+    column = "mfu" if has_mfu else "tokens_per_s_per_gpu"
+    runs = runs.assign(height=drawn(column, runs[column]), height_title=axis_title(column))
     runs, excluded_text = runs_with_value(runs, "height", runs["height_title"].iloc[0], "draw another figure")
     num_neighbours = runs.groupby(["panel", "nodes"])["run_id"].transform("size")
     random_offset = runs["run_id"].map(lambda run_id: zlib.crc32(run_id.encode()) / 2**32 - 0.5)
@@ -66,7 +67,9 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
         axes.scatter("x", "height", "area", "height", data=candidates, cmap="viridis", vmin=0, vmax=max_height,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
         y_title = height_title.replace("MFU", f"MFU{peak_suffix(panel_runs['precision'].iloc[0])}")
-        axes.describe(panel_name, f"nodes (largest marker: {count(max_tokens_per_s, 'tokens/s')})", y_title)
+        axes.describe(
+            panel_name, f"nodes (largest marker: {count(max_tokens_per_s, unit_of('tokens_per_s'))})", y_title
+        )
         axes.set_categories(node_counts)
         axes.set_ylim(0, 1.06 * max_height)
     colour_scale = ScalarMappable(Normalize(0, max_height), "viridis")

@@ -170,8 +170,12 @@ def _count_text(rows: list[ResultRow]) -> str:
 
 def _table_row(row: ResultRow) -> tuple[object, ...]:
     """The row of the table of findings for one layout; a status replaces a step time that was not measured."""
+    from ultrabench.analysis.numbers import with_unit
+
     sides = ((row[f"runs_{side}"], row[f"step_time_{side}_s"], row[f"status_{side}"]) for side in "ab")
-    time_texts = (f"{time_s:.4g} s" if num_runs else status for num_runs, time_s, status in sides)
+    time_texts = (
+        with_unit("step_time_s", time_s) if num_runs else status for num_runs, time_s, status in sides
+    )
     ratio_text = f"{row['ratio']:.3f}" if row["runs_a"] and row["runs_b"] else None
     p_text = None if math.isnan(row["p_corrected"]) else f"{row['p_corrected']:.2g}"
     return row["finding"], row["model"], row["nodes"], row["layout"], *time_texts, ratio_text, p_text

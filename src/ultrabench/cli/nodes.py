@@ -11,7 +11,6 @@ import typer
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.store.damage import one_line_if_damaged, read_each
-from ultrabench.store.events import DECODERS
 from ultrabench.store.folder import SweepFolder, find_sweep, sweep_dirs
 
 if TYPE_CHECKING:  # for other commands this would be a slow import
@@ -95,6 +94,7 @@ def _attempt_rows(folders: list[SweepFolder]) -> "list[Row]":
 
 def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
     """Sweep, node and a line that says why jobs of the sweep do not use the node, or only if they must."""
+    from ultrabench.store.events import DECODERS
     from ultrabench.store.journal import read_journal
     from ultrabench.store.state import SweepState, fold
     from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, EVENTS_OF_FAILURES, latest_blame, may_blame

@@ -84,7 +84,13 @@ SelectedRows = Annotated[
         help="Default: all rows of the newest sweep. COLUMN=VALUE keeps matching rows, such as nodes=4.",
     ),
 ]
-RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="Rank by this numeric column of the results.")]
+RankBy = Annotated[
+    str,
+    typer.Option(
+        metavar="COLUMN",
+        help="Rank by this column of the results, one whose higher or lower values are better.",
+    ),
+]
 RankByAlias = Annotated[str | None, typer.Option(hidden=True)]
 """RankBy under the name that it has in another command: --by in `heatmap`, --rank-by in `sweep top`."""
 Since = Annotated[

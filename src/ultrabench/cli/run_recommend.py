@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from rich.console import RenderableType
 
+from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.cli.sweep.consent import headline
 from ultrabench.cli.sweep.written import written_lines
@@ -248,8 +249,7 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
     """The texts of a table row after those of its model and nodes."""
     step, low, high = (three_digits(row[f"step_time_{key_end}"]) for key_end in ("s", "low_s", "high_s"))
     yield row["layout"]
-    yield "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
-    yield from (f"{row[name]:,.0f}" for name in ("tokens_per_s", "tokens_per_s_per_gpu"))
+    yield from (with_unit(name, row[name]) or "" for name in ("mfu", "tokens_per_s", "tokens_per_s_per_gpu"))
     yield f"{step} ({low}-{high})"
     yield f"{row['peak_mem_bytes'] / GIB:.1f}"
     yield p_oom_text(row["p_oom"])

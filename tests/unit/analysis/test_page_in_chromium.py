@@ -236,7 +236,7 @@ def test_texts_of_numbers_are_those_of_the_terminal(opened):
     numbers = {
         "mfu": (0.4321, 0.00512, 1.2), "peak_mem_reserved_bytes": (2**30, 3 * 2**33, 10**8, 2**30 - 1, 2**30 * 9.996), "step_time_s": (2, 0.123456),
         "allreduce_busbw_bytes_per_s": (4.2e11, 123.0, 9.996e8, 9.994e8, 999.7), "tokens_per_s_per_gpu": (12345.6,), "sm_clock_hz": (1.98e9,), "power_w_mean": (611.2,), "energy_j_per_step": (48_000.0,),
-        "tokens_per_j": (12.3456,),
+        "tokens_per_j": (12.3456,), "checkpoint_bytes_per_s_per_node": (12e9,), "foreign_load": (0.25,),
         "model_flops_per_s_per_gpu": (3.88e14, 1.5e15), "loss_final": (6.048331,), "nodes": (1024,), "p_oom": (0, 1e-19, 0.0001),
         "dp_shard": (0, 8),
     }  # fmt: skip

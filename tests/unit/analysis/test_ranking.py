@@ -28,6 +28,7 @@ def test_json_is_flat_and_holds_the_layout():
         ([row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), row("c", status="oom")], {}, "b"),
         ([row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1)], {"rank_by": "mfu"}, "a"),
         ([row("a", 5.0, loss_final=1.0), row("b", 6.0, loss_final=2.0)], {"rank_by": "loss_final"}, "a"),
+        ([row("a", 5.0, checkpoint_save_s=2.0), row("b", 6.0, checkpoint_save_s=20.0)], {"rank_by": "checkpoint_save_s"}, "a"),
         ([row("a", 5.0), row("b", 6.0, suspect="hot"), row("c", 7.0, stopped="slower_than_best")], {}, "a"),
         ([row("a", 5.0), row("b", 6.0, suspect="hot")], {"include_suspects": True}, "b"),
         ([row("a", 9.0, is_final=False), row("b", 1.0)], {}, "b"),

@@ -107,6 +107,7 @@ WITH_A_SWEEP = [
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o results", "-o results does not end in .png, .svg or .pdf; give a file"),
     ("sweep top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
+    ("heatmap --rank-by dp", "cannot rank by dp: it is unknown whether higher or lower values are better; choose another"),
     ("heatmap --rank-by energy_j_per_step", "no ok run has a value in energy_j_per_step; rank by another column of"),
     ("sweep rename quick-cpu x.parquet --yes", "NEW='x.parquet'; must be a text of at most 100 ASCII characters that"),
     ("sweep show 99", "no rank 99 in quick-cpu, which has 29"),

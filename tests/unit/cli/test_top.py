@@ -88,13 +88,13 @@ def test_the_column_that_is_ranked_by_is_in_the_table(ultrabench, results, monke
     assert {"init_time_s", "status"} <= set(out.split())
     assert "3.25 s" in out
     assert SHOWN_AS["mfu"] in ultrabench("sweep", "top", "quick-cpu", "--by", "mfu")[1].split()
-    runs = as_json(ultrabench, "sweep", "top", "--by", "dp", "-n", "2")
-    assert runs == as_json(ultrabench, "sweep", "top", "--rank-by", "dp", "-n", "2")
-    heatmaps = (as_json(ultrabench, "heatmap", name, "dp") for name in ("--by", "--rank-by"))
+    runs = as_json(ultrabench, "sweep", "top", "--by", "step_time_s", "-n", "2")
+    assert runs == as_json(ultrabench, "sweep", "top", "--rank-by", "step_time_s", "-n", "2")
+    heatmaps = (as_json(ultrabench, "heatmap", name, "step_time_s") for name in ("--by", "--rank-by"))
     assert len({str(cells) for cells in heatmaps}) == 1
     assert "--by" not in ultrabench("heatmap", "--help")[1]
     assert "--rank-by" not in ultrabench("sweep", "top", "--help")[1]
-    assert {row["ranked_by"] for row in runs if row["nodes"] == NODES} == {"dp"}
+    assert {row["ranked_by"] for row in runs if row["nodes"] == NODES} == {"step_time_s"}
     assert len(runs) == 2 * len({run.nodes for run in QUICK.runs})
 
 

@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperGroup
 
 from ultrabench.allowed import Count
-from ultrabench.analysis.numbers import percent
 from ultrabench.cli.options import (
     RESULTS,
     Json,
@@ -225,6 +224,8 @@ def _memory_texts(metrics: Metrics) -> tuple[str, ...]:
 
 def _share_text(share: float | None) -> str:
     """A share from 0 to 1 as percent; a dash where it is unknown."""
+    from ultrabench.analysis.numbers import percent
+
     return percent(share) or "-"
 
 

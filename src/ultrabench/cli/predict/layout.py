@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from ultrabench.analysis.collect import collect
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
-from ultrabench.analysis.numbers import count, formula_text, params_text
+from ultrabench.analysis.numbers import count, formula_text, params_text, with_unit
 from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
@@ -130,10 +131,10 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         yield ratio_line(ratios, spec.layout.dp_overlap)
     mfu, mfu_text = prediction["mfu"], ""
     if mfu is not None:
-        mfu_text = f", MFU {100 * mfu:.1f} %{peak_suffix(spec.kernel.precision)}"
+        mfu_text = f", MFU {with_unit('mfu', mfu)}{peak_suffix(spec.kernel.precision)}"
     interval_text = " to ".join(three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
     step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {interval_text} s)"
-    tokens_rate_text = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu_text}"
+    tokens_rate_text = f"{with_unit(RATE, prediction[RATE])} {column_of(RATE).heading}{mfu_text}"
     yield f"{step_text}; {tokens_rate_text}; limited by {prediction['limited_by']}"
     if mfu is not None and spec.shape.num_experts:
         yield formula_text([config.measure.flops_formula], has_experts=True)
@@ -152,7 +153,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
             step_s, predicted_s = run["step_time_s"], run["predicted_step_time_s"]
             time_texts = f"{step_s:.3g}", f"{predicted_s / step_s:.2f}"
             setting_cells = itemgetter("sweep", "nodes", "layout", "seq_len")(run)
-            rows.append((*setting_cells, *time_texts, f"{run['tokens_per_s_per_gpu']:,.0f}", run["run_id"]))
+            rows.append((*setting_cells, *time_texts, with_unit(RATE, run[RATE]), run["run_id"]))
         columns = "sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run"
         yield table("\nmost similar measured runs", *columns, rows=rows)
 

@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide
+from ultrabench.analysis.columns import RATE, column_of
+from ultrabench.analysis.numbers import formula_text, too_wide, with_unit
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
@@ -149,9 +150,20 @@ def _result_text(run: Candidate, result: RunResult) -> str:
         return ", ".join((Status.OK, *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate, result)
-    mfu_text = None if mfu is None else f"{percent(mfu)} MFU{peak_suffix(run.cell.precision)}"
-    speed_text = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
-    return ", ".join(filter(None, (Status.OK, mfu_text, memory(result.peak_mem_reserved_bytes), speed_text)))
+    mfu_text = None if mfu is None else f"{with_unit('mfu', mfu)} MFU{peak_suffix(run.cell.precision)}"
+    step_text = with_unit("step_time_s", float(median(result.step_times_s)))
+    speed_text = f"{with_unit(RATE, rate)} {column_of(RATE).heading}, step {step_text}"
+    return ", ".join(
+        filter(
+            None,
+            (
+                Status.OK,
+                mfu_text,
+                with_unit("peak_mem_reserved_bytes", result.peak_mem_reserved_bytes),
+                speed_text,
+            ),
+        )
+    )
 
 
 def panel(progress: SweepProgress, is_active: bool, with_bar: bool = False) -> RenderableType:
@@ -228,10 +240,10 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             rate, interval_text = standing.rate or 0.0, too_wide(standing.ci_reached, standing.ci95_rel)
             mark = "suspect" if standing.suspect else ""
             repeats_text = f"(median of {_repeats_text(standing)})" if standing.num_competing > 1 else ""
-            speed_texts = (f"{rate:,.0f}", repeats_text, interval_text, mark)
+            speed_texts = (with_unit(RATE, rate), repeats_text, interval_text, mark)
             predicted_rate = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             mfu, is_predicted = progress.mfu(run, standing), run.spec.kernel.is_predictable
-            mfu_text = None if mfu is None else f"{percent(mfu)}{peak_suffix(run.cell.precision)}"
+            mfu_text = None if mfu is None else f"{with_unit('mfu', mfu)}{peak_suffix(run.cell.precision)}"
             number_texts = (
                 " ".join(filter(None, speed_texts)),
                 mfu_text,
@@ -239,7 +251,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             )
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *number_texts))
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")
-        headings = (*cell_headings, ">tokens/s/GPU", ">MFU", ">x predicted")
+        headings = (*cell_headings, f">{column_of(RATE).heading}", ">MFU", ">x predicted")
         yield table("best so far", *headings, rows=rows)
         expert_runs = (run for run, _ in progress.best if run.shape.num_experts and run.peak_flops_per_s)
         if formulas := {run.flops_formula for run in expert_runs}:

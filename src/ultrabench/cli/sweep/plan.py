@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ultrabench.analysis.numbers import with_unit
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
 from ultrabench.cli.sweep.rereads import Rereads, read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
@@ -256,8 +257,10 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
             step_text, oom_text = three_digits(row["step_time_s"]), ""
             if low != high:  # it is predicted, not measured
                 step_text, oom_text = f"{step_text} ({low}-{high})", p_oom_text(row["p_oom"])
-            mfu_text = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
-            speed_texts = (f"{row['tokens_per_s_per_gpu']:,.0f}", mfu_text, step_text)
+            speed_texts = (
+                *(with_unit(name, row[name]) or "" for name in ("tokens_per_s_per_gpu", "mfu")),
+                step_text,
+            )
             note = row["why"] if row["advised"] else "most likely to fit, not advised"
             note += f", {NO_ROOM}" * (not row["has_room"])
             note += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]

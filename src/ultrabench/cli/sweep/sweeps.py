@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ultrabench.analysis.numbers import percent
+from ultrabench.analysis.numbers import with_unit
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
 from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn
@@ -105,7 +105,11 @@ def _table_row(summary: SweepSummary) -> tuple[str | Text | None, ...]:
     if summary.best:
         run, standing = summary.best
         best_text = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
-        best_texts = best_text, f"{standing.rate or 0.0:,.0f}", percent(progress.mfu(run, standing))
+        best_texts = (
+            best_text,
+            with_unit("tokens_per_s_per_gpu", standing.rate or 0.0),
+            with_unit("mfu", progress.mfu(run, standing)),
+        )
     age_days = summary.age_s / DAY_S
     age_text = f"{age_days:.0f} d" if age_days >= 2 else duration_text(summary.age_s)
     return progress.sweep, str(summary.num_cells), settled_text, *best_texts, age_text, summary.activity

@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.text import Text
 
 from ultrabench.analysis.cells import caveats, layout_words, left_out, model_text, nodes_text, set_apart
-from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
+from ultrabench.analysis.columns import column_of
+from ultrabench.analysis.numbers import formula_text, memory, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.results import open_rows
@@ -17,8 +18,8 @@ from ultrabench.routing import routing_text
 from ultrabench.store.folder import SweepFolder
 
 SHOWN_AS = {
-    "mfu": "MFU", "tokens_per_s_per_gpu": "tokens/s/GPU", "peak_mem_reserved_bytes": "memory", "step_time_s": "step",
-    "predicted_step_time_s": "predicted",
+    **{name: column_of(name).heading for name in ("mfu", "tokens_per_s_per_gpu")},
+    "peak_mem_reserved_bytes": "memory", "step_time_s": "step", "predicted_step_time_s": "predicted",
 }  # fmt: skip
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
 COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
@@ -110,7 +111,9 @@ def number_texts(row: Row) -> dict[str, str | Text | None]:
     peaks = ("peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes")
     text_by_column["memory"] = memory(*(row[name] for name in peaks))
     if text_by_column["step"] and row["step_time_ci95_rel"] is not None:
-        text_by_column["step"] = f"{text_by_column['step']} +- {percent(row['step_time_ci95_rel'])}"
+        text_by_column["step"] = (
+            f"{text_by_column['step']} +- {with_unit('step_time_ci95_rel', row['step_time_ci95_rel'])}"
+        )
     return text_by_column | {"status": _status_text(row)}
 
 

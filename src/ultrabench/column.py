@@ -1,0 +1,183 @@
+"""A column of results: what its values mean, their unit, which of them are better, and where they come from.
+
+A column is described once. Where a dataclass holds the value, such as `RunResult`, its field does it with `column`;
+analysis/columns.py has the rows of all others. Schema, tables, figures, rankings, exports and the page use these.
+"""
+
+from dataclasses import field, fields
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, get_args
+
+
+class ColumnType(StrEnum):
+    """The type of the values of a column, as the documentation names it."""
+
+    TEXT = "text"
+    INT = "integer"
+    FLOAT = "number"
+    BOOL = "boolean"
+    TEXTS = "list[text]"
+    FLOATS = "list[number]"
+    RECORDS = "list[record]"
+    TIME = "time (UTC)"
+
+
+NUMERIC_TYPES = (ColumnType.INT, ColumnType.FLOAT)
+"""Types of columns by which runs may be ranked."""
+
+
+class Better(StrEnum):
+    """Which values of a column are better."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+    NONE = "none"
+    """Neither, such as for a degree of parallelism; runs cannot be ranked by such a column."""
+
+
+class Source(StrEnum):
+    """Where the value of a column comes from."""
+
+    RUN = "run"
+    """The plan and the configuration of the sweep: what was run."""
+    RESULT = "result"
+    """The field of RunResult with the name of the column."""
+    PREDICTION = "prediction"
+    """A prediction that was made before the run."""
+    PREFLIGHT = "preflight"
+    """The rates of devices and links that the allocation, or kernel=probe, measured."""
+    COMPUTED = "computed"
+    """Other columns, or the journal of the sweep."""
+
+
+class Form(StrEnum):
+    """How texts show the numbers of a unit."""
+
+    PLAIN = "plain"
+    """Four digits with the symbol of the unit."""
+    GROUPED = "grouped"
+    """A whole number with its digits in groups of three, without the unit."""
+    PERCENT = "percent"
+    MEMORY = "memory"
+    """MiB or GiB."""
+    PREFIXED = "prefixed"
+    """Three digits with a metric prefix and the symbol of the unit."""
+
+
+class AxisUnit(NamedTuple):
+    """The unit in which figures draw the numbers of a column."""
+
+    symbol: str = ""
+    factor: float = 1.0
+    """What the numbers of results are multiplied with."""
+
+
+class Unit(NamedTuple):
+    """The unit of the numbers of a column."""
+
+    symbol: str
+    """The unit in which results hold the numbers; empty for plain numbers."""
+    form: Form = Form.PLAIN
+    axis: AxisUnit = AxisUnit()
+    short: str = ""
+    """A shorter symbol for places with little room, such as the cells of a heatmap."""
+
+    @property
+    def short_symbol(self) -> str:
+        """The symbol where there is little room."""
+        return self.short or self.symbol
+
+    @property
+    def axis_symbol(self) -> str:
+        """What stands in brackets behind the title of an axis: the unit in which it is drawn."""
+        return self.symbol if self.axis.factor == 1 else self.axis.symbol
+
+
+NUMBER = Unit("")
+SECONDS = Unit("s", axis=AxisUnit("seconds"))
+FRACTION = Unit("fraction", Form.PERCENT, AxisUnit("%", 100.0))
+PEAK_FRACTION = Unit("fraction", Form.PERCENT, AxisUnit("% of peak", 100.0))
+LOST_STEPS = Unit("", axis=AxisUnit("steps lost"))
+BYTES = Unit("B", Form.MEMORY, AxisUnit("GiB", 2.0**-30))
+BYTES_PER_S = Unit("B/s", Form.PREFIXED, AxisUnit("GB/s", 1e-9))
+BYTES_PER_S_PER_NODE = Unit("B/s", Form.PREFIXED, AxisUnit("GB/s per node", 1e-9))
+FLOPS_PER_S = Unit("FLOP/s", Form.PREFIXED)
+HERTZ = Unit("Hz", Form.PREFIXED)
+WATTS = Unit("W", Form.PREFIXED)
+JOULES = Unit("J", Form.PREFIXED)
+TOKENS_PER_S = Unit("tokens/s", Form.GROUPED, short="tok/s")
+
+
+class Report(NamedTuple):
+    """The place of a number in the reports of ranks; the largest number of all ranks counts."""
+
+    event: Literal["memory", "done"]
+    field: str
+    """A name in FIELDS of rank_report.py."""
+
+
+class Column(NamedTuple):
+    """What everything that shows, ranks, exports or draws a column knows about it."""
+
+    name: str
+    type: ColumnType
+    meaning: str
+    """One or two sentences for the documentation."""
+    unit: Unit = NUMBER
+    better: Better = Better.NONE
+    follows_step_time: bool = False
+    """Whether it is proportional to the step time or its inverse, so that it has the same relative interval."""
+    source: Source = Source.COMPUTED
+    title: str = ""
+    """Its name in tables and figures, where that is not the name of the column."""
+    report: Report | None = None
+    """Where ranks report it; None for a number that the agent finds in its own way."""
+    text_by_value: dict[int, str] = {}  # noqa: RUF012 - no default is ever changed
+    """Value -> its text, where that is not the number."""
+
+    @property
+    def heading(self) -> str:
+        """Its name in tables and figures."""
+        return self.title or self.name
+
+
+_COLUMN_KEY = "column"
+_TYPES: dict[Any, ColumnType] = {
+    str: ColumnType.TEXT, int: ColumnType.INT, float: ColumnType.FLOAT, bool: ColumnType.BOOL,
+    tuple[str, ...]: ColumnType.TEXTS, tuple[float, ...]: ColumnType.FLOATS,
+}  # fmt: skip
+"""Type of a field -> type of its column."""
+
+
+def column(meaning: str, *, name: str = "", default: Any = None, **facts: Any) -> Any:
+    """A field of a dataclass that describes the column which shows it.
+
+    Args:
+        name: name of the column; by default that of the field.
+        default: the value of a field that is not given; MISSING for one that has to be given.
+        facts: other fields of `Column`; `columns_of` adds the type and the source.
+    """
+    return field(default=default, metadata={_COLUMN_KEY: {"name": name, "meaning": meaning, **facts}})
+
+
+def columns_of(record: Any, *, source: Source, prefix: str = "") -> dict[str, Column]:
+    """Field of a dataclass -> the column that shows it, for each field that describes one.
+
+    Args:
+        source: where the values of these columns come from.
+        prefix: begins the names of columns whose fields give no name.
+    """
+    described_fields = (f for f in fields(record) if _COLUMN_KEY in f.metadata)
+    facts_by_field = {f.name: f.metadata[_COLUMN_KEY] | {"type": _type_of(f.type)} for f in described_fields}
+    return {
+        field_name: Column(**facts | {"name": facts["name"] or prefix + field_name, "source": source})
+        for field_name, facts in facts_by_field.items()
+    }
+
+
+def _type_of(annotation: Any) -> ColumnType:
+    """The type of the column of a field with this annotation, such as `float | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return ColumnType.TEXT
+    options = get_args(annotation) if type(None) in get_args(annotation) else (annotation,)
+    return next(_TYPES[option] for option in options if option is not type(None))
