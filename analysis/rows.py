@@ -45,7 +45,7 @@ from ultrabench.sweep.plan_table import (
     shapes_of,
 )
 from ultrabench.sweep.running.attempts import Skip, skips
-from ultrabench.sweep.running.outliers import control_times, for_answers
+from ultrabench.sweep.running.outliers import control_runs, for_answers
 from ultrabench.sweep.running.standings import Suspicion, control_ratio
 from ultrabench.variant import Variant, identity
 
@@ -213,7 +213,7 @@ def _numbered_rows(
     columns_by_allocation = {
         name: _allocation_columns(allocation, sweep.cluster) for name, allocation in state.allocations.items()
     }
-    control_times_s, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
+    controls_by_allocation, suspicion = control_runs(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
     kernel, price = kernel_of_launch(sweep, state), price_per_gpu_hour(sweep, state)
     candidates = [*rows_of(plan, _CANDIDATE_COLUMNS)]
@@ -244,7 +244,7 @@ def _numbered_rows(
         row |= _speed_columns(base, result, flops)
         if price is not None and (tokens_per_s := row.get("tokens_per_s_per_gpu")):
             row["cost_per_billion_tokens"] = 1e9 * price / (3600 * tokens_per_s)
-        row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], control_times_s)
+        row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], controls_by_allocation)
         trained_shape = shape if flops.formula else None
         rate = row.get("tokens_per_s_per_gpu") or 0.0
         speed_facts = row.get("mfu"), trained_shape, base.get("seq_len") or 0, rate

@@ -20,6 +20,10 @@ CLOCK_POWER_EXPONENT = 1 / 3
 as clock * voltage**2, and voltage in proportion to the clock. No run under a limit was measured."""
 ARCHITECTURE_RULE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
 
+MAX_FOREIGN_LOAD = {"cuda": 0.1, "cpu": 0.5}
+"""Torch device type -> measure.max_foreign_load where that is auto: the share of a node's cores that other programs may use
+during the steps. Other programs of a laptop always use some cores, which slows control runs down as well."""
+
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
 PeakRate = Annotated[float, between(1e9, 1e18, "FLOPs per second, such as 9.89e14")]
 Memory = Annotated[int, between(2**28, 2**44, "bytes, such as 80000000000")]
@@ -37,6 +41,11 @@ class Peak:
     """Where the rate comes from; `measured` when it was measured on this machine."""
     core_share: float | None = None
     """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
+
+
+def is_shared(device: str) -> bool:
+    """Whether other programs may compute on devices of this torch type during a run, as they do on the cores of a CPU."""
+    return device == "cpu"
 
 
 def peak_suffix(precision: str | None) -> str:
@@ -102,6 +111,11 @@ class Hardware:
         if (self.power_limit_w or 0) > (self.rated_power_w or math.inf):
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} above rated_power_w={self.rated_power_w:g}"
             raise ConfigError(fact, "give a lower limit, or leave it out", setting="hardware.power_limit_w")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other programs may compute on its accelerators during a run."""
+        return is_shared(self.device)
 
     @property
     def clock_share(self) -> float:

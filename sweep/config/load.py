@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
-from ultrabench.hardware import Hardware
+from ultrabench.hardware import MAX_FOREIGN_LOAD, Hardware
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.measure import Measure
@@ -137,6 +137,8 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         tree = tree | {"kernel": kernel}
     _require_texts(kernel.get("files"))
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
+    if tree["measure"].get("max_foreign_load") == "auto":
+        tree = tree | {"measure": tree["measure"] | {"max_foreign_load": MAX_FOREIGN_LOAD[hardware.device]}}
     kernel_options = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in kernel_options.items()}
     settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
@@ -149,7 +151,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     is_embedded, types = kernel_kind == "embedded", field_types(SweepConfig)
     default_seconds = {k: getattr(hardware, k) if is_embedded else 0.0 for k in ("warmup_s", "min_s")}
     selection_keys = [key for key in SELECTION_KEYS if sweep.get(key) is not None]
-    launcher_defaults = {"preflight": kernel_kind != "command" or hardware.device == "cuda"}
+    launcher_defaults = {
+        "preflight": kernel_kind != "command" or hardware.device == "cuda",
+        "control": kernel_kind != "probe" and hardware.is_shared,
+    }
     values = {
         **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
         **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in selection_keys},

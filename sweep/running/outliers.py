@@ -9,17 +9,19 @@ import contextlib
 import functools
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import median
-from typing import Any, TypeVar
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
+from ultrabench.hardware import is_shared
 from ultrabench.kernel_config import compares_losses
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -64,7 +66,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
         state: what `with_loss_outliers` returns.
         device: the torch device type of the hardware, cuda or cpu.
     """
-    factor = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
+    factor = SHARED_CORES_FACTOR if is_shared(device) else 1.0
     doubt_sources = (find(state, factor) for find in (_preflight_doubts, _control_doubts, _clock_doubts))
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
     doubts: dict[object, list[Doubt]] = defaultdict(list)  # by allocation and by attempt
@@ -87,7 +89,7 @@ def rate_doubts(mfu: float | None, device: str = "cuda", gemm_share: float | Non
         mfu: a fraction.
         gemm_share: FLOPs per second of a GPU relative to those of plain matrix products in the same allocation.
     """
-    max_ratio = 1 if device == "cuda" else SHARED_CORES_FACTOR
+    max_ratio = SHARED_CORES_FACTOR if is_shared(device) else 1
     doubts = []
     if mfu is not None and mfu > max_ratio:
         reason = f"mfu {mfu:.2f} is above {max_ratio:g}: the step time or the peak is measured wrongly"
@@ -122,14 +124,41 @@ def busy_peak(core_share: float | None) -> list[str]:
     return [f"{problem}: it may be too low, and MFU too high; speeds are right. {remedy}"]
 
 
-def control_times(state: SweepState) -> dict[str, float]:
-    """Allocation -> median step time of its control run in seconds, where that run ended ok."""
-    times_s = {}
+class ControlRun(NamedTuple):
+    """A control run that ended ok."""
+
+    started_at: float
+    """Unix time of its start."""
+    step_time_s: float
+    """The median of its step times, in seconds."""
+
+
+def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
+    """Allocation -> its control runs that ended ok, in the order of their starts."""
+    runs_by_allocation = defaultdict[str, list[ControlRun]](list)
     for key, attempt in state.attempts.items():
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
-            times_s[allocation.name] = median(ok.step_times_s)
-    return times_s
+            run = ControlRun(ok.started_at or 0.0, median(ok.step_times_s))
+            runs_by_allocation[allocation.name].append(run)
+    return {allocation: sorted(runs) for allocation, runs in runs_by_allocation.items()}
+
+
+def control_time_beside(started_at: float | None, controls: Sequence[ControlRun]) -> float | None:
+    """Step time of the control layout while a run of its allocation was measured; None where there is no control run.
+
+    It is the mean of the control runs before and after that run, since the load of a shared machine changes. A
+    control run is its own.
+
+    Args:
+        started_at: Unix time of the start of the run; None where it is unknown.
+        controls: the control runs of its allocation, in the order of their starts.
+    """
+    number_after = bisect_right(controls, (started_at or 0.0, math.inf))
+    before, after = controls[:number_after][-1:], controls[number_after:][:1]
+    if before and before[0].started_at == started_at:
+        return before[0].step_time_s
+    return fmean(run.step_time_s for run in (*before, *after)) if controls else None
 
 
 def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
@@ -203,7 +232,8 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
 def _control_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation in which the control layout was slower than in most others, and the reason."""
     times_by_control: dict[str | None, dict[str, float]] = defaultdict(dict)
-    for allocation, time_s in control_times(state).items():
+    for allocation, runs in control_runs(state).items():
+        time_s = median(run.step_time_s for run in runs)
         times_by_control[state.allocations[allocation].control][allocation] = time_s
     for times_s in times_by_control.values():
         for allocation, ratio in _slow_ratios(times_s, TIME_TOLERANCE * factor, sign=-1).items():
