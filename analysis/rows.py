@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
 from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.hardware import busy_peak, low_peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES
 from ultrabench.model_flops import ModelFlops, model_flops
@@ -119,7 +120,35 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     for name, column_type in zip(SCHEMA.names, SCHEMA.types, strict=True):
         sources = [columns[name] for columns in (row_columns, plan_columns) if name in columns]
         arrays.append(pc.coalesce(*sources) if sources else pa.nulls(len(numbered_rows), column_type))
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+    return without_doubtful_mfu(pa.Table.from_arrays(arrays, schema=SCHEMA))
+
+
+def without_doubtful_mfu(table: pa.Table) -> pa.Table:
+    """The table without mfu and hfu in sweeps whose peak is in doubt; mfu_problem says why.
+
+    A peak is in doubt if it was measured beside other programs, or if a run that is not in doubt was faster.
+    """
+    sure_mfus = pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)
+    if (
+        low_peak(pc.max(sure_mfus).as_py()) is None
+        and not pc.any(pc.is_valid(table["peak_core_share"])).as_py()
+    ):
+        return table
+    sweeps, core_shares = table["sweep"].to_pylist(), table["peak_core_share"].to_pylist()
+    max_mfu_by_sweep = dict[str | None, float]()
+    for sweep, mfu in zip(sweeps, sure_mfus.to_pylist(), strict=True):
+        max_mfu_by_sweep[sweep] = max(mfu or 0.0, max_mfu_by_sweep.get(sweep, 0.0))
+    peak_problems = [
+        busy_peak(core_share) or low_peak(max_mfu_by_sweep[sweep])
+        for sweep, core_share in zip(sweeps, core_shares, strict=True)
+    ]
+    problems = pa.array(peak_problems, pa.string())
+    is_doubtful = pc.and_(pc.is_valid(table["mfu"]), pc.is_valid(problems))
+    columns = {name: pc.if_else(pc.is_valid(problems), None, table[name]) for name in ("mfu", "hfu")}
+    columns["mfu_problem"] = pc.if_else(is_doubtful, problems, table["mfu_problem"])
+    for name, values in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), values)
+    return table
 
 
 def _readable_plan(folder: SweepFolder, warn: Warn) -> pa.Table:
@@ -247,7 +276,8 @@ def _numbered_rows(
         row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], controls_by_allocation)
         trained_shape = shape if flops.formula else None
         rate = row.get("tokens_per_s_per_gpu") or 0.0
-        speed_facts = row.get("mfu"), trained_shape, base.get("seq_len") or 0, rate
+        sure_mfu = None if busy_peak(base["peak_core_share"]) else row.get("mfu")
+        speed_facts = sure_mfu, trained_shape, base.get("seq_len") or 0, rate
         return row | doubt_columns(suspicion.doubts(attempt, *speed_facts, base["precision"]))
 
     def readable_columns(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:

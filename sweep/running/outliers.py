@@ -21,7 +21,7 @@ import msgspec
 
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
-from ultrabench.hardware import is_shared
+from ultrabench.hardware import MAX_FOREIGN_LOAD, is_shared
 from ultrabench.kernel_config import compares_losses
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -109,19 +109,17 @@ def gemm_rates(state: SweepState) -> dict[str, float]:
     return {name: flops_per_s for name, flops_per_s in rates if flops_per_s is not None}
 
 
-def low_peak(mfu: float | None) -> list[str]:
-    """A line if `mfu`, the highest of the runs that are not in doubt, shows that the peak is too low; else none."""
-    why = "the peak is too low, perhaps measured while other programs ran. MFU is too high; speeds are right"
-    return [f"MFU up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
+def foreign_load_line(loads: Iterable[float | None]) -> str | None:
+    """A line about the cores that other programs used during runs that are not in doubt; None where they used few.
 
-
-def busy_peak(core_share: float | None) -> list[str]:
-    """A line if other programs ran while a peak was measured, which had this share of the CPU cores; else none."""
-    if core_share is None:
-        return []
-    problem = f"The peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
-    remedy = "To measure it again, launch with another name= on an idle machine"
-    return [f"{problem}: it may be too low, and MFU too high; speeds are right. {remedy}"]
+    Args:
+        loads: the field `foreign_load` of the results.
+    """
+    shares = [share for share in loads if share is not None]
+    if max(shares, default=0.0) <= MAX_FOREIGN_LOAD["cuda"]:
+        return None
+    typical_text = f"{median(shares):.0%} of a node's cores (median of {counted(len(shares), 'run')}"
+    return f"other programs used {typical_text}, up to {max(shares):.0%})"
 
 
 class ControlRun(NamedTuple):

@@ -14,13 +14,13 @@ from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.hardware import peak_suffix
+from ultrabench.hardware import low_peak, peak_suffix
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.running.outliers import low_peak
+from ultrabench.sweep.running.outliers import foreign_load_line
 from ultrabench.sweep.running.progress import SweepProgress, progress_of, settled_runs
 from ultrabench.variant import CELL_OPTIONS
 
@@ -149,7 +149,7 @@ def _result_text(run: Candidate, result: RunResult) -> str:
         return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate, result)
-    mfu_text = None if mfu is None else f"{percent(mfu)} MFU{peak_suffix(run.cell.precision)}"
+    mfu_text = f"{percent(mfu)} MFU{peak_suffix(run.cell.precision)}" if mfu and not low_peak(mfu) else None
     speed_text = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
     return ", ".join(filter(None, ("ok", mfu_text, memory(result.peak_mem_reserved_bytes), speed_text)))
 
@@ -241,8 +241,8 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")
         headings = (*cell_headings, ">tokens/s/GPU", ">MFU", ">x predicted")
         yield table("best so far", *headings, rows=rows)
-        expert_runs = (run for run, _ in progress.best if run.shape.num_experts and run.peak_flops_per_s)
-        if formulas := {run.flops_formula for run in expert_runs}:
+        expert_runs = ((run, standing) for run, standing in progress.best if run.shape.num_experts)
+        if formulas := {run.flops_formula for run, standing in expert_runs if progress.mfu(run, standing)}:
             yield Text(formula_text(formulas, has_experts=True))
     if progress.failures:
         yield Text("last failures and OOMs")
@@ -255,6 +255,8 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         for run, _ in progress.best
         if (result := progress.result_by_run.get(run.run_id))
     }
+    problems |= {progress.mfu_problem} if progress.best else set()
+    ok_loads = (result.foreign_load for result in progress.result_by_run.values())
+    if not progress.suspects and (load_line := foreign_load_line(ok_loads)):
+        yield Text(load_line)
     yield from (Text(f"no MFU: {problem}", "yellow") for problem in sorted(filter(None, problems)))
-    mfus = (progress.mfu(run, standing) or 0.0 for run, standing in progress.best if not standing.suspect)
-    yield from (Text(reason, "yellow") for reason in low_peak(max(mfus, default=None)))
