@@ -219,7 +219,7 @@ def pack(
 
 def _num_control_repeats(num_runs: int, config: SweepConfig) -> int:
     """How often an allocation of so many runs repeats its control run between and after them."""
-    return round(num_runs / CONTROL_SPACING) if config.hardware.is_shared else 0
+    return round(num_runs / CONTROL_SPACING) if config.shares_devices else 0
 
 
 BUDGET_FACTOR = 1.5
