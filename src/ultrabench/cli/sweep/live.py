@@ -84,7 +84,7 @@ class Display(Live):
         """A text such as `[6/6, repeats 1/6]`: settled runs of all, and the ended repeats that follow the first one.
 
         Runs that ended without a measurement have no repeats. Those of the best runs (measure.confirm) have no known
-        total, so they are counted alone.
+        total, so they are counted alone, and so are control runs that only serve for comparison.
         """
         num_planned = state.config.get("repeats", 1)
         status_by_run = settled_runs(state)
@@ -96,10 +96,19 @@ class Display(Live):
             and key.run_id in self._run_by_id.keys() - unmeasured_ids
             and key not in progress.pause_by_key
         }
-        num_confirming = sum(repeat >= num_planned for _, repeat in repeats)
+        further_repeats = {repeat for repeat in repeats if repeat[1] >= num_planned}
+        control_by_allocation = {name: allocation.control for name, allocation in state.allocations.items()}
+        control_repeats = {
+            (key.run_id, key.repeat)
+            for key, attempt in state.attempts.items()
+            if control_by_allocation.get(attempt.allocation or "") == key.run_id
+        }
+        num_controls = len(further_repeats & control_repeats)
+        num_confirming = len(further_repeats) - num_controls
         num_repeats = (num_planned - 1) * (progress.runs - len(unmeasured_ids))
         texts = [f"{len(settled_ids)}/{progress.runs}"]
-        texts += [f"repeats {len(repeats) - num_confirming}/{num_repeats}"] if num_repeats else []
+        texts += [f"repeats {len(repeats) - len(further_repeats)}/{num_repeats}"] if num_repeats else []
+        texts += [f"control runs {num_controls}"] if num_controls else []
         texts += [f"repeats of the best {num_confirming}"] if num_confirming else []
         return f"[{', '.join(texts)}]"
 
@@ -224,6 +233,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         yield Text("  starting the next allocation")
     if progress.best:
         rows, columns = [], progress.cell_columns
+        has_mfu = any(progress.mfu(run, standing) is not None for run, standing in progress.best)
         for run, standing in progress.best:
             rate, interval_text = standing.rate or 0.0, too_wide(standing.ci_reached, standing.ci95_rel)
             mark = "suspect" if standing.suspect else ""
@@ -234,12 +244,13 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             mfu_text = None if mfu is None else f"{percent(mfu)}{peak_suffix(run.cell.precision)}"
             number_texts = (
                 " ".join(filter(None, speed_texts)),
-                mfu_text,
+                *((mfu_text,) if has_mfu else ()),
                 f"{rate / predicted_rate:.2f}" * is_predicted,
             )
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *number_texts))
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")
-        headings = (*cell_headings, ">tokens/s/GPU", ">MFU", ">x predicted")
+        number_headings = (">tokens/s/GPU", *([">MFU"] if has_mfu else []), ">x predicted")
+        headings = (*cell_headings, *number_headings)
         yield table("best so far", *headings, rows=rows)
         expert_runs = ((run, standing) for run, standing in progress.best if run.shape.num_experts)
         if formulas := {run.flops_formula for run, standing in expert_runs if progress.mfu(run, standing)}:
