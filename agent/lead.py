@@ -368,22 +368,31 @@ def may_fit(task: Task, results: Sequence[TaskResult]) -> bool:
 
 
 def best_step_time_s(task: Task, results: Sequence[TaskResult], control_id: str | None) -> float | None:
-    """Step time that the best run of the task's cell takes in this allocation, as far as this agent knows.
+    """Step time that the best run of the task's cell would take now in this allocation, as far as this agent knows.
 
-    Step times of another allocation are converted by the control run, if both allocations have measured it.
+    Step times of another allocation, and those before the latest control run, are converted by the step times of the
+    control run then and now, if both were measured.
 
     Args:
         results: the runs of this allocation and how they ended.
         control_id: run_id of the control run of the allocation.
     """
-    timed_results = [(run, r, median(r.step_times_s)) for run, r in results if r.step_times_s]
-    controls_s = [s for run, r, s in timed_results if run.run_id == control_id and r.status == Status.OK]
+    timed_results, control_s = list[tuple[Task, RunResult, float, float | None]](), None
+    for run, result in results:
+        if result.step_times_s:
+            step_time_s = median(result.step_times_s)
+            if run.run_id == control_id and result.status == Status.OK:
+                control_s = step_time_s
+            timed_results.append((run, result, step_time_s, control_s))
     best_elsewhere_s = task.best_step_time_s
-    if controls_s and task.best_control_ratio:
-        best_elsewhere_s = controls_s[0] / task.best_control_ratio
+    if control_s and task.best_control_ratio:
+        best_elsewhere_s = control_s / task.best_control_ratio
     repeats = [
-        Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled, rate=1 / s)
-        for run, r, s in timed_results
+        Repeat(
+            run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled,
+            rate=1 / (s * control_s / control_then_s if control_s and control_then_s else s),
+        )
+        for run, r, s, control_then_s in timed_results
     ]  # fmt: skip
     if best_elsewhere_s:
         repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / best_elsewhere_s))

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 import ultrabench
 from ultrabench.analysis.environments import Environments
@@ -21,7 +20,7 @@ from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware
 from ultrabench.sweep.config.sweep_config import WEAK
-from ultrabench.sweep.running.outliers import busy_peak, low_peak
+from ultrabench.sweep.running.outliers import foreign_load_line
 from ultrabench.variant import option_texts
 
 
@@ -361,7 +360,7 @@ def tried(cell: Cell) -> list[str]:
 
 
 def caveats(table: pa.Table) -> list[str]:
-    """Lines about suspect rows, invalid rows, each with an example, a peak that is too low, and drivers that differ."""
+    """Lines about suspect rows, invalid rows, each with an example, rows without MFU, load of other programs, and drivers that differ."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspects = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalids = [(row["run_id"], row["reason"]) for row in rows if row["status"] == Status.INVALID]
@@ -370,7 +369,14 @@ def caveats(table: pa.Table) -> list[str]:
         f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"
         for examples, description in examples_by_text
         if examples
-    ] + [*left_out(table), *mfu_problems(table), *low_peak_in(table), *Environments(table).notes]
+    ] + [*left_out(table), *mfu_problems(table), *foreign_load(table), *Environments(table).notes]
+
+
+def foreign_load(table: pa.Table) -> list[str]:
+    """What `foreign_load_line` says about the rows that are not suspect."""
+    rows = table.select(["foreign_load", "suspect"]).to_pylist()
+    line = foreign_load_line(row["foreign_load"] for row in rows if row["suspect"] is None)
+    return [line] if line else []
 
 
 def mfu_problems(table: pa.Table) -> list[str]:
@@ -379,12 +385,6 @@ def mfu_problems(table: pa.Table) -> list[str]:
     return [f"no MFU in {counted(num, 'row')}: {problem}" for problem, num in sorted(num_by_problem.items())][
         :3
     ]
-
-
-def low_peak_in(table: pa.Table) -> list[str]:
-    """The lines of `low_peak` and `busy_peak` about the rows of a table."""
-    max_mfu = pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py()
-    return [*low_peak(max_mfu), *busy_peak(pc.min(table["peak_core_share"]).as_py())]
 
 
 def notes(table: pa.Table, include_suspects: bool = False) -> str:
@@ -413,7 +413,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
             f"Layouts: {layouts_text}",
             *left_out(table),
             *mfu_problems(table),
-            *low_peak_in(table),
+            *foreign_load(table),
             *Environments(table).notes,
             made_with(table),
         )

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.analysis.planned import PREDICTED, is_predicted, predicted_results
-from ultrabench.analysis.rows import Warn, sweep_table
+from ultrabench.analysis.rows import Warn, sweep_table, without_doubtful_mfu
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.damage import read_each
@@ -147,7 +147,7 @@ def read_parquet(path: Path) -> pa.Table:
     if missing_columns := [name for name in _ESSENTIAL_COLUMNS if name not in table.column_names]:
         remedy = f"ranking needs {', '.join(_ESSENTIAL_COLUMNS)}: give a table that has them"
         raise SweepFolderError(f"{path} lacks the column {missing_columns[0]}; {remedy}")
-    return conform_to_schema(table, path)
+    return without_doubtful_mfu(conform_to_schema(table, path))
 
 
 def _schema_version(table: pa.Table) -> int | None:

@@ -227,8 +227,9 @@ class Ranking:
 
     @property
     def _shown_column(self) -> str:
-        """The column that the heatmap shows."""
-        return "mfu" if self._rank_by == DEFAULT_RANK_BY else self._rank_by
+        """The column that the heatmap shows: by default MFU, or the speed where rows have only that."""
+        has_only_speed = self.frame["mfu"].isna().all() and self.frame[self._rank_by].notna().any()
+        return "mfu" if self._rank_by == DEFAULT_RANK_BY and not has_only_speed else self._rank_by
 
     def _won_cell(self, cell_standings: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
         """The cell of a winner; `cell_fields` are the fields that cells without a winner have, too."""

@@ -17,6 +17,7 @@ from ultrabench.analysis.columns import RESULT_TABLE
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
 from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.hardware import busy_peak, low_peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES
 from ultrabench.model_flops import ModelFlops, model_flops
@@ -46,7 +47,7 @@ from ultrabench.sweep.plan_table import (
 )
 from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS
 from ultrabench.sweep.running.attempts import Skip, skips
-from ultrabench.sweep.running.outliers import control_times, for_answers
+from ultrabench.sweep.running.outliers import control_runs, for_answers
 from ultrabench.sweep.running.standings import Suspicion, control_ratio
 from ultrabench.variant import Variant, identity
 
@@ -116,7 +117,35 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     for name, column_type in zip(SCHEMA.names, SCHEMA.types, strict=True):
         sources = [columns[name] for columns in (row_columns, plan_columns) if name in columns]
         arrays.append(pc.coalesce(*sources) if sources else pa.nulls(len(numbered_rows), column_type))
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+    return without_doubtful_mfu(pa.Table.from_arrays(arrays, schema=SCHEMA))
+
+
+def without_doubtful_mfu(table: pa.Table) -> pa.Table:
+    """The table without mfu and hfu in sweeps whose peak is in doubt; mfu_problem says why.
+
+    A peak is in doubt if it was measured beside other programs, or if a run that is not in doubt was faster.
+    """
+    sure_mfus = pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)
+    if (
+        low_peak(pc.max(sure_mfus).as_py()) is None
+        and not pc.any(pc.is_valid(table["peak_core_share"])).as_py()
+    ):
+        return table
+    sweeps, core_shares = table["sweep"].to_pylist(), table["peak_core_share"].to_pylist()
+    max_mfu_by_sweep = dict[str | None, float]()
+    for sweep, mfu in zip(sweeps, sure_mfus.to_pylist(), strict=True):
+        max_mfu_by_sweep[sweep] = max(mfu or 0.0, max_mfu_by_sweep.get(sweep, 0.0))
+    peak_problems = [
+        busy_peak(core_share) or low_peak(max_mfu_by_sweep[sweep])
+        for sweep, core_share in zip(sweeps, core_shares, strict=True)
+    ]
+    problems = pa.array(peak_problems, pa.string())
+    is_doubtful = pc.and_(pc.is_valid(table["mfu"]), pc.is_valid(problems))
+    columns = {name: pc.if_else(pc.is_valid(problems), None, table[name]) for name in ("mfu", "hfu")}
+    columns["mfu_problem"] = pc.if_else(is_doubtful, problems, table["mfu_problem"])
+    for name, values in columns.items():
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), values)
+    return table
 
 
 def _readable_plan(folder: SweepFolder, warn: Warn) -> pa.Table:
@@ -210,7 +239,7 @@ def _numbered_rows(
     columns_by_allocation = {
         name: _allocation_columns(allocation, sweep.cluster) for name, allocation in state.allocations.items()
     }
-    control_times_s, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
+    controls_by_allocation, suspicion = control_runs(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
     kernel, price = kernel_of_launch(sweep, state), price_per_gpu_hour(sweep, state)
     candidates = [*rows_of(plan, _CANDIDATE_COLUMNS)]
@@ -241,10 +270,11 @@ def _numbered_rows(
         row |= _speed_columns(base, result, flops)
         if price is not None and (tokens_per_s := row.get("tokens_per_s_per_gpu")):
             row["cost_per_billion_tokens"] = 1e9 * price / (3600 * tokens_per_s)
-        row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], control_times_s)
+        row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], controls_by_allocation)
         trained_shape = shape if flops.formula else None
         rate = row.get("tokens_per_s_per_gpu") or 0.0
-        speed_facts = row.get("mfu"), trained_shape, base.get("seq_len") or 0, rate
+        sure_mfu = None if busy_peak(base["peak_core_share"]) else row.get("mfu")
+        speed_facts = sure_mfu, trained_shape, base.get("seq_len") or 0, rate
         return row | doubt_columns(suspicion.doubts(attempt, *speed_facts, base["precision"]))
 
     def readable_columns(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:

@@ -46,7 +46,6 @@ from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
-from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
 from ultrabench.variant import FLAGS, JOB_OPTIONS, variables_of
 
@@ -295,14 +294,16 @@ def open_sweep(
     lease = lease or _take_lease(folder, journal)
     sweep_json = existing_json or _new_sweep_json(folder, sweep_json_of(config, environment))
     if existing_json is None:
-        peak = sweep_json.peak(1, config.kernel.precision)
-        for line in busy_peak(peak.core_share if peak else None):
-            warn(line)
         require_same(sweep_json, config, folder.path)  # another launch may have created it meanwhile
     write_secrets(config.kernel.env, folder.secrets, config.secrets)
     if not has_known_peak:
         core_flops_per_s, cores = sweep_json.core_flops_per_s, sweep_json.cores or 1
         plan = within_limit(make_plan(config, core_flops_per_s=core_flops_per_s, cores=cores), max_limit_s)
+        peak = sweep_json.peak(1, config.kernel.precision)
+        if peak and peak.mfu_problem:
+            candidates = (replace(c, mfu_problem=peak.mfu_problem) for c in plan.candidates)
+            plan = replace(plan, candidates=tuple(candidates))
+            warn(f"no MFU: {peak.mfu_problem}")
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
     require_same_launch(state, config, folder.path)

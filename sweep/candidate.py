@@ -44,6 +44,8 @@ class Candidate:
     """The prediction; None where a structural rule rejects the layout."""
     peak_flops_per_s: float | None = None
     """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
+    mfu_problem: str | None = None
+    """Why no MFU relative to this peak is given; None where the peak can be trusted."""
     flops_formula: str
     """The formula that counts the FLOPs of a token."""
     start_excess_s: float = 0.0
@@ -124,13 +126,13 @@ class Candidate:
         return model_flops(spec.kernel, spec.shape, seq_len, self.flops_formula, result, num_ranks)
 
     def mfu(self, tokens_per_s_per_gpu: float, result: RunResult | None = None) -> float | None:
-        """The mfu at this token rate, a fraction; None where the peak rate or the FLOPs are unknown.
+        """The mfu at this token rate, a fraction; None where the peak rate is unknown or in doubt, or the FLOPs unknown.
 
         Args:
             result: the run that was measured; None for a predicted rate.
         """
         flops_per_token = self.flops(result).per_token
-        if self.peak_flops_per_s is None or flops_per_token is None:
+        if self.peak_flops_per_s is None or self.mfu_problem or flops_per_token is None:
             return None
         return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 

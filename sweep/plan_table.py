@@ -335,5 +335,6 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             ),
             predicted=Prediction(**{field: row[column] for field, column in _COLUMN_BY_FIELD.items()}),
             peak_flops_per_s=peak.flops_per_s if peak else None,
+            mfu_problem=peak.mfu_problem if peak else None,
             flops_formula=formula,
         )

@@ -160,8 +160,9 @@ function buildRest() {
   const numByKernel = pageData.rejected.reduce((sum, rejection) => sum + (rejection.rule === "kernel" ? rejection.number : 0), 0);
   const rejectedText = numRejected ? `, and ${counted(numRejected, "layout")} rejected: ${grouped(numRejected - numByKernel)} by rules, ${grouped(numByKernel)} by the kernel` : "";
   document.getElementById("about").textContent = `${pageData.notice}${counted(numRows, "row")}${rejectedText}. ${pageData.made_with}${privacyNote}`;
+  const hasMfu = "mfu" in pageData.columns, speedName = hasMfu ? "MFU" : "tokens/s/GPU";
   document.getElementById("how").textContent = pageData.cells.length
-    ? `Each cell shows ${isPlan ? "the layout predicted to be fastest: its MFU and peak memory, then the predicted outcomes of all layouts" : "the fastest layout, a suspect one only in a cell without other results: its MFU, the interval of its step time if that is wider than its target, its peak memory, then the outcomes of all layouts"}. Colours show the MFU, from purple (0 %) to yellow (${pageData.mfu_end} %). Select a cell to list its layouts.${pageData.formula ? ` ${pageData.formula}.` : ""}`
+    ? `Each cell shows ${isPlan ? "the layout predicted to be fastest: its ${speedName} and peak memory, then the predicted outcomes of all layouts" : "the fastest layout, a suspect one only in a cell without other results: its ${speedName}, the interval of its step time if that is wider than its target, its peak memory, then the outcomes of all layouts"}. ${hasMfu ? `Colours show the MFU, from purple (0 %) to yellow (${pageData.mfu_end} %). ` : ""}Select a cell to list its layouts.${pageData.formula ? ` ${pageData.formula}.` : ""}`
     : "No row trains a model, so there is nothing to rank.";
   const { heads, rows: effects, notes } = pageData.effects;
   if (effects.length) document.getElementById("effects").append(table("Speed relative to the baseline, in all rows whatever the filters", heads, effects));

@@ -17,10 +17,11 @@ from ultrabench.analysis import schema
 from ultrabench.analysis.cells import (
     OUTCOMES,
     Cell,
+    foreign_load,
     formula_of_cells,
     layout_words,
-    low_peak_in,
     made_with,
+    mfu_problems,
     nodes_text,
     repeats_failed,
     set_apart,
@@ -155,7 +156,14 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "public": public,
         "notice": notice,
         "outcomes": OUTCOMES[bool(notice)],
-        "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
+        "made_with": ". ".join(
+            (
+                *(() if public else mfu_problems(table)),
+                *foreign_load(table),
+                *Environments(table).notes,
+                made_with(table),
+            )
+        ),
         "num_rows": num_rows,
         "columns": columns,
         "cells": _cells_json(cells),

@@ -55,7 +55,8 @@ function standings(cell, isShown) {
   // A predicted run counts with its rate times the probability that it fits, as expected_rate in candidate.py.
   const comparedValue = (row) => pageData.cells[cell].predicted ? value(RATE, row) * (1 - value("p_oom", row)) : value(comparedColumn, row);
   const relativeInterval = (row) => value("step_time_ci95_rel", row) ?? 0, allocationOf = (row) => value("allocation_number", row);
-  const controlInterval = new Map(comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row)).map((row) => [allocationOf(row), relativeInterval(row)]));
+  const controlRows = comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row));
+  const controlInterval = new Map([...Map.groupBy(controlRows, allocationOf)].map(([allocation, rows]) => [allocation, median(rows.map(relativeInterval))]));
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
   const runs = [...rowByContender].map(([contender, row]) => {
     const repeats = measuredByContender.get(contender) ?? [], comparedValues = repeats.map(comparedValue);

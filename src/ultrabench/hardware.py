@@ -38,6 +38,38 @@ class Peak:
     core_share: float | None = None
     """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
 
+    @property
+    def mfu_problem(self) -> str | None:
+        """Why no MFU relative to this peak is given; None where the peak can be trusted."""
+        return busy_peak(self.core_share)
+
+
+_MEASURE_PEAK_AGAIN = "to measure it again, launch with another name= on an idle machine"
+
+
+def busy_peak(core_share: float | None) -> str | None:
+    """Why no MFU is given relative to a peak that was measured beside other programs; None where it was alone.
+
+    Args:
+        core_share: the field of `Peak`.
+    """
+    if core_share is None:
+        return None
+    fact = f"the peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
+    return f"{fact}; {_MEASURE_PEAK_AGAIN}"
+
+
+def low_peak(max_mfu: float | None) -> str | None:
+    """Why no MFU is given relative to a peak that runs exceed; None where they do not.
+
+    Args:
+        max_mfu: the highest MFU of the runs that are not in doubt, a fraction; None where it is unknown.
+    """
+    if max_mfu is None or max_mfu <= 1:
+        return None
+    fact = f"a run computed {max_mfu:.2f} x as fast as the peak, which may have been measured while other programs ran"
+    return f"{fact}; {_MEASURE_PEAK_AGAIN}"
+
 
 def peak_suffix(precision: str | None) -> str:
     """The text after `MFU` that names the peak rate to which it is relative: ` of fp8` for fp8, else nothing."""
@@ -55,11 +87,14 @@ class DeviceKind:
     shares_host: bool
     """Whether ranks share the cores and the memory of their host, so that other programs slow them down, and each
     rank is held to its part of the memory."""
+    max_foreign_load: float
+    """measure.max_foreign_load where that is auto: the share of a node's cores that other programs may use during the
+    steps. Other programs of a laptop always use some cores, which slows control runs down as well."""
 
 
 DEVICE_KINDS = {
-    "cuda": DeviceKind(has_gpus=True, is_rated=True, shares_host=False),
-    "cpu": DeviceKind(has_gpus=False, is_rated=False, shares_host=True),
+    "cuda": DeviceKind(has_gpus=True, is_rated=True, shares_host=False, max_foreign_load=0.1),
+    "cpu": DeviceKind(has_gpus=False, is_rated=False, shares_host=True, max_foreign_load=0.5),
 }
 """The torch device types, which are the values of hardware.device -> their properties."""
 USUAL_DEVICE = "cuda"

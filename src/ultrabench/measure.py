@@ -56,8 +56,8 @@ class Measure:
 
     max_foreign_load: Annotated[float, between(0, 1)] | None = 0.1
     """Share of a node's cores that other programs may use during the steps; beyond it the number is suspect, and so
-    it is if somebody else uses a GPU of the run. None means that neither is judged. The default is for sweeps that
-    began before there was this key."""
+    it is if somebody else uses a GPU of the run. None means that neither is judged. In configuration files auto means
+    `max_foreign_load` of the kind of device. The default is for sweeps that began before there was this key."""
 
     checkpoint: bool = False
     """Whether each run saves and loads its sharded state after the measured steps."""

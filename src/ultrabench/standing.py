@@ -42,7 +42,7 @@ class Repeat(NamedTuple):
     rate: float | None = None
     """What is compared, where larger is better, such as tokens per second per GPU."""
     control_ratio: float | None = None
-    """Step time of the control layout of its allocation over its own."""
+    """Step time of the control layout of its allocation, measured beside it, over its own."""
     ci95_rel: float | None = None
     """Half the 95 % interval of the step time, relative to it; None counts as 0."""
     ci_reached: bool | None = None
@@ -156,11 +156,7 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
     sure_pairs = [pair for pair in measured_pairs if include_suspects or pair[1].suspect is None]
     competing = sure_pairs or measured_pairs
     by_control = by_control and _have_one_control([repeat for _, repeat in competing])
-    control_cis = {
-        repeat.allocation: repeat.ci95_rel or 0.0
-        for _, repeat in competing
-        if by_control and repeat.run_id == repeat.control
-    }
+    control_cis = _control_cis(repeat for _, repeat in competing) if by_control else {}
     competing_by_run = _group_by_run(competing)
     drafts = [
         _standing(repeats_of_run, competing_by_run.get(run, ()), by_control, control_cis)
@@ -176,6 +172,15 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
         msgspec.structs.replace(standing, place=place, best=is_best, as_good=is_as_good)
         for place, (standing, is_best, is_as_good) in enumerate(flagged_standings, 1)
     ]
+
+
+def _control_cis(competing: Iterable[Repeat]) -> dict[Hashable, float]:
+    """Allocation -> half the 95 % interval of the step time of its control runs, relative to it; the median of several."""
+    cis_by_allocation = defaultdict[Hashable, list[float]](list)
+    for repeat in competing:
+        if repeat.run_id == repeat.control:
+            cis_by_allocation[repeat.allocation].append(repeat.ci95_rel or 0.0)
+    return {allocation: median(cis) for allocation, cis in cis_by_allocation.items()}
 
 
 def _group_by_run(repeats: Iterable[_IndexedRepeat]) -> dict[tuple[str, str | None], list[_IndexedRepeat]]:

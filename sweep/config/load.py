@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
-from ultrabench.hardware import Hardware
+from ultrabench.hardware import DEVICE_KINDS, Hardware
 from ultrabench.kernel_config import EMBEDDED, KERNEL_KINDS, KernelConfig
 from ultrabench.layout import (
     AUTO,
@@ -144,6 +144,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         tree = tree | {"kernel": kernel}
     _require_texts(kernel.get("files"))
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
+    if tree["measure"].get("max_foreign_load") == "auto":
+        tree = tree | {
+            "measure": tree["measure"] | {"max_foreign_load": DEVICE_KINDS[hardware.device].max_foreign_load}
+        }
     kernel_options = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in kernel_options.items()}
     settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
@@ -155,7 +159,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     trains_itself, types = kernel_config.trains_itself, field_types(SweepConfig)
     default_seconds = {k: getattr(hardware, k) if trains_itself else 0.0 for k in ("warmup_s", "min_s")}
     selection_keys = [key for key in SELECTION_KEYS if sweep.get(key) is not None]
-    launcher_defaults = {"preflight": kernel_config.forks or hardware.has_gpus}
+    launcher_defaults = {
+        "preflight": kernel_config.forks or hardware.has_gpus,
+        "control": kernel_config.trains and hardware.shares_host,
+    }
     values = {
         **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
         **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in selection_keys},

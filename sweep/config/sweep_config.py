@@ -198,6 +198,11 @@ class SweepConfig:
             if model.name == second.name:
                 raise ConfigError(f"sweep.models: two models are called {model.name}; rename one of them")
 
+    @property
+    def shares_devices(self) -> bool:
+        """Whether other programs may compute on the devices of runs, as on the cores of a laptop; Slurm may give whole nodes."""
+        return self.hardware.shares_host and not self.launcher.slurm.exclusive
+
     def gbs_on(self, nodes: int, gbs: int) -> Fraction:
         """The global batch on this number of nodes for a value of gbs."""
         return scaled_gbs(gbs, nodes, min(self.axes.nodes), self.scaling)

@@ -351,7 +351,7 @@ class _AttemptFinder:
         all_attempts = chain.from_iterable(attempts_by_repeat.values())
         environment_counts = Counter(a.ok.environment for a in all_attempts if a.ok)
         usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
-        last_index, num_suspect, num_unusual = -1, 0, 0
+        last_index, num_suspect, num_unusual, control_allocations = -1, 0, 0, set[str]()
         end_repeat, first_new_repeat = (
             len(attempts_by_repeat) + num_repeats,
             max(attempts_by_repeat, default=-1) + 1,
@@ -361,6 +361,10 @@ class _AttemptFinder:
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
+            # Control runs of one allocation are not independent, so that they count as one repeat.
+            allocations = {attempt.allocation for attempt in attempts if attempt.ok}
+            if allocations & control_allocations:
+                continue
             is_suspect = bool(oks) and oks.keys() <= self.suspect_keys
             if is_suspect and num_suspect < self.policy.attempts["suspect"]:
                 num_suspect += 1
@@ -370,12 +374,19 @@ class _AttemptFinder:
             if is_unusual and num_unusual < num_repeats:
                 num_unusual += 1
                 continue
+            control_allocations |= {name for name in allocations if name and self._is_control(run, name)}
             last_index += 1
             if last_index == counted_index:
                 return None if oks else self._retry(run, repeat, attempts)
         # Repeats of which nothing was tried all count, so that the one wanted is found without looking at each.
         repeat = first_new_repeat + counted_index - last_index - 1
         return self._retry(run, repeat, []) if repeat < end_repeat else None
+
+    def _is_control(self, run: Candidate, allocation: str) -> bool:
+        """Whether a run is the control run of an allocation."""
+        return (
+            allocation in self.state.allocations and self.state.allocations[allocation].control == run.run_id
+        )
 
     def _retry(self, run: Candidate, repeat: int, attempts: Sequence[AttemptState]) -> PlannedAttempt | None:
         """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""

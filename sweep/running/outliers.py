@@ -9,12 +9,13 @@ import contextlib
 import functools
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import median
-from typing import Any, TypeVar
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -108,29 +109,54 @@ def gemm_rates(state: SweepState) -> dict[str, float]:
     return {name: flops_per_s for name, flops_per_s in rates if flops_per_s is not None}
 
 
-def low_peak(mfu: float | None) -> list[str]:
-    """A line if `mfu`, the highest of the runs that are not in doubt, shows that the peak is too low; else none."""
-    why = "the peak is too low, perhaps measured while other programs ran. MFU is too high; speeds are right"
-    return [f"MFU up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
+def foreign_load_line(loads: Iterable[float | None]) -> str | None:
+    """A line about the cores that other programs used during runs that are not in doubt; None where they used few.
+
+    Args:
+        loads: the field `foreign_load` of the results.
+    """
+    shares = [share for share in loads if share is not None]
+    if max(shares, default=0.0) <= DEVICE_KINDS["cuda"].max_foreign_load:
+        return None
+    typical_text = f"{median(shares):.0%} of a node's cores (median of {counted(len(shares), 'run')}"
+    return f"other programs used {typical_text}, up to {max(shares):.0%})"
 
 
-def busy_peak(core_share: float | None) -> list[str]:
-    """A line if other programs ran while a peak was measured, which had this share of the CPU cores; else none."""
-    if core_share is None:
-        return []
-    problem = f"The peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
-    remedy = "To measure it again, launch with another name= on an idle machine"
-    return [f"{problem}: it may be too low, and MFU too high; speeds are right. {remedy}"]
+class ControlRun(NamedTuple):
+    """A control run that ended ok."""
+
+    started_at: float
+    """Unix time of its start."""
+    step_time_s: float
+    """The median of its step times, in seconds."""
 
 
-def control_times(state: SweepState) -> dict[str, float]:
-    """Allocation -> median step time of its control run in seconds, where that run ended ok."""
-    times_s = {}
+def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
+    """Allocation -> its control runs that ended ok, in the order of their starts."""
+    runs_by_allocation = defaultdict[str, list[ControlRun]](list)
     for key, attempt in state.attempts.items():
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
-            times_s[allocation.name] = median(ok.step_times_s)
-    return times_s
+            run = ControlRun(ok.started_at or 0.0, median(ok.step_times_s))
+            runs_by_allocation[allocation.name].append(run)
+    return {allocation: sorted(runs) for allocation, runs in runs_by_allocation.items()}
+
+
+def control_time_beside(started_at: float | None, controls: Sequence[ControlRun]) -> float | None:
+    """Step time of the control layout while a run of its allocation was measured; None where there is no control run.
+
+    It is the mean of the control runs before and after that run, since the load of a shared machine changes. A
+    control run is its own.
+
+    Args:
+        started_at: Unix time of the start of the run; None where it is unknown.
+        controls: the control runs of its allocation, in the order of their starts.
+    """
+    number_after = bisect_right(controls, (started_at or 0.0, math.inf))
+    before, after = controls[:number_after][-1:], controls[number_after:][:1]
+    if before and before[0].started_at == started_at:
+        return before[0].step_time_s
+    return fmean(run.step_time_s for run in (*before, *after)) if controls else None
 
 
 def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
@@ -204,7 +230,8 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
 def _control_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation in which the control layout was slower than in most others, and the reason."""
     times_by_control: dict[str | None, dict[str, float]] = defaultdict(dict)
-    for allocation, time_s in control_times(state).items():
+    for allocation, runs in control_runs(state).items():
+        time_s = median(run.step_time_s for run in runs)
         times_by_control[state.allocations[allocation].control][allocation] = time_s
     for times_s in times_by_control.values():
         for allocation, ratio in _slow_ratios(times_s, TIME_TOLERANCE * factor, sign=-1).items():

@@ -2,9 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
+from itertools import pairwise
 from statistics import median
 
 from ultrabench.errors import ConfigError, counted
@@ -39,6 +41,9 @@ LIMIT_ROUNDING_S = 300.0
 
 CONTROL_SHARE = 0.2
 """Largest share of an allocation's predicted time for its control run; allocations are filled up to that."""
+CONTROL_SPACING = 5
+"""Number of runs after which the control run is repeated where other programs share the devices, whose load changes from
+minute to minute. With a control run every 5 runs a sweep takes about a fifth longer."""
 ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
 """Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 TIME_LIMIT = "time_limit"
@@ -197,16 +202,24 @@ def pack(
         cell = run.cell if config.launcher.control else None
         group_key = (run.nodes, attempt.key.repeat, run.runtime, cell, attempt.avoid)
         control_s = control.duration_s if control else 0.0
-        run_s = 0.0 if control and control.run_id == run.run_id else run.duration_s
-        group, group_s = open_groups.get(group_key, ([], 0.0))
+        is_control = control is not None and control.run_id == run.run_id
+        group, runs_s = open_groups.get(group_key, ([], 0.0))
+        run_s = 0.0 if is_control else run.duration_s
+        num_repeats = _num_control_repeats(len(group) + (not is_control), config)
+        group_s = runs_s + (1 + num_repeats) * control_s
         is_full = group_s + run_s > full_s and group_s >= control_s / CONTROL_SHARE
         is_too_long = least_limit_s(group_s + run_s, config) > max_limit_s
         if not group or is_full or is_too_long or len(group) >= max_runs:
-            group, group_s = [], control_s
+            group, runs_s = [], 0.0
             groups.append(group)
         group.append(attempt)
-        open_groups[group_key] = group, group_s + run_s
+        open_groups[group_key] = group, runs_s + run_s
     return groups
+
+
+def _num_control_repeats(num_runs: int, config: SweepConfig) -> int:
+    """How often an allocation of so many runs repeats its control run between and after them."""
+    return round(num_runs / CONTROL_SPACING) if config.shares_devices else 0
 
 
 BUDGET_FACTOR = 1.5
@@ -218,7 +231,7 @@ class PlannedJob:
     """An allocation that could be submitted."""
 
     attempts: tuple[PlannedAttempt, ...]
-    """Attempts in the order in which they run, the control run first."""
+    """Attempts in the order in which they run, the control run first; on shared devices it is repeated between them."""
     control: str | None
     """run_id of the control run, if there is one."""
     limit_s: float
@@ -269,6 +282,11 @@ def planned_jobs(
     if attempts_left.todo:
         best_by_cell = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device)
     priced_nodes = set[int]()
+
+    def new_repeat(run: Candidate) -> PlannedAttempt:
+        last_repeat_by_run[run.run_id] += 1
+        return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, last_repeat_by_run[run.run_id], 0))
+
     for group in pack(attempts_left.todo, config, control_by_key, max_limit_s):
         nodes = group[0].candidate.nodes
         if nodes in attempts_left.untried_node_counts and nodes in priced_nodes:
@@ -276,11 +294,12 @@ def planned_jobs(
         priced_nodes.add(nodes)
         control = control_by_key.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
-        if control and all(attempt.key.run_id != control_id for attempt in group):
-            last_repeat_by_run[control.run_id] += 1
-            key = AttemptKey(control.run_id, last_repeat_by_run[control.run_id], 0)
-            group.append(PlannedAttempt(candidate=control, key=key))
-        group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first
+        if control:
+            other_attempts = [attempt for attempt in group if attempt.key.run_id != control_id]
+            first_controls = [attempt for attempt in group if attempt.key.run_id == control_id]
+            num_repeats = _num_control_repeats(len(other_attempts), config)
+            group = first_controls or [new_repeat(control)]
+            group += _with_controls_between(other_attempts, num_repeats, partial(new_repeat, control))
         start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
         yield PlannedJob(
             attempts=tuple(group),
@@ -289,6 +308,16 @@ def planned_jobs(
             gpu_hours=start_gpu_hours + sum(attempt.candidate.gpu_hours for attempt in group),
             best={cell: standing for cell, standing in best_by_cell.items() if standing.may_win},
         )
+
+
+def _with_controls_between(
+    attempts: Sequence[PlannedAttempt], num_parts: int, new_control: Callable[[], PlannedAttempt]
+) -> list[PlannedAttempt]:
+    """The attempts in `num_parts` equal parts, each followed by a control run; as they are if there are 0 parts."""
+    if not num_parts:
+        return [*attempts]
+    ends = [round(part * len(attempts) / num_parts) for part in range(num_parts + 1)]
+    return [attempt for start, end in pairwise(ends) for attempt in (*attempts[start:end], new_control())]
 
 
 def _allocation_start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> float:

@@ -1,12 +1,13 @@
 """Computes the progress of a sweep for `sweep status` and the live table: counts, GPU hours, best runs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from ultrabench.errors import counted
+from ultrabench.hardware import low_peak
 from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.result import (
     INTERRUPTED,
@@ -86,6 +87,8 @@ class SweepProgress:
     """Lines about the health of nodes, from the latest preflight of each."""
     nodes_not_used: dict[str, str]
     """Node that jobs do not use, or only if they must -> a line that says why."""
+    mfu_problem: str | None
+    """Why no MFU is given; None where it is."""
     suspects: dict[AttemptKey, str]
     """Attempts whose measurement is suspect -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
@@ -109,8 +112,10 @@ class SweepProgress:
         return sum(self.wasted_by_status.values())
 
     def mfu(self, run: Candidate, standing: Standing) -> float | None:
-        """The MFU at the measured rate of a run; None where the rate, the peak or the model is unknown."""
-        return None if standing.rate is None else run.mfu(standing.rate, self.result_by_run.get(run.run_id))
+        """The MFU at the measured rate of a run; None where the rate, the peak or the model is unknown or in doubt."""
+        if standing.rate is None or self.mfu_problem:
+            return None
+        return run.mfu(standing.rate, self.result_by_run.get(run.run_id))
 
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
@@ -224,9 +229,24 @@ def progress_of(
         result_by_run={run_id: a.ok for run_id, a in attempt_by_run.items() if a.ok},
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         nodes_not_used=blame.node_lines,
+        mfu_problem=_mfu_problem(run_by_id, state, suspect_reasons),
         suspects=suspect_reasons,
         failures=_latest_failures(run_by_id, attempt_by_run),
     )
+
+
+def _mfu_problem(
+    run_by_id: Mapping[str, Candidate], state: SweepState, suspects: Container[AttemptKey]
+) -> str | None:
+    """The field `mfu_problem` of the progress."""
+    problems = (run.mfu_problem for run in run_by_id.values() if run.mfu_problem)
+    results = (
+        (run_by_id[key.run_id], attempt.ok)
+        for key, attempt in state.attempts.items()
+        if key not in suspects and key.run_id in run_by_id
+    )
+    mfus = (run.mfu(run.tokens_per_s_per_gpu(ok), ok) for run, ok in results if ok and ok.step_times_s)
+    return next(problems, None) or low_peak(max(filter(None, mfus), default=None))
 
 
 def _latest_failures(

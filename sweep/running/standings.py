@@ -12,7 +12,14 @@ from ultrabench.run import AttemptKey
 from ultrabench.standing import Repeat, Standing, environments_of, merge_environments, standings
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
-from ultrabench.sweep.running.outliers import control_times, gemm_rates, rate_doubts, suspect_attempts
+from ultrabench.sweep.running.outliers import (
+    ControlRun,
+    control_runs,
+    control_time_beside,
+    gemm_rates,
+    rate_doubts,
+    suspect_attempts,
+)
 
 FP8_OVER_BF16 = 2.0
 """Rate of products in fp8 over that of the bf16 products that a preflight measures: the ratio of all published peaks."""
@@ -58,14 +65,19 @@ class Suspicion:
         return [*self.outliers.get(attempt.key, ()), *rate_doubts(mfu, self.device, share_of_gemm_rate)]
 
 
-def control_ratio(attempt: AttemptState, control_times_s: Mapping[str, float]) -> float | None:
-    """Step time of the control run of its allocation over that of an ok attempt; None where one is unknown.
+def control_ratio(
+    attempt: AttemptState, controls_by_allocation: Mapping[str, Sequence[ControlRun]]
+) -> float | None:
+    """Step time of the control runs beside an ok attempt over that of the attempt; None where one is unknown.
 
     Args:
-        control_times_s: what `control_times` returns.
+        controls_by_allocation: what `control_runs` returns.
     """
-    result, control_s = attempt.ok, control_times_s.get(attempt.allocation or "")
-    return control_s / median(result.step_times_s) if result and result.step_times_s and control_s else None
+    result, controls = attempt.ok, controls_by_allocation.get(attempt.allocation or "", ())
+    if result is None or not result.step_times_s:
+        return None
+    control_s = control_time_beside(result.started_at, controls)
+    return control_s / median(result.step_times_s) if control_s else None
 
 
 def suspects_of(run_by_id: Mapping[str, Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
@@ -100,7 +112,7 @@ def standings_of(
     """
     run_by_id = {run.run_id: run for run in runs}
     suspects = suspects_of(run_by_id, state, device) if suspects is None else suspects
-    control_times_s, attempts = control_times(state), [*final_attempts(state).values()]
+    controls_by_allocation, attempts = control_runs(state), [*final_attempts(state).values()]
     repeats = []
     for attempt, environment in zip(attempts, _environments(attempts), strict=True):
         if run := run_by_id.get(attempt.key.run_id):
@@ -113,7 +125,7 @@ def standings_of(
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
                     suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
-                    control_ratio=control_ratio(attempt, control_times_s), ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
+                    control_ratio=control_ratio(attempt, controls_by_allocation), ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
                     ci_reached=timed_result.ci_reached if timed_result else None,
                 )
             )  # fmt: skip

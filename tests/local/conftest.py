@@ -39,8 +39,10 @@ EMBEDDED = (
 """Options of a small sweep of the embedded kernel."""
 MEASURING = '"name":"measure"'
 """What the journal says of a run that has reached its measured steps."""
-AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", "measure.max_foreign_load=null", PEAK)
-"""Options of a sweep that begins with its first run and does not rest."""
+AT_ONCE = (
+    "launcher.preflight=false", "launcher.control=false", "retry.backoff_s=0", "measure.max_foreign_load=null", PEAK
+)  # fmt: skip
+"""Options of a sweep that begins with its first run, makes no further ones and does not rest."""
 
 
 def axes(**values: Any) -> list[str]:

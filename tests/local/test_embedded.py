@@ -29,7 +29,7 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_are_measured(bench):
     assert max(losses) - min(losses) < 1e-6 * min(losses), "layouts that train differently"
     for row in rows:
         assert row["num_steps_measured"] >= 6
-        assert 0 < row["mfu"] < 1.5
+        assert row["mfu_problem"] or 0 < row["mfu"] <= 1
         assert row["peak_source"] == "measured"
         assert row["hostnames"] == [f"local-{n}" for n in range(row["nodes"])]
         for name in (

@@ -20,7 +20,7 @@ class SlurmBench(Bench):
 
     def overrides(self, behaviour: str, *options: str) -> list[str]:
         return super().overrides(
-            behaviour, "launcher=slurm", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
+            behaviour, "launcher=slurm", "launcher.control=true", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
             "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *options,
         )  # fmt: skip
 

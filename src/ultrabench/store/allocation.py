@@ -45,7 +45,7 @@ class Allocation:
     preflight: bool = False
     """Whether devices and links are measured before the first task."""
     control: str | None = None
-    """run_id of the control run, if it is the first task."""
+    """run_id of the control run, if it is the first task; it may also be repeated between others."""
     window: str | None = None
     """Time of day in which runs may start, such as 19:00-07:00, in the launcher's time zone."""
     utc_offset_s: int | None = None

@@ -117,7 +117,9 @@ class AllocationState:
     def _copied_end(self) -> events.AllocationEnded:
         """The end of an allocation whose folder was copied while it was open."""
         reason = "the folder of the sweep was copied: the job belongs to the original"
-        return events.AllocationEnded(allocation=self.name, reason=reason, source=events.BY_LAUNCHER, held_s=0.0)
+        return events.AllocationEnded(
+            allocation=self.name, reason=reason, source=events.BY_LAUNCHER, held_s=0.0
+        )
 
     @property
     def ended(self) -> str | None:

@@ -23,9 +23,11 @@ from ultrabench.run import RunSpec, Task, Workload
 from ultrabench.store.allocation import Allocation
 
 # Composing the configuration would take longer than all else that this process does.
+AUTO = ("warmup_s", "min_s", "max_foreign_load")
+"""Settings whose usual value is that of the hardware."""
 _VALUES = yaml.safe_load((Path(ultrabench.__file__).parent / "configs/measure/default.yaml").read_text())
 # null stands for what the hardware says, which for programs of the user is the neutral value.
-MEASURE = Measure(**{key: value for key, value in _VALUES.items() if key not in ("warmup_s", "min_s")})
+MEASURE = Measure(**{key: value for key, value in _VALUES.items() if key not in AUTO})
 
 
 def task(code: str, device: str) -> Task:

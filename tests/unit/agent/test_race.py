@@ -33,6 +33,9 @@ OTHER_BATCH = replace(TASK, spec=replace(TASK.spec, workload=replace(TASK.spec.w
         # The best of another allocation took 0.2 s beside a control of 0.3 s; here the control takes 0.4 s.
         ([CONTROL], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.4 / 1.5),
         ([SLOW], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.2),
+        # Now the control takes 0.6 s instead of 0.4 s, so that a run of 0.3 s would take 0.45 s.
+        ([CONTROL, ended("fast", 0.3), ended("control", 0.6)], {}, 0.45),
+        ([CONTROL, ended("control", 0.6)], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.6 / 1.5),
     ],
 )  # fmt: skip
 def test_the_best_of_the_cell_as_it_would_run_here(results, elsewhere, best_s):

@@ -335,3 +335,12 @@ def test_a_sweep_with_nothing_left_is_over():
 def test_nodes_under_suspicion_are_named_with_the_submission():
     state = told(SweepState(), ONE, Status.NODE_FAIL, suspect_hosts=("gpu07",), reason="no answer")
     assert actions(state).bad_nodes == {"gpu07": "node gpu07 is excluded: no answer"}
+
+
+@pytest.mark.parametrize(("control", "new_repeats"), [(ONE.run_id, [3, 4]), (None, [])])
+def test_control_runs_of_one_allocation_confirm_as_one_repeat(control, new_repeats):
+    state = SweepState()
+    state.allocations["a"] = AllocationState(name="a", nodes=1, control=control)
+    for repeat in range(3):
+        told(state, ONE, Status.OK, repeat, allocation="a", step_times_s=(0.1,) * 6)
+    assert keys(left([ONE], state, confirm=3)) == [key_of(ONE, repeat) for repeat in new_repeats]

@@ -15,10 +15,18 @@ from ultrabench.run import AttemptKey
 from ultrabench.step_time import extreme_medians_s
 from ultrabench.store.events import Launched
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
-from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.load import config_from_tree, load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import next_attempts
-from ultrabench.sweep.running.outliers import suspect_attempts, with_loss_outliers
+from ultrabench.sweep.running.outliers import (
+    ControlRun,
+    control_runs,
+    control_time_beside,
+    foreign_load_line,
+    suspect_attempts,
+    with_loss_outliers,
+)
+from ultrabench.sweep.running.standings import control_ratio
 
 BF16 = KernelConfig(name="embedded", precision="bf16")
 FP32 = KernelConfig(name="embedded", precision="fp32")
@@ -201,6 +209,53 @@ def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(contr
     state = state_of([*attempts, attempt("r", allocation=allocations[-1].name)], allocations)
     text = "the control layout of its allocation took 1.25 x its median over 4 allocations of 1 node"
     assert doubts(state) == ({"c": text, "r": text} if doubtful else {})
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 0.5), ("cuda", 0.1)])
+def test_other_programs_may_use_more_of_cpu_cores_than_of_the_cores_beside_gpus(device, limit):
+    hardware = "cpu" if device == "cpu" else "h100x8"
+    config = load_config(["sweep=quick", f"hardware={hardware}"])
+    assert (config.hardware.device, config.measure.max_foreign_load) == (device, limit)
+    assert config_from_tree(config.resolved).measure == config.measure
+    launched = Launched(generation=1, config=config.resolved)
+    attempts = [attempt("more", foreign_load=limit + 0.01), attempt("less", foreign_load=limit - 0.01)]
+    state = replace(state_of(attempts), launched=launched)
+    text = f"other programs used {limit + 0.01:.0%} of the cores of a node, limit {limit:.0%}"
+    assert doubts(state, device) == {"more": text}
+
+
+def test_the_load_of_other_programs_is_told_from_a_tenth_of_the_cores_on():
+    line = "other programs used 20% of a node's cores (median of 3 runs, up to 45%)"
+    assert foreign_load_line([0.2, None, 0.45, 0.0]) == line
+    assert foreign_load_line([0.1, None]) is foreign_load_line([]) is None
+
+
+MACHINE_TIMES = ((0, 1.0), (10, 1.0), (20, 1.5), (30, 1.5))
+"""When an allocation ran its control, and the step time of the control then: from 10 s to 20 s it became slower."""
+
+
+@pytest.mark.parametrize(
+    ("started_at", "control_s"),
+    [(5, 1.0), (10, 1.0), (15, 1.25), (25, 1.5), (30, 1.5), (99, 1.5), (None, 1.0)],
+)
+def test_a_run_is_compared_with_the_control_runs_before_and_after_it(started_at, control_s):
+    controls = [ControlRun(*run) for run in MACHINE_TIMES]
+    assert control_time_beside(started_at, controls) == control_s
+    assert control_time_beside(started_at, controls[:1]) == 1.0
+    assert control_time_beside(started_at, []) is None
+
+
+def test_the_ratio_to_the_control_takes_out_what_other_programs_cost():
+    runs = {"c": MACHINE_TIMES, "early": [(5, 0.95)], "late": [(25, 1.35)]}
+    attempts = [
+        attempt(name, repeat=n, started_at=float(time_s), step_times_s=(step_time_s,) * 3)
+        for name, measured in runs.items()
+        for n, (time_s, step_time_s) in enumerate(measured)
+    ]
+    state = state_of(attempts, [AllocationState(name="a0", control="c")])
+    ratios = {a.key.run_id: control_ratio(a, control_runs(state)) for a in reversed(attempts)}
+    assert ratios == pytest.approx({"c": 1.0, "early": 1 / 0.95, "late": 1.5 / 1.35})
+    assert ratios["late"] > ratios["early"], "it is faster, although its steps took longer"
 
 
 def test_ranks_with_times_of_their_own():

@@ -266,3 +266,35 @@ def test_every_cell_that_runs_has_a_control_of_its_own_that_runs():
     refused = replace(runs[0], rule="kernel", reason="no")
     assert list(price.controls(replace(plan, candidates=(refused, runs[1]))).values()) == [runs[1]]
     assert price.controls(replace(plan, candidates=(refused,))) == {}
+
+
+LAPTOP = make_plan(load_config(["model=tiny"]))
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "parts"), [(1, []), (2, []), (3, [3]), (7, [7]), (8, [4, 4]), (14, [5, 4, 5])]
+)
+def test_on_shared_cores_the_control_is_repeated_after_every_few_runs(num_runs, parts):
+    """Each part of the runs has a control run before and after it; `parts` is the number of runs of each."""
+    runs = [run for run in LAPTOP.runs if run.nodes == 2]
+    plan = replace(LAPTOP, candidates=tuple(runs))
+    (control,) = price.controls(plan).values()
+    others = [run for run in runs if run.run_id != control.run_id][:num_runs]
+    plan = replace(plan, candidates=(*others, control))
+    (job,) = price.price_of(plan).jobs
+    is_control = [attempt.key.run_id == control.run_id for attempt in job.attempts]
+    expected = [True, *(flag for size in parts for flag in (*[False] * size, True))]
+    assert is_control == (expected if parts else [True] + [False] * num_runs)
+    keys = [attempt.key for attempt in job.attempts]
+    assert len({*keys}) == len(keys), "each one is a repeat of its own"
+    assert [key.run_id for key in keys if key.run_id != control.run_id] == [run.run_id for run in others]
+    whole_nodes = replace(plan, config=with_launcher(plan.config, exclusive=True))
+    assert sum(len(job.attempts) for job in price.price_of(whole_nodes).jobs) == num_runs + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "control"),
+    [([], True), (["hardware=h100x8"], False), (["sweep=comm"], False), (["launcher.control=false"], False)],
+)
+def test_a_laptop_has_control_runs_unless_they_are_turned_off(words, control):
+    assert load_config(["launcher=local", *words]).launcher.control is control

@@ -21,7 +21,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.running.outliers import low_peak
+from ultrabench.sweep.running.outliers import foreign_load_line
 from ultrabench.sweep.running.progress import SweepProgress, progress_of, settled_runs
 from ultrabench.variant import CELL_OPTIONS
 
@@ -85,7 +85,7 @@ class Display(Live):
         """A text such as `[6/6, repeats 1/6]`: settled runs of all, and the ended repeats that follow the first one.
 
         Runs that ended without a measurement have no repeats. Those of the best runs (measure.confirm) have no known
-        total, so they are counted alone.
+        total, so they are counted alone, and so are control runs that only serve for comparison.
         """
         num_planned = state.config.get("repeats", 1)
         status_by_run = settled_runs(state)
@@ -97,10 +97,19 @@ class Display(Live):
             and key.run_id in self._run_by_id.keys() - unmeasured_ids
             and key not in progress.pause_by_key
         }
-        num_confirming = sum(repeat >= num_planned for _, repeat in repeats)
+        further_repeats = {repeat for repeat in repeats if repeat[1] >= num_planned}
+        control_by_allocation = {name: allocation.control for name, allocation in state.allocations.items()}
+        control_repeats = {
+            (key.run_id, key.repeat)
+            for key, attempt in state.attempts.items()
+            if control_by_allocation.get(attempt.allocation or "") == key.run_id
+        }
+        num_controls = len(further_repeats & control_repeats)
+        num_confirming = len(further_repeats) - num_controls
         num_repeats = (num_planned - 1) * (progress.runs - len(unmeasured_ids))
         texts = [f"{len(settled_ids)}/{progress.runs}"]
-        texts += [f"repeats {len(repeats) - num_confirming}/{num_repeats}"] if num_repeats else []
+        texts += [f"repeats {len(repeats) - len(further_repeats)}/{num_repeats}"] if num_repeats else []
+        texts += [f"control runs {num_controls}"] if num_controls else []
         texts += [f"repeats of the best {num_confirming}"] if num_confirming else []
         return f"[{', '.join(texts)}]"
 
@@ -236,6 +245,7 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         yield Text("  starting the next allocation")
     if progress.best:
         rows, columns = [], progress.cell_columns
+        has_mfu = any(progress.mfu(run, standing) is not None for run, standing in progress.best)
         for run, standing in progress.best:
             rate, interval_text = standing.rate or 0.0, too_wide(standing.ci_reached, standing.ci95_rel)
             mark = "suspect" if standing.suspect else ""
@@ -246,15 +256,16 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             mfu_text = None if mfu is None else f"{with_unit('mfu', mfu)}{peak_suffix(run.cell.precision)}"
             number_texts = (
                 " ".join(filter(None, speed_texts)),
-                mfu_text,
+                *((mfu_text,) if has_mfu else ()),
                 f"{rate / predicted_rate:.2f}" * is_predicted,
             )
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *number_texts))
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")
-        headings = (*cell_headings, f">{column_of(RATE).heading}", ">MFU", ">x predicted")
+        number_headings = (">tokens/s/GPU", *([">MFU"] if has_mfu else []), ">x predicted")
+        headings = (*cell_headings, *number_headings)
         yield table("best so far", *headings, rows=rows)
-        expert_runs = (run for run, _ in progress.best if run.shape.num_experts and run.peak_flops_per_s)
-        if formulas := {run.flops_formula for run in expert_runs}:
+        expert_runs = ((run, standing) for run, standing in progress.best if run.shape.num_experts)
+        if formulas := {run.flops_formula for run, standing in expert_runs if progress.mfu(run, standing)}:
             yield Text(formula_text(formulas, has_experts=True))
     if progress.failures:
         yield Text("last failures and OOMs")
@@ -267,6 +278,8 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         for run, _ in progress.best
         if (result := progress.result_by_run.get(run.run_id))
     }
+    problems |= {progress.mfu_problem} if progress.best else set()
+    ok_loads = (result.foreign_load for result in progress.result_by_run.values())
+    if not progress.suspects and (load_line := foreign_load_line(ok_loads)):
+        yield Text(load_line)
     yield from (Text(f"no MFU: {problem}", "yellow") for problem in sorted(filter(None, problems)))
-    mfus = (progress.mfu(run, standing) or 0.0 for run, standing in progress.best if not standing.suspect)
-    yield from (Text(reason, "yellow") for reason in low_peak(max(mfus, default=None)))

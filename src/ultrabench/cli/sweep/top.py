@@ -49,7 +49,7 @@ def show_top(
     cell_settings = set_apart([runs[0] for runs in cell_runs], CELL_COLUMNS)
     for runs, setting_texts in zip(cell_runs, cell_settings, strict=True):
         _print_cell(source_name, runs, setting_texts, limit or DEFAULT_LIMIT)
-    ranked_rows = [row for runs in cell_runs for row in runs if row["flops_formula"]]
+    ranked_rows = [row for runs in cell_runs for row in runs if row["flops_formula"] and row["mfu"]]
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
     if not any(word.endswith(".parquet") for word in words or ()):
@@ -88,6 +88,9 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
         first_texts |= {heading: with_unit(rank_by, row[column]) for heading, column in added_columns.items()}
         first_texts |= {"environment": row["environment"]} if has_environments else {}
         shown_rows.append({**first_texts, **number_texts(row), "run id": row["run_id"]})
+    if not any(row["MFU"] for row in shown_rows):
+        for row in shown_rows:
+            del row["MFU"]
     headings = [name if name in _TEXT_COLUMNS else f">{name}" for name in shown_rows[0]]
     title = f"{results_name}: {', '.join((cell_text(top_row), *setting_texts))}, by {ranking_text}"
     shown_table = table(title, *headings, rows=[row.values() for row in shown_rows])
