@@ -48,7 +48,10 @@ def test_the_groups_are_those_of_a_plan(ultrabench):
     assert rows[0]["similar"] > 0
     _, out, _ = ultrabench(*words, "precision=bf16")
     assert re.search(rf"{rows[0]['layout']} +{rows[0]['similar']} ", out)
-    assert f"{rows[0]['similar']} similar layouts are left out: they are within 3 % of the speed of the best" in out
+    assert (
+        f"{rows[0]['similar']} similar layouts are left out: they are within 3 % of the speed of the best"
+        in out
+    )
 
 
 @pytest.mark.parametrize(

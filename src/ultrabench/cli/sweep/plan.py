@@ -4,6 +4,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
 from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.early_stopping import all_settings, expected_too_few_pairs, too_few_text
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, with_measured_starts, within_limit
@@ -136,6 +138,14 @@ def show_plan(
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
     notes += _extrapolation_lines(plan, unmeasured_runs, summary["unmeasured"], best_rows)
+    runs_to_make = {attempt.key.run_id for job in price.jobs for attempt in job.attempts}
+    too_few = expected_too_few_pairs(plan, progress, runs_to_make, rate_by_run)
+    summary["too_few_pairs"] = [asdict(lack) for lack in too_few]
+    if too_few:
+        settings_text = " ".join(all_settings(too_few))
+        notes.append(
+            f"{too_few_text(too_few, 'will leave')}; to have enough, plan again with {settings_text}"
+        )
     if progress.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
