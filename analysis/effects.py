@@ -4,8 +4,8 @@ docs/guide/compare.md says which runs make a pair, how the interval follows, and
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import exp, log
 from typing import Any
@@ -27,14 +27,22 @@ from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.layout import FOLLOWING, details_of
 from ultrabench.result import NOT_TRIED, Status
 from ultrabench.standing import Standing
+from ultrabench.sweep.predict.predict import LIKELY_OOM
+from ultrabench.sweep.running.early_stopping import (
+    ALL_RUNS,
+    FEWEST_PAIRS,
+    IN_FULL,
+    TooFewPairs,
+    all_settings,
+    have_interval,
+    too_few_text,
+)
 
 CONFIDENCE = 0.98
 """Probability with which an interval contains the true ratio.
 
 It is above 0.95 so that hardly ever more than 5 of 100 tables without an effect seem to have one.
 """
-FEWEST_PAIRS = 3
-"""Fewest differences whose spread gives an interval; the spread of two can be of any size by chance."""
 _NORMAL_95 = float(stdtrit(np.inf, 0.975))
 """Half the 95 % interval of a step time, in standard deviations."""
 _EQUAL_COLUMNS = ["hardware", "kernel", *MODEL, "nodes", "gpus", "source"]
@@ -90,6 +98,10 @@ class CompetingRuns:
     """Whether a plan predicts their speeds."""
     num_left_out: Counter[str]
     """Code of _REASON_BY_CODE -> number of runs left out for it."""
+    stopped_runs: pd.DataFrame
+    """Rows like those of `runs` for the runs that were stopped early as slower than the best."""
+    unmade_runs: pd.DataFrame
+    """The same for the runs that the adaptive search left out, and that are likely to fit into memory."""
 
     @property
     def axes(self) -> list[str]:
@@ -104,7 +116,7 @@ class CompetingRuns:
         sentence = f"Runs excluded: {', '.join(reason_texts) or 'none'}."
         if self.num_left_out["stopped"]:
             sentence += " Only slow runs are stopped early, so a slow value may look better than it is."
-            sentence += " To measure every run in full: measure.race=null."
+            sentence += f" To measure every run in full, launch under another name= with {IN_FULL}."
         return sentence
 
     def require_axis(self, name: str | None) -> str:
@@ -138,36 +150,45 @@ def competing(table: pa.Table) -> CompetingRuns:
     return competing_in(Ranking(table, more_columns=COLUMNS))
 
 
-COLUMNS = ("gpus", "first_values", "suspect_codes", *DRIVERLESS)
+COLUMNS = ("gpus", "first_values", "suspect_codes", "dominated_by", *DRIVERLESS)
 """Columns that effects read beside those of a ranking."""
 
 
 def competing_in(ranking: Ranking) -> CompetingRuns:
     """What `competing` returns, for a table that was already ranked with these COLUMNS."""
     frame = ranking.frame
-    standings = chain.from_iterable(ranking.standings.values())
+    standings = [*chain.from_iterable(ranking.standings.values())]
     tried = [standing for standing in standings if standing.outcome not in NOT_TRIED]
     winners = [index for index, standing in enumerate(tried) if _why_left_out(standing) is None]
     if not winners:
         raise none_left(frame.loc[[standing.repeat for standing in tried]], "none can win")
-    knob_frame = knobs(ranking.rows_at((standing.repeat for standing in tried), KNOB_COLUMNS))
+    unmade = _is_unmade(frame)
+    unmade_rows = [standing.repeat for standing in standings if unmade[standing.repeat]]
+    rows = [*(standing.repeat for standing in tried), *unmade_rows]
+    knob_frame, environments = knobs(ranking.rows_at(rows, KNOB_COLUMNS)), environment_numbers(frame)
+    described = knob_frame.assign(
+        **frame.loc[rows, ["model", "num_params", "sweep"]].reset_index(drop=True),
+        first_values=frame.loc[rows, "first_values"].fillna("").map(variant_in).to_numpy(),
+        environment=environments[rows].to_numpy(),
+        alike=frame.groupby(_EQUAL_COLUMNS, dropna=False).ngroup()[rows].to_numpy(),
+    )
+    stopped = [index for index, standing in enumerate(tried) if _why_left_out(standing) == "stopped"]
+    tried_knobs = knob_frame[: len(tried)]
     repeats = _repeats(frame, [tried[index].competing for index in winners])
     repeats_by_run = repeats.groupby("run")
-    rows = [tried[index].repeat for index in winners]
-    runs = knob_frame.iloc[winners].reset_index(drop=True)
     return CompetingRuns(
-        runs=runs.assign(
-            **frame.loc[rows, ["model", "num_params", "sweep"]].reset_index(drop=True),
-            first_values=frame.loc[rows, "first_values"].fillna("").map(variant_in).to_numpy(),
-            environment=environment_numbers(frame)[rows].to_numpy(),
-            alike=frame.groupby(_EQUAL_COLUMNS, dropna=False).ngroup()[rows].to_numpy(),
+        runs=described.iloc[winners]
+        .reset_index(drop=True)
+        .assign(
             control=repeats_by_run["control"].first(),
             variance=repeats_by_run["variance"].mean() / repeats_by_run.size(),
             **repeats_by_run[["rate", "control_ratio"]].median(),
         ),
+        stopped_runs=described.iloc[stopped],
+        unmade_runs=described[len(tried) :],
         repeats=repeats,
         knobs=(*knob_frame,),
-        varied_knobs=tuple(str(name) for name in knob_frame if knob_frame[name].nunique() > 1),
+        varied_knobs=tuple(str(name) for name in knob_frame if tried_knobs[name].nunique() > 1),
         are_predicted=bool((frame["source"] == PREDICTED).any()),
         num_left_out=Counter(code for code in map(_why_left_out, tried) if code),
     )
@@ -180,6 +201,12 @@ def _why_left_out(standing: Standing) -> str | None:
     if standing.suspect:
         return "suspect"
     return None if standing.may_win and (standing.rate or 0) > 0 else "stopped"
+
+
+def _is_unmade(frame: pd.DataFrame) -> pd.Series:
+    """Whether the adaptive search left out a run that is likely to fit; no rule did, and none that ran out of memory."""
+    is_left_out = (frame["status"] == Status.SKIPPED) & frame["rule"].isna() & frame["dominated_by"].isna()
+    return is_left_out & ~(frame["p_oom"] > LIKELY_OOM)
 
 
 def _repeats(frame: pd.DataFrame, competing_rows: Sequence[tuple[int, ...]]) -> pd.DataFrame:
@@ -260,6 +287,66 @@ def effects(competing: CompetingRuns, axis: str) -> list[Effect]:
     ]
 
 
+def too_few_pairs(
+    competing: CompetingRuns, effects_by_axis: Mapping[str, Sequence[Effect]]
+) -> list[TooFewPairs]:
+    """The values for which early stopping has left too few pairs for an interval, those of options first."""
+    stopped_runs, unmade_runs = competing.stopped_runs, competing.unmade_runs
+    if not len(stopped_runs) + len(unmade_runs):
+        return []
+    all_runs, sweeps = _with_runs(competing, stopped_runs, unmade_runs), competing.runs["sweep"].unique()
+    # A sweep keeps the results of runs that were stopped.
+    new_name = f"name={sweeps[0]}-full" if len(sweeps) == 1 else "name=NAME"
+    all_too_few = list[TooFewPairs]()
+    for axis in sorted(all_runs.axes, key=lambda name: not is_of_variant(name)):
+        num_by_value, possible_by_value = _num_pairs(competing, axis), _num_pairs(all_runs, axis)
+        with_interval = {effect.value for effect in effects_by_axis.get(axis, ()) if effect.low is not None}
+        lacking = [
+            value
+            for value, num_possible in possible_by_value.items()
+            if have_interval(num_possible)
+            and not have_interval(num_by_value[value])
+            and value not in with_interval
+        ]
+        if not lacking:
+            continue
+        num_with_stopped = _num_pairs(_with_runs(competing, stopped_runs), axis)
+        num_with_unmade = _num_pairs(_with_runs(competing, unmade_runs), axis)
+        for value in lacking:
+            settings: tuple[str, ...] = (ALL_RUNS, IN_FULL, new_name)
+            if have_interval(num_with_stopped[value]):
+                settings = (IN_FULL, new_name)
+            elif have_interval(num_with_unmade[value]):  # slow runs, which would be stopped early
+                settings = (ALL_RUNS, IN_FULL)
+            numbers = {"pairs": num_by_value[value], "possible_pairs": possible_by_value[value]}
+            all_too_few.append(TooFewPairs(axis=axis, value=value, **numbers, settings=settings))
+    return all_too_few
+
+
+def _too_few_lines(
+    competing: CompetingRuns, effects_by_axis: Mapping[str, Sequence[Effect]]
+) -> Iterator[str]:
+    """A sentence if early stopping has left too few pairs, with what to launch to have them."""
+    if all_too_few := too_few_pairs(competing, effects_by_axis):
+        fact, settings = too_few_text(all_too_few, "has left"), all_settings(all_too_few)
+        yield f"{fact[0].upper()}{fact[1:]}; to have enough, launch again with {' '.join(settings)}"
+
+
+def _with_runs(competing: CompetingRuns, *more_runs: pd.DataFrame) -> CompetingRuns:
+    """The runs as if further ones had been measured to the end, in the first environment of their sweep."""
+    runs = pd.concat([competing.runs, *(runs for runs in more_runs if len(runs))], ignore_index=True)
+    first_of_sweep = competing.runs.groupby("sweep")["environment"].first()
+    environments = runs["environment"].where(runs["rate"].notna(), runs["sweep"].map(first_of_sweep))
+    varied_knobs = tuple(name for name in competing.knobs if runs[name].nunique() > 1)
+    return replace(competing, runs=runs.assign(environment=environments), varied_knobs=varied_knobs)
+
+
+def _num_pairs(competing: CompetingRuns, axis: str) -> Counter[Any]:
+    """Value of an axis -> number of its differences from the baseline; pairs of one difference count once."""
+    all_pairs = pairs(competing, axis)
+    return Counter({value: rows["block"].nunique() for value, rows in all_pairs.groupby("value")})
+
+
 HEADS = ("axis", "value", "baseline", "speedup", f"{100 * CONFIDENCE:.0f} % interval", "pairs")
 """Names of the columns of a table of effects."""
 
@@ -304,6 +391,7 @@ def notes(competing: CompetingRuns, effects_by_axis: Mapping[str, Sequence[Effec
         *(f"No pairs for {axis}: {why_no_pairs(competing, axis)}." for axis in unpaired_axes),
         "The baseline is the first value listed in the sweep, or the most frequent value if that one was not compared.",
         competing.note,
+        *_too_few_lines(competing, effects_by_axis),
         formula_sentence if competing.are_predicted else f"{miss_text}: about {chance_text}.",
     ]
 

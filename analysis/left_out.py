@@ -7,6 +7,7 @@ import pandas as pd
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import SLOWER, Status
+from ultrabench.sweep.running.early_stopping import IN_FULL
 
 _LOAD_REMEDY = "to accept these runs, launch again with measure.max_foreign_load=null; or measure on an idle machine under another name="
 _REMEDY_BY_CODE = {
@@ -37,7 +38,7 @@ def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigE
     if len(suspect_runs):
         return ConfigError(fact, _remedy(suspect_runs["suspect_codes"]))
     if is_stopped.any():
-        return ConfigError(fact, "to measure every run in full, launch with measure.race=null")
+        return ConfigError(fact, f"to measure every run in full, launch under another name= with {IN_FULL}")
     todo = "see why: ultrabench plot failures" if len(runs) else "launch a sweep: ultrabench sweep launch"
     return ConfigError(fact, todo)
 

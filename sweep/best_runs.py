@@ -1,7 +1,7 @@
 """Finds the best runs of a cell by branch and bound: the first places of a plan without predicting all its candidates.
 
-A group holds the layouts that differ in recomputation and ZeRO alone. No layout of it is faster than its bound, the
-step time without what these add, and none needs less memory than the one that recomputes and shards all. Layouts of
+It begins with sets of layouts that differ in recomputation and ZeRO alone. No layout of a set is faster than its bound,
+the step time without what these add, and none needs less memory than the one that recomputes and shards all. Layouts of
 other micro-batches are not compared: one that accumulates no gradients may need less than one of smaller micro-batches.
 """
 
@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
+from typing import TypeVar
 
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
@@ -21,6 +23,7 @@ from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, shards_of
 from ultrabench.sweep.plan import CellPlan, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
+from ultrabench.sweep.similar_layouts import SIMILAR_SPEED, Group, groups_of
 
 Branch = Candidate | Callable[[], Iterable["Entry"]]
 """A run with its rate, or a function that splits a set of runs into smaller sets or single runs."""
@@ -59,21 +62,36 @@ class Search:
     _fits_by_layout: dict[tuple[Layout, int], bool] = field(default_factory=dict)
     """Layout and index of the variant -> whether it fits."""
 
-    def best(self, count: int = 1) -> list[Candidate]:
-        """The `count` best runs that are advised, in the order of the plan; fewer where fewer are advised."""
-        heap, runs = [*self._group_entries()], list[Candidate]()
-        heapify(heap)
-        while heap and len(runs) < count:
-            branch = heappop(heap)[2]
-            if isinstance(branch, Candidate):
-                runs.append(branch)
-                continue
-            for entry in branch():
-                heappush(heap, entry)
-        return runs
+    def best(self) -> list[Candidate]:
+        """The best run that is advised; none where none is."""
+        return [*islice(_popped_runs(self._heap(), 0.0), 1)]
 
-    def _group_entries(self) -> Iterator[Entry]:
-        """All groups that can hold a layout."""
+    def best_groups(self, count: int) -> list[Group]:
+        """The `count` best groups of similar runs that are advised, in the order of their best runs; fewer if there are fewer."""
+        heap = self._heap()
+        runs = [*islice(_popped_runs(heap, 0.0), 1)]
+        groups, min_rate = list[Group](), inf
+        while runs:
+            # A run with a high P(OOM) waits in the heap behind slower ones, but may be similar to a faster one.
+            waiting_runs = (branch for _, _, branch in sorted(heap) if isinstance(branch, Candidate))
+            groups = [*islice(groups_of([*runs, *waiting_runs]), count)]
+            needed_rate = min(_least_rate(group[0]) for group in groups)
+            if heap and len(groups) < count:
+                needed_rate = min(needed_rate, (1 - SIMILAR_SPEED) * -heap[0][0])
+            if not heap or needed_rate >= min_rate:
+                break
+            min_rate = needed_rate
+            runs += _popped_runs(heap, min_rate)
+        return groups
+
+    def _heap(self) -> list[Entry]:
+        """The heap with which a search begins."""
+        heap = [*self._first_entries()]
+        heapify(heap)
+        return heap
+
+    def _first_entries(self) -> Iterator[Entry]:
+        """All sets that can hold a layout."""
         config, cell, axes = self.cell_plan.config, self.cell_plan.cell, self.cell_plan.config.axes
         fastest_values = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
         gas_values, num_gpus = axes.layout.get("gas"), cell.nodes * config.hardware.gpus_per_node
@@ -88,14 +106,14 @@ class Search:
             if gas_values and layout.gas not in gas_values:
                 continue
             for variant_index, spec in enumerate(self.cell_plan.specs(layout)):
-                if reason := self._group_rejection(spec):
+                if reason := self._rejection_of_all(spec):
                     self.rejection = self.rejection or reason
                     continue
                 if least and not state_fits:  # no layout helps, and at least this one can run otherwise
                     self.state_fits, self.min_bytes = False, least.peak_bytes
                     return
-                split_group = partial(self._split_by_recomputation, spec, index, variant_index)
-                yield -self._rate_bound(spec), (0, index, variant_index), split_group
+                split_set = partial(self._split_by_recomputation, spec, index, variant_index)
+                yield -self._rate_bound(spec), (0, index, variant_index), split_set
 
     def _listed_entries(self) -> Iterator[Entry]:
         """The runs of the layouts that the sweep lists, which need no bounds."""
@@ -106,8 +124,8 @@ class Search:
                 else:
                     yield from self._predicted_entry(spec, (0, index, variant_index))
 
-    def _group_rejection(self, spec: RunSpec) -> str | None:
-        """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""
+    def _rejection_of_all(self, spec: RunSpec) -> str | None:
+        """Why no layout of the set can run; None where another value of recomputation or ZeRO may help."""
         for _, reason in broken_rules(spec.layout, spec.shape):
             return reason
         hardware, kernel = self.cell_plan.config.hardware, spec.kernel
@@ -116,7 +134,7 @@ class Search:
         return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
 
     def _split_by_recomputation(self, spec: RunSpec, index: int, variant_index: int) -> Iterator[Entry]:
-        """The parts of a group by recomputation, if the memory of one that computes all again may suffice."""
+        """The parts of a set by recomputation, if the memory of one that computes all again may suffice."""
         if not self._may_fit(spec, "full", variant_index):
             return
         for recompute in {*self.cell_plan.config.axes.layout["recompute"]}:
@@ -130,7 +148,7 @@ class Search:
         return tokens_per_s_per_gpu(spec, times.total - times.dp - times.optimizer)
 
     def _split_by_sharding(self, spec: RunSpec, index: int, variant_index: int) -> Iterator[Entry]:
-        """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
+        """The runs of a part of a set, if memory may suffice, with the bounds of their rates."""
         axes, layout = self.cell_plan.config.axes.layout, spec.layout
         free_axes = [axis for axis in axes if axis not in DERIVED_AXES]
         ranks_in_node = max(1, spec.gpus_per_node // layout.tp)
@@ -195,12 +213,51 @@ def cell_search(
     return Search(cell_plan=cell_plan, max_p_oom=max_p_oom, max_memory_share=max_memory_share)
 
 
-def advised_runs(
-    config: SweepConfig, shape: ModelShape, cell: CellKey, count: int = 1, *, max_p_oom: float = ADVISED_P_OOM
-) -> tuple[list[Candidate], Search]:
-    """The `count` best of the runs that `candidate.advised` gives for the cell, and the search that met all reasons."""
+def _popped_runs(heap: list[Entry], min_rate: float) -> Iterator[Candidate]:
+    """Takes the runs from a heap in their order, until nothing in it can have an expected rate of `min_rate`."""
+    while heap and -heap[0][0] >= min_rate:
+        branch = heappop(heap)[2]
+        if isinstance(branch, Candidate):
+            yield branch
+            continue
+        for entry in branch():
+            heappush(heap, entry)
+
+
+def _least_rate(best: Candidate) -> float:
+    """The rate down to which a search has to look for the runs of a group and for better ones than its best."""
+    similar_rate = (1 - SIMILAR_SPEED) * tokens_per_s_per_gpu(best.spec, best.prediction.step_time_s)
+    return min(similar_rate, expected_rate_of(best))
+
+
+_Item = TypeVar("_Item")
+
+
+def _advised(
+    config: SweepConfig,
+    shape: ModelShape,
+    cell: CellKey,
+    max_p_oom: float,
+    search_for: Callable[[Search], list[_Item]],
+) -> tuple[list[_Item], Search]:
+    """What a search gives of the runs that `candidate.advised` gives for the cell, and the search that met all reasons."""
     search = cell_search(config, shape, cell, max_p_oom=max_p_oom)
-    runs = search.best(count)
-    if not runs and search.fits_without_reserve:
-        runs = cell_search(config, shape, cell, max_p_oom=max_p_oom, max_memory_share=inf).best(count)
-    return runs, search
+    items = search_for(search)
+    if not items and search.fits_without_reserve:
+        items = search_for(cell_search(config, shape, cell, max_p_oom=max_p_oom, max_memory_share=inf))
+    return items, search
+
+
+def advised_run(
+    config: SweepConfig, shape: ModelShape, cell: CellKey, *, max_p_oom: float = ADVISED_P_OOM
+) -> Candidate | None:
+    """The best of the runs that `candidate.advised` gives for the cell; None where there is none."""
+    runs, _ = _advised(config, shape, cell, max_p_oom, Search.best)
+    return next(iter(runs), None)
+
+
+def advised_groups(
+    config: SweepConfig, shape: ModelShape, cell: CellKey, count: int
+) -> tuple[list[Group], Search]:
+    """The `count` best groups of these runs, and the search that met all reasons why layouts cannot run."""
+    return _advised(config, shape, cell, ADVISED_P_OOM, lambda search: search.best_groups(count))

@@ -1,4 +1,4 @@
-"""Recommends the best predicted runs of each cell of a sweep, or says why a cell has none and what would help."""
+"""Recommends the best groups of similar runs of each cell of a sweep, or says why it has none and what would help."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,25 @@ from types import MappingProxyType
 
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
-from ultrabench.sweep.best_runs import Search, advised_runs, expected_rate_of
+from ultrabench.sweep.best_runs import Search, advised_groups, advised_run, expected_rate_of
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import why_none
 from ultrabench.sweep.plan import cell_sweep, planned_cells, process_map
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.remedy import Remedies
+from ultrabench.sweep.similar_layouts import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The best runs of a cell, or why there is none."""
+    """The best groups of similar runs of a cell, or why there is no run."""
 
     shape: ModelShape
     cell: CellKey
-    runs: tuple[Candidate, ...]
-    """The best first. Where no run has room for the reserve of its allocator, those that are likely to fit without it."""
+    groups: tuple[Group, ...]
+    """The best groups of similar runs, the best first. Where no run has room for the reserve of its allocator, of those
+    that are likely to fit without it."""
     reason: str | None
     """Why there is no run, and what would help."""
     is_refused: bool
@@ -53,7 +55,7 @@ MIN_BATCH_SPEEDUP = 0.05
 def recommendations(
     config: SweepConfig, count: int, short_keys: Mapping[str, str] = MappingProxyType({})
 ) -> list[Recommendation]:
-    """The `count` best runs of each cell, in the order of the cells; two cores look at half of the cells each.
+    """The `count` best groups of each cell, in the order of the cells; two cores look at half of the cells each.
 
     Args:
         short_keys: full key of each override that the user wrote with a short key -> that key, for remedies.
@@ -83,28 +85,29 @@ def _group_recommendations(
 def recommendation(
     config: SweepConfig, count: int, shape: ModelShape, cell: CellKey, remedies: Remedies | None = None
 ) -> Recommendation:
-    """The `count` best runs of a cell."""
-    runs, search = advised_runs(config, shape, cell, count)
+    """The `count` best groups of a cell."""
+    groups, search = advised_groups(config, shape, cell, count)
+    best = groups[0][0] if groups else None
     remedies = Remedies() if remedies is None else remedies
-    remedies.best[cell, ()] = next(iter(runs), None)
-    reason = None if runs else _why_none(config, search, remedies)
-    is_refused = not runs and search.min_bytes == inf
+    remedies.best[cell, ()] = best
+    reason = None if best else _why_none(config, search, remedies)
+    is_refused = best is None and search.min_bytes == inf
     return Recommendation(
         shape=shape,
         cell=cell,
-        runs=tuple(runs),
+        groups=tuple(groups),
         reason=reason,
         is_refused=is_refused,
-        other_batch=_other_batch(config, shape, cell, runs[0]) if runs else None,
+        other_batch=_other_batch(config, shape, cell, best) if best else None,
     )
 
 
 def _other_batch(config: SweepConfig, shape: ModelShape, cell: CellKey, best: Candidate) -> OtherBatch | None:
     """The best run with a batch that more layouts can divide, if it is clearly faster than the best of the cell."""
     gbs = rounder_batch(cell.gbs, cell.nodes * config.hardware.gpus_per_node)
-    runs = [] if gbs == cell.gbs else advised_runs(config, shape, cell._replace(gbs=gbs))[0]
-    speedup = expected_rate_of(runs[0]) / expected_rate_of(best) - 1 if runs else 0.0
-    return OtherBatch(run=runs[0], speedup=speedup) if speedup >= MIN_BATCH_SPEEDUP else None
+    run = None if gbs == cell.gbs else advised_run(config, shape, cell._replace(gbs=gbs))
+    speedup = expected_rate_of(run) / expected_rate_of(best) - 1 if run else 0.0
+    return OtherBatch(run=run, speedup=speedup) if run and speedup >= MIN_BATCH_SPEEDUP else None
 
 
 def rounder_batch(gbs: int, num_gpus: int) -> int:
@@ -122,8 +125,8 @@ def _why_none(config: SweepConfig, search: Search, remedies: Remedies) -> str:
     shape, cell, limit_gib = cell_plan.shape, cell_plan.cell, config.hardware.mem_bytes / GIB
     if search.min_bytes < inf:
         is_strict = config.max_p_oom < ADVISED_P_OOM
-        if likely_runs := is_strict and advised_runs(replace(config, max_p_oom=1.0), shape, cell)[0]:
-            p_oom_text = f"the best layout has {likely_runs[0].prediction.p_oom:.2g}"
+        if likely_run := is_strict and advised_run(replace(config, max_p_oom=1.0), shape, cell):
+            p_oom_text = f"the best layout has {likely_run.prediction.p_oom:.2g}"
             return f"no layout has a P(OOM) of at most max_p_oom={config.max_p_oom:g}; {p_oom_text}: use max_p_oom={ADVISED_P_OOM}"
         changes = " or ".join(remedies.texts(cell_sweep(config, cell), shape, cell.nodes, search.max_p_oom))
         problem = f"no layout is likely to fit into {limit_gib:.4g} GiB"

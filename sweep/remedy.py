@@ -11,7 +11,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, fill_in_files, words_of
-from ultrabench.sweep.best_runs import advised_runs, expected_rate_of
+from ultrabench.sweep.best_runs import advised_run, expected_rate_of
 from ultrabench.sweep.candidate import (
     NO_ROOM,
     UNSELECTED,
@@ -171,8 +171,7 @@ class Remedies:
         changed_config = replace(config, axes=axes, models=(shape,))
         key = next(planned_cells(changed_config))[1], axis_values
         if key not in self.best:
-            runs, _ = advised_runs(changed_config, shape, key[0], max_p_oom=max_p_oom)
-            self.best[key] = next(iter(runs), None)
+            self.best[key] = advised_run(changed_config, shape, key[0], max_p_oom=max_p_oom)
         return self.best[key]
 
     def _overrides_text(self, values: Iterable[tuple[str, Any]]) -> str:

@@ -169,7 +169,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return math.prod(_degrees(self))
+        return math.prod(degrees_of(self))
 
     @property
     def zero_shards(self) -> int:
@@ -337,8 +337,8 @@ OTHER_DEGREES = "*".join(DEGREES[1:])
 """The degrees other than dp as a text: `tp*pp*cp`."""
 
 
-_degrees = operator.attrgetter(*DEGREES)
-"""Gives the degrees of a layout."""
+degrees_of = operator.attrgetter(*DEGREES)
+"""Gives the degrees of a layout as a tuple, in the order of DEGREES."""
 
 
 def model_parallel_degree(values: Mapping[str, Any]) -> int:

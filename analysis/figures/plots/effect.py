@@ -8,13 +8,14 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.effects import CONFIDENCE, FEWEST_PAIRS, competing, effects, pairs, require_pairs
+from ultrabench.analysis.effects import CONFIDENCE, competing, effects, pairs, require_pairs
 from ultrabench.analysis.figures.picture import DARK, GREY
 from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.figures.style import COLOURS, panel_grid
 from ultrabench.analysis.knobs import in_order, value_text
 from ultrabench.errors import counted
 from ultrabench.layout import TITLES
+from ultrabench.sweep.running.early_stopping import FEWEST_PAIRS
 
 _PAIR_LOOK: dict[str, Any] = {
     "color": COLOURS[0], "marker": "o", "markersize": 3, "linestyle": "", "markeredgewidth": 0, "alpha": 0.3,

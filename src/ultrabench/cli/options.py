@@ -104,6 +104,9 @@ WriteSweep = Annotated[
     str | None,
     typer.Option("--write", metavar="NAME", help="Write the layouts as ./ultrabench/sweep/NAME.yaml."),
 ]
+AllSimilar = Annotated[
+    bool, typer.Option("--all", help="Show all layouts of the groups of --top, not only the best of each.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Let --write replace a file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="Folder of the sweeps.")]

@@ -3,14 +3,22 @@
 from typing import Annotated
 
 from ultrabench.allowed import Count, NonNegative, at_least
-from ultrabench.cli.options import Force, Json, Overrides, WriteSweep, number_option, require_write
+from ultrabench.cli.options import (
+    AllSimilar,
+    Force,
+    Json,
+    Overrides,
+    WriteSweep,
+    number_option,
+    require_write,
+)
 from ultrabench.errors import ConfigError
 
 _TOKENS_HELP = "Training tokens, such as 15e12; adds the training days."
 _PRICE_HELP = "Price per GPU hour (default: from the cluster's file); adds the cost of --tokens."
 Tokens = Annotated[float | None, number_option("--tokens", Annotated[float, at_least(1.0)], _TOKENS_HELP)]
 PricePerGpuHour = Annotated[float | None, number_option("--price-per-gpu-hour", NonNegative, _PRICE_HELP)]
-Top = Annotated[int, number_option("--top", Count, "Show the K best layouts per cell.")]
+Top = Annotated[int, number_option("--top", Count, "Show the K best groups of similar layouts per cell.")]
 
 
 def recommend(
@@ -18,6 +26,7 @@ def recommend(
     tokens: Tokens = None,
     price_per_gpu_hour: PricePerGpuHour = None,
     top: Top = 1,
+    all_: AllSimilar = False,
     write: WriteSweep = None,
     force: Force = False,
     json_: Json = False,
@@ -32,4 +41,4 @@ def recommend(
     require_write(write, force=force)
     from ultrabench.cli.run_recommend import run_recommend
 
-    run_recommend(overrides, tokens, price_per_gpu_hour, top, json_, write, force=force)
+    run_recommend(overrides, tokens, price_per_gpu_hour, top, all_, json_, write, force=force)

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.predict.predict import largest_loss, p_oom_text
 from ultrabench.sweep.recommend import Recommendation, recommendations
+from ultrabench.sweep.similar_layouts import group_column, group_lines, shown_runs
 
 LayoutRow = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -41,18 +42,20 @@ def run_recommend(
     overrides: list[str],
     tokens: float | None,
     gpu_hour_price: float | None,
-    max_layouts: int,
+    max_groups: int,
+    with_similar: bool,
     as_json: bool,
     file_name: str | None,
     *,
     force: bool,
 ) -> None:
-    """Prints the best layouts of each cell that the overrides describe.
+    """Prints the best layout of each group of similar ones, or all layouts, of each cell that the overrides describe.
 
     Args:
         tokens: tokens of a whole training, for its days and cost; None prints neither.
         gpu_hour_price: price of a GPU hour; None means that of the cluster's file.
-        max_layouts: largest number of layouts for each cell.
+        max_groups: largest number of groups for each cell.
+        with_similar: whether all layouts of a group are shown and written.
         file_name: name of the sweep that is written with these layouts; None writes none.
         force: whether a file of that name is replaced.
     """
@@ -72,7 +75,8 @@ def run_recommend(
     extra_overrides = [override for override in full_overrides if not _is_in_row(override)]
     short_keys = {FULL_KEYS[key]: key for key in parts_of(overrides) if key in FULL_KEYS}
     model = parts_of(full_overrides).get("model")  # maybe a path, which the name of the model does not say
-    rows, advice = list[LayoutRow](), recommendations(config, max_layouts, short_keys)
+    rows, all_runs = list[LayoutRow](), list[Candidate]()
+    advice = recommendations(config, max_groups, short_keys)
     if all(cell.is_refused for cell in advice) and len({cell.reason for cell in advice}) == 1:
         raise ConfigError(str(advice[0].reason))
     best_rates = {
@@ -80,16 +84,18 @@ def run_recommend(
     }
     for recommendation in advice:
         best_rate = best_rates[recommendation.cell.precision]
-        rows += _rows(config, recommendation, best_rate, extra_overrides, model)
+        runs = [*shown_runs(recommendation.groups, with_similar=with_similar)]
+        all_runs += [run for run, _ in runs]
+        rows += _rows(config, recommendation, runs, best_rate, extra_overrides, model)
     for row in rows:
         row.update(_training_needs(row, tokens, gpu_hour_price) if tokens and row["layout"] else {})
-    runs = [run for recommendation in advice for run in recommendation.runs]
     document = {"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows}
-    launch_lines = written_lines(path, config, full_overrides, runs) if path and runs else []
+    launch_lines = written_lines(path, config, full_overrides, all_runs) if path and all_runs else []
     if as_json:
         print_json(document | ({"written": str(path)} if launch_lines else {}))
     else:
-        show(*_page(config, rows), *(launch_lines or _write_lines(config, bool(runs))))
+        page = _page(config, rows, with_similar=with_similar)
+        show(*page, *(launch_lines or _write_lines(config, bool(all_runs))))
     if not any(row["layout"] for row in rows):
         raise typer.Exit(1)
 
@@ -123,6 +129,7 @@ def _is_in_row(override: str) -> bool:
 def _rows(
     config: SweepConfig,
     recommendation: Recommendation,
+    runs: Sequence[tuple[Candidate, Mapping[str, int]]],
     best_rate: BestRate | None,
     extra_overrides: Sequence[str],
     model: str | None,
@@ -130,16 +137,17 @@ def _rows(
     """The rows of a cell: one for each run, or one with the reason why there is none.
 
     Args:
+        runs: each run to show, with the keys that describe its group.
         best_rate: the best published rate of the GPU in the precision of the cell.
         extra_overrides: overrides for the command of a row that do not follow from the row.
         model: what `model=` is in the overrides; None if they do not say it.
     """
     cell = recommendation.cell
     cell_row = {**cell._asdict(), "gpus": cell.nodes * config.hardware.gpus_per_node}
-    if not recommendation.runs:
+    if not runs:
         yield {**cell_row, "layout": None, "reason": recommendation.reason}
     predictor = cell_search(config, recommendation.shape, cell).cell_plan.predictor
-    for run in recommendation.runs:
+    for run, group_keys in runs:
         prediction, spec = run.prediction, run.spec
         gpu_rate = tokens_per_s_per_gpu(spec, prediction.step_time_s)
         overhead_part, overhead_share = largest_loss(predictor.step_time(spec, predictor.stages(spec)))
@@ -148,6 +156,7 @@ def _rows(
             "layout": spec.label(),
             **{name: getattr(run.layout, name) for name in AXES},
             "run_id": run.run_id,
+            **group_keys,
             "mfu": run.mfu(gpu_rate),
             "tokens_per_s": gpu_rate * cell_row["gpus"],
             "tokens_per_s_per_gpu": gpu_rate,
@@ -200,8 +209,12 @@ def _training_needs(row: LayoutRow, tokens: float, gpu_hour_price: float | None)
     return needs
 
 
-def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[RenderableType]:
-    """The table of the recommended layouts, their commands, and the cells without any."""
+def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool) -> Iterator[RenderableType]:
+    """The table of the recommended layouts, their groups, and the cells without any.
+
+    Args:
+        with_similar: whether the rows have all layouts of their groups.
+    """
     cells = [CellKey(*(row[name] for name in CellKey._fields)) for row in rows]
     cell_keys = cell_columns(cells)
     yield headline(config)
@@ -213,8 +226,12 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
         key for key in cell_keys if key != "model" or len(config.models) > 1
     ]  # the headline has one
     cell_headings = (key if key == "model" else f">{key}" for key in shown_keys)
-    columns = (*cell_headings, "layout", *number_columns, "limited by", "note")
-    table_rows = ([*(row[key] for key in shown_keys), *_row_texts(row, extra_keys)] for row in layout_rows)
+    group_key = group_column(with_similar=with_similar)
+    columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "limited by", "note")
+    table_rows = (
+        [*(row[key] for key in (*shown_keys, "layout", group_key)), *_row_texts(row, extra_keys)]
+        for row in layout_rows
+    )
     if layout_rows:
         layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
         layout_table.requested_names = extra_keys
@@ -227,6 +244,7 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow]) -> Iterator[Renderable
             "limited by": "limited by: the main limit of the layout, and the largest part of the step that is not compute",
         }
         yield layout_table
+        yield from group_lines(layout_rows, with_similar=with_similar)
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
@@ -246,9 +264,8 @@ def _write_lines(config: SweepConfig, has_layouts: bool) -> Iterator[str]:
 
 
 def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
-    """The texts of a table row after those of its model and nodes."""
+    """The texts of a table row after those of its layout and group."""
     step, low, high = (three_digits(row[f"step_time_{key_end}"]) for key_end in ("s", "low_s", "high_s"))
-    yield row["layout"]
     yield from (with_unit(name, row[name]) or "" for name in ("mfu", "tokens_per_s", "tokens_per_s_per_gpu"))
     yield f"{step} ({low}-{high})"
     yield f"{row['peak_mem_bytes'] / GIB:.1f}"

@@ -22,7 +22,7 @@ PIPE_WIDTH = 1000
 LEFT_OUT_FIRST = (
     "", "run id", "run", "on", "policy", "GPUs", "host", "microbatches", "part", "at", "loss", "seconds",
     "for example", "x predicted", "candidates", "valid", "first seen", "last seen", "attempt", "share", "cost", "limited by",
-    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "tokens/s/GPU", "precision", "likely to fit", "P(OOM)",
+    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "similar", "tokens/s/GPU", "precision", "likely to fit", "P(OOM)",
     "why", "note",
     "step", "step s", "GPU hours",
 )  # fmt: skip

@@ -10,7 +10,16 @@ import pytest
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.effects import cells, competing, effect, effects, pairs
+from ultrabench.analysis.effects import (
+    cells,
+    competing,
+    effect,
+    effects,
+    effects_by_axis,
+    notes,
+    pairs,
+    too_few_pairs,
+)
 from ultrabench.analysis.knobs import in_order, knobs
 from ultrabench.analysis.ranking import leaderboard
 
@@ -194,6 +203,11 @@ def test_repeats_count_as_their_median_and_give_the_interval_of_a_single_pair():
     assert (interval.pairs, interval.ratio) == (1, pytest.approx(1.2, rel=0.01))
     assert 1.15 < interval.low < interval.high < 1.25
     assert only("zero_stage", *slow, *repeated("b", (120.0,), zero_stage=1)).low is None
+    unmade = [
+        row(f"{n}", mbs=2**n, gas=32 // 2**n, zero_stage=z, status="skipped") for n in (1, 2) for z in (0, 1)
+    ]
+    measured = competing(table_of(*slow, *fast, *unmade))
+    assert "zero_stage" not in {lack.axis for lack in too_few_pairs(measured, effects_by_axis(measured))}
     rows = *slow, *fast, row("c", 100.0, mbs=2, gas=16), row("d", 120.0, mbs=2, gas=16, zero_stage=1)
     assert only("zero_stage", *rows).ratio == pytest.approx((132.5 / 110 * 1.2) ** 0.5)
 
@@ -243,11 +257,60 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
     with refused("1 run, none can win: 1 suspect (x); to measure them again, launch under another name="):
         competing(table_of(row("a", suspect="x")))
     with refused(
-        "1 run, none can win: 1 stopped early as slower; to measure every run in full, launch with measure.race=null"
+        "1 run, none can win: 1 stopped early as slower; to measure every run in full, launch under another name= with measure.race=null"
     ):
         competing(table_of(rows[4]))
     with refused("1 run, none can win: 1 oom; see why: ultrabench plot failures"):
         competing(table_of(rows[3]))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "settings"),
+    [
+        (("stopped", "unmade"), "measure.race=null name=lab-full"),
+        (("unmade", "unmade"), "sweep.strategy=exhaustive measure.race=null"),
+        (("stopped", "unmade", "oom"), "sweep.strategy=exhaustive measure.race=null name=lab-full"),
+        (("oom", "unlikely"), None), (("dominated", "refused"), None),
+    ],
+)  # fmt: skip
+def test_what_early_stopping_has_taken_from_an_axis_is_named_with_what_gives_enough(left_out, settings):
+    """Of four layouts with and without ZeRO, some runs are left out; what cannot fit is not missed."""
+    columns = {
+        "stopped": {"stopped": "slower_than_best"}, "unmade": {"status": "skipped"}, "oom": {"status": "oom"},
+        "unlikely": {"status": "skipped", "p_oom": 0.8}, "dominated": {"status": "skipped", "dominated_by": "a"},
+        "refused": {"status": "skipped", "rule": "memory"},
+    }  # fmt: skip
+    changes = [columns[name] for name in left_out] + [{}] * (4 - len(left_out))
+    rows = [row(f"{n} 0", mbs=2**n, gas=32 // 2**n, sweep="lab") for n in range(4)]
+    rows += [
+        row(f"{n} 1", 90.0, mbs=2**n, gas=32 // 2**n, zero_stage=1, sweep="lab", **change)
+        for n, change in enumerate(changes)
+    ]
+    measured = competing(table_of(*rows))
+    effects_of_axes = effects_by_axis(measured)
+    all_too_few, text = too_few_pairs(measured, effects_of_axes), " ".join(notes(measured, effects_of_axes))
+    if settings is None:
+        assert (all_too_few, "early stopping" in text) == ([], False)
+        return
+    (too_few,) = (lack for lack in all_too_few if lack.axis == "zero_stage")
+    num_pairs, num_possible = 4 - len(left_out), 4 - left_out.count("oom")
+    assert (too_few.value, too_few.pairs, too_few.possible_pairs) == (1, num_pairs, num_possible)
+    assert " ".join(too_few.settings) == settings
+    assert f"early stopping has left too few for zero_stage=1 ({num_pairs} of {num_possible})" in text
+    assert f"; to have enough, launch again with {settings}" in text
+
+
+def test_an_option_of_which_the_search_made_one_value_alone_is_named():
+    pairs_of_runs = [(row(f"{n}", mbs=2**n, gas=32 // 2**n), None) for n in range(4)]
+    ring = {"env.NCCL_ALGO": "Ring"}
+    pairs_of_runs += [(row(f"{n} r", mbs=2**n, gas=32 // 2**n, status="skipped"), ring) for n in range(4)]
+    (too_few,) = too_few_pairs(competing(with_variants(*pairs_of_runs)), {})
+    assert (too_few.axis, too_few.value, too_few.pairs, too_few.possible_pairs) == (
+        "env.NCCL_ALGO",
+        "Ring",
+        0,
+        4,
+    )
 
 
 def test_predictions_of_a_plan_have_effects_without_an_interval():

@@ -91,7 +91,7 @@ def test_plan_top_names_what_fits_how_sure_a_prediction_is_and_what_limits_a_lay
 
 
 def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_nothing_else_is_left(ultrabench):
-    batch, first = ("sweep.seq_len=8192", "sweep.gbs=128"), ("--top", "9")
+    batch, first = ("sweep.seq_len=8192", "sweep.gbs=128"), ("--top", "9", "--all")
     words = ["sweep", "plan", "model=llama3-70b", "hardware=h100x8", *batch, *first]
     odds = [row["p_oom"] for row in as_json(ultrabench, *words, "sweep.nodes=[4]")["top"]]
     assert (max(odds) <= 0.1, len(odds)) == (True, 3)
@@ -208,7 +208,7 @@ def test_what_may_not_win_is_told_and_named_as_best_by_no_command(ultrabench, sw
     out = " ".join(ultrabench("sweep", "status")[1].split())
     assert "2 suspect results, such as " in out
     assert f"{best.spec.tokens_per_step / 0.1 / best.layout.world_size:,.0f}" in out.split("best so far")[1]
-    top = as_json(ultrabench, "sweep", "plan", "model=tiny", "--top", "99")["top"]
+    top = as_json(ultrabench, "sweep", "plan", "model=tiny", "--top", "99", "--all")["top"]
     assert [row["run_id"] for row in top if row["why"] == "measured"] == [best.run_id]
     assert not {row["run_id"] for row in top} & {odd.run_id, impossible.run_id, slower.run_id}
     err, differs = ultrabench("collect")[2], "loss 9; the other 4 layouts"

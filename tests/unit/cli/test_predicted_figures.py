@@ -92,8 +92,9 @@ def test_a_plan_of_a_sweep_folder_that_names_no_hardware_is_refused(ultrabench, 
 
 def test_all_commands_rank_a_plan_by_the_expected_rate(ultrabench, tmp_path):
     """Not by the predicted rate alone, and layouts without room for the allocator's reserve come last."""
-    words = (*PLAN[:-1], "100", "--json", "--advise-p-oom", "0.1")
-    ids = [row["run_id"] for row in json.loads(ultrabench(*words)[1])["top"]]
+    words = (*PLAN[:-1], "100", "--all", "--json", "--advise-p-oom", "0.1")
+    top = json.loads(ultrabench(*words)[1])["top"]
+    ids = [row["run_id"] for row in sorted(top, key=lambda row: -row["expected_tokens_per_s_per_gpu"])]
 
     def ok_rows():
         rows = json.loads(ultrabench("sweep", "top", "plan.parquet", "--json")[1])

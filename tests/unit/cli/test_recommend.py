@@ -1,6 +1,8 @@
 """`ultrabench recommend`: its rows, the command that checks one, days and cost, and mistakes."""
 
+import re
 import shlex
+from collections import Counter
 
 import pytest
 
@@ -30,11 +32,26 @@ def test_a_row_holds_a_layout_and_the_command_that_plans_it_alone(ultrabench):
         assert (run.run_id, run.prediction.step_time_s) == (row["run_id"], row["step_time_s"])
 
 
-def test_the_first_place_is_that_of_a_plan(ultrabench):
-    (row,) = as_json(ultrabench, *WORDS, "precision=bf16")["rows"]
-    words = [f"sweep.{arg}" if arg[0] != "m" or arg.startswith("mbs") else arg for arg in WORDS[1:]]
-    plan = make_plan(load_config(["sweep=recommend", *words]))
-    assert layouts_to_try(plan, 1, {})[0]["run_id"] == row["run_id"]
+def test_the_groups_are_those_of_a_plan(ultrabench):
+    """A line of `recommend` stands for as many layouts as one of `plan`, and --all shows them in the same order."""
+    words = [*(word for word in WORDS if not word.startswith(("pp", "cp"))), "pp=[1,2]", "cp=[1,2,4]"]
+    plan_words = [f"sweep.{arg}" if arg[0] != "m" or arg.startswith("mbs") else arg for arg in words[1:]]
+    plan = make_plan(load_config(["sweep=recommend", *plan_words]))
+    for options, with_similar in (((), False), (("--all",), True)):
+        rows = as_json(ultrabench, *words, "precision=bf16", "--top", "2", *options)["rows"]
+        plan_rows = layouts_to_try(plan, 2, {}, with_similar=with_similar)
+        keys = ("run_id", "group", "similar")
+        assert [[row[key] for key in keys] for row in rows] == [
+            [row[key] for key in keys] for row in plan_rows
+        ]
+    assert Counter(row["group"] for row in rows) == {row["group"]: 1 + row["similar"] for row in rows}
+    assert rows[0]["similar"] > 0
+    _, out, _ = ultrabench(*words, "precision=bf16")
+    assert re.search(rf"{rows[0]['layout']} +{rows[0]['similar']} ", out)
+    assert (
+        f"{rows[0]['similar']} similar layouts are left out: they are within 3 % of the speed of the best"
+        in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,11 +76,21 @@ def test_a_faster_batch_is_named_with_its_speedup(ultrabench):
 
 
 def test_a_written_sweep_plans_the_rows_and_is_replaced_only_with_force(ultrabench, tmp_path):
-    words = (*WORDS, "nodes=[1,2]", "--top", "2", "--write", "best", "+kernel.env.HF_TOKEN=hf_0123456789")
+    words = (
+        *WORDS,
+        "nodes=[1,2]",
+        "--top",
+        "2",
+        "--all",
+        "--write",
+        "best",
+        "+kernel.env.HF_TOKEN=hf_0123456789",
+    )
     document = as_json(ultrabench, *words)
     path = tmp_path / "ultrabench" / "sweep" / "best.yaml"
     assert document["written"] == str(path)
     plan = make_plan(load_config(["sweep=best"]))
+    assert len(plan.runs) > len({(row["nodes"], row["precision"], row["group"]) for row in document["rows"]})
     assert sorted(run.run_id for run in plan.runs) == sorted(row["run_id"] for row in document["rows"])
     assert (plan.config.name, plan.config.launcher.name) == ("best-h100x8", "slurm")
     assert "hf_0123456789" not in path.read_text()
@@ -71,9 +98,12 @@ def test_a_written_sweep_plans_the_rows_and_is_replaced_only_with_force(ultraben
     _, out, _ = ultrabench(*words, "--force")
     assert out.splitlines()[-1] == "ultrabench sweep launch sweep=best"
     assert "kernel.env.HF_TOKEN; give them to sweep launch again" in out
-    assert "--write best writes the layouts of --top" in one_line(
-        ultrabench, "sweep", "plan", "--write", "best"
-    )
+    best_rows = as_json(ultrabench, *(word for word in words if word != "--all"), "--force")["rows"]
+    assert {run.run_id for run in make_plan(load_config(["sweep=best"])).runs} == {
+        row["run_id"] for row in best_rows
+    }
+    for option in ("--write best", "--all"):
+        assert "add --top K, such as --top 3" in one_line(ultrabench, "sweep", "plan", *option.split())
 
 
 def test_a_cell_without_a_layout_keeps_its_line(ultrabench):

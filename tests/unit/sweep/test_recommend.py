@@ -1,6 +1,7 @@
-"""A search by bounds names the same layouts as the predictions of all candidates, and explains a cell without any."""
+"""A search by bounds names the same groups as the predictions of all candidates, and explains a cell without any."""
 
 import random
+from itertools import islice
 
 import pytest
 
@@ -12,6 +13,7 @@ from ultrabench.sweep.plan import make_plan, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.recommend import recommendation
 from ultrabench.sweep.remedy import nothing_fits
+from ultrabench.sweep.similar_layouts import groups_of
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -23,9 +25,14 @@ def config_of(*overrides):
     return load_config(["sweep=recommend", *batch, *overrides])
 
 
-def best_of_all(config):
-    """The best runs of a cell as the predictions of all its candidates give them."""
-    return sorted(advised(make_plan(config).runs), key=rate_of, reverse=True)
+def best_of_all(plan):
+    """The best groups of a cell as the predictions of all its candidates give them."""
+    return [*islice(groups_of(sorted(advised(plan.runs), key=rate_of, reverse=True)), PLACES)]
+
+
+def rates(groups):
+    """The expected rates of the runs of each group; runs of equal rates have no order."""
+    return [[rate_of(run) for run in group] for group in groups]
 
 
 def rate_of(run):
@@ -52,8 +59,9 @@ def rate_of(run):
 def test_a_search_names_the_layouts_that_are_best_of_all(overrides):
     config = config_of(*overrides)
     (place,) = planned_cells(config)
-    recommended = recommendation(config, PLACES, *place).runs
-    assert [run.run_id for run in recommended] == [run.run_id for run in best_of_all(config)[:PLACES]]
+    recommended, best_groups = recommendation(config, PLACES, *place).groups, best_of_all(make_plan(config))
+    assert [group[0].run_id for group in recommended] == [group[0].run_id for group in best_groups]
+    assert rates(recommended) == rates(best_groups)
     assert recommended
 
 
@@ -94,9 +102,8 @@ def test_a_search_finds_the_best_of_any_cell_with_hardly_enough_memory(seed):
     config = config_of(*tight_cell(random.Random(seed)))
     (place,) = planned_cells(config)
     shape, cell = place
-    recommended, plan = recommendation(config, PLACES, *place).runs, make_plan(config)
-    best_runs = sorted(advised(plan.runs), key=rate_of, reverse=True)
-    assert [*map(rate_of, recommended)] == [*map(rate_of, best_runs[:PLACES])]
+    recommended, plan = recommendation(config, PLACES, *place).groups, make_plan(config)
+    assert rates(recommended) == rates(best_of_all(plan))
     least = cell_search(config, shape, cell).cell_plan.predictor.least_occupancy(shape, 8 * cell.nodes)
     occupancies = [c.prediction for c in plan.candidates if c.predicted]
     assert least.peak_bytes <= min(occupancy.peak_mem_bytes for occupancy in occupancies)
@@ -118,8 +125,8 @@ def test_a_plan_and_a_recommendation_give_the_same_remedy(overrides):
 def test_a_cell_in_which_only_the_reserve_has_no_room_still_names_a_layout():
     config = config_of("model=llama3-70b", "sweep.nodes=[2]", "sweep.tp=[8]", "sweep.pp=[1]")
     (cell,) = (recommendation(config, 1, *place) for place in planned_cells(config))
-    assert cell.runs[0].prediction.memory_share > 1
-    assert cell.runs[0].prediction.p_oom <= ADVISED_P_OOM
+    best = cell.groups[0][0].prediction
+    assert (best.memory_share > 1, best.p_oom <= ADVISED_P_OOM) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,7 @@ def test_a_cell_in_which_only_the_reserve_has_no_room_still_names_a_layout():
 def test_a_cell_without_a_layout_says_why(overrides, reason):
     config = config_of(*overrides)
     (cell,) = (recommendation(config, 1, *place) for place in planned_cells(config))
-    assert not cell.runs
+    assert not cell.groups
     assert reason in cell.reason
 
 

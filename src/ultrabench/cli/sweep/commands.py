@@ -9,6 +9,7 @@ import typer
 from ultrabench.allowed import Count, NonNegative, between
 from ultrabench.cli.options import (
     RESULTS,
+    AllSimilar,
     Force,
     Json,
     Overrides,
@@ -36,7 +37,9 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")
 MaxGpuHours = Annotated[
     float | None, number_option("--max-gpu-hours", NonNegative, "Limit of the total GPU hours of the sweep.")
 ]
-Top = Annotated[int | None, number_option("--top", Count, "Show the K layouts to try first per cell.")]
+Top = Annotated[
+    int | None, number_option("--top", Count, "Show the K groups of similar layouts to try first per cell.")
+]
 _ADVISE_HELP = "Largest P(OOM) of the layouts of --top; default: 0.1."
 AdvisePOom = Annotated[
     float | None, number_option("--advise-p-oom", Annotated[float, between(0, 1)], _ADVISE_HELP)
@@ -72,6 +75,7 @@ def plan(
     json_: Json = False,
     output: PlanFile = None,
     top: Top = None,
+    all_: AllSimilar = False,
     advise_p_oom: AdvisePOom = None,
     write: WriteSweep = None,
     force: Force = False,
@@ -93,6 +97,8 @@ def plan(
     require_write(write, force=force)
     if write and not top:
         raise ConfigError(f"--write {write} writes the layouts of --top", "add --top K, such as --top 3")
+    if all_ and not top:
+        raise ConfigError("--all shows all layouts of the groups of --top", "add --top K, such as --top 3")
     _say_at_once("planning")
     overrides = [*overrides, *_results_override(results_dir)]
     from ultrabench.cli.sweep.plan import print_command, print_script, show_plan
@@ -102,7 +108,7 @@ def plan(
     elif command:
         print_command(overrides, json_)
     else:
-        show_plan(overrides, json_, output, top, advise_p_oom, write, force=force)
+        show_plan(overrides, json_, output, top, all_, advise_p_oom, write, force=force)
 
 
 @sweep_app.command()

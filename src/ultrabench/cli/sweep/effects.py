@@ -5,7 +5,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ultrabench.analysis.cells import caveats
-from ultrabench.analysis.effects import HEADS, cells, competing, effects_by_axis, notes, why_no_pairs
+from ultrabench.analysis.effects import (
+    HEADS,
+    cells,
+    competing,
+    effects_by_axis,
+    notes,
+    too_few_pairs,
+    why_no_pairs,
+)
 from ultrabench.cli.results import open_rows
 from ultrabench.cli.tables import print_json, say, show, table, warn
 
@@ -24,6 +32,8 @@ def show_effects(words: Sequence[str] | None, as_json: bool, results_dir: Path) 
         unpaired_axes = (axis for axis, axis_effects in effects_of_axes.items() if not axis_effects)
         reason_by_axis = {axis: why_no_pairs(competing_runs, axis) for axis in unpaired_axes}
         pair_notes = {"without_pairs": reason_by_axis, "left_out": competing_runs.num_left_out}
+        all_too_few = too_few_pairs(competing_runs, effects_of_axes)
+        pair_notes["too_few_pairs"] = [asdict(too_few) for too_few in all_too_few]
         print_json({"name": source_name, "effects": effect_records, **pair_notes})
         return
     table_rows = [cells(axis, effect) for axis, effects in effects_of_axes.items() for effect in effects]

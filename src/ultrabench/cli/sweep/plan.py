@@ -4,6 +4,8 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,8 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
-from ultrabench.sweep.candidate import (
-    NO_ROOM,
-    PRUNED,
-    UNSELECTED,
-    Candidate,
-    CellKey,
-    advised,
-    cell_columns,
-    expected_rate,
-)
+from ultrabench.sweep.best_runs import expected_rate_of, tokens_per_s_per_gpu
+from ultrabench.sweep.candidate import NO_ROOM, PRUNED, UNSELECTED, Candidate, CellKey, advised, cell_columns
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
@@ -48,11 +42,13 @@ from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
 from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.early_stopping import all_settings, expected_too_few_pairs, too_few_text
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, with_measured_starts, within_limit
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 from ultrabench.sweep.running.standings import measured_rates
+from ultrabench.sweep.similar_layouts import group_column, group_lines, groups_of, shown_runs
 
 KEY_BY_COLUMN = {
     "candidates": "candidates", "valid": "valid", "runs": "runs_at_most", "likely to fit": "predicted_to_fit"
@@ -84,6 +80,7 @@ def show_plan(
     as_json: bool,
     output: Path | None,
     top: int | None,
+    with_similar: bool,
     advise_p_oom: float | None,
     file_name: str | None = None,
     *,
@@ -92,6 +89,8 @@ def show_plan(
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first.
 
     Args:
+        top: number of groups of layouts to try first in each cell; None shows none.
+        with_similar: whether all layouts of these groups are shown and written.
         file_name: name of the sweep that is written with the layouts to try first; None writes none.
         force: whether a file of that name is replaced.
     """
@@ -123,7 +122,9 @@ def show_plan(
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
     rate_by_run = measured_rates(plan.runs, state, config.hardware.device)
-    best_rows = layouts_to_try(plan, top, rate_by_run, advised_p_oom) if top else []
+    best_rows = list[Row]()
+    if top:
+        best_rows = layouts_to_try(plan, top, rate_by_run, advised_p_oom, with_similar=with_similar)
     price = price_of(plan, state)
     summary = _summary_document(plan, price, progress)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
@@ -138,6 +139,14 @@ def show_plan(
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
     notes += _extrapolation_lines(plan, unmeasured_runs, summary["unmeasured"], best_rows)
+    runs_to_make = {attempt.key.run_id for job in price.jobs for attempt in job.attempts}
+    too_few = expected_too_few_pairs(plan, progress, runs_to_make, rate_by_run)
+    summary["too_few_pairs"] = [asdict(lack) for lack in too_few]
+    if too_few:
+        settings_text = " ".join(all_settings(too_few))
+        notes.append(
+            f"{too_few_text(too_few, 'will leave')}; to have enough, plan again with {settings_text}"
+        )
     if progress.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
@@ -154,7 +163,8 @@ def show_plan(
         written = {"written": str(path)} if launch_lines else {}
         print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}) | written)
         return
-    show(*_page(plan, price, summary, best_rows), *notes, *launch_lines)
+    page = _page(plan, price, summary, best_rows, with_similar=with_similar)
+    show(*page, *notes, *launch_lines)
 
 
 def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
@@ -223,8 +233,14 @@ def _extrapolation_lines(
         yield line
 
 
-def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row]) -> Iterator[RenderableType]:
-    """The tables of a plan: its price by cell, rejected and refused candidates, and the `layouts` to try first."""
+def _page(
+    plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row], *, with_similar: bool
+) -> Iterator[RenderableType]:
+    """The tables of a plan: its price by cell, rejected and refused candidates, and the `layouts` to try first.
+
+    Args:
+        with_similar: whether `layouts` has all layouts of their groups.
+    """
     key_by_column = KEY_BY_COLUMN | (SEARCH_KEY_BY_COLUMN if plan.config.strategy == "adaptive" else {})
     counts = {cell_key(entry): [entry[key] for key in key_by_column.values()] for entry in summary["cells"]}
     yield headline(plan.config)
@@ -250,7 +266,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
     for missing in summary["without_candidates"]:
         yield f"sweep.{missing['axis']}={missing['value']} has no candidate: {missing['reason']}"
     if layouts:
-        table_rows = []
+        table_rows, group_key = [], group_column(with_similar=with_similar)
         cell_keys = [key for key in cell_columns(counts) if key != "model" or len(plan.config.models) > 1]
         for row in layouts:
             low, high = (three_digits(row[f"step_time_{bound}_s"]) for bound in ("low", "high"))
@@ -265,11 +281,13 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
             note += f", {NO_ROOM}" * (not row["has_room"])
             note += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
             numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
-            table_rows.append((*(row[key] for key in (*cell_keys, "layout")), *numbers, note, row["run_id"]))
+            cell_texts = (row[key] for key in (*cell_keys, "layout", group_key))
+            table_rows.append((*cell_texts, *numbers, note, row["run_id"]))
         number_columns = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
-        columns = (*cell_headings, "layout", *number_columns, "why", "run")
+        columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
         yield table("\nlayouts to try first", *columns, rows=table_rows)
+        yield from group_lines(layouts, with_similar=with_similar)
 
 
 def cell_key(entry: Mapping[str, Any]) -> CellKey:
@@ -278,55 +296,72 @@ def cell_key(entry: Mapping[str, Any]) -> CellKey:
 
 
 def layouts_to_try(
-    plan: Plan, top: int, rate_by_run: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
+    plan: Plan,
+    top: int,
+    rate_by_run: Mapping[str, float | None],
+    advised_p_oom: float = ADVISED_P_OOM,
+    *,
+    with_similar: bool = False,
 ) -> list[Row]:
-    """The `top` best runs of each cell, in the order of the cells in the sweep, first by measured and then by expected tokens/s/GPU.
+    """The best runs of the `top` best groups of each cell, in the order of the cells in the sweep.
 
-    What is expected of a run that is not measured is its predicted rate times the probability that it fits. Where
-    no run of a cell is advised, the most likely one to fit stands alone, with `advised` False. A measured run
-    that may not win its cell, such as a suspect, is left out, and the interval of the others is their step time alone.
+    Measured runs come first, by tokens/s/GPU, then others by expected tokens/s/GPU: the predicted rate times the
+    probability that they fit. Where no run of a cell is advised, the most likely one to fit stands alone, with
+    `advised` False. A measured run that may not win its cell, such as a suspect, is left out, and the interval of the
+    others is their step time alone.
 
     Args:
         rate_by_run: run_id -> measured tokens/s/GPU; None for a run that may not win.
         advised_p_oom: P(OOM) above which a run that is not measured is not advised.
+        with_similar: whether all runs of these groups are returned.
     """
     best_rows = list[Row]()
     runs_by_cell = plan.cells
     for _, cell in planned_cells(plan.config):
-        rows, runs = list[Row](), runs_by_cell.get(cell, [])
-        unmeasured_runs = (run for run in runs if run.run_id not in rate_by_run)
-        advised_ids = {run.run_id for run in advised(unmeasured_runs, advised_p_oom)}
-        for run in runs:
-            prediction, tokens_per_gpu = run.prediction, run.spec.tokens_per_step / run.layout.world_size
-            is_measured = run.run_id in rate_by_run
-            if not is_measured and not run.spec.kernel.is_predictable:
-                continue
-            if rate := rate_by_run.get(run.run_id, tokens_per_gpu / prediction.step_time_s):
-                step_time_s, p_oom = tokens_per_gpu / rate, 0 if is_measured else prediction.p_oom
-                rows.append(
-                    {
-                        **cell._asdict(),
-                        "run_id": run.run_id,
-                        "layout": run.spec.label(),
-                        "tokens_per_s_per_gpu": rate,
-                        "mfu": run.mfu(rate),
-                        "expected_tokens_per_s_per_gpu": expected_rate(rate, p_oom),
-                        "step_time_s": step_time_s,
-                        "step_time_low_s": step_time_s if is_measured else prediction.step_time_low_s,
-                        "step_time_high_s": step_time_s if is_measured else prediction.step_time_high_s,
-                        "peak_mem_bytes": prediction.peak_mem_bytes,
-                        "p_oom": prediction.p_oom,
-                        "limited_by": prediction.limited_by,
-                        "why": "measured" if is_measured else "predicted",
-                        "advised": is_measured or run.run_id in advised_ids,
-                        "has_room": prediction.memory_share <= 1,
-                    }
-                )
-        advised_rows = [row for row in rows if row["advised"]]
-        advised_rows = advised_rows or sorted(rows, key=lambda row: float(row["p_oom"]))[:1]
-        advised_rows.sort(key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))
-        best_rows += advised_rows[:top]
+        runs = [run for run in runs_by_cell.get(cell, []) if _is_answer(run, rate_by_run)]
+        unmeasured_runs = [run for run in runs if run.run_id not in rate_by_run]
+        advised_ids = rate_by_run.keys() | {run.run_id for run in advised(unmeasured_runs, advised_p_oom)}
+        ranked_runs = [run for run in runs if run.run_id in advised_ids]
+        ranked_runs.sort(key=lambda run: (run.run_id not in rate_by_run, -_expected_rate(run, rate_by_run)))
+        ranked_runs = ranked_runs or sorted(runs, key=lambda run: run.prediction.p_oom)[:1]
+        groups = [*islice(groups_of(ranked_runs, rate_by_run), top)]
+        for run, group_keys in shown_runs(groups, with_similar=with_similar):
+            run_row = _row(run, rate_by_run)
+            best_rows.append(run_row | {"advised": run.run_id in advised_ids} | group_keys)
     return best_rows
+
+
+def _is_answer(run: Candidate, rate_by_run: Mapping[str, float | None]) -> bool:
+    """Whether a run may win its cell by its measured rate, or by its prediction."""
+    return bool(rate_by_run.get(run.run_id, run.spec.kernel.is_predictable))
+
+
+def _expected_rate(run: Candidate, rate_by_run: Mapping[str, float | None]) -> float:
+    """Measured tokens/s/GPU of a run, or what is expected of it."""
+    return rate_by_run.get(run.run_id) or expected_rate_of(run)
+
+
+def _row(run: Candidate, rate_by_run: Mapping[str, float | None]) -> Row:
+    """The row of a layout to try first, without the keys `advised`, `group` and `similar`."""
+    prediction, measured_rate = run.prediction, rate_by_run.get(run.run_id)
+    rate = measured_rate or tokens_per_s_per_gpu(run.spec, prediction.step_time_s)
+    step_time_s = run.spec.tokens_per_step / run.layout.world_size / rate
+    return {
+        **run.cell._asdict(),
+        "run_id": run.run_id,
+        "layout": run.spec.label(),
+        "tokens_per_s_per_gpu": rate,
+        "mfu": run.mfu(rate),
+        "expected_tokens_per_s_per_gpu": _expected_rate(run, rate_by_run),
+        "step_time_s": step_time_s,
+        "step_time_low_s": step_time_s if measured_rate else prediction.step_time_low_s,
+        "step_time_high_s": step_time_s if measured_rate else prediction.step_time_high_s,
+        "peak_mem_bytes": prediction.peak_mem_bytes,
+        "p_oom": prediction.p_oom,
+        "limited_by": prediction.limited_by,
+        "why": "measured" if measured_rate else "predicted",
+        "has_room": prediction.memory_share <= 1,
+    }
 
 
 def print_command(overrides: list[str], as_json: bool) -> None:
