@@ -46,7 +46,7 @@ from ultrabench.sweep.running.price import (
     Price,
     committed_gpu_hours,
     price_of,
-    with_measured_starts,
+    with_measured_times,
     within_limit,
 )
 from ultrabench.sweep.running.progress import progress_of, settled_runs
@@ -81,7 +81,7 @@ def run_launch(
     launcher = choose_launcher(config, folder)
     max_limit_s = launcher.limits.max_limit_s
     state = rereads.apply(state)
-    plan = within_limit(with_measured_starts(plan_with_bar(config), state), max_limit_s)
+    plan = within_limit(with_measured_times(plan_with_bar(config), state), max_limit_s)
     price = price_of(plan, state, max_limit_s)
     for note in (*other_shapes(config.models, state), *same_commands(plan), *starter_warnings(config)):
         warn(note)

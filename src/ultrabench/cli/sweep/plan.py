@@ -49,7 +49,7 @@ from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.price import Price, planned_jobs, price_of, with_measured_starts, within_limit
+from ultrabench.sweep.running.price import Price, planned_jobs, price_of, with_measured_times, within_limit
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 from ultrabench.sweep.running.standings import measured_rates
 
@@ -116,7 +116,7 @@ def show_plan(
         folder.require_writable()
     except (ConfigError, SweepFolderError) as error:
         warn(f"sweep launch would refuse this plan: {error}")
-    plan = within_limit(with_measured_starts(plan_with_bar(config, **peak_rate), state))
+    plan = within_limit(with_measured_times(plan_with_bar(config, **peak_rate), state))
     if output is not None:
         write_plan(plan.candidates, output, config)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
