@@ -251,6 +251,22 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     return replace(config, profile=profile, resolved=config.resolved | {"profile": to_dict(profile)})
 
 
+def measured_cores(config: SweepConfig, say: Say) -> dict[str, Any]:
+    """The rate and number of this machine's cores as arguments of `make_plan`; empty for hardware with a rate of its own.
+
+    They are those of the sweep, if there is one, else they are measured now, so that a price is that of this machine.
+
+    Raises:
+        ClusterError: the cores cannot be measured.
+    """
+    if config.hardware.peak_flops_per_s:
+        return {}
+    if (sweep_json := find_sweep_json(folder_of(config))) is not None:
+        return {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
+    environment = _machine_facts(config, needs_peak=True, say=say)
+    return {"core_flops_per_s": environment["core_flops_per_s"], "cores": environment["cores"]}
+
+
 def open_sweep(
     plan: Plan,
     *,
@@ -261,8 +277,9 @@ def open_sweep(
     max_gpu_hours: float | None = None,
     max_limit_s: float = math.inf,
     rereads: Sequence[Reread] = (),
+    asked: tuple[float, float, float] | None = None,
 ) -> OpenSweep:
-    """Creates or continues the sweep of a plan, which it makes again if it measured the rate of a core.
+    """Creates or continues the sweep of a plan, which it makes again if cores have another rate than in the plan.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
@@ -271,6 +288,8 @@ def open_sweep(
         max_limit_s: the longest time limit of a job that the site allows; longer runs are left out.
         retry: failed attempts to repeat even if the retry policy would not repeat them.
         rereads: results that other patterns of this launch have read in kept logs.
+        asked: GPU hours of the whole sweep that the user was asked about, with the ends of their interval; None if the
+            user was not.
 
     Raises:
         ConfigError, SweepFolderError: the sweep cannot be launched with these values; nothing was written.
@@ -302,7 +321,10 @@ def open_sweep(
     write_secrets(config.kernel.env, folder.secrets, config.secrets)
     if not has_known_peak:
         core_flops_per_s, cores = sweep_json.core_flops_per_s, sweep_json.cores or 1
-        plan = within_limit(make_plan(config, core_flops_per_s=core_flops_per_s, cores=cores), max_limit_s)
+        if (plan.core_flops_per_s, plan.cores) != (core_flops_per_s, cores):
+            plan = within_limit(
+                make_plan(config, core_flops_per_s=core_flops_per_s, cores=cores), max_limit_s
+            )
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
     require_same_launch(state, config, folder.path)
@@ -311,7 +333,7 @@ def open_sweep(
     launch_event = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=launch_provenance, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
-        sweep_id=sweep_json.id,
+        sweep_id=sweep_json.id, asked_gpu_hours=asked,
     )  # fmt: skip
     journal.write(launch_event)
     for event in rereads:
@@ -358,7 +380,8 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     num_needed_gpus = hardware.gpus_per_node if is_local and hardware.device == "cuda" else 0
     if not needs_peak and not num_needed_gpus and not (is_local and config.kernel.kind != "command"):
         return {"cores": len(os.sched_getaffinity(0))}
-    say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
+    if not (needs_peak and probe_machine.cache_info().currsize):  # already said, when its cores were measured
+        say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
     num_gpus = int(environment.get("gpus") or 0)
     if num_gpus < num_needed_gpus:
