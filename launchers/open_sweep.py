@@ -309,7 +309,10 @@ def open_sweep(
         require_same(existing_json, config, folder.path)
         existing_json = ensure_identity(folder, say)
         lease = _take_lease(folder, journal)  # others see it also while this machine is measured
-    environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
+    needs_peak = not has_known_peak and existing_json is None
+    # Where the plan has the measured rate, the user knows of the measurement, whose result is kept.
+    say_facts = (lambda message: None) if needs_peak and plan.core_flops_per_s else say
+    environment = _machine_facts(config, needs_peak=needs_peak, say=say_facts)
     folder.create()
     lease = lease or _take_lease(folder, journal)
     sweep_json = existing_json or _new_sweep_json(folder, sweep_json_of(config, environment))
@@ -380,8 +383,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     num_needed_gpus = hardware.gpus_per_node if is_local and hardware.device == "cuda" else 0
     if not needs_peak and not num_needed_gpus and not (is_local and config.kernel.kind != "command"):
         return {"cores": len(os.sched_getaffinity(0))}
-    if not (needs_peak and probe_machine.cache_info().currsize):  # already said, when its cores were measured
-        say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
+    say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
     num_gpus = int(environment.get("gpus") or 0)
     if num_gpus < num_needed_gpus:

@@ -92,7 +92,7 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
         known, searched_ids = _known_of_grid(grid.plan), None
         for change in (grid, *changed_in_turn(grid, BRIEFER)):
             price = price_of(change.plan, state, searched_ids=searched_ids, report_progress=report_progress)
-            searched_ids = price.searched_ids
+            searched_ids = price.searched_ids if change.plan.config.strategy == "adaptive" else None
             yield Proposal(
                 plan=change.plan, price=price, overrides=change.overrides, num_layouts=None,
                 known=known, unknown=change.losses,

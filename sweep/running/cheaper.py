@@ -68,7 +68,7 @@ def measured_once(plan: Plan) -> Change | None:
     if not overrides:
         return None
     config = replace(config, repeats=1, measure=replace(config.measure, confirm=1))
-    loss = "which of close layouts is faster, since each is measured in one job, on nodes that may be slow"
+    loss = "which of two close layouts is faster on other nodes, since each is measured in one job"
     return Change(overrides=overrides, plan=replace(plan, config=config), losses=(loss,))
 
 
@@ -84,7 +84,7 @@ def measured_briefly(plan: Plan) -> Change | None:
         new_measure = replace(measure, **values)
     except ConfigError:  # measure.loss_step is later
         return None
-    loss = f"which of close layouts is faster, since {new_measure.max_steps} steps give wider intervals"
+    loss = f"small differences of speed, since {new_measure.max_steps} measured steps give wider intervals"
     return Change(
         overrides=tuple(f"measure.{name}={value}" for name, value in values.items()),
         plan=_with_measure(plan, new_measure),
@@ -233,7 +233,8 @@ def _together(
     searched_ids = next(
         (new_price.searched_ids for _, new_price in priced_changes if new_price.searched_ids), None
     )
-    new_price = price_of(combined.plan, state, max_limit_s, searched_ids=searched_ids)
+    is_search = combined.plan.config.strategy == "adaptive"
+    new_price = price_of(combined.plan, state, max_limit_s, searched_ids=searched_ids if is_search else None)
     return Saving(
         overrides=combined.overrides, price=new_price, share=_saved_share(price, new_price), losses=()
     )

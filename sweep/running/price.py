@@ -387,12 +387,15 @@ def price_of(
     """The price of what is left of a sweep; without `state`, the price of the whole sweep.
 
     Args:
-        searched_ids: those of a price of the same candidates, whose adaptive search need not be foreseen again.
+        searched_ids: those of a price of an adaptive sweep of the same candidates, whose search need not be foreseen
+            again.
         report_progress: called with the number of cells whose adaptive search is foreseen, and of all.
     """
     state = state or SweepState()
     plan = with_measured_times(plan, state)
-    todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
+    todo: tuple[PlannedAttempt, ...] = ()
+    if state.attempts or searched_ids is None:  # else all that is left follows from the search
+        todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
     searched_runs = list[Candidate]()
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
         submitted_ids = {attempt.key.run_id for attempt in todo}
@@ -403,10 +406,13 @@ def price_of(
             )
         else:
             searched_runs = [run_by_id[run_id] for run_id in searched_ids if run_id in run_by_id]
-        searched_todo = [
-            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in searched_runs
-        ]
-        todo = (*todo, *(t for t in searched_todo if t.key.run_id not in submitted_ids))
+        searched_todo = (
+            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
+            for repeat in range(plan.config.repeats)
+            for run in searched_runs
+            if run.run_id not in submitted_ids
+        )
+        todo = (*todo, *searched_todo)
     confirming_attempts = _confirmations(plan, todo)
     attempts_left = AttemptsLeft(todo=(*todo, *confirming_attempts), num_waiting=0)
     measured_ids = {key.run_id for key, attempt in state.attempts.items() if attempt.ok}

@@ -121,7 +121,8 @@ def time_text(price: Price, config: SweepConfig, limits: JobLimits) -> str:
         one_by_one=config.strategy == "adaptive",
     )
     end_s = schedule()
-    low_s, high_s = (schedule(gpu_hours_of=lambda job, end=end: job.interval[end]) for end in (0, 1))
+    low_s = schedule(gpu_hours_of=lambda job: job.interval[0])
+    high_s = schedule(gpu_hours_of=lambda job: job.interval[1])
     return f"{duration_text(end_s)} ({duration_text(low_s)} to {duration_text(high_s)})"
 
 

@@ -145,7 +145,7 @@ def show_plan(
     if max_gpu_hours is not None and not has_known_peak:
         peak_rate, has_known_peak = measured_cores(config, say), True
     plan = within_limit(with_measured_times(plan_with_bar(config, **peak_rate), state))
-    choice: Proposal | None = None
+    asked_plan, choice = plan, None
     if max_gpu_hours is not None:
         used_gpu_hours = committed_gpu_hours(plan, state, ())
         with shown_progress(SEARCHED_CELLS) as report:
@@ -185,10 +185,9 @@ def show_plan(
         hours_line = interval_line(price) if has_known_peak else cores_line(price)
         notes += [hours_line] * config.kernel.is_predictable
         notes += [time_line(price, config), *cost_lines(price, config)]
-        notes += [*time_limit_lines(plan), price_text, *savings_lines(all_savings, price)]
+        notes += [*time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
-    if choice is None:
-        notes += _unsearched_lines(plan)
+    advice = [*savings_lines(all_savings, price), *_unsearched_lines(asked_plan)]
     best_ids = [row["run_id"] for row in best_rows]
     run_by_id = {run.run_id: run for run in plan.runs}
     best_runs = [run_by_id[run_id] for run_id in best_ids]
@@ -199,8 +198,7 @@ def show_plan(
         listed_runs = plan.runs if choice.num_layouts else None
         arguments = f" --max-gpu-hours {max_gpu_hours:g}"
         if path:
-            written_config = load_config(overrides) if listed_runs is None else config
-            launch_lines = written_lines(path, written_config, overrides, listed_runs, arguments)
+            launch_lines = written_lines(path, load_config(overrides), overrides, listed_runs, arguments)
         else:
             launch_lines = [*_launch_lines(choice, overrides, config, arguments)]
         summary["proposal"] = proposal_document(choice, max_gpu_hours)
@@ -210,18 +208,19 @@ def show_plan(
         written = {"written": str(path)} if path and launch_lines else {}
         print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}) | written)
         return
-    show(*choice_lines, *_page(plan, price, summary, best_rows), *notes, *launch_lines)
+    show(*choice_lines, *_page(plan, price, summary, best_rows), *notes, *advice, *launch_lines)
 
 
 def proposal_lines(choice: Proposal, max_gpu_hours: float) -> Iterator[str]:
     """What the sweep is that fits the budget, and what will be known after it."""
-    settings = [*choice.overrides]
+    sweep_text = "the sweep as asked"
     if choice.num_layouts:
         layouts_text = "the layout" if choice.num_layouts == 1 else f"the {choice.num_layouts} layouts"
-        settings.insert(0, f"{layouts_text} predicted fastest of each cell")
+        sweep_text = f"{layouts_text} predicted fastest of each cell"
+    if choice.overrides:
+        sweep_text += f", with {' '.join(choice.overrides)}"
     (low, high), gpu_hours = map(three_digits, choice.price.interval), three_digits(choice.price.gpu_hours)
-    sweep_text = " with ".join(filter(None, (*settings[:1], " ".join(settings[1:])))) or "the sweep as asked"
-    yield f"within {max_gpu_hours:,g} GPU hours: {sweep_text}, {gpu_hours} GPU hours ({low} to {high})"
+    yield f"within {max_gpu_hours:,g} GPU hours: {sweep_text}: {gpu_hours} GPU hours ({low} to {high})"
     yield f"you will know {choice.known}"
     yield from (f"you will not know {loss}" for loss in choice.unknown)
 
@@ -271,7 +270,7 @@ def _cost_document(plan: Plan, price: Price, all_savings: Sequence[Saving]) -> d
          "share": round(s.share, 4), "unknown": [*s.losses]}
         for s in all_savings
     ]  # fmt: skip
-    return costs | {"savings": savings_json}
+    return costs | {"savings": savings_json, "not_searched": unsearched_values(plan.config)}
 
 
 def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
