@@ -27,7 +27,7 @@ def shown_progress(noun: str) -> Iterator[ReportProgress]:
     bar_columns = TextColumn(noun), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*bar_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task_id = bar.add_task("", visible=False)
-        yield _bar_updater(bar, task_id, noun) if console.is_terminal else _line_printer(noun)
+        yield _bar_updater(bar, task_id, noun) if console.is_terminal else line_printer(noun)
 
 
 def _bar_updater(bar: Progress, task_id: TaskID, noun: str) -> ReportProgress:
@@ -37,7 +37,8 @@ def _bar_updater(bar: Progress, task_id: TaskID, noun: str) -> ReportProgress:
     return update
 
 
-def _line_printer(noun: str, clock: Callable[[], float] = time.monotonic) -> ReportProgress:
+def line_printer(noun: str, clock: Callable[[], float] = time.monotonic) -> ReportProgress:
+    """A function that prints a line about what is done, ten seconds after the last one or later."""
     begin_s = said_s = clock()
 
     def print_line(num_done: int, total: int) -> None:
