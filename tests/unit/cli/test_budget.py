@@ -63,7 +63,7 @@ def test_a_plan_says_what_it_costs_and_how_to_get_by_with_less(ultrabench):
     ]
     assert all(saving["predicted_gpu_hours"] < hours for saving in document["savings"])
     assert document["not_searched"]["recompute"] == ["selective", "full"]
-    assert "sweep=recommend sweep.strategy=adaptive" in out
+    assert "To search them, too: sweep=recommend sweep.strategy=adaptive\n" in out
     assert as_json(ultrabench, "sweep", "plan")["not_searched"] == {}
 
 

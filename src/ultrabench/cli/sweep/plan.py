@@ -256,7 +256,7 @@ def _unsearched_lines(plan: Plan) -> Iterator[str]:
         values_text = " ".join(
             f"{axis}={','.join(map(str, values))}" for axis, values in values_by_axis.items()
         )
-        yield f"not searched: {values_text}. To search them, too, at the lowest price: sweep={WIDEST} sweep.strategy=adaptive"
+        yield f"not searched: {values_text}. To search them, too: sweep={WIDEST} sweep.strategy=adaptive"
 
 
 def _cost_document(plan: Plan, price: Price, all_savings: Sequence[Saving]) -> dict[str, Any]:
