@@ -50,6 +50,10 @@ class Candidate:
     """The formula that counts the FLOPs of a token."""
     start_excess_s: float = 0.0
     """Seconds by which measured starts of its program are longer than the start of the prediction."""
+    step_factor: float = 1.0
+    """How many times as long as predicted the measured steps of its cell have taken."""
+    steps_excess_s: float = 0.0
+    """Seconds by which all its steps together are therefore expected to be longer than predicted."""
 
     @property
     def shape(self) -> ModelShape:
@@ -107,8 +111,8 @@ class Candidate:
 
     @property
     def duration_s(self) -> float:
-        """Predicted seconds of one run, with the start that runs before it have measured."""
-        return self.prediction.duration_s + self.start_excess_s
+        """Predicted seconds of one run, with the start and the step times that runs before it have measured."""
+        return self.prediction.duration_s + self.start_excess_s + self.steps_excess_s
 
     @property
     def gpu_hours(self) -> float:

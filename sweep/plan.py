@@ -41,6 +41,8 @@ MIN_PARALLEL_CANDIDATES = 10_000
 """Number of candidates from which a plan is made by one process for each core; fewer take less than five seconds."""
 CANDIDATES_PER_TASK = 250
 """Number of candidates that a process makes at a time."""
+ReportProgress = Callable[[int, int], None]
+"""Called with the number of parts of a work that are done, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,10 @@ class Plan:
 
     config: SweepConfig
     candidates: tuple[Candidate, ...]
+    core_flops_per_s: float | None = None
+    """Measured rate of a CPU core with which it was made; None where the hardware has a rate, or none was measured."""
+    cores: int = 2
+    """Number of CPU cores of the host for which it was made."""
 
     @property
     def runs(self) -> tuple[Candidate, ...]:
@@ -121,7 +127,7 @@ def make_plan(
     *,
     core_flops_per_s: float | None = None,
     cores: int = 2,
-    report_progress: Callable[[int, int], None] = lambda done, total: None,
+    report_progress: ReportProgress = lambda done, total: None,
 ) -> Plan:
     """The plan of a sweep: all candidates with reasons and predictions, in the order in which they run.
 
@@ -153,10 +159,11 @@ def make_plan(
             for fill in (fill_in, fill_in_files):
                 fill(candidate.spec, AttemptKey(candidate.run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
-    runs = sorted((c for c in candidates if c.runs), key=_run_order)
+    runs = sorted((c for c in candidates if c.runs), key=run_order)
     if config.max_runs is not None:
         runs = with_unselected_rejected(runs, config.max_runs)
-    return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
+    all_candidates = (*runs, *(c for c in candidates if not c.runs))
+    return Plan(config=config, candidates=all_candidates, core_flops_per_s=core_flops_per_s, cores=cores)
 
 
 def require_layouts(config: SweepConfig) -> None:
@@ -215,7 +222,7 @@ def process_map(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_order(run: Candidate) -> tuple[bool, float]:
+def run_order(run: Candidate) -> tuple[bool, float]:
     """Sort key: GPU hours of a run that fits; a run that does not fit comes later, sorted by memory."""
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 

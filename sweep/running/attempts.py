@@ -16,7 +16,7 @@ from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import Plan, ReportProgress
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.blame import Blame, blame_of, policy_of
@@ -108,18 +108,26 @@ def skips(runs: Sequence[Candidate], state: SweepState) -> dict[str, Skip]:
     return skip_by_run | {run_id: Skip(reason) for run_id, reason in reason_by_run.items()}
 
 
-def later_runs(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
+def later_runs(
+    runs: Sequence[Candidate],
+    state: SweepState,
+    max_p_oom: float,
+    batch: int,
+    report_progress: ReportProgress = lambda done, total: None,
+) -> list[Candidate]:
     """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
 
     They have the predictions of the plan, since prices are those of the data sheet whatever links were measured.
 
     Args:
         batch: number of runs of a cell that are made at the same time.
+        report_progress: called with the number of cells whose search is foreseen, and of all.
     """
     oom_id_by_run = dominator_by_run(runs, state)
     candidate_by_id = {run.run_id: run for run in runs if run.run_id not in oom_id_by_run}
-    future_runs = list[Candidate]()
-    for cell in outcomes(candidate_by_id.values(), state, max_p_oom):
+    future_runs, num_cells = list[Candidate](), len({run.cell for run in candidate_by_id.values()})
+    for num_done, cell in enumerate(outcomes(candidate_by_id.values(), state, max_p_oom)):
+        report_progress(num_done, num_cells)
         searched_runs = [*expected_runs(cell.runs, cell.tried, batch)]
         is_over = not searched_runs and not cell.tried.pending_ids
         future_runs += searched_runs + (cell.next_variants() if is_over else cell.expected_variants())

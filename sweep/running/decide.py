@@ -10,7 +10,7 @@ from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_site
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
-from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs, with_measured_starts
+from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs, with_measured_times
 from ultrabench.sweep.running.starts import Starts, keys_by_allocation, starts_of, telling_allocations
 
 MAX_ALLOCATIONS_WITHOUT_REQUESTED = 3
@@ -65,7 +65,7 @@ def decide(
     """
     if state.cancelled:
         return Actions(stop_reason="cancelled", end_jobs=True)
-    plan = with_measured_starts(plan, state)
+    plan = with_measured_times(plan, state)
     attempts_left = next_attempts(plan, state, jobs_seen.alive, launch)
     if attempts_left.stop_reason:
         return Actions(stop_reason=attempts_left.stop_reason, end_jobs=True)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
@@ -18,7 +19,7 @@ from ultrabench.start_up import LIMIT_FACTOR, expected_start_s
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import Plan, ReportProgress, make_plan
 from ultrabench.sweep.predict.predict import start_s
 from ultrabench.sweep.running.attempts import (
     MAX_CONTENDERS,
@@ -89,8 +90,33 @@ def _control_rank(run: Candidate) -> tuple[float, float, str]:
     return (0.0, time_s, run.run_id) if memory_share <= SAFE_MEMORY_SHARE else (memory_share, 0.0, run.run_id)
 
 
-def with_measured_starts(plan: Plan, state: SweepState) -> Plan:
-    """The plan whose runs are priced with the starts that attempts on equally many nodes have measured.
+def with_measured_times(plan: Plan, state: SweepState) -> Plan:
+    """The plan whose runs are priced with the starts and the step times that the runs before them have measured."""
+    excess_s, factor_by_cell = _start_excess_s(plan, state), _step_factors(plan, state)
+    usual_factor, measure = median(factor_by_cell.values()) if factor_by_cell else 1.0, plan.config.measure
+
+    def repriced(run: Candidate) -> Candidate:
+        factor = factor_by_cell.get(run.cell, usual_factor) if factor_by_cell and run.fits else 1.0
+        start_excess_s = excess_s[run.nodes]
+        if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
+            return run
+        return with_step_factor(replace(run, start_excess_s=start_excess_s), factor, measure)
+
+    runs = [repriced(run) for run in plan.runs]
+    if all(new is old for new, old in zip(runs, plan.runs, strict=True)):
+        return plan
+    return replace(plan, candidates=(*runs, *(c for c in plan.candidates if not c.runs)))
+
+
+def with_step_factor(run: Candidate, factor: float, measure: Measure) -> Candidate:
+    """The run, priced with steps that take `factor` times as long as predicted."""
+    step_time_s = run.prediction.step_time_s
+    steps_excess_s = measure.priced_s(factor * step_time_s) - measure.priced_s(step_time_s)
+    return replace(run, step_factor=factor, steps_excess_s=steps_excess_s)
+
+
+def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
+    """Number of nodes -> seconds by which measured starts are longer than the predicted one.
 
     On numbers of nodes without an attempt, a start is expected to differ from the predicted one by the same factor as on
     the others.
@@ -105,13 +131,23 @@ def with_measured_starts(plan: Plan, state: SweepState) -> Plan:
         nodes: expected_start_s(results, predicted_s[nodes]) for nodes, results in results_by_nodes.items()
     }
     factor = median(expected_s[nodes] / predicted_s[nodes] for nodes in expected_s) if expected_s else 1.0
-    excess_s = {
+    return {
         nodes: expected_s.get(nodes, factor * seconds) - seconds for nodes, seconds in predicted_s.items()
     }
-    if all(candidate.start_excess_s == excess_s.get(candidate.nodes, 0.0) for candidate in plan.runs):
-        return plan
-    candidates = (replace(c, start_excess_s=excess_s[c.nodes]) if c.runs else c for c in plan.candidates)
-    return replace(plan, candidates=tuple(candidates))
+
+
+def _step_factors(plan: Plan, state: SweepState) -> dict[CellKey, float]:
+    """Cell -> how many times as long as predicted its measured steps have taken, the median over its runs.
+
+    Steps of a probe are of another kind: its price is no number of steps.
+    """
+    if plan.config.kernel.kind == "probe" or not state.attempts:
+        return {}
+    run_by_id, factors = {run.run_id: run for run in plan.runs}, defaultdict[CellKey, list[float]](list)
+    for key, attempt in state.attempts.items():
+        if (run := run_by_id.get(key.run_id)) and attempt.ok and attempt.ok.step_times_s:
+            factors[run.cell].append(median(attempt.ok.step_times_s) / run.prediction.step_time_s)
+    return {cell: median(cell_factors) for cell, cell_factors in factors.items()}
 
 
 def run_limit_s(attempt: PlannedAttempt, config: SweepConfig) -> float:
@@ -238,6 +274,8 @@ class PlannedJob:
     """Wall-clock limit of the allocation."""
     gpu_hours: float
     """Predicted GPU hours of the allocation."""
+    interval: tuple[float, float]
+    """The GPU hours if all step times are at the low ends of their intervals, and at the high ends."""
     best: Mapping[CellKey, Standing] = field(default_factory=dict)
     """The best run of each cell so far that is not suspect; a much slower run is not measured to the end."""
 
@@ -301,11 +339,14 @@ def planned_jobs(
             group = first_controls or [new_repeat(control)]
             group += _with_controls_between(other_attempts, num_repeats, partial(new_repeat, control))
         start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
+        runs = [attempt.candidate for attempt in group]
+        low_gpu_hours, high_gpu_hours = _gpu_hour_interval(runs, config.measure)
         yield PlannedJob(
             attempts=tuple(group),
             control=control_id,
             limit_s=min(max_limit_s, allocation_limit_s(group, config)),
-            gpu_hours=start_gpu_hours + sum(attempt.candidate.gpu_hours for attempt in group),
+            gpu_hours=start_gpu_hours + sum(run.gpu_hours for run in runs),
+            interval=(start_gpu_hours + low_gpu_hours, start_gpu_hours + high_gpu_hours),
             best={cell: standing for cell, standing in best_by_cell.items() if standing.may_win},
         )
 
@@ -355,6 +396,8 @@ class Price:
     """The GPU hours if all step times are at the low ends of their intervals, and at the high ends."""
     intervals: Mapping[CellKey, tuple[float, float]]
     """CellKey -> the same of the attempts that are left."""
+    searched_ids: tuple[str, ...] = ()
+    """run_ids of the runs that an adaptive search is expected to make yet, in their order."""
 
     @property
     def gpu_hours(self) -> float:
@@ -362,18 +405,43 @@ class Price:
         return sum(job.gpu_hours for job in self.jobs)
 
 
-def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
-    """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
+def price_of(
+    plan: Plan,
+    state: SweepState | None = None,
+    max_limit_s: float = math.inf,
+    *,
+    searched_ids: Sequence[str] | None = None,
+    report_progress: ReportProgress = lambda done, total: None,
+) -> Price:
+    """The price of what is left of a sweep; without `state`, the price of the whole sweep.
+
+    Args:
+        searched_ids: those of a price of an adaptive sweep of the same candidates, whose search need not be foreseen
+            again.
+        report_progress: called with the number of cells whose adaptive search is foreseen, and of all.
+    """
     state = state or SweepState()
-    plan = with_measured_starts(plan, state)
-    todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
+    plan = with_measured_times(plan, state)
+    todo: tuple[PlannedAttempt, ...] = ()
+    if state.attempts or searched_ids is None:  # else all that is left follows from the search
+        todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
+    searched_runs = list[Candidate]()
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
         submitted_ids = {attempt.key.run_id for attempt in todo}
-        searched_runs = later_runs(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
-        searched_todo = [
-            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in searched_runs
-        ]
-        todo = (*todo, *(t for t in searched_todo if t.key.run_id not in submitted_ids))
+        run_by_id = {run.run_id: run for run in plan.runs}
+        if searched_ids is None:
+            searched_runs = later_runs(
+                plan.runs, state, plan.config.max_p_oom, plan.config.batch, report_progress
+            )
+        else:
+            searched_runs = [run_by_id[run_id] for run_id in searched_ids if run_id in run_by_id]
+        searched_todo = (
+            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
+            for repeat in range(plan.config.repeats)
+            for run in searched_runs
+            if run.run_id not in submitted_ids
+        )
+        todo = (*todo, *searched_todo)
     confirming_attempts = _confirmations(plan, todo)
     attempts_left = AttemptsLeft(todo=(*todo, *confirming_attempts), num_waiting=0)
     measured_ids = {key.run_id for key, attempt in state.attempts.items() if attempt.ok}
@@ -382,7 +450,6 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     run_by_key = {attempt.key: attempt.candidate for job in jobs for attempt in job.attempts}
     start_gpu_hours = sum(job.gpu_hours for job in jobs) - _num_and_gpu_hours(run_by_key.values())[1]
     runs_by_cell, measure = by_cell(attempt.candidate for attempt in todo), plan.config.measure
-    low_gpu_hours, high_gpu_hours = _gpu_hour_interval(run_by_key.values(), measure)
     extra = {
         "control runs": _num_and_gpu_hours([r for key, r in run_by_key.items() if key not in requested_keys]),
         "repeats of the best": _num_and_gpu_hours([attempt.candidate for attempt in confirming_attempts]),
@@ -393,18 +460,45 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
         runs={cell: _num_and_gpu_hours(runs) for cell, runs in runs_by_cell.items()},
         num_repeated=len({attempt.key.run_id for attempt in todo} & measured_ids),
         extra={purpose: (count, gpu_hours) for purpose, (count, gpu_hours) in extra.items() if count},
-        interval=(start_gpu_hours + low_gpu_hours, start_gpu_hours + high_gpu_hours),
+        interval=(sum(job.interval[0] for job in jobs), sum(job.interval[1] for job in jobs)),
         intervals={cell: _gpu_hour_interval(runs, measure) for cell, runs in runs_by_cell.items()},
+        searched_ids=tuple(run.run_id for run in searched_runs),
     )
+
+
+def with_unmeasured_cores(price: Price, plan: Plan, state: SweepState, cores: int) -> Price:
+    """The price with intervals that hold on slow and fast CPU cores, since those of this machine are not measured yet.
+
+    Args:
+        price: that of `plan`.
+        cores: CPU cores of this machine.
+    """
+    if not price.jobs:
+        return price
+    fast, slow = (
+        price_of(make_plan(plan.config, core_flops_per_s=rate, cores=num_cores), state)
+        for rate, num_cores in zip(reversed(CPU_FLOPS_PER_S_RANGE), (max(cores, plan.cores), 1), strict=True)
+    )
+    low, high = fast.interval[0], slow.interval[1]
+    low_ratio, high_ratio = low / price.gpu_hours, high / price.gpu_hours
+    jobs = (
+        replace(job, interval=(low_ratio * job.gpu_hours, high_ratio * job.gpu_hours)) for job in price.jobs
+    )
+    intervals = {
+        cell: (fast.intervals.get(cell, interval)[0], slow.intervals.get(cell, interval)[1])
+        for cell, interval in price.intervals.items()
+    }
+    return replace(price, jobs=tuple(jobs), interval=(low, high), intervals=intervals)
 
 
 def _gpu_hour_interval(runs: Collection[Candidate], measure: Measure) -> tuple[float, float]:
     """GPU hours of runs if the steps of those that fit take as long as the low and the high ends of their intervals."""
     low_gpu_s = high_gpu_s = 3600 * _num_and_gpu_hours(runs)[1]
-    for prediction, num_gpus in ((run.prediction, run.layout.world_size) for run in runs if run.fits):
-        priced_s = measure.priced_s(prediction.step_time_s)
-        low_gpu_s += num_gpus * (measure.priced_s(prediction.step_time_low_s) - priced_s)
-        high_gpu_s += num_gpus * (measure.priced_s(prediction.step_time_high_s) - priced_s)
+    for run in (run for run in runs if run.fits):
+        prediction, num_gpus, factor = run.prediction, run.layout.world_size, run.step_factor
+        priced_s = measure.priced_s(factor * prediction.step_time_s)
+        low_gpu_s += num_gpus * (measure.priced_s(factor * prediction.step_time_low_s) - priced_s)
+        high_gpu_s += num_gpus * (measure.priced_s(factor * prediction.step_time_high_s) - priced_s)
     return low_gpu_s / 3600, high_gpu_s / 3600
 
 

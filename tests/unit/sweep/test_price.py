@@ -56,7 +56,7 @@ def test_a_launch_submits_what_was_priced():
 def test_only_what_is_left_is_priced(num_ended):
     state = SweepState()
     for run in PLAN.runs[:num_ended]:
-        told(state, run, Status.OK)
+        told(state, run, Status.OK, step_times_s=(run.prediction.step_time_s,) * 6)
     rest = price.price_of(PLAN, state)
     assert sum(number for number, _ in rest.runs.values()) == len(PLAN.runs) - num_ended
     assert rest.gpu_hours < price.price_of(PLAN).gpu_hours if num_ended == 5 else rest.gpu_hours == 0
@@ -73,10 +73,8 @@ def test_measured_starts_price_the_runs_that_are_left_on_all_numbers_of_nodes():
         state = SweepState()
         for attempt, (status, seconds) in enumerate(results):
             told(state, tried, status, attempt=attempt, **seconds)
-        runs = {run.run_id: run for run in price.with_measured_starts(PLAN, state).runs}
-        return [
-            round(runs[run.run_id].duration_s - run.prediction.duration_s, 3) for run in (left, elsewhere)
-        ]
+        runs = {run.run_id: run for run in price.with_measured_times(PLAN, state).runs}
+        return [round(runs[run.run_id].start_excess_s, 3) for run in (left, elsewhere)]
 
     ok, late, over = Status.OK, Status.TIMEOUT, Status.CANCELLED
     assert added_s() == [0.0, 0.0]
@@ -87,9 +85,27 @@ def test_measured_starts_price_the_runs_that_are_left_on_all_numbers_of_nodes():
     assert added_s((late, {"duration_s": 300.0}), (ok, {"init_time_s": 0.6})) == [-0.6, -1.2]
 
 
+def test_measured_steps_price_the_runs_that_are_left_in_all_cells_and_change_no_prediction():
+    """The median ratio of a cell counts for its runs, and that of all cells elsewhere; the steps of a run alone grow."""
+    state, elsewhere = SweepState(), next(r for r in PLAN.runs if r.nodes > 1 and r.fits)
+    for run, factor in zip(ONE, (3.0, 4.0, 50.0), strict=False):
+        told(state, run, Status.OK, step_times_s=(factor * run.prediction.step_time_s,) * 6)
+    learnt = {run.run_id: run for run in price.with_measured_times(PLAN, state).runs}
+    for run in (ONE[-1], elsewhere):
+        extra_s = 3 * PLAN.config.measure.priced_s(run.prediction.step_time_s)
+        assert learnt[run.run_id].duration_s == pytest.approx(run.duration_s + extra_s)
+        assert learnt[run.run_id].prediction == run.prediction
+    whole, rest = price.price_of(PLAN), price.price_of(PLAN, state)
+    ratio = rest.gpu_hours / whole.gpu_hours
+    assert 1 < ratio < 4
+    assert rest.interval[0] < rest.gpu_hours < rest.interval[1]
+    large = replace(PLAN, candidates=tuple(predicted(run, p_oom=0.9) for run in PLAN.runs))
+    assert {run.step_factor for run in price.with_measured_times(large, state).runs} == {1.0}, "only starts"
+
+
 def test_limits_and_jobs_follow_the_measured_starts():
     state = told(SweepState(), ONE[0], Status.OK, init_time_s=500.0)
-    measured = price.with_measured_starts(PLAN, state)
+    measured = price.with_measured_times(PLAN, state)
     (run,) = (r for r in measured.runs if r.run_id == ONE[-1].run_id)
     assert price.run_limit_s(todo_of(run), measured.config) == price.LIMIT_FACTOR * run.duration_s > 1440
     assert price.price_of(measured, state).gpu_hours == price.price_of(PLAN, state).gpu_hours
