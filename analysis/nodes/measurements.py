@@ -8,16 +8,13 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
 
-import msgspec
-from msgspec.structs import asdict
-
 from ultrabench.device_rates import NODE_RATES, preflight_rates
 from ultrabench.kernel_config import kind_by_name
 from ultrabench.result import Status, is_date
-from ultrabench.store.events import BY_AGENT, DECODERS, Line, Preflight
+from ultrabench.store.events import DECODERS
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AllocationState, fold, trust
+from ultrabench.store.state import AllocationState, fold
 from ultrabench.store.sweep_json import read_sweep_json
 
 Row = dict[str, Any]
@@ -39,42 +36,19 @@ class Node(NamedTuple):
     host: str
 
 
-class _Result(msgspec.Struct, gc=False):
-    """The fields of a result that this module decodes; decoding all of them would take most of the time."""
-
-    status: str
-    cause: str | None = None
-    suspect_hosts: tuple[str, ...] = ()
-    began_on: tuple[str, ...] = ()
-    hostnames: tuple[str, ...] = ()
-    throttled: str | None = None
-    gpu_name: str | None = None
-    torch_version: str | None = None
-    cuda_version: str | None = None
-    started_at: float | None = None
-    step_times_s: tuple[float, ...] = ()
-
-
+_RESULT_COLUMNS = (
+    "status", "cause", "suspect_hosts", "began_on", "hostnames", "throttled", "gpu_name", "torch_version", "cuda_version",
+    "started_at",
+)  # fmt: skip
+"""Columns that are fields of a RunResult."""
 COLUMNS = (
     "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES, *LINK_RATES,
-    *(name for name in _Result.__struct_fields__ if name != "step_times_s"),
+    *_RESULT_COLUMNS,
 )  # fmt: skip
 """The columns of results that say something about nodes."""
-
-
-class _EndEvent(msgspec.Struct, gc=False):
-    """The fields of the events Result and Failed that this module decodes."""
-
-    run_id: str
-    repeat: int
-    attempt: int
-    result: _Result
-    allocation: str | None = None
-    source: str = BY_AGENT
-
-
-_END_DECODERS = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_EndEvent).decode)
-_DECODERS = {name: DECODERS[name] for name in ("allocation_planned", "preflight")} | _END_DECODERS
+_DECODERS = {
+    name: DECODERS[name] for name in ("allocation_planned", "preflight", "result", "failed", "reread")
+}
 """Name of an event from which COLUMNS follow -> its decoder."""
 
 
@@ -99,40 +73,25 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     Raises:
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
-    sweep, lines, preflight_times_s = read_sweep_json(folder), list[Line](), dict[str, float]()
-    end_by_attempt: dict[tuple[object, ...], tuple[tuple[int, int], _EndEvent]] = {}
-    for line in read_journal(folder.journal, warn, _DECODERS):
-        if isinstance(line.event, _EndEvent):
-            attempt_key = line.event.run_id, line.event.repeat, line.event.attempt
-            priority = (
-                trust(line.event.result.status, line.event.result.cause, line.event.source),
-                line.checksum,
-            )
-            if attempt_key not in end_by_attempt or end_by_attempt[attempt_key][0] < priority:
-                end_by_attempt[attempt_key] = priority, line.event
-        else:
-            lines.append(line)
-            if isinstance(line.event, Preflight):
-                allocation_name = line.event.allocation
-                preflight_times_s[allocation_name] = max(
-                    line.time, preflight_times_s.get(allocation_name, 0.0)
-                )
+    sweep, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn, _DECODERS))
     sweep_columns = {
         "sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name, "kernel": sweep.kernel.name,
     }  # fmt: skip
     columns_by_allocation = {
-        name: sweep_columns | _allocation_columns(allocation, sweep.cluster, preflight_times_s.get(name, 0.0))
-        for name, allocation in fold(lines).allocations.items()
+        name: sweep_columns | _allocation_columns(allocation, sweep.cluster)
+        for name, allocation in state.allocations.items()
     }
-    for _, end_event in end_by_attempt.values():
-        result = end_event.result
-        if not is_date(result.started_at):  # as in the rows of sweep_table
-            result = msgspec.structs.replace(result, started_at=None)
+    for key, attempt in state.attempts.items():
+        if (result := attempt.result) is None:
+            continue
         yield {
-            **columns_by_allocation.get(end_event.allocation or "", sweep_columns),
-            "allocation": end_event.allocation,
-            "run_id": end_event.run_id,
-            **asdict(result),
+            **columns_by_allocation.get(attempt.allocation or "", sweep_columns),
+            "allocation": attempt.allocation,
+            "run_id": key.run_id,
+            **{name: getattr(result, name) for name in _RESULT_COLUMNS},
+            "started_at": result.started_at
+            if is_date(result.started_at)
+            else None,  # as in the rows of sweep_table
             "step_time_s": median(result.step_times_s) if result.step_times_s else None,
         }
 
@@ -147,7 +106,7 @@ def _unix_seconds(moment: datetime | None) -> float | None:
     return None if moment is None else moment.astimezone(UTC).timestamp()
 
 
-def _allocation_columns(allocation: AllocationState, cluster: str | None, preflight_time_s: float) -> Row:
+def _allocation_columns(allocation: AllocationState, cluster: str | None) -> Row:
     """The columns of an allocation, and the time and findings by host of its latest preflight, which only journals have."""
     nodes = allocation.preflight.get("nodes")
     node_facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
@@ -156,7 +115,7 @@ def _allocation_columns(allocation: AllocationState, cluster: str | None, prefli
         "cluster": allocation.cluster(cluster),
         "control": allocation.control,
         "health": {str(node.get("host")): node["health"] for node in node_facts if node.get("health")},
-        "preflight_time_s": preflight_time_s,
+        "preflight_time_s": allocation.preflight_at or 0.0,
     }
 
 

@@ -92,6 +92,8 @@ class AllocationState:
     """Leading agents that started, the latest start last."""
     preflight: dict[str, Any] = field(default_factory=dict)
     """Facts and rates of its devices and links at its latest start."""
+    preflight_at: float | None = None
+    """When these were written, in seconds since 1970, by the clock of their writer; None if there are none."""
     ends: dict[events.Start, events.AllocationEnded] = field(default_factory=dict)
     """Start of a job of the allocation -> how that start ended."""
 
@@ -288,6 +290,7 @@ class Fold:
                 _set(allocation, levels, level, "submitting_at", line.time)
             case events.Preflight():
                 _set(allocation, levels, (event.restart, line.checksum), "preflight", event.found)
+                _set(allocation, levels, (event.restart, line.checksum), "preflight_at", line.time)
             case events.AllocationStarted():
                 agents = {repr(agent): agent for agent in (*allocation.agents, event.agent)}
                 allocation.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
