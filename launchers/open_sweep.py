@@ -251,6 +251,22 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     return replace(config, profile=profile, resolved=config.resolved | {"profile": to_dict(profile)})
 
 
+def measured_cores(config: SweepConfig, say: Say) -> dict[str, Any]:
+    """The rate and number of this machine's cores as arguments of `make_plan`; empty for hardware with a rate of its own.
+
+    They are those of the sweep, if there is one, else they are measured now, so that a price is that of this machine.
+
+    Raises:
+        ClusterError: the cores cannot be measured.
+    """
+    if config.hardware.peak_flops_per_s:
+        return {}
+    if (sweep_json := find_sweep_json(folder_of(config))) is not None:
+        return {"core_flops_per_s": sweep_json.core_flops_per_s, "cores": sweep_json.cores or 1}
+    environment = _machine_facts(config, needs_peak=True, say=say)
+    return {"core_flops_per_s": environment["core_flops_per_s"], "cores": environment["cores"]}
+
+
 def open_sweep(
     plan: Plan,
     *,
@@ -261,8 +277,9 @@ def open_sweep(
     max_gpu_hours: float | None = None,
     max_limit_s: float = math.inf,
     rereads: Sequence[Reread] = (),
+    asked: tuple[float, float, float] | None = None,
 ) -> OpenSweep:
-    """Creates or continues the sweep of a plan, which it makes again if it measured the rate of a core.
+    """Creates or continues the sweep of a plan, which it makes again if cores have another rate than in the plan.
 
     Args:
         reuse: what to do with ok results of another environment: `any` counts them, `same` measures
@@ -271,6 +288,8 @@ def open_sweep(
         max_limit_s: the longest time limit of a job that the site allows; longer runs are left out.
         retry: failed attempts to repeat even if the retry policy would not repeat them.
         rereads: results that other patterns of this launch have read in kept logs.
+        asked: GPU hours of the whole sweep that the user was asked about, with the ends of their interval; None if the
+            user was not.
 
     Raises:
         ConfigError, SweepFolderError: the sweep cannot be launched with these values; nothing was written.
@@ -290,7 +309,10 @@ def open_sweep(
         require_same(existing_json, config, folder.path)
         existing_json = ensure_identity(folder, say)
         lease = _take_lease(folder, journal)  # others see it also while this machine is measured
-    environment = _machine_facts(config, needs_peak=not has_known_peak and existing_json is None, say=say)
+    needs_peak = not has_known_peak and existing_json is None
+    # Where the plan has the measured rate, the user knows of the measurement, whose result is kept.
+    say_facts = (lambda message: None) if needs_peak and plan.core_flops_per_s else say
+    environment = _machine_facts(config, needs_peak=needs_peak, say=say_facts)
     folder.create()
     lease = lease or _take_lease(folder, journal)
     sweep_json = existing_json or _new_sweep_json(folder, sweep_json_of(config, environment))
@@ -302,7 +324,10 @@ def open_sweep(
     write_secrets(config.kernel.env, folder.secrets, config.secrets)
     if not has_known_peak:
         core_flops_per_s, cores = sweep_json.core_flops_per_s, sweep_json.cores or 1
-        plan = within_limit(make_plan(config, core_flops_per_s=core_flops_per_s, cores=cores), max_limit_s)
+        if (plan.core_flops_per_s, plan.cores) != (core_flops_per_s, cores):
+            plan = within_limit(
+                make_plan(config, core_flops_per_s=core_flops_per_s, cores=cores), max_limit_s
+            )
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
     require_same_launch(state, config, folder.path)
@@ -311,7 +336,7 @@ def open_sweep(
     launch_event = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=launch_provenance, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
-        sweep_id=sweep_json.id,
+        sweep_id=sweep_json.id, asked_gpu_hours=asked,
     )  # fmt: skip
     journal.write(launch_event)
     for event in rereads:

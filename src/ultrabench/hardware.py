@@ -15,6 +15,8 @@ PEAK_GIVEN = "given as hardware.peak_flops_per_s"
 """Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
+CPU_FLOPS_PER_S_RANGE = (1e9, 1e11)
+"""Rates of a CPU core, also of a busy one, between which that of an unmeasured machine is."""
 CLOCK_POWER_EXPONENT = 1 / 3
 """The compute rate is proportional to (power_limit_w / rated_power_w) to the power of this. It is an assumption: power grows
 as clock * voltage**2, and voltage in proportion to the clock. No run under a limit was measured."""

@@ -45,6 +45,12 @@ def parts_of(overrides: Iterable[str]) -> dict[str, str]:
     return {key: value for key, _, value in (o.lstrip("+~").partition("=") for o in overrides)}
 
 
+def with_overrides(overrides: Iterable[str], changes: Sequence[str]) -> list[str]:
+    """The overrides with `changes`, which replace those of the same keys."""
+    changed_keys = parts_of(changes).keys()
+    return [*(o for o in overrides if not parts_of([o]).keys() & changed_keys), *changes]
+
+
 def as_hydra_list(value: str) -> str:
     """The values as one list that Hydra reads: `1 2`, `(1,2)` and `[1;2]` become `[1,2]`."""
     return f"[{','.join(re.sub(r'[][(){},;]', ' ', value).split())}]"

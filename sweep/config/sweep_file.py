@@ -15,6 +15,7 @@ from ultrabench.sweep.config.compose import as_hydra_list, parts_of
 from ultrabench.sweep.config.files import CONFIG_GROUPS, file_of_user, files, read_text, user_file
 from ultrabench.sweep.config.listed_layouts import CELL_TYPES
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.plan import planned_cells
 from ultrabench.variant import CELL_OPTIONS
 
 FILE_NAME = r"(?!(?i:null|true|false|nan|inf)\Z)[A-Za-z][A-Za-z0-9_.-]{0,60}(?<!\.yaml)"
@@ -42,12 +43,13 @@ def require_writable_name(name: str, *, force: bool) -> Path:
 
 
 def write_sweep_file(
-    path: Path, config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candidate], heading: str
+    path: Path, config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candidate] | None, heading: str
 ) -> None:
     """Writes a sweep that runs the layouts of `runs`, each in its cell, with the settings of `config`.
 
     Args:
         overrides: what `config` was composed of.
+        runs: the runs whose layouts it lists; None for all axes of `config`.
         heading: the comment about the file.
 
     Raises:
@@ -60,9 +62,12 @@ def write_sweep_file(
     partial_path.replace(path)
 
 
-def _content(config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candidate]) -> dict[str, Any]:
+def _content(
+    config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candidate] | None
+) -> dict[str, Any]:
     """The settings of the file."""
-    tree, parts, cells = config.resolved, parts_of(overrides), [run.cell for run in runs]
+    tree, parts = config.resolved, parts_of(overrides)
+    cells = [cell for _, cell in planned_cells(config)] if runs is None else [run.cell for run in runs]
     names = dict(tree["names"])
     if config.hardware.device == "cuda" and "launcher" not in parts:
         names["launcher"] = "slurm"
@@ -75,6 +80,9 @@ def _content(config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candi
         settings["profile"] = profile_name
     precisions = [p for p in config.options.values["precision"] if any(c.precision == p for c in cells)]
     settings.setdefault("kernel", {})["precision"] = precisions if len(precisions) > 1 else precisions[0]
+    if runs is None:
+        sweep = {k: v for k, v in tree["sweep"].items() if v is not None}
+        return settings | {"sweep": sweep | {"models": [*_model_names(config, parts, cells)]}}
     axes = {"nodes", "layouts", "models", *AXES}
     sweep = {k: v for k, v in tree["sweep"].items() if k not in axes and v is not None}
     sweep |= {"models": [*_model_names(config, parts, cells)], "nodes": sorted({c.nodes for c in cells})}
@@ -82,7 +90,7 @@ def _content(config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candi
         values = sorted({getattr(cell, option) for cell in cells})
         sweep[option] = values if len(values) > 1 else values[0]
     # All of these layouts run, with the batches that they were chosen for.
-    sweep |= {"strategy": "exhaustive", "scaling": "strong", "max_runs": None, "layouts": _entries(runs)}
+    sweep |= {"strategy": "exhaustive", "scaling": "strong", "max_runs": None, "layouts": entries_of(runs)}
     return settings | {"sweep": sweep}
 
 
@@ -124,7 +132,7 @@ def _model_names(config: SweepConfig, parts: Mapping[str, str], cells: Iterable[
             yield given_names[index] if given_names else shape.name
 
 
-def _entries(runs: Sequence[Candidate]) -> list[dict[str, Any]]:
+def entries_of(runs: Sequence[Candidate]) -> list[dict[str, Any]]:
     """The entries of sweep.layouts; they name what differs between the cells."""
     cells = [run.cell for run in runs]
     keys = [key for key in CELL_TYPES if len({getattr(cell, key) for cell in cells}) > 1]

@@ -8,6 +8,7 @@ from heapq import nsmallest
 from statistics import median
 
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
@@ -16,7 +17,7 @@ from ultrabench.start_up import LIMIT_FACTOR, expected_start_s
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Plan, ReportProgress
+from ultrabench.sweep.plan import Plan, ReportProgress, make_plan
 from ultrabench.sweep.predict.predict import start_s
 from ultrabench.sweep.running.attempts import (
     MAX_CONTENDERS,
@@ -91,18 +92,22 @@ def with_measured_times(plan: Plan, state: SweepState) -> Plan:
 
     def repriced(run: Candidate) -> Candidate:
         factor = factor_by_cell.get(run.cell, usual_factor) if factor_by_cell and run.fits else 1.0
-        start_excess_s, step_time_s = excess_s[run.nodes], run.prediction.step_time_s
+        start_excess_s = excess_s[run.nodes]
         if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
             return run
-        steps_excess_s = measure.priced_s(factor * step_time_s) - measure.priced_s(step_time_s)
-        return replace(
-            run, start_excess_s=start_excess_s, step_factor=factor, steps_excess_s=steps_excess_s
-        )
+        return with_step_factor(replace(run, start_excess_s=start_excess_s), factor, measure)
 
     runs = [repriced(run) for run in plan.runs]
     if all(new is old for new, old in zip(runs, plan.runs, strict=True)):
         return plan
     return replace(plan, candidates=(*runs, *(c for c in plan.candidates if not c.runs)))
+
+
+def with_step_factor(run: Candidate, factor: float, measure: Measure) -> Candidate:
+    """The run, priced with steps that take `factor` times as long as predicted."""
+    step_time_s = run.prediction.step_time_s
+    steps_excess_s = measure.priced_s(factor * step_time_s) - measure.priced_s(step_time_s)
+    return replace(run, step_factor=factor, steps_excess_s=steps_excess_s)
 
 
 def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
@@ -121,7 +126,9 @@ def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
         nodes: expected_start_s(results, predicted_s[nodes]) for nodes, results in results_by_nodes.items()
     }
     factor = median(expected_s[nodes] / predicted_s[nodes] for nodes in expected_s) if expected_s else 1.0
-    return {nodes: expected_s.get(nodes, factor * seconds) - seconds for nodes, seconds in predicted_s.items()}
+    return {
+        nodes: expected_s.get(nodes, factor * seconds) - seconds for nodes, seconds in predicted_s.items()
+    }
 
 
 def _step_factors(plan: Plan, state: SweepState) -> dict[CellKey, float]:
@@ -380,12 +387,15 @@ def price_of(
     """The price of what is left of a sweep; without `state`, the price of the whole sweep.
 
     Args:
-        searched_ids: those of a price of the same candidates, whose adaptive search need not be foreseen again.
+        searched_ids: those of a price of an adaptive sweep of the same candidates, whose search need not be foreseen
+            again.
         report_progress: called with the number of cells whose adaptive search is foreseen, and of all.
     """
     state = state or SweepState()
     plan = with_measured_times(plan, state)
-    todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
+    todo: tuple[PlannedAttempt, ...] = ()
+    if state.attempts or searched_ids is None:  # else all that is left follows from the search
+        todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
     searched_runs = list[Candidate]()
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
         submitted_ids = {attempt.key.run_id for attempt in todo}
@@ -396,10 +406,13 @@ def price_of(
             )
         else:
             searched_runs = [run_by_id[run_id] for run_id in searched_ids if run_id in run_by_id]
-        searched_todo = [
-            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in searched_runs
-        ]
-        todo = (*todo, *(t for t in searched_todo if t.key.run_id not in submitted_ids))
+        searched_todo = (
+            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
+            for repeat in range(plan.config.repeats)
+            for run in searched_runs
+            if run.run_id not in submitted_ids
+        )
+        todo = (*todo, *searched_todo)
     confirming_attempts = _confirmations(plan, todo)
     attempts_left = AttemptsLeft(todo=(*todo, *confirming_attempts), num_waiting=0)
     measured_ids = {key.run_id for key, attempt in state.attempts.items() if attempt.ok}
@@ -422,6 +435,31 @@ def price_of(
         intervals={cell: _gpu_hour_interval(runs, measure) for cell, runs in runs_by_cell.items()},
         searched_ids=tuple(run.run_id for run in searched_runs),
     )
+
+
+def with_unmeasured_cores(price: Price, plan: Plan, state: SweepState, cores: int) -> Price:
+    """The price with intervals that hold on slow and fast CPU cores, since those of this machine are not measured yet.
+
+    Args:
+        price: that of `plan`.
+        cores: CPU cores of this machine.
+    """
+    if not price.jobs:
+        return price
+    fast, slow = (
+        price_of(make_plan(plan.config, core_flops_per_s=rate, cores=num_cores), state)
+        for rate, num_cores in zip(reversed(CPU_FLOPS_PER_S_RANGE), (max(cores, plan.cores), 1), strict=True)
+    )
+    low, high = fast.interval[0], slow.interval[1]
+    low_ratio, high_ratio = low / price.gpu_hours, high / price.gpu_hours
+    jobs = (
+        replace(job, interval=(low_ratio * job.gpu_hours, high_ratio * job.gpu_hours)) for job in price.jobs
+    )
+    intervals = {
+        cell: (fast.intervals.get(cell, interval)[0], slow.intervals.get(cell, interval)[1])
+        for cell, interval in price.intervals.items()
+    }
+    return replace(price, jobs=tuple(jobs), interval=(low, high), intervals=intervals)
 
 
 def _gpu_hour_interval(runs: Collection[Candidate], measure: Measure) -> tuple[float, float]:

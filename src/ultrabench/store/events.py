@@ -68,6 +68,9 @@ class Launched:
     """Folder in which commands of the user run."""
     sweep_id: str = ""
     """Id of the sweep; empty in lines of earlier versions."""
+    asked_gpu_hours: tuple[float, float, float] | None = None
+    """GPU hours of the whole sweep that the user was asked about, used ones included, and the ends of their interval;
+    None if the user was not asked, as by `sweep resume`, and in lines of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

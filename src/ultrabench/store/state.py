@@ -161,6 +161,8 @@ class SweepState:
     """Largest generation of all launch, pause and cancel events; the next event gets one more."""
     launched: events.Launched | None = None
     """The latest launch."""
+    asked_gpu_hours: tuple[float, float, float] | None = None
+    """GPU hours that the latest launch that asked has asked about, and the ends of their interval."""
     paused: bool = False
     cancelled: bool = False
     """Whether the sweep was cancelled and has not been launched again since."""
@@ -305,6 +307,7 @@ class Fold:
                     state.cancelled = True
                 case events.Launched():
                     state.launched, state.cancelled = event, False
+                    state.asked_gpu_hours = event.asked_gpu_hours or state.asked_gpu_hours
                     state.retried |= frozenset(event.retry)
 
 

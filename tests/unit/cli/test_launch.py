@@ -38,6 +38,7 @@ case "$*" in
 esac
 """
 PRICE = price_of(PLAN).gpu_hours
+SLOW_CORE = 3e9
 NOTHING = replace(PLAN, candidates=())
 CLUSTER = JobLimits(max_jobs=8, max_nodes=2)
 
@@ -71,6 +72,8 @@ def site(tmp_path, monkeypatch):
         (folder / name).write_text(CONTROLLER if name == "scontrol" else other)
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    facts = {"core_flops_per_s": SLOW_CORE, "cores": 2}
+    monkeypatch.setattr("ultrabench.launchers.open_sweep.probe_machine", lambda measures_peak: facts)
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -96,7 +99,8 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     jobs = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
     assert re.fullmatch(jobs, lines[-3])
     limits = "at most 8 jobs and 2 nodes at a time, 2 nodes per job"
-    assert re.search(f"^{limits}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
+    times = r"done in \w+ \(\w+ to \w+\) if no job waits in the queue"
+    assert re.search(f"^{limits}; {times}; used so far: 2 GPU hours$", lines[-2])
 
 
 @pytest.mark.parametrize(
@@ -174,6 +178,23 @@ def test_without_consent_a_launch_writes_and_submits_nothing(ultrabench, site, t
     assert "sbatch" not in (site / "asked").read_text()
 
 
+def test_the_price_asked_about_is_that_of_the_measured_machine_and_of_no_other(ultrabench, site, typed):
+    """A plan says a range that holds it, since it measures nothing."""
+    words = ("launcher=slurm", "sweep.nodes=[1]")
+    plan = json.loads(ultrabench("sweep", "plan", *words, "--json")[1])
+    typed("n\n")
+    _, _, err = ultrabench("sweep", "launch", *words)
+    asked, low, high = map(
+        float, re.search(r"^([\d.]+) GPU hours, ([\d.]+) to ([\d.]+) with", err, re.M).groups()
+    )
+    measured = price_of(make_plan(load_config([*words]), core_flops_per_s=SLOW_CORE, cores=2))
+    assert asked == pytest.approx(measured.gpu_hours, rel=0.01)
+    assert asked > 2 * plan["predicted_gpu_hours"]
+    plan_low, plan_high = plan["predicted_gpu_hours_interval"]
+    assert plan_low < low < high < plan_high
+    assert "measuring its cores" in err
+
+
 H100 = (
     "launcher=slurm", "hardware=h100x8", "sweep=playbook", "model=8B", "sweep.nodes=[1]", "max_p_oom=1",
     "sweep.strategy=exhaustive",
@@ -192,7 +213,7 @@ def test_a_limit_that_is_too_short_is_told_before_anything_is_submitted(ultraben
     assert [p.name for p in site.iterdir()] == ["asked"]
     plan = json.loads(ultrabench("sweep", "plan", *command[2:], "--json")[1])
     assert (plan["rejected"]["time_limit"], plan["runs"]) == (int(number), 115 - int(number))
-    assert re.match(LEFT_OUT, plan["notes"][-2])
+    assert any(re.match(LEFT_OUT, line) for line in plan["notes"])
     too_short = "launcher.time_minutes=1"
     assert f"{too_short}; the" in one_line(ultrabench, "sweep", "plan", *H100, too_short)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.allowed import Count, NonNegative, between
+from ultrabench.allowed import Count, NonNegative, Positive, between
 from ultrabench.cli.options import (
     RESULTS,
     Force,
@@ -36,6 +36,8 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")
 MaxGpuHours = Annotated[
     float | None, number_option("--max-gpu-hours", NonNegative, "Limit of the total GPU hours of the sweep.")
 ]
+_BUDGET_HELP = "Propose the sweep that says most within so many GPU hours."
+PlanMaxGpuHours = Annotated[float | None, number_option("--max-gpu-hours", Positive, _BUDGET_HELP)]
 Top = Annotated[int | None, number_option("--top", Count, "Show the K layouts to try first per cell.")]
 _ADVISE_HELP = "Largest P(OOM) of the layouts of --top; default: 0.1."
 AdvisePOom = Annotated[
@@ -73,6 +75,7 @@ def plan(
     output: PlanFile = None,
     top: Top = None,
     advise_p_oom: AdvisePOom = None,
+    max_gpu_hours: PlanMaxGpuHours = None,
     write: WriteSweep = None,
     force: Force = False,
     show_script: bool = typer.Option(
@@ -86,13 +89,23 @@ def plan(
     """Show valid and rejected layouts and the predicted price.
 
     It submits nothing."""
-    if show_script and (json_ or output or top):
-        raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
-    if command and (show_script or output or top):
-        raise ConfigError("--command prints one run and nothing else; leave out --show-script, -o and --top")
+    has_budget = max_gpu_hours is not None
+    if show_script and (json_ or output or top or has_budget):
+        others = "--json, -o, --top and --max-gpu-hours"
+        raise ConfigError(f"--show-script prints a script and nothing else; leave out {others}")
+    if command and (show_script or output or top or has_budget):
+        others = "--show-script, -o, --top and --max-gpu-hours"
+        raise ConfigError(f"--command prints one run and nothing else; leave out {others}")
     require_write(write, force=force)
-    if write and not top:
-        raise ConfigError(f"--write {write} writes the layouts of --top", "add --top K, such as --top 3")
+    if write and not top and not has_budget:
+        remedy = "add --top K, such as --top 3, or --max-gpu-hours H"
+        raise ConfigError(
+            f"--write {write} writes the layouts of --top, or the sweep of --max-gpu-hours", remedy
+        )
+    if write and top and has_budget:
+        raise ConfigError(
+            f"--write {write} with --top and --max-gpu-hours; it writes what one of them chooses: leave out one"
+        )
     _say_at_once("planning")
     overrides = [*overrides, *_results_override(results_dir)]
     from ultrabench.cli.sweep.plan import print_command, print_script, show_plan
@@ -102,7 +115,9 @@ def plan(
     elif command:
         print_command(overrides, json_)
     else:
-        show_plan(overrides, json_, output, top, advise_p_oom, write, force=force)
+        show_plan(
+            overrides, json_, output, top, advise_p_oom, write, force=force, max_gpu_hours=max_gpu_hours
+        )
 
 
 @sweep_app.command()

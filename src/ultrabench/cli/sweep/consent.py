@@ -1,14 +1,17 @@
 """Shows the price of what is left of a sweep, and asks whether that much of a cluster may be used."""
 
 import math
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import typer
 
 from ultrabench.analysis.numbers import count, params_text
 from ultrabench.cli.tables import FittedTable, can_ask, duration_text, say, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB
+from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE, GIB
 from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import busy_share
@@ -18,6 +21,7 @@ from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import CellKey, cell_columns
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig
 from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.running.cheaper import Saving
 from ultrabench.sweep.running.price import (
     BUDGET_FACTOR,
     CONTROL_SHARE,
@@ -25,6 +29,7 @@ from ultrabench.sweep.running.price import (
     Price,
     committed_gpu_hours,
 )
+from ultrabench.sweep.running.schedule import wall_clock_s
 from ultrabench.variant import value_text
 
 MIN_ASKED_HOURS = 1.0
@@ -97,6 +102,69 @@ def interval_line(price: Price) -> str:
     return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends of their intervals"
 
 
+def cores_line(price: Price) -> str:
+    """One line that says how far the price may be off while the cores of this machine are not measured."""
+    low, high = map(three_digits, price.interval)
+    slow, fast = (f"{rate / 1e9:g}" for rate in CPU_FLOPS_PER_S_RANGE)
+    range_text = f"{low} to {high} on cores of {slow} to {fast} GFLOP/s"
+    return f"{three_digits(price.gpu_hours)} GPU hours, {range_text}: sweep launch measures this machine before it starts"
+
+
+def time_text(price: Price, config: SweepConfig, limits: JobLimits) -> str:
+    """How long all jobs take on the nodes, such as `3h10m (2h20m to 4h30m)`, if none waits in a queue."""
+    schedule = partial(
+        wall_clock_s,
+        price.jobs,
+        config.hardware.gpus_per_node,
+        max_jobs=limits.max_jobs,
+        max_nodes=limits.max_nodes,
+        one_by_one=config.strategy == "adaptive",
+    )
+    end_s = schedule()
+    low_s = schedule(gpu_hours_of=lambda job: job.interval[0])
+    high_s = schedule(gpu_hours_of=lambda job: job.interval[1])
+    return f"{duration_text(end_s)} ({duration_text(low_s)} to {duration_text(high_s)})"
+
+
+def planned_limits(config: SweepConfig) -> JobLimits:
+    """The limits of jobs that the configuration sets, without those of a site that is not asked."""
+    launcher = config.launcher
+    if launcher.name == "local":
+        return JobLimits(max_jobs=1)
+    return JobLimits(max_jobs=launcher.max_jobs, max_nodes=launcher.max_nodes or sys.maxsize)
+
+
+def time_line(price: Price, config: SweepConfig) -> str:
+    """One line that says how long the nodes work before the limits of the site are known."""
+    if config.launcher.name == "local":
+        return f"about {time_text(price, config, planned_limits(config))} on this machine"
+    num_jobs, max_nodes = config.launcher.max_jobs, config.launcher.max_nodes
+    limits_text = f"{counted(num_jobs, 'job')} at a time (launcher.max_jobs)"
+    limits_text += f" and {counted(max_nodes, 'node')} (launcher.max_nodes)" if max_nodes else ""
+    time_on_nodes = time_text(price, config, planned_limits(config))
+    return f"about {time_on_nodes} on the nodes with {limits_text}, without waiting in the queue"
+
+
+def cost_lines(price: Price, config: SweepConfig) -> Iterator[str]:
+    """A line with the cost at the price of the cluster; on GPUs without a price, how to give one."""
+    if (gpu_hour_price := config.price_per_gpu_hour) is not None:
+        cost, low, high = (three_digits(h * gpu_hour_price) for h in (price.gpu_hours, *price.interval))
+        yield f"cost {cost} ({low} to {high}) at {gpu_hour_price:g} per GPU hour"
+    elif config.hardware.device == "cuda":
+        yield "cost unknown: add +cluster.price_per_gpu_hour=VALUE, or price_per_gpu_hour: VALUE to the file of the cluster"
+
+
+def savings_lines(all_savings: Sequence[Saving], price: Price) -> Iterator[str]:
+    """The settings that save most, each with the price that it leads to, and what it costs in knowledge."""
+    if all_savings:
+        yield f"to get by with less than {three_digits(price.gpu_hours)} GPU hours, add:"
+    for saving in all_savings:
+        settings_text = " ".join(map(shlex.quote, saving.overrides))
+        hours_text = f"{three_digits(saving.price.gpu_hours)} GPU hours (-{saving.share:.0%})"
+        loss_text = "".join(f"; you will not know {loss}" for loss in saving.losses)
+        yield f"  {settings_text}  {hours_text}{loss_text or ', all of these'}"
+
+
 def jobs_line(price: Price, config: SweepConfig) -> str:
     """One line that says how many jobs a price holds, how long they are, and why some are longer than asked."""
     launcher, job_minutes = config.launcher, [job.predicted_s / 60 for job in price.jobs]
@@ -130,11 +198,20 @@ def _minutes_text(minutes: Sequence[float], adjective: str = "") -> str:
 
 
 def ask_for_budget(
-    plan: Plan, price: Price, state: SweepState, limits: JobLimits, max_gpu_hours: float | None, yes: bool
+    plan: Plan,
+    price: Price,
+    state: SweepState,
+    limits: JobLimits,
+    max_gpu_hours: float | None,
+    yes: bool,
+    all_savings: Sequence[Saving] = (),
 ) -> float:
     """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
     While jobs of the sweep are queued or running, any budget is accepted, because they use it without a new job.
+
+    Args:
+        all_savings: the settings with which the sweep would cost less.
 
     Raises:
         ConfigError: there is no terminal to ask on and no --max-gpu-hours, or the budget is too small.
@@ -143,7 +220,7 @@ def ask_for_budget(
     used_gpu_hours = committed_gpu_hours(plan, state, ())
     if not price.jobs:
         return max(used_gpu_hours, 1e-9) if max_gpu_hours is None else max_gpu_hours
-    _print_price(plan, price, limits, used_gpu_hours)
+    _print_price(plan, price, limits, used_gpu_hours, all_savings)
     job_gpu_hours = price.jobs[0].gpu_hours
     if max_gpu_hours is not None:
         if not open_allocations(state) and used_gpu_hours + job_gpu_hours > max_gpu_hours:
@@ -184,18 +261,17 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
         typer.confirm(f"{'; '.join(concerns)}. Launch?", abort=True, err=True)
 
 
-def _print_price(plan: Plan, price: Price, limits: JobLimits, used_gpu_hours: float) -> None:
+def _print_price(
+    plan: Plan, price: Price, limits: JobLimits, used_gpu_hours: float, all_savings: Sequence[Saving]
+) -> None:
     """Prints what is left to run, its price, its jobs, and how soon it can be done under the limits of the site."""
     cells = sorted(price.runs, key=lambda cell: (cell[1], cell[0]))
     say(headline(plan.config))
     say(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))
-    jobs, gpus_per_node = price.jobs, plan.config.hardware.gpus_per_node
-    num_nodes = min(limits.max_nodes, sum(job.nodes for job in jobs))
-    longest_job_s = max(3600 * job.gpu_hours / (gpus_per_node * job.nodes) for job in jobs)
-    earliest_end_s = max(3600 * price.gpu_hours / (gpus_per_node * num_nodes), longest_job_s)
-    largest_text = counted(max(job.nodes for job in jobs), "node")
-    say(interval_line(price), *time_limit_lines(plan), jobs_line(price, plan.config))
+    largest_text = counted(max(job.nodes for job in price.jobs), "node")
+    say(interval_line(price), *cost_lines(price, plan.config), *savings_lines(all_savings, price))
+    say(*time_limit_lines(plan), jobs_line(price, plan.config))
     limits_text = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
-    end_text = f"done in {duration_text(earliest_end_s)} at the earliest"
+    end_text = f"done in {time_text(price, plan.config, limits)} if no job waits in the queue"
     used_text = f"used so far: {three_digits(used_gpu_hours)} GPU hours"
     say(f"at most {limits_text}, {largest_text} per job; {end_text}; {used_text}")

@@ -13,7 +13,7 @@ import typer
 from ultrabench.analysis.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
-from ultrabench.cli.sweep.plan import plan_with_bar
+from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.tracking import tracked
 from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
@@ -22,7 +22,7 @@ from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_warning
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, open_sweep
+from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, measured_cores, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.required_programs import require_checkpoint_folder, require_local, require_program
 from ultrabench.launchers.starters import starter_warnings
@@ -40,6 +40,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
+from ultrabench.sweep.running.cheaper import savings
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.price import (
     BUDGET_FACTOR,
@@ -81,8 +82,12 @@ def run_launch(
     launcher = choose_launcher(config, folder)
     max_limit_s = launcher.limits.max_limit_s
     state = rereads.apply(state)
-    plan = within_limit(with_measured_times(plan_with_bar(config), state), max_limit_s)
-    price = price_of(plan, state, max_limit_s)
+    plan = plan_with_bar(config)
+    if cores := measured_cores(config, say):  # first, so that the price is that of this machine
+        plan = plan_with_bar(config, **cores)
+    plan = within_limit(with_measured_times(plan, state), max_limit_s)
+    with shown_progress(SEARCHED_CELLS) as report:
+        price = price_of(plan, state, max_limit_s, report_progress=report)
     for note in (*other_shapes(config.models, state), *same_commands(plan), *starter_warnings(config)):
         warn(note)
     if config.launcher.name == "local":
@@ -92,7 +97,12 @@ def run_launch(
     else:
         if acceptance_note := acceptance_warning(config):
             warn(acceptance_note)
-        max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
+        with shown_progress(SEARCHED_CELLS) as report:
+            all_savings = savings(plan, price, state, max_limit_s, report)
+        max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes, all_savings)
+    used_gpu_hours = committed_gpu_hours(plan, state, ())
+    asked_gpu_hours = used_gpu_hours + price.gpu_hours
+    low_gpu_hours, high_gpu_hours = (used_gpu_hours + end for end in price.interval)
     sweep = open_sweep(
         plan,
         reuse=reuse,
@@ -101,6 +111,7 @@ def run_launch(
         max_gpu_hours=max_gpu_hours,
         max_limit_s=max_limit_s,
         rereads=rereads.events,
+        asked=(asked_gpu_hours, low_gpu_hours, high_gpu_hours),
     )
     known_price = price if sweep.plan is plan else None
     return follow(sweep, launcher, folder.display_name, known_price, detach=detach, ask=not yes, stderr=False)
@@ -202,8 +213,9 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
         left_texts.append(f"repeats of {counted(price.num_repeated, 'measured run')} left")
     left_text = ", ".join(left_texts) or f"all {counted(len(runs), 'run')} settled"
     yield headline(config)
-    cost_text = three_digits(price.gpu_hours)
-    yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted, in {sweep.folder.path}"
+    cost_text, low, high = map(three_digits, (price.gpu_hours, *price.interval))
+    interval_text = f" ({low} to {high})" if price.jobs and config.kernel.is_predictable else ""
+    yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted{interval_text}, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
     is_set_by_setting = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}

@@ -1,5 +1,7 @@
 """`ultrabench sweep plan` shows counts and price of a sweep, the layouts to try first, or a job script."""
 
+import os
+import shlex
 import sys
 import uuid
 from collections import Counter
@@ -8,24 +10,42 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
+from ultrabench.cli.sweep.consent import (
+    cores_line,
+    cost_lines,
+    headline,
+    interval_line,
+    jobs_line,
+    price_table,
+    savings_lines,
+    time_limit_lines,
+    time_line,
+)
+from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import Rereads, read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.sweep.written import written_lines
-from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
+from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.choose import require_max_nodes
-from ultrabench.launchers.open_sweep import acceptance, folder_of, in_force, require_same, require_same_launch
+from ultrabench.launchers.open_sweep import (
+    acceptance,
+    folder_of,
+    in_force,
+    measured_cores,
+    require_same,
+    require_same_launch,
+)
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.starters import starter_warnings
 from ultrabench.run import AttemptKey
 from ultrabench.store.journal import read_journal
+from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.candidate import (
@@ -38,18 +58,30 @@ from ultrabench.sweep.candidate import (
     cell_columns,
     expected_rate,
 )
+from ultrabench.sweep.config.compose import parts_of, with_overrides
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
+from ultrabench.sweep.config.widest import WIDEST, unsearched_values
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, make_plan, planned_cells
+from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
-from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
+from ultrabench.sweep.remedy import nothing_fits, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.budget import Proposal, proposal
+from ultrabench.sweep.running.cheaper import Saving, savings
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.price import Price, planned_jobs, price_of, with_measured_times, within_limit
+from ultrabench.sweep.running.price import (
+    Price,
+    committed_gpu_hours,
+    planned_jobs,
+    price_of,
+    with_measured_times,
+    with_unmeasured_cores,
+    within_limit,
+)
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 from ultrabench.sweep.running.standings import measured_rates
 
@@ -61,23 +93,6 @@ SEARCH_KEY_BY_COLUMN = {"expected runs": "runs"}
 """Further column of the table of an adaptive search, which makes only some of the runs -> key in the JSON document."""
 
 
-def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
-    """The plan of a sweep; on a terminal a large one shows a bar on stderr.
-
-    Raises:
-        ConfigError: no candidate can run.
-    """
-    console = output_console(stderr=True)
-    bar_columns = TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*bar_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task_id = bar.add_task("", visible=False)
-
-        def advance(num_done: int, total: int) -> None:
-            bar.update(task_id, completed=num_done, total=total, visible=total >= MIN_PARALLEL_CANDIDATES)
-
-        return require_runs(make_plan(config, report_progress=advance, **peak_rate))
-
-
 def show_plan(
     overrides: list[str],
     as_json: bool,
@@ -87,15 +102,25 @@ def show_plan(
     file_name: str | None = None,
     *,
     force: bool = False,
+    max_gpu_hours: float | None = None,
 ) -> None:
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first.
 
     Args:
-        file_name: name of the sweep that is written with the layouts to try first; None writes none.
+        file_name: name of the sweep that is written with the layouts to try first, or with what `max_gpu_hours` leaves
+            of the sweep; None writes none.
         force: whether a file of that name is replaced.
+        max_gpu_hours: GPU hours within which the sweep has to be done; the plan is that of the sweep that says most.
     """
     path = None if file_name is None else require_writable_name(file_name, force=force)
     config = in_force(load_config(overrides), warn)
+    if (
+        max_gpu_hours is not None
+        and config.hardware.device == "cuda"
+        and "launcher" not in parts_of(overrides)
+    ):
+        overrides = [*overrides, "launcher=slurm"]  # as in the file that is written
+        config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
     folder, state, peak_rate, rereads = folder_of(config), SweepState(), dict[str, Any](), Rereads()
     sweep_json = find_sweep_json(folder)
@@ -116,15 +141,30 @@ def show_plan(
         folder.require_writable()
     except (ConfigError, SweepFolderError) as error:
         warn(f"sweep launch would refuse this plan: {error}")
+    has_known_peak = bool(config.hardware.peak_flops_per_s or peak_rate)
+    if max_gpu_hours is not None and not has_known_peak:
+        peak_rate, has_known_peak = measured_cores(config, say), True
     plan = within_limit(with_measured_times(plan_with_bar(config, **peak_rate), state))
+    asked_plan, choice = plan, None
+    if max_gpu_hours is not None:
+        used_gpu_hours = committed_gpu_hours(plan, state, ())
+        with shown_progress(SEARCHED_CELLS) as report:
+            choice = proposal(plan, state, max_gpu_hours, used_gpu_hours, report)
+        plan = choice.plan
+        overrides = with_overrides(overrides, choice.overrides)
+        config = plan.config
     if output is not None:
         write_plan(plan.candidates, output, config)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
     rate_by_run = measured_rates(plan.runs, state, config.hardware.device)
     best_rows = layouts_to_try(plan, top, rate_by_run, advised_p_oom) if top else []
-    price = price_of(plan, state)
-    summary = _summary_document(plan, price, progress)
+    with shown_progress(SEARCHED_CELLS) as report:
+        price = choice.price if choice else price_of(plan, state, report_progress=report)
+        all_savings = [] if choice else savings(plan, price, state, report_progress=report)
+    if not has_known_peak and config.hardware.device == "cpu":
+        price = with_unmeasured_cores(price, plan, state, len(os.sched_getaffinity(0)))
+    summary = _summary_document(plan, price, progress) | _cost_document(plan, price, all_savings)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
     notes += [*([rereads.line] if rereads.line else []), *same_commands(plan), *starter_warnings(config)]
@@ -142,18 +182,95 @@ def show_plan(
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
     if price.jobs:
         price_text = f"price for launcher={config.launcher.name}: {jobs_line(price, config)}"
-        notes += [interval_line(price)] * config.kernel.is_predictable
+        hours_line = interval_line(price) if has_known_peak else cores_line(price)
+        notes += [hours_line] * config.kernel.is_predictable
+        notes += [time_line(price, config), *cost_lines(price, config)]
         notes += [*time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
+    advice = [*savings_lines(all_savings, price), *_unsearched_lines(asked_plan)]
     best_ids = [row["run_id"] for row in best_rows]
     run_by_id = {run.run_id: run for run in plan.runs}
     best_runs = [run_by_id[run_id] for run_id in best_ids]
-    launch_lines = written_lines(path, config, overrides, best_runs) if path and best_runs else []
+    launch_lines, choice_lines = list[str](), list[str]()
+    if choice:
+        assert max_gpu_hours is not None
+        choice_lines = [*proposal_lines(choice, max_gpu_hours)]
+        listed_runs = plan.runs if choice.num_layouts else None
+        arguments = f" --max-gpu-hours {max_gpu_hours:g}"
+        if path:
+            launch_lines = written_lines(path, load_config(overrides), overrides, listed_runs, arguments)
+        else:
+            launch_lines = [*_launch_lines(choice, overrides, config, arguments)]
+        summary["proposal"] = proposal_document(choice, max_gpu_hours)
+    elif path and best_runs:
+        launch_lines = written_lines(path, config, overrides, best_runs)
     if as_json:
-        written = {"written": str(path)} if launch_lines else {}
+        written = {"written": str(path)} if path and launch_lines else {}
         print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}) | written)
         return
-    show(*_page(plan, price, summary, best_rows), *notes, *launch_lines)
+    show(*choice_lines, *_page(plan, price, summary, best_rows), *notes, *advice, *launch_lines)
+
+
+def proposal_lines(choice: Proposal, max_gpu_hours: float) -> Iterator[str]:
+    """What the sweep is that fits the budget, and what will be known after it."""
+    sweep_text = "the sweep as asked"
+    if choice.num_layouts:
+        layouts_text = "the layout" if choice.num_layouts == 1 else f"the {choice.num_layouts} layouts"
+        sweep_text = f"{layouts_text} predicted fastest of each cell"
+    if choice.overrides:
+        sweep_text += f", with {' '.join(choice.overrides)}"
+    (low, high), gpu_hours = map(three_digits, choice.price.interval), three_digits(choice.price.gpu_hours)
+    yield f"within {max_gpu_hours:,g} GPU hours: {sweep_text}: {gpu_hours} GPU hours ({low} to {high})"
+    yield f"you will know {choice.known}"
+    yield from (f"you will not know {loss}" for loss in choice.unknown)
+
+
+def proposal_document(choice: Proposal, max_gpu_hours: float) -> dict[str, Any]:
+    """What `sweep plan --max-gpu-hours --json` says of the sweep that it proposes."""
+    return {
+        "max_gpu_hours": max_gpu_hours,
+        "overrides": [*choice.overrides],
+        "layouts_per_cell": choice.num_layouts,
+        "known": choice.known,
+        "unknown": [*choice.unknown],
+    }
+
+
+def _launch_lines(
+    choice: Proposal, overrides: Sequence[str], config: SweepConfig, arguments: str
+) -> Iterator[str]:
+    """The command that launches the proposed sweep; where it lists layouts, the one that writes it first."""
+    if choice.num_layouts:
+        yield "\nto measure these layouts, write them as a sweep first:"
+        words = redact_arguments(sys.argv[1:], config.secrets)
+        yield shlex.join(["ultrabench", *words, "--write", "within-budget"])
+        return
+    yield "\nto launch this sweep:"
+    words = redact_arguments(overrides, config.secrets)
+    yield shlex.join(["ultrabench", "sweep", "launch", *words]) + arguments
+
+
+def _unsearched_lines(plan: Plan) -> Iterator[str]:
+    """A line about the forms of parallelism that the sweep does not search, and the sweep that does."""
+    if values_by_axis := unsearched_values(plan.config):
+        values_text = " ".join(
+            f"{axis}={','.join(map(str, values))}" for axis, values in values_by_axis.items()
+        )
+        yield f"not searched: {values_text}. To search them, too: sweep={WIDEST} sweep.strategy=adaptive"
+
+
+def _cost_document(plan: Plan, price: Price, all_savings: Sequence[Saving]) -> dict[str, Any]:
+    """Fields of the document about money, and about settings with which the sweep would cost less."""
+    gpu_hour_price, costs = plan.config.price_per_gpu_hour, dict[str, Any]()
+    if gpu_hour_price is not None:
+        costs["predicted_cost"] = round(price.gpu_hours * gpu_hour_price, 2)
+        costs["predicted_cost_interval"] = [round(end * gpu_hour_price, 2) for end in price.interval]
+    savings_json = [
+        {"overrides": [*s.overrides], "predicted_gpu_hours": round(s.price.gpu_hours, 4),
+         "share": round(s.share, 4), "unknown": [*s.losses]}
+        for s in all_savings
+    ]  # fmt: skip
+    return costs | {"savings": savings_json, "not_searched": unsearched_values(plan.config)}
 
 
 def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:

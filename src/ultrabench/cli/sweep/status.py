@@ -3,15 +3,17 @@
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.live import panel
-from ultrabench.cli.tables import output_console, print_json, show, warn
+from ultrabench.cli.tables import output_console, print_json, show, three_digits, warn
 from ultrabench.errors import counted
 from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder, last_written_s
@@ -20,7 +22,9 @@ from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.running.price import price_of
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 
 REASON_BY_ACTIVITY = {
@@ -47,30 +51,77 @@ def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
     """Prints the progress of a sweep, once or until it is over."""
     snapshots = _snapshots(folder, watch)
     if as_json:
-        for progress, idle_reason in snapshots:
+        for progress, idle_reason, prices in snapshots:
             document = progress.as_json() | {"standing": idle_reason}
+            document |= {"price": prices.as_json()} if prices else {}
         print_json(document)
     elif watch and not output_console().is_terminal:
         shown_counts = None
-        for progress, idle_reason in snapshots:
+        for progress, idle_reason, prices in snapshots:
             if progress.by_nodes != shown_counts:
-                show(status_view(progress, idle_reason), "")
+                show(status_view(progress, idle_reason, prices), "")
             shown_counts = progress.by_nodes
     elif watch:
         with Live(console=output_console(), auto_refresh=False) as live:
-            for progress, idle_reason in snapshots:
-                live.update(status_view(progress, idle_reason, with_bar=True), refresh=True)
+            for progress, idle_reason, prices in snapshots:
+                live.update(status_view(progress, idle_reason, prices, with_bar=True), refresh=True)
     else:
         show(status_view(*next(snapshots)))
 
 
-def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, str | None]]:
-    """Yields the progress of a sweep, and why it stands still if it does: once, or until the sweep is over.
+class Prices(NamedTuple):
+    """What a sweep was expected to cost when it was launched, and what is expected now, in GPU hours."""
+
+    asked: float
+    """The price that the user was asked about at the launch."""
+    asked_low: float
+    asked_high: float
+    spent: float
+    expected: float
+    """The spent ones, and the price of the rest with the starts and step times that runs have measured."""
+    per_gpu_hour: float | None
+    """The price of a GPU hour; None if it is unknown."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry `price` of `sweep status --json`."""
+        return {
+            "asked_gpu_hours": round(self.asked, 6),
+            "asked_gpu_hours_interval": [round(self.asked_low, 6), round(self.asked_high, 6)],
+            "spent_gpu_hours": round(self.spent, 6),
+            "expected_gpu_hours": round(self.expected, 6),
+            "per_gpu_hour": self.per_gpu_hour,
+        }
+
+    def line(self) -> str:
+        """A line such as `price: 12 GPU hours asked at the launch (9 to 16), 5.2 spent, 14.1 expected`."""
+        asked, low, high, spent, expected = map(three_digits, self[:-1])
+        text = f"price: {asked} GPU hours asked at the launch ({low} to {high}), {spent} spent, {expected} expected"
+        if self.per_gpu_hour is None:
+            return text
+        hours_by_word = {"asked": self.asked, "spent": self.spent, "expected": self.expected}
+        costs = (f"{three_digits(hours * self.per_gpu_hour)} {word}" for word, hours in hours_by_word.items())
+        return f"{text}; cost {', '.join(costs)}"
+
+
+def _prices(
+    folder: SweepFolder, runs: Sequence[Candidate], state: SweepState, progress: SweepProgress
+) -> Prices | None:
+    """The prices of a sweep; None where no launch has recorded the one that it asked about."""
+    if state.asked_gpu_hours is None or not runs:
+        return None
+    config = launched_config(folder, state)
+    spent = progress.useful_gpu_hours + progress.wasted_gpu_hours
+    rest = price_of(Plan(config=config, candidates=tuple(runs)), state).gpu_hours if progress.left else 0.0
+    return Prices(*state.asked_gpu_hours, spent, spent + rest, config.price_per_gpu_hour)
+
+
+def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, str | None, Prices | None]]:
+    """Yields the progress of a sweep, why it stands still if it does, and its prices: once, or until the sweep is over.
 
     Each look reads only new lines of the journal, and the plan if it changed.
     """
     sweep_json, journal_reader, fold = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
-    read_plan_ns, runs = -1, list[Candidate]()
+    read_plan_ns, runs, priced_at, prices = -1, list[Candidate](), (-1, -1), None
     while True:
         state = fold.add(journal_reader.poll())
         plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
@@ -79,6 +130,9 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
             runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True), state)]
             read_plan_ns = plan_ns
         progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
+        num_ended = sum(attempt.result is not None for attempt in state.attempts.values())
+        if (num_ended, read_plan_ns) != priced_at:  # an adaptive search takes a while to foresee
+            priced_at, prices = (num_ended, read_plan_ns), _prices(folder, runs, state, progress)
         reason = REASON_BY_ACTIVITY["starting" if is_starting else activity(folder, progress, state)]
         yield (
             progress,
@@ -86,6 +140,7 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
             and reason.format(
                 sweep=folder.display_name, refusal=_refusal(state), disk=disk_problem(folder.path)
             ),
+            prices,
         )
         if not (watch and (progress.left or is_starting)):
             return
@@ -144,8 +199,11 @@ def _refusal(state: SweepState) -> str | None:
     return end.reason if end and end.code is EndCode.REFUSED else None
 
 
-def status_view(progress: SweepProgress, idle_reason: str | None, with_bar: bool = False) -> Group:
-    """What `sweep status` shows: why nothing new starts, if so, the panel, a line for each node count, and warnings."""
+def status_view(
+    progress: SweepProgress, idle_reason: str | None, prices: Prices | None = None, *, with_bar: bool = False
+) -> Group:
+    """What `sweep status` shows: why nothing new starts, if so, the panel, a line for each node count, prices, and
+    warnings."""
     num_settled = progress.settled_by_nodes
     reason_line = [Text(idle_reason, style="yellow")] if idle_reason else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
@@ -153,7 +211,8 @@ def status_view(progress: SweepProgress, idle_reason: str | None, with_bar: bool
     warnings = (Text(f"warning: {line}", "yellow") for line in progress.node_warnings)
     unused_nodes = (Text(line, "yellow") for line in progress.nodes_not_used.values())
     view = panel(progress, idle_reason is None, with_bar)
-    return Group(*reason_line, view, *node_lines, *unused_nodes, *warnings)
+    price_lines = [Text(prices.line())] if prices else []
+    return Group(*reason_line, view, *node_lines, *price_lines, *unused_nodes, *warnings)
 
 
 def _nodes_line(num_nodes: int, counts: Mapping[str, int], num_settled: int) -> str:

@@ -14,22 +14,33 @@ from ultrabench.sweep.config.sweep_file import write_sweep_file
 
 
 def written_lines(
-    path: Path, config: SweepConfig, overrides: Sequence[str], runs: Sequence[Candidate]
+    path: Path,
+    config: SweepConfig,
+    overrides: Sequence[str],
+    runs: Sequence[Candidate] | None,
+    arguments: str = "",
 ) -> list[str]:
     """Writes a sweep of `runs` to `path`; returns the lines that say how to launch it.
+
+    Args:
+        runs: the runs whose layouts it lists; None for all axes of `config`.
+        arguments: what follows the name of the sweep in the command that launches it.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     command = shlex.join(["ultrabench", *redact_arguments(sys.argv[1:], config.secrets)])
-    heading = f"{counted(len(runs), 'layout')} chosen by: {command}"
+    sweep_text, measured_text = "a sweep", "this sweep"
+    if runs is not None:
+        sweep_text, measured_text = counted(len(runs), "layout"), "these layouts"
+    heading = f"{sweep_text} chosen by: {command}"
     try:
         write_sweep_file(path, config, overrides, runs, " ".join(heading.split()))
     except OSError as error:
         problem = f"cannot write {error.filename or path}: {error.strerror}"
         raise ConfigError(problem, "free or unlock the folder, or run the command elsewhere") from error
-    say(f"wrote {counted(len(runs), 'layout')} to {path}")
-    lines = ["\nto measure these layouts:", f"ultrabench sweep launch sweep={path.stem}"]
+    say(f"wrote {sweep_text} to {path}")
+    lines = [f"\nto measure {measured_text}:", f"ultrabench sweep launch sweep={path.stem}{arguments}"]
     if secrets := config.secrets:
         names = ", ".join(f"kernel.env.{name}" for name in secrets)
         lines.insert(

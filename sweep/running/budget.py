@@ -1,0 +1,175 @@
+"""Finds the sweep that says most within a number of GPU hours, and what will be known after it and what will not."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ultrabench.errors import ConfigError, counted
+from ultrabench.layout import Layout
+from ultrabench.store.state import SweepState
+from ultrabench.sweep.best_runs import expected_rate_of
+from ultrabench.sweep.candidate import Candidate, CellKey, advised, cell_columns, cell_label
+from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
+from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
+from ultrabench.sweep.config.sweep_file import entries_of
+from ultrabench.sweep.plan import Plan, ReportProgress
+from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
+from ultrabench.sweep.running.cheaper import BRIEFER, Change, changed_in_turn, searched_adaptively
+from ultrabench.sweep.running.price import Price, price_of
+from ultrabench.variant import CELL_OPTIONS
+
+NUMS_OF_LAYOUTS = (64, 48, 32, 24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
+"""Numbers of layouts of each cell that are tried, the largest first."""
+MAX_NAMED_CELLS = 4
+"""Number of cells without a run that are named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A sweep that fits a budget."""
+
+    plan: Plan
+    price: Price
+    overrides: tuple[str, ...]
+    """The overrides with which it differs from the sweep that was asked for, without its layouts."""
+    num_layouts: int | None
+    """Number of layouts of each cell that it lists; None where it has the axes that were asked for."""
+    known: str
+    """What it will say, in words that follow `you will know`."""
+    unknown: tuple[str, ...]
+    """What it will not say, in words that follow `you will not know`."""
+
+    @property
+    def gpu_hours(self) -> float:
+        """The GPU hours in which it is done even if all steps are as slow as their intervals allow."""
+        return self.price.interval[1]
+
+
+def proposal(
+    plan: Plan,
+    state: SweepState,
+    max_gpu_hours: float,
+    used_gpu_hours: float = 0.0,
+    report_progress: ReportProgress = lambda done, total: None,
+) -> Proposal:
+    """The sweep that says most of those that are done within `max_gpu_hours`, also with slow steps.
+
+    The sweep that was asked for comes first, then searches, then lists of layouts: a search with short runs says more
+    than full measurements of a few layouts. Cells are given up last, because then a part of the question has no answer.
+
+    Args:
+        max_gpu_hours: GPU hours of the whole sweep.
+        used_gpu_hours: those that the sweep has used before.
+        report_progress: called with the number of cells whose adaptive search is foreseen, and of all.
+
+    Raises:
+        ConfigError: the cheapest sweep that says anything takes more.
+    """
+    cheapest: Proposal | None = None
+    for choice in _choices(plan, state, report_progress):
+        if used_gpu_hours + choice.gpu_hours <= max_gpu_hours:
+            return choice
+        cheapest = choice if cheapest is None or choice.gpu_hours < cheapest.gpu_hours else cheapest
+    assert cheapest is not None
+    run, (low, high) = cheapest.plan.runs[0], cheapest.price.interval
+    used_text = f"{used_gpu_hours:.3g} are used, and " if used_gpu_hours else ""
+    fact = f"{used_text}the cheapest useful sweep, {run.spec.label()} of {cell_label(run.cell)}, takes"
+    hours_text = f"{cheapest.price.gpu_hours:.3g} GPU hours ({low:.3g} to {high:.3g})"
+    remedy = f"give at least {_rounded_up(used_gpu_hours + cheapest.gpu_hours)}"
+    raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}: {fact} {hours_text}", remedy)
+
+
+def _rounded_up(gpu_hours: float) -> str:
+    """The smallest number of three digits that is not below `gpu_hours`."""
+    digits = 2 - math.floor(math.log10(gpu_hours))
+    return f"{math.ceil(gpu_hours * 10**digits) / 10**digits:g}"
+
+
+def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> Iterator[Proposal]:
+    """The sweeps that can be proposed, the one that says most first."""
+    asked = Change(overrides=(), plan=plan, losses=())
+    for grid in filter(None, (asked, searched_adaptively(plan))):
+        known, searched_ids = _known_of_grid(grid.plan), None
+        for change in (grid, *changed_in_turn(grid, BRIEFER)):
+            price = price_of(change.plan, state, searched_ids=searched_ids, report_progress=report_progress)
+            searched_ids = price.searched_ids if change.plan.config.strategy == "adaptive" else None
+            yield Proposal(
+                plan=change.plan, price=price, overrides=change.overrides, num_layouts=None,
+                known=known, unknown=change.losses,
+            )  # fmt: skip
+    *_, briefest = asked, *changed_in_turn(asked, BRIEFER)
+    layouts_by_cell = {cell: _best_layouts(runs) for cell, runs in briefest.plan.cells.items()}
+    most = max(map(len, layouts_by_cell.values()))
+    for num_layouts in (count for count in NUMS_OF_LAYOUTS if count <= most):
+        chosen = {cell: layouts[:num_layouts] for cell, layouts in layouts_by_cell.items()}
+        yield _list_of(briefest, state, chosen, num_layouts)
+    single_lists = [
+        _list_of(briefest, state, {cell: layouts[:1]}, 1) for cell, layouts in layouts_by_cell.items()
+    ]
+    single_lists.sort(key=lambda choice: choice.gpu_hours)
+    cells = [choice.plan.runs[0].cell for choice in single_lists]
+    for num_cells in range(len(cells) - 1, 0, -1):
+        yield _list_of(briefest, state, {cell: layouts_by_cell[cell][:1] for cell in cells[:num_cells]}, 1)
+
+
+def _known_of_grid(plan: Plan) -> str:
+    """What a sweep of all these runs will say, or a search among them."""
+    layouts_text = f"{counted(len(plan.runs), 'run')} in {counted(len(plan.cells), 'cell')}"
+    if plan.config.strategy == "adaptive":
+        end_text = f"every other one has less than a {MIN_CHANCE:.0%} chance to be {MIN_GAIN:.0%} faster"
+        return f"the fastest layout of each cell, of {layouts_text}: a search ends when {end_text}"
+    return f"the fastest layout of each cell, of {layouts_text}, and what each axis costs (sweep effects)"
+
+
+def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
+    """The layouts of a cell that are advised, in the order of what is expected of them; else the likeliest one to fit."""
+    advised_runs = sorted(advised(runs), key=expected_rate_of, reverse=True)
+    runs = advised_runs or [min(runs, key=lambda run: run.prediction.p_oom)]
+    return [*dict.fromkeys(run.layout for run in runs)]
+
+
+def _list_of(
+    briefest: Change, state: SweepState, layouts_by_cell: Mapping[CellKey, Sequence[Layout]], num_layouts: int
+) -> Proposal:
+    """A sweep of these layouts alone, with runs as short as `briefest` has them."""
+    plan = briefest.plan
+    runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
+    chosen_plan = replace(plan, config=_listing(plan.config, runs), candidates=runs)
+    cells_text = counted(len(layouts_by_cell), "cell")
+    known = f"which of the {num_layouts} layouts predicted fastest is the fastest, in each of {cells_text}"
+    others_text = f"whether a layout outside these {counted(len(runs), 'run')} is faster"
+    if num_layouts == 1:
+        known = f"how fast the layout predicted fastest is, in each of {cells_text}"
+    missing_cells = [cell for cell in plan.cells if cell not in layouts_by_cell]
+    columns = cell_columns(plan.cells)
+    names = [cell_label(cell, columns) for cell in sorted(missing_cells)]
+    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
+    missing_text = f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}"
+    return Proposal(
+        plan=chosen_plan,
+        price=price_of(chosen_plan, state),
+        overrides=briefest.overrides,
+        num_layouts=num_layouts,
+        known=known,
+        unknown=(others_text, *briefest.losses, *([missing_text] if names else [])),
+    )
+
+
+def _listing(config: SweepConfig, runs: Sequence[Candidate]) -> SweepConfig:
+    """The configuration of a sweep that lists the layouts of `runs`, as a sweep file that is written for them."""
+    cells, listed = [run.cell for run in runs], read_layouts(entries_of(runs), ())
+    models = {cell.model for cell in cells}
+    cell_values = {
+        option: tuple(sorted({getattr(cell, option) for cell in cells})) for option in CELL_OPTIONS
+    }
+    nodes = tuple(sorted({cell.nodes for cell in cells}))
+    return replace(
+        config,
+        axes=Axes(nodes=nodes, layout=values_of_layouts(listed), listed=listed),
+        models=tuple(shape for shape in config.models if shape.name in models),
+        options=replace(config.options, values={**config.options.values, **cell_values}),
+        workload=replace(config.workload, seq_len=cell_values["seq_len"][0], gbs=cell_values["gbs"][0]),
+        strategy="exhaustive",
+        scaling="strong",
+        max_runs=None,
+    )

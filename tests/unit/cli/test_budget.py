@@ -1,0 +1,100 @@
+"""`sweep plan --max-gpu-hours`, what plans say of time and money, and the prices that `sweep status` shows."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.sweep_folder import write
+from tests.unit.cli.conftest import QUICK, as_json, one_line, record
+from ultrabench.cli.sweep import planning
+from ultrabench.store.events import Launched
+
+GRID = ("hardware=h100x8", "model=llama3-8b", "sweep.nodes=[1,2]", "sweep.tp=[1,2]", "sweep.pp=[1,2]")
+PLAN = ("sweep", "plan", *GRID)
+
+
+@pytest.mark.parametrize(("hours", "lists_layouts"), [("7", True), ("25", False)])
+def test_the_sweep_that_fits_is_written_and_costs_what_was_said(ultrabench, hours, lists_layouts):
+    budget = ("--max-gpu-hours", hours)
+    code, out, _ = ultrabench(*PLAN, *budget)
+    assert code == 0
+    assert re.search(rf"^within {hours} GPU hours: .*: [\d.]+ GPU hours \([\d.]+ to [\d.]+\)$", out, re.M)
+    assert re.search("^you will know .*\n(you will not know .*\n)+", out, re.M)
+    words = shlex.split(out.strip().splitlines()[-1])
+    assert words[:3] == ["ultrabench", "sweep", "plan" if lists_layouts else "launch"]
+    document = as_json(ultrabench, *PLAN, *budget, "--write", "fits")
+    proposal, said_hours = document["proposal"], document["predicted_gpu_hours"]
+    assert (proposal["layouts_per_cell"] is not None) == lists_layouts
+    assert document["predicted_gpu_hours_interval"][1] <= float(hours)
+    _, out, err = ultrabench(*PLAN, *budget, "--write", "fits", "--force")
+    assert err.startswith("wrote ")
+    assert out.strip().endswith(f"ultrabench sweep launch sweep=fits --max-gpu-hours {hours}")
+    written = as_json(ultrabench, "sweep", "plan", "sweep=fits")
+    assert written["predicted_gpu_hours"] == pytest.approx(said_hours, rel=1e-3)
+    assert written["runs_at_most"] == document["runs_at_most"]
+    if not lists_layouts:
+        launched = as_json(ultrabench, "sweep", "plan", *words[3:-2])
+        assert launched["predicted_gpu_hours"] == pytest.approx(said_hours, rel=1e-3)
+
+
+def test_what_cannot_be_proposed_is_refused_in_one_line(ultrabench):
+    assert "give at least " in one_line(ultrabench, *PLAN, "--max-gpu-hours", "0.2")
+    assert "must be" in one_line(ultrabench, *PLAN, "--max-gpu-hours", "0")
+    both = (*PLAN, "--write", "x", "--top", "1", "--max-gpu-hours", "9")
+    assert "leave out one" in one_line(ultrabench, *both)
+    assert "--max-gpu-hours" in one_line(ultrabench, *PLAN, "--show-script", "--max-gpu-hours", "9")
+    assert "--max-gpu-hours H" in one_line(ultrabench, *PLAN, "--write", "x")
+
+
+def test_a_plan_says_what_it_costs_and_how_to_get_by_with_less(ultrabench):
+    priced = (*PLAN, "launcher=slurm", "+cluster.price_per_gpu_hour=2.5")
+    document, (_, out, _) = as_json(ultrabench, *priced), ultrabench(*priced)
+    hours, ends = document["predicted_gpu_hours"], document["predicted_gpu_hours_interval"]
+    costs = [document["predicted_cost"], *document["predicted_cost_interval"]]
+    assert costs == pytest.approx([2.5 * hours, *(2.5 * end for end in ends)], abs=0.01)
+    assert re.search(r"^cost [\d.,]+ \([\d.,]+ to [\d.,]+\) at 2.5 per GPU hour$", out, re.M)
+    assert re.search(r"^about \w+ \(\w+ to \w+\) on the nodes with 8 jobs at a time", out, re.M)
+    assert "add +cluster.price_per_gpu_hour=VALUE" in ultrabench(*PLAN)[1]
+    shown = re.findall(r"^  (\S.*?)  ([\d.,]+) GPU hours \(-\d+%\)", out, re.M)
+    assert [shlex.split(words) for words, _ in shown] == [
+        saving["overrides"] for saving in document["savings"]
+    ]
+    assert all(saving["predicted_gpu_hours"] < hours for saving in document["savings"])
+    assert document["not_searched"]["recompute"] == ["selective", "full"]
+    assert "To search them, too: sweep=recommend sweep.strategy=adaptive\n" in out
+    assert as_json(ultrabench, "sweep", "plan")["not_searched"] == {}
+
+
+def test_status_shows_what_was_asked_what_is_spent_and_what_is_expected_now(ultrabench, sweep):
+    assert "price" not in as_json(ultrabench, "sweep", "status"), "earlier versions recorded no price"
+    asked = Launched(generation=2, config=QUICK.config.resolved, asked_gpu_hours=(1.0, 0.5, 2.0))
+    write(sweep, asked, Launched(generation=3, config=QUICK.config.resolved))
+    before = as_json(ultrabench, "sweep", "status")["price"]
+    assert (before["asked_gpu_hours"], before["asked_gpu_hours_interval"]) == (1.0, [0.5, 2.0])
+    for run in QUICK.runs[2:5]:
+        record(sweep, run, duration_s=3600.0, step_times_s=(100.0,) * 6)
+    after = as_json(ultrabench, "sweep", "status")["price"]
+    assert after["spent_gpu_hours"] > before["spent_gpu_hours"] + 3
+    assert after["expected_gpu_hours"] > after["spent_gpu_hours"] + 2 * before["expected_gpu_hours"]
+    line = r"^price: 1 GPU hours asked at the launch \(0.5 to 2\), [\d.]+ spent, [\d.]+ expected$"
+    assert re.search(line, ultrabench("sweep", "status")[1], re.M)
+    for run in QUICK.runs[5:]:
+        record(sweep, run)
+    over = as_json(ultrabench, "sweep", "status")
+    if not over["to_go"]:
+        assert over["price"]["expected_gpu_hours"] == over["price"]["spent_gpu_hours"]
+    assert json.dumps(over)
+
+
+def test_a_long_plan_says_how_far_it_is_where_no_terminal_shows_a_bar(capsys):
+    seconds = iter([0.0, 4.0, 11.0, 15.0, 22.0, 40.0])
+    report = planning.line_printer(planning.CANDIDATES, lambda: next(seconds))
+    for num_done in (100, 250, 400, 500, 1000):
+        report(num_done, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "planning: 250 of 1,000 candidates, about 33s left",
+        "planning: 500 of 1,000 candidates, about 22s left",
+    ]

@@ -1,0 +1,130 @@
+"""What a sweep costs with other settings, how long it takes, and which sweep fits a budget."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.configs import refused
+from tests.unit.allocations import PLAN, told
+from ultrabench.errors import ConfigError
+from ultrabench.result import Status
+from ultrabench.store.events import Launched
+from ultrabench.store.state import SweepState
+from ultrabench.sweep.config.compose import with_overrides
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running import budget, cheaper
+from ultrabench.sweep.running.price import price_of, with_unmeasured_cores
+from ultrabench.sweep.running.schedule import wall_clock_s
+
+GRID = [
+    "launcher=slurm",
+    "hardware=h100x8",
+    "model=llama3-8b",
+    "sweep.nodes=[1,2]",
+    "sweep.tp=[1,2]",
+    "sweep.pp=[1,2]",
+]
+ASKED = make_plan(load_config(GRID))
+PRICE = price_of(ASKED)
+NEW = SweepState()
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"), [([], 6), (["sweep.strategy=adaptive", "repeats=2"], 5), (["measure=quick", "sweep.gbs=[128,256]"], 4)]
+)  # fmt: skip
+def test_a_saving_is_what_planning_with_its_overrides_says(asked, count):
+    plan = make_plan(load_config([*GRID, *asked]))
+    price = price_of(plan)
+    all_savings = cheaper.savings(plan, price, NEW)
+    assert len(all_savings) == count
+    for saving in all_savings:
+        planned = price_of(make_plan(load_config(with_overrides([*GRID, *asked], saving.overrides))))
+        assert saving.price.gpu_hours == pytest.approx(planned.gpu_hours, rel=1e-3)
+        assert saving.share == pytest.approx(1 - planned.gpu_hours / price.gpu_hours, abs=1e-3)
+        assert saving.share >= cheaper.MIN_SAVING
+    shares = [saving.share for saving in all_savings if saving.losses]
+    assert shares == sorted(shares, reverse=True)
+    assert shares
+
+
+def test_a_sweep_that_has_begun_keeps_its_batch_and_saves_of_what_is_left():
+    begun = SweepState(launched=Launched(generation=1, config=ASKED.config.resolved))
+    for run in ASKED.runs[:5]:
+        told(begun, run, Status.OK, step_times_s=(3 * run.prediction.step_time_s,) * 6)
+    all_savings = cheaper.savings(ASKED, price_of(ASKED, begun), begun)
+    assert not any("gbs" in override for saving in all_savings for override in saving.overrides)
+    brief = next(saving for saving in all_savings if saving.overrides[0].startswith("measure.warmup"))
+    config = load_config([*GRID, *brief.overrides])
+    assert brief.price.gpu_hours == pytest.approx(price_of(make_plan(config), begun).gpu_hours, rel=1e-3)
+    assert cheaper.savings(ASKED, replace(PRICE, jobs=()), NEW) == []
+
+
+@pytest.mark.parametrize("hours", [2.0, 5.0, 8.0, 20.0, 40.0, 1000.0])
+def test_a_proposal_is_done_within_the_budget_even_if_steps_are_slow(hours):
+    choice = budget.proposal(ASKED, NEW, hours)
+    assert price_of(choice.plan).gpu_hours == pytest.approx(choice.price.gpu_hours)
+    assert choice.price.interval[1] <= hours
+    cells = {run.cell for run in ASKED.runs}
+    left_out = [loss for loss in choice.unknown if loss.startswith("anything about")]
+    assert bool(left_out) == ({run.cell for run in choice.plan.runs} != cells)
+    if choice.num_layouts:
+        assert "predicted fastest" in choice.known
+        assert choice.plan.config.axes.listed
+    config = load_config([*GRID, *choice.overrides])
+    assert choice.plan.config.measure == config.measure
+
+
+def test_more_hours_never_say_less():
+    def value(hours):
+        choice = budget.proposal(ASKED, NEW, hours)
+        return len(choice.plan.cells), choice.num_layouts or math.inf, -len(choice.unknown)
+
+    values = [value(hours) for hours in (2, 3, 4, 6, 9, 14, 20, 30, 45, 70, 100, 1000)]
+    assert values == sorted(values)
+    assert values[-1] == (2, math.inf, 0), "the sweep as it was asked for"
+
+
+def test_less_than_the_cheapest_useful_sweep_is_refused_with_its_price():
+    line = r"^--max-gpu-hours 0.1: the cheapest useful sweep, dp\d.* of llama3-8b on 1 node, takes [\d.]+ GPU hours .*; give at least ([\d.]+)$"
+    with refused(match=line):
+        budget.proposal(ASKED, NEW, 0.1)
+    with pytest.raises(ConfigError) as raised:
+        budget.proposal(ASKED, NEW, 0.1)
+    least = float(re.search(line, str(raised.value))[1])
+    assert len(budget.proposal(ASKED, NEW, least).plan.runs) == 1
+    with pytest.raises(ConfigError):
+        budget.proposal(ASKED, NEW, 0.98 * least)
+    with refused("50 are used, and the cheapest useful sweep"):
+        budget.proposal(ASKED, NEW, 50, used_gpu_hours=50)
+
+
+def test_jobs_share_the_nodes_that_the_limits_allow():
+    jobs = PRICE.jobs
+    seconds = [3600 * job.gpu_hours / (8 * job.nodes) for job in jobs]
+    assert len(jobs) > 3
+    assert wall_clock_s(jobs, 8, max_jobs=1) == pytest.approx(sum(seconds))
+    assert wall_clock_s(jobs, 8, max_jobs=1000) == pytest.approx(max(seconds))
+    assert wall_clock_s(jobs, 8, max_jobs=1000, max_nodes=1) == pytest.approx(sum(seconds)), (
+        "the larger ones run alone"
+    )
+    by_cell = {}
+    for job, job_s in zip(jobs, seconds, strict=True):
+        cell = job.attempts[-1].candidate.cell
+        by_cell[cell] = by_cell.get(cell, 0.0) + job_s
+    assert wall_clock_s(jobs, 8, max_jobs=1000, one_by_one=True) == pytest.approx(max(by_cell.values()))
+    some = wall_clock_s(jobs, 8, max_jobs=2)
+    assert sum(seconds) / 2 <= some < sum(seconds)
+    assert wall_clock_s((), 8, max_jobs=2) == 0
+
+
+def test_the_price_of_a_machine_that_is_not_measured_holds_for_slow_and_fast_cores():
+    guessed = price_of(PLAN)
+    price = with_unmeasured_cores(guessed, PLAN, NEW, cores=8)
+    assert price.gpu_hours == guessed.gpu_hours
+    for rate, cores in ((1e9, 1), (3e9, 2), (5e10, 2), (1e11, 8)):
+        measured = price_of(make_plan(PLAN.config, core_flops_per_s=rate, cores=cores))
+        assert price.interval[0] <= measured.interval[0] <= measured.interval[1] <= price.interval[1]
+    assert sum(job.interval[1] for job in price.jobs) == pytest.approx(price.interval[1])
