@@ -15,7 +15,7 @@ def unsearched_values(config: SweepConfig) -> dict[str, tuple[Any, ...]]:
 
     These values are those of training on GPUs with our own kernel, whose forms of parallelism they all are.
     """
-    if config.hardware.device != "cuda" or config.kernel.kind != "embedded" or config.axes.listed:
+    if not config.hardware.has_gpus or not config.kernel.trains_itself or config.axes.listed:
         return {}
     widest = read_yaml(files("sweep")[WIDEST])["sweep"]
     new_values = {

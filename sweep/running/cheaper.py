@@ -48,7 +48,7 @@ class Saving:
 def searched_adaptively(plan: Plan) -> Change | None:
     """Only runs that may still be the fastest; None where a sweep is so anyway, or has nothing to search."""
     config = plan.config
-    if config.strategy == "adaptive" or config.kernel.kind == "probe" or not config.kernel.is_predictable:
+    if config.strategy == "adaptive" or not config.kernel.trains or not config.kernel.is_predictable:
         return None
     loss = (
         "what each axis costs (sweep effects), since only layouts that may still be the fastest are measured"
@@ -78,7 +78,7 @@ def measured_briefly(plan: Plan) -> Change | None:
     values: dict[str, Any] = {
         name: value for name, value in FEW_STEPS.items() if getattr(measure, name) > value
     }
-    if not values or plan.config.kernel.kind == "probe":
+    if not values or plan.not config.kernel.trains:
         return None
     try:
         new_measure = replace(measure, **values)
@@ -131,7 +131,7 @@ def with_smaller_batch(plan: Plan) -> Change | None:
     """
     config, all_gbs = plan.config, plan.config.options.values["gbs"]
     num_gpus = max(config.axes.nodes) * config.hardware.gpus_per_node
-    if len(all_gbs) > 1 or config.kernel.kind == "probe" or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
+    if len(all_gbs) > 1 or not config.kernel.trains or len(plan.candidates) >= MIN_PARALLEL_CANDIDATES:
         return None
     for divisor in (MAX_BATCH_DIVISOR, MAX_BATCH_DIVISOR // 2):
         gbs = all_gbs[0] // divisor

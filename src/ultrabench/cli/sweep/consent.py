@@ -129,14 +129,14 @@ def time_text(price: Price, config: SweepConfig, limits: JobLimits) -> str:
 def planned_limits(config: SweepConfig) -> JobLimits:
     """The limits of jobs that the configuration sets, without those of a site that is not asked."""
     launcher = config.launcher
-    if launcher.name == "local":
+    if not launcher.holds_nodes:
         return JobLimits(max_jobs=1)
     return JobLimits(max_jobs=launcher.max_jobs, max_nodes=launcher.max_nodes or sys.maxsize)
 
 
 def time_line(price: Price, config: SweepConfig) -> str:
     """One line that says how long the nodes work before the limits of the site are known."""
-    if config.launcher.name == "local":
+    if not config.launcher.holds_nodes:
         return f"about {time_text(price, config, planned_limits(config))} on this machine"
     num_jobs, max_nodes = config.launcher.max_jobs, config.launcher.max_nodes
     limits_text = f"{counted(num_jobs, 'job')} at a time (launcher.max_jobs)"
@@ -150,7 +150,7 @@ def cost_lines(price: Price, config: SweepConfig) -> Iterator[str]:
     if (gpu_hour_price := config.price_per_gpu_hour) is not None:
         cost, low, high = (three_digits(h * gpu_hour_price) for h in (price.gpu_hours, *price.interval))
         yield f"cost {cost} ({low} to {high}) at {gpu_hour_price:g} per GPU hour"
-    elif config.hardware.device == "cuda":
+    elif config.hardware.has_gpus:
         yield "cost unknown: add +cluster.price_per_gpu_hour=VALUE, or price_per_gpu_hour: VALUE to the file of the cluster"
 
 
