@@ -151,6 +151,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("cost_per_billion_tokens", FLOAT, "1e9 * price_per_gpu_hour (of the cluster) / (3600 * tokens_per_s_per_gpu); null without a price."),
         column("control", TEXT, "run_id of the control layout of its allocation."),
         column("control_ratio", FLOAT, "Speed divided by that of the control layout, the mean of its runs before and after this run in the allocation; 1 for a control run. step_time_s and speeds stay as measured."),
+        column("control_ci95_rel", FLOAT, "Half the 95 % interval of that speed of the control layout, relative to it; holds both runs of it if they differ by more."),
         column("graphs", INT, "Most graphs that torch.compile made on a rank; 0: layers ran eagerly."),
         column("attention", TEXT, "Attention kernel that ran: cudnn, flash, flash3 or math."),
         column("attention_listed", TEXT, "Listed value of kernel.attention, such as auto; null if the sweep lists only one value."),
