@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ultrabench.analysis.cells import Cell, formula_of_cells, layout_words, tried
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
-from ultrabench.analysis.ranking import LOWER_IS_BETTER
+from ultrabench.analysis.ranking import DEFAULT_RANK_BY, LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, peak_suffix
 from ultrabench.routing import routing_text
@@ -164,6 +164,8 @@ def _word_lines(words: Sequence[str], separator: str, max_chars: int) -> list[st
 def _headline_text(cell: Cell) -> str:
     """The shown value of a cell, or its tokens/s/GPU where the value, such as MFU, is unknown."""
     speed_text = "ok" if cell.tokens_per_s_per_gpu is None else count(cell.tokens_per_s_per_gpu, "tok/s")
+    if cell.shown_column == DEFAULT_RANK_BY:
+        return speed_text
     return with_unit(cell.shown_column, cell.shown_value) or speed_text
 
 
@@ -265,6 +267,7 @@ def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
     separator = "\n" if grid.height < 2 else " "
     mfu_label = f"MFU{peak_suffix(grid.cells[0].precision)} (% of{separator}{measured_text}peak)"
     label_by_column = {"mfu": mfu_label, "source_mfu": f"source_mfu{separator}(% of peak)"}
+    label_by_column |= {DEFAULT_RANK_BY: "tokens/s/GPU"}
     label_suffix = f"{unit_suffix}\nlower is better" if column in LOWER_IS_BETTER else unit_suffix
     axes.set_ylabel(label_by_column.get(column, column) + label_suffix, fontsize=9, color=GREY)
     axes.tick_params(labelsize=8, length=2, color=GREY)
