@@ -409,7 +409,8 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         wins_text = "may win any cell" if include_suspects else "win only cells without other results"
         layouts_text += f". Suspect ({wins_text}): {num_suspect:,} of {counted(len(rows), 'row')}"
     return NOTE * is_plan + ". ".join(
-        (
+        text[:1].upper() + text[1:]
+        for text in (
             f"Layouts: {layouts_text}",
             *left_out(table),
             *mfu_problems(table),

@@ -136,6 +136,7 @@ _GROUPS: dict[str, tuple[Column, ...]] = {
         Column("cost_per_billion_tokens", FLOAT, "1e9 * price_per_gpu_hour (of the cluster) / (3600 * tokens_per_s_per_gpu); null without a price.", better=Better.LOWER, follows_step_time=True),
         Column("control", TEXT, "run_id of the control layout of its allocation."),
         Column("control_ratio", FLOAT, "Speed divided by that of the control layout, the mean of its runs before and after this run in the allocation; 1 for a control run. step_time_s and speeds stay as measured.", better=Better.HIGHER, follows_step_time=True),
+        Column("control_ci95_rel", FLOAT, "Half the 95 % interval of that speed of the control layout, relative to it; holds both runs of it if they differ by more.", unit=FRACTION, better=Better.LOWER),
         RESULT_COLUMNS["graphs"],
         RESULT_COLUMNS["attention"],
         Column("attention_listed", TEXT, "Listed value of kernel.attention, such as auto; null if the sweep lists only one value."),

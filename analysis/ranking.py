@@ -104,12 +104,12 @@ _WINNER_COLUMNS = (
 """Columns that a cell has from its best run."""
 _FURTHER_COLUMNS = (
     "run_id", "status", "rule", "reason", "suspect", "suspect_codes", "stopped", "sweep", "allocation",
-    "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
+    "control", "control_ratio", "control_ci95_rel", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
     "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
-    "ci_reached",
+    "ci_reached", "control_ci95_rel",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 

@@ -48,7 +48,7 @@ from ultrabench.sweep.plan_table import (
 from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS
 from ultrabench.sweep.running.attempts import Skip, skips
 from ultrabench.sweep.running.outliers import control_runs, for_answers
-from ultrabench.sweep.running.standings import Suspicion, control_ratio
+from ultrabench.sweep.running.standings import Suspicion, beside_control
 from ultrabench.variant import Variant, identity
 
 Row = dict[str, Any]
@@ -270,7 +270,8 @@ def _numbered_rows(
         row |= _speed_columns(base, result, flops)
         if price is not None and (tokens_per_s := row.get("tokens_per_s_per_gpu")):
             row["cost_per_billion_tokens"] = 1e9 * price / (3600 * tokens_per_s)
-        row["control_ratio"] = control_ratio(recorded_state.attempts[attempt.key], controls_by_allocation)
+        comparison = beside_control(recorded_state.attempts[attempt.key], controls_by_allocation)
+        row |= {"control_ratio": comparison.ratio, "control_ci95_rel": comparison.ci95_rel}
         trained_shape = shape if flops.formula else None
         rate = row.get("tokens_per_s_per_gpu") or 0.0
         sure_mfu = None if busy_peak(base["peak_core_share"]) else row.get("mfu")

@@ -21,6 +21,7 @@ from ultrabench.analysis.cells import Cell, formula_of_cells, layout_words, trie
 from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
+from ultrabench.analysis.ranking import DEFAULT_RANK_BY
 from ultrabench.column import Better, Form
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, peak_suffix
@@ -170,6 +171,8 @@ def _headline_text(cell: Cell) -> str:
         if cell.tokens_per_s_per_gpu is None
         else count(cell.tokens_per_s_per_gpu, column_of("tokens_per_s_per_gpu").unit.short_symbol)
     )
+    if cell.shown_column == DEFAULT_RANK_BY:
+        return speed_text
     return with_unit(cell.shown_column, cell.shown_value) or speed_text
 
 

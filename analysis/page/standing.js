@@ -57,10 +57,11 @@ function standings(cell, isShown) {
   const relativeInterval = (row) => value("step_time_ci95_rel", row) ?? 0, allocationOf = (row) => value("allocation_number", row);
   const controlRows = comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row));
   const controlInterval = new Map([...Map.groupBy(controlRows, allocationOf)].map(([allocation, rows]) => [allocation, median(rows.map(relativeInterval))]));
+  const controlWidth = (row) => comparedColumn === RATE ? 0 : value("control_ci95_rel", row) ?? controlInterval.get(allocationOf(row)) ?? 0;
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
   const runs = [...rowByContender].map(([contender, row]) => {
     const repeats = measuredByContender.get(contender) ?? [], comparedValues = repeats.map(comparedValue);
-    const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlInterval.get(allocationOf(repeat)) ?? 0));
+    const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlWidth(repeat)));
     const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
     const interval = comparedValues.length ? [Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))), Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n])))] : null;
     return { row, comparedColumn, run: value("run_id", row), value: medianValue ?? -Infinity, interval, tier: tierOf(row) };

@@ -47,6 +47,9 @@ class Repeat(NamedTuple):
     """Half the 95 % interval of the step time, relative to it; None counts as 0."""
     ci_reached: bool | None = None
     """Whether this interval met the target of the measurement."""
+    control_ci95_rel: float | None = None
+    """Half the 95 % interval of the step time of the control layout beside it, relative to that; None in tables of
+    earlier versions: that of the control runs of its allocation."""
 
     @property
     def measured(self) -> bool:
@@ -183,6 +186,13 @@ def _control_cis(competing: Iterable[Repeat]) -> dict[Hashable, float]:
     return {allocation: median(cis) for allocation, cis in cis_by_allocation.items()}
 
 
+def _control_ci(repeat: Repeat, control_cis: Mapping[Hashable, float]) -> float:
+    """Half the 95 % interval of the step time of the control layout beside a repeat, relative to it."""
+    if repeat.control_ci95_rel is not None:
+        return repeat.control_ci95_rel
+    return control_cis.get(repeat.allocation, 0.0)
+
+
 def _group_by_run(repeats: Iterable[_IndexedRepeat]) -> dict[tuple[str, str | None], list[_IndexedRepeat]]:
     """run_id and environment of a run -> its repeats."""
     repeats_by_run = defaultdict[tuple[str, str | None], list[_IndexedRepeat]](list)
@@ -217,7 +227,7 @@ def _standing(
         index, representative = competing[nearest_index]
         interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
         if by_control:
-            cis = (math.hypot(r.ci95_rel or 0.0, control_cis.get(r.allocation, 0.0)) for _, r in competing)
+            cis = (math.hypot(r.ci95_rel or 0.0, _control_ci(r, control_cis)) for _, r in competing)
             interval = _interval([*zip(values, cis, strict=True)])
     else:
         index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))

@@ -78,7 +78,7 @@ def measured_briefly(plan: Plan) -> Change | None:
     values: dict[str, Any] = {
         name: value for name, value in FEW_STEPS.items() if getattr(measure, name) > value
     }
-    if not values or plan.not config.kernel.trains:
+    if not values or not plan.config.kernel.trains:
         return None
     try:
         new_measure = replace(measure, **values)

@@ -129,6 +129,8 @@ class ControlRun(NamedTuple):
     """Unix time of its start."""
     step_time_s: float
     """The median of its step times, in seconds."""
+    ci95_rel: float = 0.0
+    """Half the 95 % interval of this median, relative to it; 0 where it is unknown."""
 
 
 def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
@@ -137,26 +139,29 @@ def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
     for key, attempt in state.attempts.items():
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
-            run = ControlRun(ok.started_at or 0.0, median(ok.step_times_s))
+            run = ControlRun(ok.started_at or 0.0, median(ok.step_times_s), ok.step_time_ci95_rel or 0.0)
             runs_by_allocation[allocation.name].append(run)
     return {allocation: sorted(runs) for allocation, runs in runs_by_allocation.items()}
 
 
-def control_time_beside(started_at: float | None, controls: Sequence[ControlRun]) -> float | None:
-    """Step time of the control layout while a run of its allocation was measured; None where there is no control run.
+def control_beside(started_at: float | None, controls: Sequence[ControlRun]) -> ControlRun | None:
+    """The control layout as it would have run beside a run of its allocation; None where there is no control run.
 
-    It is the mean of the control runs before and after that run, since the load of a shared machine changes. A
-    control run is its own.
+    Its step time is the mean of the control runs before and after that run, since the load of a shared machine
+    changes. Its interval is that of this mean, and holds both if they differ by more. A control run is its own.
 
     Args:
         started_at: Unix time of the start of the run; None where it is unknown.
         controls: the control runs of its allocation, in the order of their starts.
     """
-    number_after = bisect_right(controls, (started_at or 0.0, math.inf))
-    before, after = controls[:number_after][-1:], controls[number_after:][:1]
-    if before and before[0].started_at == started_at:
-        return before[0].step_time_s
-    return fmean(run.step_time_s for run in (*before, *after)) if controls else None
+    number_after = bisect_right(controls, (started_at or 0.0, math.inf, math.inf))
+    neighbours = [*controls[:number_after][-1:], *controls[number_after:][:1]]
+    if not neighbours or neighbours[0].started_at == started_at:
+        return next(iter(neighbours), None)
+    times_s = [run.step_time_s for run in neighbours]
+    mean_s, half_gap_s = fmean(times_s), (max(times_s) - min(times_s)) / 2
+    half_interval_s = math.hypot(*(run.step_time_s * run.ci95_rel for run in neighbours)) / len(neighbours)
+    return ControlRun(started_at or 0.0, mean_s, max(half_interval_s, half_gap_s) / mean_s)
 
 
 def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:

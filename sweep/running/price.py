@@ -141,7 +141,7 @@ def _step_factors(plan: Plan, state: SweepState) -> dict[CellKey, float]:
 
     Steps of a probe are of another kind: its price is no number of steps.
     """
-    if plan.not config.kernel.trains or not state.attempts:
+    if not plan.config.kernel.trains or not state.attempts:
         return {}
     run_by_id, factors = {run.run_id: run for run in plan.runs}, defaultdict[CellKey, list[float]](list)
     for key, attempt in state.attempts.items():

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
-from typing import Self
+from typing import NamedTuple, Self
 
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import Doubt, Status, doubt_text
@@ -14,8 +14,8 @@ from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.outliers import (
     ControlRun,
+    control_beside,
     control_runs,
-    control_time_beside,
     gemm_rates,
     rate_doubts,
     suspect_attempts,
@@ -65,19 +65,30 @@ class Suspicion:
         return [*self.outliers.get(attempt.key, ()), *rate_doubts(mfu, self.device, share_of_gemm_rate)]
 
 
-def control_ratio(
+class ControlComparison(NamedTuple):
+    """A run beside the control runs of its allocation."""
+
+    ratio: float | None = None
+    """Step time of the control runs beside the run over that of the run; None where one is unknown."""
+    ci95_rel: float | None = None
+    """Half the 95 % interval of that step time of the control runs, relative to it."""
+
+
+def beside_control(
     attempt: AttemptState, controls_by_allocation: Mapping[str, Sequence[ControlRun]]
-) -> float | None:
-    """Step time of the control runs beside an ok attempt over that of the attempt; None where one is unknown.
+) -> ControlComparison:
+    """An attempt beside the control runs of its allocation.
 
     Args:
         controls_by_allocation: what `control_runs` returns.
     """
     result, controls = attempt.ok, controls_by_allocation.get(attempt.allocation or "", ())
     if result is None or not result.step_times_s:
-        return None
-    control_s = control_time_beside(result.started_at, controls)
-    return control_s / median(result.step_times_s) if control_s else None
+        return ControlComparison()
+    control = control_beside(result.started_at, controls)
+    if control is None or not control.step_time_s:
+        return ControlComparison()
+    return ControlComparison(control.step_time_s / median(result.step_times_s), control.ci95_rel)
 
 
 def suspects_of(run_by_id: Mapping[str, Candidate], state: SweepState, device: str) -> dict[AttemptKey, str]:
@@ -119,13 +130,14 @@ def standings_of(
             result = attempt.result
             timed_result = result if result and result.step_times_s else None
             allocation = state.allocations.get(attempt.allocation or "")
+            comparison = beside_control(attempt, controls_by_allocation)
             repeats.append(
                 Repeat(
                     run_id=run.run_id, cell=run.cell, environment=environment,
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
                     suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
-                    control_ratio=control_ratio(attempt, controls_by_allocation), ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
+                    control_ratio=comparison.ratio, control_ci95_rel=comparison.ci95_rel, ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
                     ci_reached=timed_result.ci_reached if timed_result else None,
                 )
             )  # fmt: skip

@@ -227,7 +227,7 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
     note = notes(table)
     counts = "Layouts: 2 ok, 3 oom, 1 invalid, 2 pending. Suspect"
     assert note.startswith(
-        f"{counts} (win only cells without other results): 1 of 9 rows. {peak}. Made with ultrabench"
+        f"{counts} (win only cells without other results): 1 of 9 rows. N{peak[1:]}. Made with ultrabench"
     )
     assert "torch 2.13.0" in note
     assert notes(table, include_suspects=True).startswith(f"{counts} (may win any cell): 1 of 9 rows. ")

@@ -20,13 +20,13 @@ from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import (
     ControlRun,
+    control_beside,
     control_runs,
-    control_time_beside,
     foreign_load_line,
     suspect_attempts,
     with_loss_outliers,
 )
-from ultrabench.sweep.running.standings import control_ratio
+from ultrabench.sweep.running.standings import beside_control
 
 BF16 = KernelConfig(name="embedded", precision="bf16")
 FP32 = KernelConfig(name="embedded", precision="fp32")
@@ -240,9 +240,19 @@ MACHINE_TIMES = ((0, 1.0), (10, 1.0), (20, 1.5), (30, 1.5))
 )
 def test_a_run_is_compared_with_the_control_runs_before_and_after_it(started_at, control_s):
     controls = [ControlRun(*run) for run in MACHINE_TIMES]
-    assert control_time_beside(started_at, controls) == control_s
-    assert control_time_beside(started_at, controls[:1]) == 1.0
-    assert control_time_beside(started_at, []) is None
+    assert control_beside(started_at, controls).step_time_s == control_s
+    assert control_beside(started_at, controls[:1]).step_time_s == 1.0
+    assert control_beside(started_at, []) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ci95_rel"),
+    [((1.0, 0.03), (1.0, 0.04), 0.025), ((0.9, 0.01), (1.1, 0.01), 0.1), ((1.0, 0.05), None, 0.05)],
+)
+def test_the_interval_of_the_control_holds_both_of_its_runs(before, after, ci95_rel):
+    controls = [ControlRun(10.0 * n, *run) for n, run in enumerate(filter(None, (before, after)))]
+    assert control_beside(5.0, controls).ci95_rel == pytest.approx(ci95_rel)
+    assert control_beside(0.0, controls) == controls[0], "it is its own"
 
 
 def test_the_ratio_to_the_control_takes_out_what_other_programs_cost():
@@ -253,7 +263,7 @@ def test_the_ratio_to_the_control_takes_out_what_other_programs_cost():
         for n, (time_s, step_time_s) in enumerate(measured)
     ]
     state = state_of(attempts, [AllocationState(name="a0", control="c")])
-    ratios = {a.key.run_id: control_ratio(a, control_runs(state)) for a in reversed(attempts)}
+    ratios = {a.key.run_id: beside_control(a, control_runs(state)).ratio for a in reversed(attempts)}
     assert ratios == pytest.approx({"c": 1.0, "early": 1 / 0.95, "late": 1.5 / 1.35})
     assert ratios["late"] > ratios["early"], "it is faster, although its steps took longer"
 
