@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
 from ultrabench.cli.sweep.rereads import Rereads, read_again
@@ -266,7 +267,14 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row])
             note += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
             numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
             table_rows.append((*(row[key] for key in (*cell_keys, "layout")), *numbers, note, row["run_id"]))
-        number_columns = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
+        number_columns = (
+            f">{column_of(RATE).heading}",
+            ">MFU",
+            ">step s",
+            ">peak GiB",
+            ">P(OOM)",
+            "limited by",
+        )
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
         columns = (*cell_headings, "layout", *number_columns, "why", "run")
         yield table("\nlayouts to try first", *columns, rows=table_rows)
