@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ultrabench.analysis.columns import column_of
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.column import Form
 from ultrabench.hardware import GIB
 
@@ -63,6 +63,11 @@ def scale_end(values: Iterable[float | None]) -> float:
     largest = max((value for value in values if value is not None), default=0.0)
     round_ends = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
     return next((end for end in round_ends if end >= largest), largest)
+
+
+def rate_text(tokens_per_s_per_gpu: float) -> str:
+    """A rate as a text with its name, such as `12,345 tokens/s/GPU`."""
+    return f"{with_unit(RATE, tokens_per_s_per_gpu)} {column_of(RATE).heading}"
 
 
 def with_unit(name: str, value: Any) -> str | None:

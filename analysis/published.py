@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis.cells import Cell, layout_words
 from ultrabench.analysis.left_out import none_left
+from ultrabench.analysis.numbers import rate_text
 from ultrabench.analysis.ranking import rank
 from ultrabench.record import from_dict
 from ultrabench.sweep.config.files import files, read_yaml, usable
@@ -56,7 +57,7 @@ class BesidePublished:
         """One sentence with the rates, the share or what differs, and the source."""
         cell, rate = self.cell, self.published
         run_text = f"{cell.title} on {cell.nodes:,} x {cell.hardware}, {' '.join(layout_words(cell.layout))}"
-        our_text = f"{run_text}: {cell.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        our_text = f"{run_text}: {rate_text(cell.tokens_per_s_per_gpu or 0.0)}"
         nodes_text = f", on {rate.nodes:,} instead of {cell.nodes:,} nodes" * (rate.nodes != cell.nodes)
         their_text = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{nodes_text}; {rate.source}"
         if self.share is not None:

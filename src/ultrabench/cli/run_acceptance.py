@@ -13,6 +13,7 @@ import typer
 
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.compare import run_label
+from ultrabench.analysis.numbers import rate_text
 from ultrabench.analysis.published import PublishedRate, beside_published, published_rates
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.sweep.launch import follow, ignore_signals
@@ -206,8 +207,9 @@ def check_speed(folder: SweepFolder, has_published_rates: bool) -> Check:
     rows = _final_rows_with_show(result_table, folder)
     if not has_published_rates:
         speeds_and_texts = [(row["tokens_per_s_per_gpu"] or 0.0, _run_text(row)) for row in rows]
-        fastest_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds_and_texts))
-        return success(f"no published speed for this hardware and precision; {fastest_text}")
+        speed, run_text = max(speeds_and_texts)
+        fact = "no published speed for this hardware and precision"
+        return success(f"{fact}; ours: {run_text}: {rate_text(speed)}")
     if failed_rows := [row for row in rows if row["status"] != Status.OK]:
         return _failed_check(failed_rows[0])
     best_runs = [*beside_published(result_table)]

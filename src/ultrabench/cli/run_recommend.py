@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from rich.console import RenderableType
 
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.cli.sweep.consent import headline
@@ -220,7 +221,7 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
     yield headline(config)
     layout_rows = [row for row in rows if row["layout"]]
     extra_keys = [name for name in ("days", "cost") if layout_rows and name in layout_rows[0]]
-    speed_columns = (">MFU", ">tokens/s", ">tokens/s/GPU", ">step s")
+    speed_columns = (">MFU", ">tokens/s", f">{column_of(RATE).heading}", ">step s")
     number_columns = (*speed_columns, ">peak GiB", ">P(OOM)", *(f">{name}" for name in extra_keys))
     shown_keys = [
         key for key in cell_keys if key != "model" or len(config.models) > 1

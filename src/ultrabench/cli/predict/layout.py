@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
-from ultrabench.analysis.numbers import count, formula_text, params_text, with_unit
+from ultrabench.analysis.numbers import count, formula_text, params_text, rate_text, with_unit
 from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
@@ -134,7 +134,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         mfu_text = f", MFU {with_unit('mfu', mfu)}{peak_suffix(spec.kernel.precision)}"
     interval_text = " to ".join(three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
     step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {interval_text} s)"
-    tokens_rate_text = f"{with_unit(RATE, prediction[RATE])} {column_of(RATE).heading}{mfu_text}"
+    tokens_rate_text = f"{rate_text(prediction[RATE])}{mfu_text}"
     yield f"{step_text}; {tokens_rate_text}; limited by {prediction['limited_by']}"
     if mfu is not None and spec.shape.num_experts:
         yield formula_text([config.measure.flops_formula], has_experts=True)
@@ -154,7 +154,16 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
             time_texts = f"{step_s:.3g}", f"{predicted_s / step_s:.2f}"
             setting_cells = itemgetter("sweep", "nodes", "layout", "seq_len")(run)
             rows.append((*setting_cells, *time_texts, with_unit(RATE, run[RATE]), run["run_id"]))
-        columns = "sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run"
+        columns = (
+            "sweep",
+            ">nodes",
+            "layout",
+            ">seq_len",
+            ">step s",
+            ">x predicted",
+            f">{column_of(RATE).heading}",
+            "run",
+        )
         yield table("\nmost similar measured runs", *columns, rows=rows)
 
 

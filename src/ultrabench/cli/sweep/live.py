@@ -10,12 +10,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.columns import RATE, column_of
-from ultrabench.analysis.numbers import formula_text, too_wide, with_unit
+from ultrabench.analysis.columns import RATE
+from ultrabench.analysis.numbers import formula_text, rate_text, too_wide, with_unit
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.hardware import peak_suffix
+from ultrabench.hardware import low_peak, peak_suffix
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
@@ -155,13 +155,16 @@ def _result_text(run: Candidate, result: RunResult) -> str:
     """The measured numbers of an ok result."""
     if result.probe:
         probe_rates = summary(result.probe)
-        link_rates = ((name, probe_rates[f"{name}_busbw_bytes_per_s"]) for name in OPERATIONS)
-        return ", ".join((Status.OK, *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in link_rates if rate)))
+        columns = {name: f"{name}_busbw_bytes_per_s" for name in OPERATIONS}
+        link_texts = {name: with_unit(c, probe_rates[c]) for name, c in columns.items() if probe_rates[c]}
+        return ", ".join((Status.OK, *(f"{name} {text}" for name, text in link_texts.items())))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate, result)
-    mfu_text = None if mfu is None else f"{with_unit('mfu', mfu)} MFU{peak_suffix(run.cell.precision)}"
+    mfu_text = None
+    if mfu is not None and not low_peak(mfu):
+        mfu_text = f"{with_unit('mfu', mfu)} MFU{peak_suffix(run.cell.precision)}"
     step_text = with_unit("step_time_s", float(median(result.step_times_s)))
-    speed_text = f"{with_unit(RATE, rate)} {column_of(RATE).heading}, step {step_text}"
+    speed_text = f"{rate_text(rate)}, step {step_text}"
     return ", ".join(
         filter(
             None,

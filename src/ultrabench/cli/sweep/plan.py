@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.cli.sweep.consent import (
     cores_line,
@@ -396,7 +397,14 @@ def _page(
             numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
             cell_texts = (row[key] for key in (*cell_keys, "layout", group_key))
             table_rows.append((*cell_texts, *numbers, note, row["run_id"]))
-        number_columns = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
+        number_columns = (
+            f">{column_of(RATE).heading}",
+            ">MFU",
+            ">step s",
+            ">peak GiB",
+            ">P(OOM)",
+            "limited by",
+        )
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
         columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
         yield table("\nlayouts to try first", *columns, rows=table_rows)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
@@ -80,7 +81,16 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
     if as_json:
         print_json([summary.as_json() for summary in summaries])
     elif summaries:
-        headings = "sweep", ">cells", ">runs settled", "best", ">tokens/s/GPU", ">MFU", ">age", "activity"
+        headings = (
+            "sweep",
+            ">cells",
+            ">runs settled",
+            "best",
+            f">{column_of(RATE).heading}",
+            ">MFU",
+            ">age",
+            "activity",
+        )
         show(table(f"sweeps in {results_dir}", *headings, rows=map(_table_row, summaries)))
     else:
         say(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
@@ -107,7 +117,7 @@ def _table_row(summary: SweepSummary) -> tuple[str | Text | None, ...]:
         best_text = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
         best_texts = (
             best_text,
-            with_unit("tokens_per_s_per_gpu", standing.rate or 0.0),
+            with_unit(RATE, standing.rate or 0.0),
             with_unit("mfu", progress.mfu(run, standing)),
         )
     age_days = summary.age_s / DAY_S
