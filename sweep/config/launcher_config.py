@@ -174,6 +174,11 @@ class LauncherConfig:
         return LAUNCHER_KINDS[self.name].signal_lead_s
 
     @property
+    def has_whole_nodes(self) -> bool:
+        """Whether its jobs have their nodes alone, so that no other program computes there."""
+        return self.slurm.exclusive
+
+    @property
     def start_words(self) -> tuple[str, ...]:
         """The words of the commands that start agents on the nodes, where an image of a container may be named."""
         return (*self.python, *self.slurm.srun)

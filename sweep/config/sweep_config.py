@@ -201,7 +201,7 @@ class SweepConfig:
     @property
     def shares_devices(self) -> bool:
         """Whether other programs may compute on the devices of runs, as on the cores of a laptop; Slurm may give whole nodes."""
-        return self.hardware.shares_host and not self.launcher.slurm.exclusive
+        return self.hardware.shares_host and not self.launcher.has_whole_nodes
 
     def gbs_on(self, nodes: int, gbs: int) -> Fraction:
         """The global batch on this number of nodes for a value of gbs."""
