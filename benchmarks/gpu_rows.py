@@ -46,6 +46,7 @@ MAX_MEMORY_SHARE = 0.9
 MEASURE = {
     "cuda": ("measure=default", "measure.confirm=1"),
     "cpu": ("measure=quick", "measure.min_s=0.2", "measure.target_ci95_rel=1.0", "measure.max_foreign_load=null",
+            "launcher.control=false",
             "measure.start_deadline_s=600", "measure.run_limit_s=1200", "launcher.preflight=false",
             *(f"+hardware.peak_flops_per_s.{name}=1.0e11" for name in ("fp32", "bf16", "fp8"))),
 }  # fmt: skip

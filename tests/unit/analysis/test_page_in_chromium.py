@@ -282,6 +282,7 @@ def drawn_cell(seed):
             status="ok" if ok else draw.choice(("oom", "crash", "skipped", None)),
             tokens_per_s_per_gpu=draw.randint(90, 110) if ok else None,
             control_ratio=draw.randint(90, 110) / 100 if ok and allocations[job] else None,
+            control_ci95_rel=draw.choice([None, 0.01, 0.08]),
             step_time_ci95_rel=draw.choice((None, 0.01, 0.04, 0.2, 1.2)) if ok else None,
             suspect=draw.choice((None, None, None, "hot")) if ok else None,
             stopped=draw.choice((None, None, "slower_than_best")) if ok else None,
