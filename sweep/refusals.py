@@ -11,6 +11,7 @@ from ultrabench.record import values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
+from ultrabench.sweep.untrained import untrained_features
 
 ROUTING_FLAG = "routing"
 """The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run of our own kernel."""
@@ -70,7 +71,7 @@ def refusal(
     )
     fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
     other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
-    return next(chain(layout_refusals, *other_refusals), None)
+    return next(chain(untrained_features(shape), layout_refusals, *other_refusals), None)
 
 
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:

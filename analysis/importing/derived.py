@@ -16,10 +16,11 @@ from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import sizes_of
 from ultrabench.analysis.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
+from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import BATCH, DEGREES, NEUTRAL, details_of
-from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
+from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_model
 from ultrabench.sweep.running.outliers import rate_doubts

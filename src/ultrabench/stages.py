@@ -6,6 +6,9 @@ from functools import lru_cache
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 
+_LAYER = "layer"
+"""Beginning of the kind of block that a layer is; the index of its type follows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -34,11 +37,8 @@ class Stage:
 
     def num_expert_params(self, shape: ModelShape) -> int:
         """Number of parameters of the experts of this stage among which routers choose; expert parallelism cuts only these."""
-        return (
-            shape.num_sparse_layers(self.first_layer, self.num_layers)
-            * shape.num_experts
-            * shape.expert_params
-        )
+        counts = zip(shape.num_by_kind(self.first_layer, self.num_layers), shape.kinds, strict=True)
+        return sum(num * kind.num_expert_params(shape.hidden_size) for num, kind in counts)
 
     def matmul_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage that take part in the matrix products of one token."""
@@ -59,10 +59,12 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     Args:
         ties_advance: whether to cut as these later versions do.
     """
-    layer_kinds = [f"layer{'_sparse' * shape.is_sparse(n)}" for n in range(shape.num_hidden_layers)]
+    layer_kinds = [f"{_LAYER}{number}" for number in shape.kind_numbers]
     block_kinds = ["embedding", *layer_kinds, "norm", "head", "cast", "loss"]
-    cost_by_kind = {"layer": shape.layer_matmul_params(), "head": shape.embedding_params}
-    cost_by_kind["layer_sparse"] = shape.layer_matmul_params(sparse=True)
+    cost_by_kind = {
+        f"{_LAYER}{number}": kind.matmul_params(shape.hidden_size) for number, kind in enumerate(shape.kinds)
+    }
+    cost_by_kind["head"] = shape.embedding_params
     total_cost = sum(cost_by_kind.get(kind, 0) for kind in block_kinds)
     kinds_by_stage: list[list[str]] = [[] for _ in range(num_stages)]
     index = cost_so_far = 0
@@ -73,7 +75,7 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
             index += 1
     stages, first_layer = [], 0
     for index, kinds in enumerate(kinds_by_stage):
-        num_layers = kinds.count("layer") + kinds.count("layer_sparse")
+        num_layers = sum(kind.startswith(_LAYER) for kind in kinds)
         flags = {f"has_{kind}": kind in kinds for kind in ("embedding", "norm", "head")}
         stages.append(
             Stage(index=index, first_layer=first_layer, num_layers=num_layers, num_blocks=len(kinds), **flags)

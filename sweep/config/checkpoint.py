@@ -128,7 +128,13 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         "rope_scaling": rope_scaling if values["rope_type"] else None,
     }
     sizes = settings | fixed_values | derived_values
-    field_values = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
+    # Training is that of the next token alone, as with transformers.
+    shape_fields = field_types(ModelShape).keys() - {"num_nextn_predict_layers"}
+    field_values = {
+        key: sizes[key]
+        for key in field_types(ModelShape)
+        if key in shape_fields and sizes.get(key) is not None
+    }
     for field, value in field_values.items():  # so that a refusal of this value has the name of the file
         value_from(field_types(ModelShape)[field], value, f"model={where}: {key_by_field.get(field, field)}")
     try:
