@@ -9,10 +9,15 @@ from ultrabench.errors import ConfigError
 from ultrabench.feed_forward_type import Experts, FeedForward, FeedForwardBlock
 from ultrabench.layer_products import Channels, Product, num_params
 
-ATTENTION_KINDS = ("grouped_query", "latent", "linear", "state_space")
-"""Fields of a `LayerType` of which at most one is set."""
+BLOCK_TYPES: dict[str, type] = {
+    "grouped_query": GroupedQuery, "latent": Latent, "linear": Linear, "state_space": StateSpace,
+    "feed_forward": FeedForward, "experts": Experts,
+}  # fmt: skip
+"""Field of a `LayerType` -> the record of a block that it may hold."""
 FEED_FORWARD_KINDS = ("feed_forward", "experts")
-"""Fields of a `LayerType` of which at most one is set, too."""
+"""Those of them of which at most one is set."""
+ATTENTION_KINDS = tuple(name for name in BLOCK_TYPES if name not in FEED_FORWARD_KINDS)
+"""The others, of which at most one is set, too."""
 
 
 class ProductFlops(NamedTuple):

@@ -4,7 +4,7 @@ import functools
 import string
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import chain, cycle, islice
 from typing import Annotated, Any, NamedTuple
 
@@ -31,7 +31,7 @@ REPLACED_BY_TYPES = (
     "first_k_dense_replace", "decoder_sparse_step", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
 """Fields that have no effect in a model with layer_types, which have fields of their own in their place."""
-_SIZES_OF_TYPES = (
+SIZES_OF_TYPES = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "rope_theta", "num_experts",
     "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
@@ -389,7 +389,7 @@ def _identity(shape: ModelShape) -> dict[str, Any]:
     layers, field_items = _layers(shape), values_of(shape).items()
     if not shape.layer_types:
         return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
-    left_out = {"name", "layer_types", "layer_order", *REPLACED_BY_TYPES, *_SIZES_OF_TYPES}
+    left_out = {"name", "layer_types", "layer_order", *REPLACED_BY_TYPES, *SIZES_OF_TYPES}
     content = {
         k: v for k, v in field_items if k not in left_out and (k not in ADDED_LATER or v != ADDED_LATER[k])
     }
@@ -481,3 +481,47 @@ def _sparse_type(shape: ModelShape) -> LayerType:
         routed_scaling_factor=shape.routed_scaling_factor,
     )
     return LayerType(grouped_query=_attention_of(shape), experts=experts)
+
+
+def described_by_fields(shape: ModelShape) -> ModelShape:
+    """The same model without layer_types if the other fields can describe all its layers, else the shape itself."""
+    if not shape.layer_types:
+        return shape
+    dense_type = next((kind for kind in shape.kinds if kind.feed_forward), None)
+    sparse_type = next((kind for kind in shape.kinds if kind.experts), None)
+    attention = shape.kinds[0].grouped_query
+    if attention is None:
+        return shape
+    sparse_layers = [n for n in range(shape.num_hidden_layers) if shape.is_sparse(n)]
+    step = sparse_layers[1] - sparse_layers[0] if len(sparse_layers) > 1 else 1
+    settings: dict[str, Any] = {
+        "layer_types": (), "layer_order": "", "num_attention_heads": attention.num_attention_heads,
+        "num_key_value_heads": attention.num_key_value_heads, "head_dim": attention.head_dim,
+        "attention_bias": attention.attention_bias, "qk_norm": attention.qk_norm in ("head", "all"),
+        "qk_norm_across_heads": attention.qk_norm == "all", "rope_theta": attention.rope_theta,
+        "partial_rotary_factor": attention.partial_rotary_factor, "sliding_window": attention.sliding_window,
+    }  # fmt: skip
+    if dense_type and dense_type.feed_forward:
+        settings["intermediate_size"] = dense_type.feed_forward.intermediate_size
+    if sparse_type and (experts := sparse_type.experts):
+        names = (
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "scoring_func",
+            "norm_topk_prob",
+        )
+        settings |= {name: getattr(experts, name) for name in (*names, "routed_scaling_factor")}
+        settings["n_shared_experts"] = (
+            experts.shared_expert_intermediate_size // experts.moe_intermediate_size
+        )
+        settings |= {
+            "decoder_sparse_step": step,
+            "first_k_dense_replace": sparse_layers[0] if step == 1 else 0,
+        }
+    try:
+        candidate = replace(shape, **settings)
+    except ConfigError:
+        return shape
+    layers, candidate_layers = _layers(shape), _layers(candidate)
+    return candidate if layers == candidate_layers else shape
