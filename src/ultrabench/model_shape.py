@@ -124,7 +124,7 @@ class ModelShape:
     """Divisor of the logits."""
     final_logit_softcapping: Positive | None = None
     """Bound c of the logits, which are c*tanh(logit/c); None means that there is none."""
-    rope_type: Annotated[str, one_of("default", "linear", "dynamic", "yarn", "longrope", "proportional")] = (
+    rope_type: Annotated[str, one_of("default", "linear", "dynamic", "yarn", "longrope", "llama3")] = (
         "default"
     )
     """How rotations are stretched where rope_scaling does not say it; it changes neither sizes nor work."""

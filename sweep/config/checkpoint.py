@@ -110,6 +110,10 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         model_type = text_values.get("model_type") or TEXT_TYPES.get(str(model_type), model_type)
     if isinstance(model_type, str) and model_type in READERS:
         return _shape_of_types(values, model_type, name, where)
+    if model_type in TEXT_TYPES:
+        raise ConfigError(
+            f"model={where} lacks text_config, which {model_type} models have; give the whole file"
+        )
     file_keys = [*values]
     values = {**values, **_rope_settings(values)}
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:

@@ -112,6 +112,7 @@ def words_of_layers(
 
 def rotation_fields(rotation: Block) -> Block:
     """The fields of a shape that say how its rotations are stretched."""
-    if rotation["rope_type"] == "llama3":
+    bounds = rotation.get("low_freq_factor"), rotation.get("high_freq_factor")
+    if rotation["rope_type"] == "llama3" and bounds[0] != bounds[1]:
         return {"rope_scaling": {key: rotation[key] for key in field_types(RopeScaling) if key in rotation}}
     return {"rope_type": rotation["rope_type"]}

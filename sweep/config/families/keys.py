@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ultrabench.errors import ConfigError, misspelled_name
-from ultrabench.sweep.config.model_types import EXTRA_ROPE_KEYS, ROPE_KEYS, is_harmless
+from ultrabench.sweep.config.model_types import EXTRA_ROPE_KEYS, ROPE_KEYS, TRAINED_VALUES, is_harmless
 
 MAX_VALUE_CHARS = 60
 """Number of characters of a value in a message."""
@@ -136,7 +136,8 @@ class ConfigKeys:
     def require_all_read(self) -> None:
         """Raises ConfigError for a key that nobody has read, since it may change the model."""
         for key, value in self._values.items():
-            if value is None or key in self._read_keys or is_harmless(key):
+            has_no_effect = key in TRAINED_VALUES and value in (TRAINED_VALUES[key], None)
+            if value is None or has_no_effect or key in self._read_keys or is_harmless(key):
                 continue
             fact = f"model={self.where}: {key} is {abbreviated(value)}"
             rule = f"ultrabench knows no such key of {self.model_type} models, so it may change the model"

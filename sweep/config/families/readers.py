@@ -39,7 +39,7 @@ def _common(
     )
     num_heads = keys.count("num_attention_heads")
     fields = {
-        "hidden_size": keys.size("hidden_size"), "num_hidden_layers": keys.size("num_hidden_layers"),
+        "hidden_size": keys.size("hidden_size"), "num_hidden_layers": words.get("num_hidden_layers") or keys.size("num_hidden_layers"),
         "num_attention_heads": num_heads, "num_key_value_heads": keys.get("num_key_value_heads", default=num_heads),
         "intermediate_size": keys.get("intermediate_size", "moe_intermediate_size"), "vocab_size": keys.size("vocab_size"),
         "tie_word_embeddings": keys.get("tie_word_embeddings", default=tied),
@@ -324,8 +324,8 @@ def _nemotron_h(keys: ConfigKeys) -> Block:
         expert_fields = _experts_fields(block_by_word["moe"])
     keys.unused(*_EXPERT_KEYS)
     layers = layers_of(keys, len(words), lambda n: block_by_word[words[n]], words.__getitem__)
-    common = _common(keys, {**rotation, "rope_type": "default"}, eps=1e-5)
-    return common | {"num_hidden_layers": len(words)} | expert_fields | layers
+    unrotated = {**rotation, "rope_type": "default"}
+    return _common(keys, unrotated, eps=1e-5, num_hidden_layers=len(words)) | expert_fields | layers
 
 
 _EXPERT_KEYS = (
