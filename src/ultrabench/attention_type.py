@@ -63,6 +63,13 @@ class Attention(Protocol):
     def kept(self, h: int) -> Channels:
         """The numbers of a token that it keeps for backward."""
 
+    def exchanged_channels(self) -> int:
+        """Numbers of a token that ranks of context parallelism exchange: keys and values."""
+
+    @property
+    def core_width(self) -> int:
+        """Channels of a head, which decide how fast fused operators are; 0 for a state, whose operators are others."""
+
     def tp_sizes(self) -> dict[str, int]:
         """Name -> each size that the ranks of tensor parallelism divide among them."""
 
@@ -172,6 +179,15 @@ class GroupedQuery:
         gated = self.gate_width + q if self.gate_width else 0
         return Channels(2 * q + 2 * kv + (q + kv) * (self.qk_norm != "none") + gated)
 
+    def exchanged_channels(self) -> int:
+        """Keys and values of all heads."""
+        return 2 * self.kv_width
+
+    @property
+    def core_width(self) -> int:
+        """Channels of a head."""
+        return self.head_dim
+
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
         return {
@@ -279,6 +295,15 @@ class Latent:
         index = (self.index.index_n_heads + 1) * (self.index.index_head_dim + 1) if self.index else 0
         return Channels(heads, latents + index)
 
+    def exchanged_channels(self) -> int:
+        """Keys and values of all heads."""
+        return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim)
+
+    @property
+    def core_width(self) -> int:
+        """Channels of a head of values, the narrower one."""
+        return min(self.qk_head_dim, self.v_head_dim)
+
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
         return {"num_attention_heads": self.num_attention_heads}
@@ -346,6 +371,15 @@ class Linear:
         of_heads = num_heads * (2 * self.linear_key_head_dim + 4 + CHUNK)
         return Channels(2 * self.conv_width + of_heads + 3 * value_width)
 
+    def exchanged_channels(self) -> int:
+        """None, since only states pass from rank to rank."""
+        return 0
+
+    @property
+    def core_width(self) -> int:
+        """0: it has a state."""
+        return 0
+
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
         return {
@@ -410,6 +444,15 @@ class StateSpace:
     def kept(self, h: int) -> Channels:
         """Inputs of the convolution, gates and time steps, and the output before and after its norm."""
         return Channels(3 * self.width + self.conv_width + self.mamba_num_heads)
+
+    def exchanged_channels(self) -> int:
+        """None, since only states pass from rank to rank."""
+        return 0
+
+    @property
+    def core_width(self) -> int:
+        """0: it has a state."""
+        return 0
 
     def tp_sizes(self) -> dict[str, int]:
         """Heads and groups, which ranks hold whole."""

@@ -110,7 +110,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         model_type = text_values.get("model_type") or TEXT_TYPES.get(str(model_type), model_type)
     if isinstance(model_type, str) and model_type in READERS:
         return _shape_of_types(values, model_type, name, where)
-    if model_type in TEXT_TYPES:
+    if str(model_type) in TEXT_TYPES:
         raise ConfigError(
             f"model={where} lacks text_config, which {model_type} models have; give the whole file"
         )
