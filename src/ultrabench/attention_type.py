@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 
 from ultrabench.allowed import Count, Positive, Size, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.layer_products import COLUMNS, ROWS, WHOLE, Channels, Product
+from ultrabench.layer_products import COLUMNS, ROWS, WHOLE, Channels, Product, Vector
 
 FLOPS_FORMULAS = ("palm", "megatron", "masked")
 """Which positions a formula counts for the attention of a token.
@@ -54,8 +54,8 @@ class Attention(Protocol):
     def products(self, h: int) -> tuple[Product, ...]:
         """Its products of each token with weights, in the order in which forward computes them."""
 
-    def vector_params(self, h: int) -> int:
-        """Number of its parameters beside the weights of products."""
+    def vectors(self, h: int) -> tuple[Vector, ...]:
+        """Its parameters beside the weights of products."""
 
     def core_flops(self, seq_len: int, formula: str, diagonal: int = 1) -> float:
         """FLOPs of its forward for a token beside the products with weights."""
@@ -154,14 +154,17 @@ class GroupedQuery:
         """One product for queries, keys, values and gates together, and the projection of the output."""
         q, kv = self.q_width, self.kv_width
         inputs_width = q + 2 * kv + self.gate_width
-        return Product(inputs_width, h, COLUMNS, (q + kv) / inputs_width), Product(h, q, ROWS)
+        parts = (q, kv, kv, self.gate_width) if self.gate_width else (q, kv, kv)
+        return Product(inputs_width, h, COLUMNS, (q + kv) / inputs_width, parts), Product(h, q, ROWS)
 
-    def vector_params(self, h: int) -> int:
+    def vectors(self, h: int) -> tuple[Vector, ...]:
         """Biases, weights of norms and sinks."""
         q, kv = self.q_width, self.kv_width
-        norm_params = {"none": 0, "head": 2 * self.head_dim, "all": q + kv, "l2": 0}[self.qk_norm]
-        bias_params = (q + 2 * kv) * self.attention_bias + h * self.output_bias
-        return norm_params + bias_params + self.num_attention_heads * self.sinks
+        norms = {"head": (Vector(self.head_dim),) * 2, "all": (Vector(q, True), Vector(kv, True))}
+        biases = (Vector(q, True), Vector(kv, True), Vector(kv, True)) if self.attention_bias else ()
+        output_bias = (Vector(h),) if self.output_bias else ()
+        sinks = (Vector(self.num_attention_heads, True),) if self.sinks else ()
+        return *norms.get(self.qk_norm, ()), *biases, *output_bias, *sinks
 
     def positions(self, seq_len: int, diagonal: int = 1) -> float:
         """Mean number of positions to which a token of a sequence attends."""
@@ -269,11 +272,20 @@ class Latent:
             yield Product(head_dim, h, WHOLE)
             yield Product(num_heads, h, WHOLE)
 
-    def vector_params(self, h: int) -> int:
+    def vectors(self, h: int) -> tuple[Vector, ...]:
         """The norms of the latents and of the keys of the index, and biases."""
         q_rank, kv_rank = self.q_lora_rank or 0, self.kv_lora_rank
-        bias_params = (q_rank + kv_rank + self.qk_rope_head_dim + h) * self.attention_bias
-        return q_rank + kv_rank + bias_params + (2 * self.index.index_head_dim if self.index else 0)
+        norms = (
+            Vector(q_rank),
+            Vector(kv_rank),
+            *((Vector(2 * self.index.index_head_dim),) if self.index else ()),
+        )
+        biases = (
+            (Vector(q_rank), Vector(kv_rank + self.qk_rope_head_dim), Vector(h))
+            if self.attention_bias
+            else ()
+        )
+        return *norms, *biases
 
     def core_flops(self, seq_len: int, formula: str, diagonal: int = 1) -> float:
         """2 FLOPs for each pair in each channel of queries and of values; an index scores all pairs before."""
@@ -353,10 +365,10 @@ class Linear:
         outputs = self.conv_width + self.value_width + 2 * self.linear_num_value_heads
         return Product(outputs, h, COLUMNS, 0.5), Product(h, self.value_width, ROWS)
 
-    def vector_params(self, h: int) -> int:
+    def vectors(self, h: int) -> tuple[Vector, ...]:
         """The convolution, two decays of each head, and the norm of the output in each head."""
-        conv_params = self.linear_conv_kernel_dim * self.conv_width
-        return conv_params + 2 * self.linear_num_value_heads + self.linear_value_head_dim
+        conv = Vector(self.linear_conv_kernel_dim * self.conv_width, True)
+        return conv, Vector(2 * self.linear_num_value_heads, True), Vector(self.linear_value_head_dim)
 
     def core_flops(self, seq_len: int, formula: str, diagonal: int = 1) -> float:
         """The convolution, and 7 FLOPs for each number of the state: decay, reading, writing and the output."""
@@ -431,11 +443,12 @@ class StateSpace:
         outputs = self.width + self.conv_width + self.mamba_num_heads
         return Product(outputs, h, COLUMNS, 1.0), Product(h, self.width, ROWS)
 
-    def vector_params(self, h: int) -> int:
+    def vectors(self, h: int) -> tuple[Vector, ...]:
         """The convolution, three numbers of each head, the norm of the output, and biases."""
-        conv_params = self.conv_width * (self.conv_kernel + self.use_conv_bias)
-        bias_params = (self.width + self.conv_width + self.mamba_num_heads + h) * self.use_bias
-        return conv_params + 3 * self.mamba_num_heads + self.width + bias_params
+        conv = Vector(self.conv_width * (self.conv_kernel + self.use_conv_bias), True)
+        input_bias = self.width + self.conv_width + self.mamba_num_heads
+        biases = (Vector(input_bias, True), Vector(h)) if self.use_bias else ()
+        return conv, Vector(3 * self.mamba_num_heads, True), Vector(self.width, True), *biases
 
     def core_flops(self, seq_len: int, formula: str, diagonal: int = 1) -> float:
         """The convolution, and 5 FLOPs for each number of the state: decay, writing and the output."""

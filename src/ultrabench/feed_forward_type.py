@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 from ultrabench.allowed import Count, Positive, Size, at_least, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.layer_products import COLUMNS, ROWS, WHOLE, Channels, Product, num_params
+from ultrabench.layer_products import COLUMNS, ROWS, WHOLE, Channels, Product, Vector, num_params
 
 Activation = Annotated[str, one_of("silu", "gelu", "relu2")]
 """relu2 is the square of relu."""
@@ -16,7 +16,7 @@ Activation = Annotated[str, one_of("silu", "gelu", "relu2")]
 
 def block_products(h: int, width: int, *, gated: bool) -> tuple[Product, ...]:
     """The products of a block: gate and up together, or up alone, and down."""
-    up = Product(2 * width, h, COLUMNS, 0.5) if gated else Product(width, h, COLUMNS, 1.0)
+    up = Product(2 * width, h, COLUMNS, 0.5, (width, width)) if gated else Product(width, h, COLUMNS, 1.0)
     return up, Product(h, width, ROWS)
 
 
@@ -36,8 +36,8 @@ class FeedForwardBlock(Protocol):
     def products(self, h: int) -> tuple[Product, ...]:
         """Its products of every token with weights, without those of the experts among which a router chooses."""
 
-    def vector_params(self, h: int) -> int:
-        """Number of its parameters beside the weights of products."""
+    def vectors(self, h: int) -> tuple[Vector, ...]:
+        """Its parameters beside the weights of products, without those of the experts."""
 
     def kept(self, h: int) -> Channels:
         """The numbers of a token that it keeps for backward, without those of the experts among which a router chooses."""
@@ -69,9 +69,10 @@ class FeedForward:
         """Up and down."""
         return block_products(h, self.intermediate_size, gated=self.gated)
 
-    def vector_params(self, h: int) -> int:
+    def vectors(self, h: int) -> tuple[Vector, ...]:
         """Biases."""
-        return ((1 + self.gated) * self.intermediate_size + h) * self.mlp_bias
+        up_bias = Vector((1 + self.gated) * self.intermediate_size, True)
+        return (up_bias, Vector(h)) if self.mlp_bias else ()
 
     def kept(self, h: int) -> Channels:
         """What both products need."""
@@ -151,10 +152,13 @@ class Experts:
         products = block_products(self.row_width(h), self.moe_intermediate_size, gated=self.gated)
         return tuple(product._replace(cut=WHOLE) for product in products)
 
+    def expert_bias_params(self, h: int) -> int:
+        """Number of the biases of one expert."""
+        return ((1 + self.gated) * self.moe_intermediate_size + self.row_width(h)) * self.expert_bias
+
     def expert_params(self, h: int) -> int:
         """Number of parameters of one expert."""
-        bias_params = ((1 + self.gated) * self.moe_intermediate_size + self.row_width(h)) * self.expert_bias
-        return num_params(self.expert_products(h)) + bias_params
+        return num_params(self.expert_products(h)) + self.expert_bias_params(h)
 
     def shared_products(self, h: int) -> tuple[Product, ...]:
         """The products of the block that every token passes; empty where there is none."""
@@ -168,18 +172,23 @@ class Experts:
         gate = (Product(1, h, WHOLE),) if self.shared_expert_gate else ()
         return Product(self.num_experts, h, WHOLE), *to_latent, *gate, *self.shared_products(h)
 
-    def vector_params(self, h: int) -> int:
+    def vectors(self, h: int) -> tuple[Vector, ...]:
         """The bias of the router."""
-        return self.num_experts * self.router_bias
+        return (Vector(self.num_experts),) if self.router_bias else ()
 
     def kept(self, h: int) -> Channels:
         """What the products of the block need that every token passes, and narrower tokens."""
         latent = 2 * self.moe_latent_size if self.moe_latent_size else 0
         return Channels(kept_channels(self.shared_expert_intermediate_size, gated=self.gated), latent)
 
+    @property
+    def kept_of_experts(self) -> int:
+        """Numbers that an expert keeps for each of its channels: gate, up and their product, or up and its activation."""
+        return 3 if self.gated else 2
+
     def row_channels(self, h: int) -> int:
-        """Numbers that an expert keeps of each token that it gets: the input, gate, up and their product."""
-        return self.row_width(h) + (3 if self.gated else 2) * self.moe_intermediate_size
+        """Numbers that an expert keeps of each token that it gets, its input included."""
+        return self.row_width(h) + self.kept_of_experts * self.moe_intermediate_size
 
     def tp_sizes(self) -> dict[str, int]:
         """The width of the block that every token passes."""

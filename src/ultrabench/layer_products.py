@@ -15,11 +15,21 @@ class Product(NamedTuple):
     """COLUMNS, ROWS or WHOLE."""
     kept_share: float = 0.0
     """Share of its outputs that recompute=selective keeps."""
+    parts: tuple[int, ...] = ()
+    """Outputs of each of its matrices of weights; empty: there is one."""
 
     @property
     def params(self) -> int:
         """Number of its weights."""
         return self.outputs * self.inputs
+
+
+class Vector(NamedTuple):
+    """Parameters of a block that are no weights of a product: of norms, convolutions, biases and heads."""
+
+    length: int
+    is_cut: bool = False
+    """Whether tensor parallelism divides them."""
 
 
 class Channels(NamedTuple):
@@ -34,3 +44,8 @@ class Channels(NamedTuple):
 def num_params(products: tuple[Product, ...]) -> int:
     """Number of the weights of products."""
     return sum(product.params for product in products)
+
+
+def num_vector_params(vectors: tuple[Vector, ...]) -> int:
+    """Number of the parameters of vectors."""
+    return sum(vector.length for vector in vectors)

@@ -1,13 +1,14 @@
 """A type of layer: its attention and its feed-forward block, with the parameters, FLOPs and bytes of both."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, NamedTuple
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.attention_type import Attention, GroupedQuery, Latent, Linear, StateSpace
 from ultrabench.errors import ConfigError
 from ultrabench.feed_forward_type import Experts, FeedForward, FeedForwardBlock
-from ultrabench.layer_products import Channels, Product, num_params
+from ultrabench.layer_products import Channels, Product, Vector, num_params, num_vector_params
 
 BLOCK_TYPES: dict[str, type] = {
     "grouped_query": GroupedQuery, "latent": Latent, "linear": Linear, "state_space": StateSpace,
@@ -84,6 +85,11 @@ class LayerType:
         attention = self.attention.products(h) if self.attention else ()
         return (*attention, *(self.ffn.products(h) if self.ffn else ()))
 
+    def vectors(self, h: int) -> tuple[Vector, ...]:
+        """The weights of its norms, and the parameters of its blocks beside the weights of products."""
+        blocks = (block.vectors(h) for block in (self.attention, self.ffn) if block)
+        return *((Vector(h),) * self.num_norms), *chain.from_iterable(blocks)
+
     def num_expert_params(self, h: int) -> int:
         """Number of parameters of all experts among which a router chooses."""
         return self.experts.num_experts * self.experts.expert_params(h) if self.experts else 0
@@ -97,9 +103,8 @@ class LayerType:
 
     def num_params(self, h: int) -> int:
         """Number of all its parameters: matrices, biases, convolutions and the weights of its norms."""
-        vector_params = sum(block.vector_params(h) for block in (self.attention, self.ffn) if block)
-        norm_params = h * self.num_norms
-        return num_params(self.products(h)) + self.num_expert_params(h) + vector_params + norm_params
+        vector_params = num_vector_params(self.vectors(h))
+        return num_params(self.products(h)) + self.num_expert_params(h) + vector_params
 
     def num_active_params(self, h: int) -> int:
         """Number of its parameters that a token uses: without the experts that the router does not choose."""

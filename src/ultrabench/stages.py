@@ -33,12 +33,20 @@ class Stage:
         other_params = (
             shape.params_of_layers(self.first_layer, self.num_layers) + int(self.has_norm) * shape.hidden_size
         )
+        num_modules = int(self.has_head) * shape.num_nextn_predict_layers
+        other_params += num_modules * shape.num_predict_params if num_modules else 0
         return num_embedding_tables * shape.embedding_params + other_params
 
     def num_expert_params(self, shape: ModelShape) -> int:
         """Number of parameters of the experts of this stage among which routers choose; expert parallelism cuts only these."""
-        counts = zip(shape.num_by_kind(self.first_layer, self.num_layers), shape.kinds, strict=True)
+        counts = zip(self.num_by_kind(shape), shape.kinds, strict=True)
         return sum(num * kind.num_expert_params(shape.hidden_size) for num, kind in counts)
+
+    def num_by_kind(self, shape: ModelShape) -> tuple[int, ...]:
+        """Number of its layers of each of the types of the shape; modules that predict more tokens have the last layer's."""
+        num_by_kind = [*shape.num_by_kind(self.first_layer, self.num_layers)]
+        num_by_kind[shape.kind_numbers[-1]] += int(self.has_head) * shape.num_nextn_predict_layers
+        return tuple(num_by_kind)
 
     def matmul_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage that take part in the matrix products of one token."""

@@ -156,7 +156,7 @@ class _Attention(NamedTuple):
 
 def _product_s(work: LayerWork, product: Product, flops_per_s: float, c: TimeConstants) -> float:
     """Seconds of a product on a rank, which may have a part of its weights or of the tokens."""
-    outputs, inputs, cut, _ = product
+    outputs, inputs, cut = product[:3]
     if cut == WHOLE:
         return _gemm_s(work.tokens / work.tp, outputs, inputs, flops_per_s, c)
     if cut == ROWS:
@@ -166,7 +166,7 @@ def _product_s(work: LayerWork, product: Product, flops_per_s: float, c: TimeCon
 
 def _num_product_operands(work: LayerWork, product: Product) -> float:
     """Numbers of the operands of a product on a rank."""
-    outputs, inputs, cut, _ = product
+    outputs, inputs, cut = product[:3]
     if cut == WHOLE:
         return _num_operands(work.tokens / work.tp, outputs, inputs)
     if cut == ROWS:
