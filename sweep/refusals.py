@@ -49,16 +49,20 @@ def refusal(
     seq_len: int,
     device: str,
     hardware: Hardware | None = None,
+    *,
+    any_model: bool = False,
 ) -> str | None:
     """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
 
     Args:
         device: the torch device type that it would run on, cuda or cpu.
         hardware: the nodes that it would run on; None where they are unknown.
+        any_model: whether a model that our own kernel does not train is no reason.
     """
     if kernel.kind != "embedded":
         command_refusals = (
             _sequence_refusals(kernel, layout.cp, seq_len),
+            _untold_types(kernel, shape),
             value_refusals(kernel, layout, shape),
             _no_word_refusals(kernel, layout),
             _step_rank_refusals(kernel, layout),
@@ -71,7 +75,8 @@ def refusal(
     )
     fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
     other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
-    return next(chain(untrained_features(shape), layout_refusals, *other_refusals), None)
+    model_refusals = () if any_model else untrained_features(shape)
+    return next(chain(model_refusals, layout_refusals, *other_refusals), None)
 
 
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
@@ -247,6 +252,19 @@ def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
 def _has_no_effect(layout: Layout, name: str) -> bool:
     """Whether the field `name` of a layout or model is an axis without effect, because another axis has its neutral value."""
     return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
+
+
+def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
+    """The reason why a program that comes with ultrabench cannot be told the types of a model's layers.
+
+    It would train a model whose layers are all like those that the other fields describe.
+    """
+    if shape.layer_types and is_command_of_package(kernel.name, kernel.command):
+        types_text = ", ".join(
+            dict.fromkeys(block.name for kind in shape.kinds if (block := kind.attention or kind.ffn))
+        )
+        reason = f"kernel {kernel.name} has no words for the layers of {shape.name} ({types_text})"
+        yield f"{reason}: use kernel=command with a command that trains this model"
 
 
 def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

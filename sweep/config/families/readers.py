@@ -44,7 +44,7 @@ def _common(
         "intermediate_size": keys.get("intermediate_size", "moe_intermediate_size"), "vocab_size": keys.size("vocab_size"),
         "tie_word_embeddings": keys.get("tie_word_embeddings", default=tied),
         "rms_norm_eps": keys.get("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=eps),
-        "rope_theta": rotation["rope_theta"], **rotation_fields(rotation),
+        "rope_theta": rotation["rope_theta"], "head_dim": keys.get("head_dim", "attention_head_dim"), **rotation_fields(rotation),
     }  # fmt: skip
     return fields | words
 
@@ -90,7 +90,7 @@ def _deepseek(
     blocks = {"dense": dense(keys), "sparse": experts}
     layers = layers_of(keys, num_layers, lambda n: attention | blocks[words[n]], words.__getitem__)
     has_experts = "sparse" in words
-    return _common(keys, rotation) | (_experts_fields(experts) if has_experts else {}) | layers
+    return _common(keys, rotation, head_dim=None) | (_experts_fields(experts) if has_experts else {}) | layers
 
 
 def _deepseek_v2(keys: ConfigKeys) -> Block:
@@ -172,7 +172,7 @@ def _gemma3(keys: ConfigKeys) -> Block:
         "intermediate_size": keys.size("intermediate_size"), "vocab_size": keys.get("vocab_size", default=262208),
         "tie_word_embeddings": keys.get("tie_word_embeddings", default=True),
         "rms_norm_eps": keys.get("rms_norm_eps", default=1e-6), "rope_theta": rotation["rope_theta"],
-        "embedding_multiplier": sqrt(keys.size("hidden_size")),
+        "head_dim": head_dim, "embedding_multiplier": sqrt(keys.size("hidden_size")),
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
     }  # fmt: skip
     keys.unused("rope_scaling", "quantization_config", "rope_theta")
