@@ -18,6 +18,7 @@ from ultrabench.layout import (
     default_schedule,
     default_virtual_stages,
     model_parallel_degree,
+    value_text,
 )
 from ultrabench.record import value_from
 from ultrabench.routing import override_value
@@ -69,6 +70,7 @@ def read_arguments(arguments: Sequence[str], other_names: Collection[str], examp
             raise ConfigError(f"{argument}: {_ADVICE_BY_NAME[name]}")
         require_known("argument", known_names, name)
         try:
+            value = value_text(name, value) if name in TEXT_AXES else value
             values[name] = value if name in TEXT_ARGUMENTS or argument in _SHARD_WORDS else _integer(value)
         except ValueError:
             problem = f"{name}={value!r} is not an integer"

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain, product
 from math import gcd, prod
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import (
     BATCH,
     DEGREES,
@@ -168,11 +168,31 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     yield from _broken_by_experts(layout, shape)
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
+    yield from _broken_by_stages(layout, shape)
     # Every pipeline stage holds at least one block.
-    for stage in split_stages(shape, layout.num_stages):
+    for stage in split_stages(shape, layout.num_stages, pp_layout=layout.pp_layout):
         if stage.num_blocks == 0:
             problem = f"{layout.num_stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
             yield "no_empty_stage", problem
+
+
+def _broken_by_stages(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Each structural rule that the layers of the stages break, with the reason."""
+    if not (stage_layers := layout.stage_layers):
+        return
+    list_text = f"pp_layout={layout.pp_layout}"
+    if len(stage_layers) != layout.num_stages:
+        stages_text = f"pp*virtual_stages={layout.num_stages}"
+        yield (
+            "pp_layout_fits",
+            f"{list_text} lists {counted(len(stage_layers), 'stage')}; {stages_text}: list one number for each",
+        )
+    elif sum(stage_layers) != shape.num_hidden_layers:
+        layers_text = f"num_hidden_layers={shape.num_hidden_layers}"
+        yield (
+            "pp_layout_fits",
+            f"{list_text} has {counted(sum(stage_layers), 'layer')}; {layers_text}: their sum must be that",
+        )
 
 
 @lru_cache(maxsize=256)  # a plan asks for those of a few models for each of its candidates

@@ -124,7 +124,7 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
         yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
-    for stage_index in stages_without_params(shape, layout.num_stages):
+    for stage_index in stages_without_params(shape, layout.num_stages, layout.pp_layout):
         head_layers = shape.embedding_params * num_layers / shape.matmul_params_of_layers(0, num_layers)
         depth_text = f"num_hidden_layers={num_layers} and a head of the size of {head_layers:.1f} layers"
         yield f"{layout.num_stages_text} is too large for {depth_text}: stage {stage_index} has no parameters"

@@ -55,10 +55,14 @@ class Stage:
 
 
 @lru_cache(maxsize=4096)  # without it `sweep plan` takes 1.2 x the CPU time
-def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = False) -> tuple[Stage, ...]:
+def split_stages(
+    shape: ModelShape, num_stages: int, *, ties_advance: bool = False, pp_layout: str = "cost"
+) -> tuple[Stage, ...]:
     """The `num_stages` stages into which the blocks [embedding, decoder x L, norm, head, cast, loss] are cut.
 
-    The cost of a decoder layer is the parameters in the matrix products of one token, that of the head V*h, and that of other blocks 0. A
+    By pp_layout=even, and where it lists the layers of each stage, the embedding is in the first stage, and norm, head,
+    cast and loss in the last one; of the stages of even, the first ones have one layer more where they are not equal.
+    By cost and auto, the cost of a decoder layer is the parameters in the matrix products of one token, that of the head V*h, and that of other blocks 0. A
     block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage
     begins. This is the rule of nanotron, so results can be compared with its measurements; like nanotron's,
     stages may be empty. Later versions of nanotron begin the next stage also when the cost equals that part
@@ -66,7 +70,10 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
 
     Args:
         ties_advance: whether to cut as these later versions do.
+        pp_layout: the value of the axis; stages beyond a list that is too short have no layers.
     """
+    if pp_layout not in ("auto", "cost"):
+        return _stages_of_counts(_stage_layers(shape, num_stages, pp_layout))
     layer_kinds = [f"{_LAYER}{number}" for number in shape.kind_numbers]
     block_kinds = ["embedding", *layer_kinds, "norm", "head", "cast", "loss"]
     cost_by_kind = {
@@ -92,15 +99,39 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     return tuple(stages)
 
 
+def _stage_layers(shape: ModelShape, num_stages: int, pp_layout: str) -> list[int]:
+    """The layers of each stage by pp_layout=even or a list."""
+    num_layers, rest = divmod(shape.num_hidden_layers, num_stages)
+    if pp_layout == "even":
+        return [num_layers + (index < rest) for index in range(num_stages)]
+    listed = [int(number) for number in pp_layout.split("-")]
+    return (listed + [0] * num_stages)[:num_stages]
+
+
+def _stages_of_counts(layer_counts: list[int]) -> tuple[Stage, ...]:
+    """Stages with these numbers of layers."""
+    stages, first_layer, last_index = list[Stage](), 0, len(layer_counts) - 1
+    for index, num_layers in enumerate(layer_counts):
+        is_first, is_last = index == 0, index == last_index
+        flags = {"has_embedding": is_first, "has_norm": is_last, "has_head": is_last}
+        num_blocks = num_layers + is_first + 4 * is_last
+        stages.append(
+            Stage(index=index, first_layer=first_layer, num_layers=num_layers, num_blocks=num_blocks, **flags)
+        )
+        first_layer += num_layers
+    return tuple(stages)
+
+
 @lru_cache(maxsize=4096)  # without it and that of `layout.details_of` a plan takes 1.2 x the CPU time
-def stages_without_params(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+def stages_without_params(shape: ModelShape, num_stages: int, pp_layout: str = "cost") -> tuple[int, ...]:
     """The indices of the stages that have no parameters: only the cast or the loss."""
-    return tuple(s.index for s in split_stages(shape, num_stages) if s.num_params(shape) == 0)
+    stages = split_stages(shape, num_stages, pp_layout=pp_layout)
+    return tuple(s.index for s in stages if s.num_params(shape) == 0)
 
 
 def stages_by_rank(
     shape: ModelShape, layout: Layout, *, ties_advance: bool = False
 ) -> list[tuple[Stage, ...]]:
     """The stages that each rank of the pp axis holds, in the order of the model, as `split_stages` divides it."""
-    stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance)
+    stages = split_stages(shape, layout.num_stages, ties_advance=ties_advance, pp_layout=layout.pp_layout)
     return [tuple(stages[index] for index in layout.stages_of(pp_rank)) for pp_rank in range(layout.pp)]

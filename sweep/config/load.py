@@ -12,7 +12,7 @@ from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
+from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, axis_texts
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.process_text import require_process_texts, require_variables
@@ -242,8 +242,7 @@ def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
         advice = "write sweep.gas=null to derive gas from the batch"
         raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & values_by_axis.keys():
-        to_text = choice_text if NEUTRAL[name] == "on" else str
-        values_by_axis[name] = [to_text(value) for value in values_by_axis[name]]
+        values_by_axis[name] = axis_texts(name, values_by_axis[name])
     types = {"nodes": Count, **TYPES_IN_SWEEP}
     axes = {name: read_list(values, types[name], f"sweep.{name}") for name, values in values_by_axis.items()}
     neutral_values = ((name, (value,)) for name, value in NEUTRAL.items() if name not in FOLLOWING)

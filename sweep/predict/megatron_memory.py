@@ -81,7 +81,7 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     bytes_by_kind = [megatron_layer_bytes(shape, layout, spec.workload.seq_len, kind) for kind in kinds]
     logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
     stage_memories = list[StageMemory]()
-    for pp_rank, stage in enumerate(split_stages(shape, layout.pp)):
+    for pp_rank, stage in enumerate(split_stages(shape, layout.pp, pp_layout=layout.pp_layout)):
         expert_params = stage.num_expert_params(shape) / layout.ep
         other_params = (stage.num_params(shape) - stage.num_expert_params(shape)) / layout.tp
         num_by_kind = stage.num_by_kind(shape)

@@ -99,24 +99,35 @@ def params_of_ranks(spec: RunSpec, ranks: str) -> Iterator[tuple[int, list[Stage
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
     shape, layout = spec.shape, spec.layout
     degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
-    is_tied, pipeline = shape.tie_word_embeddings and layout.pp == 1, (layout.pp, layout.virtual_stages)
+    is_tied, pipeline = (
+        shape.tie_word_embeddings and layout.pp == 1,
+        (layout.pp, layout.virtual_stages, layout.pp_layout),
+    )
     for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, ranks):
         yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
 
 
 @lru_cache(maxsize=4096)
 def _ranks(
-    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, rank_set: str
+    shape: ModelShape,
+    pp: int,
+    virtual_stages: int,
+    pp_layout: str,
+    pp_schedule: str,
+    is_uniform: bool,
+    rank_set: str,
 ) -> list[tuple[int, tuple[Stage, ...]]]:
     """The ranks that `rank_set` asks for, each with its stages.
 
     An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
     1f1b, where that has more micro-batches in flight, since it sends no gradients.
     """
-    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule, pp_layout=pp_layout)
     ranks, seen_counts = [], set[tuple[int, ...]]()
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
         layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
+        if shape.layer_types:
+            layer_counts = tuple(num for stage in stages for num in stage.num_by_kind(shape))
         is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
         if not is_inner or rank_set == EVERY or (rank_set != ENDS and not is_like_earlier):
             ranks.append((rank, stages))

@@ -132,9 +132,22 @@ class _PipelineRank(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _pipeline_ranks(
-    shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
+    shape: ModelShape,
+    pp: int,
+    pp_schedule: str,
+    virtual_stages: int,
+    pp_layout: str,
+    recompute: str,
+    ties_advance: bool,
 ) -> tuple[_PipelineRank, ...]:
-    layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
+    layout = Layout(
+        dp=1,
+        pp=pp,
+        pp_schedule=pp_schedule,
+        virtual_stages=virtual_stages,
+        pp_layout=pp_layout,
+        recompute=recompute,
+    )
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
     num_by_rank = Counter(_pipeline_rank(shape, stages, interval) for stages in stages_of_rank)
@@ -223,7 +236,13 @@ def _micro_batch_work(
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
-        shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
+        shape,
+        layout.pp,
+        layout.pp_schedule,
+        layout.virtual_stages,
+        layout.pp_layout,
+        recompute,
+        c.ties_advance,
     )
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
     grad_s = (c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep))
