@@ -101,7 +101,8 @@ def _require_different_values(tree: Mapping[str, Any]) -> None:
         if not isinstance(settings, dict):
             continue
         for key in keys:
-            values = [*map(str, values_in(settings.get(key)))]
+            listed = values_in(settings.get(key))
+            values = axis_texts(key, listed) if key in TEXT_AXES else [*map(str, listed)]
             if repeated := next((value for value in values if values.count(value) > 1), None):
                 fact = f"{group}.{key}=[{','.join(values)}] lists {repeated} twice"
                 raise ConfigError(fact, "leave one out", setting=f"{group}.{key}")
