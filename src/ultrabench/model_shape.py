@@ -136,6 +136,10 @@ class ModelShape:
         if rule := next(self._broken_type_rules() if self.layer_types else rules, None):
             raise ShapeError(where, rule, {field: field for field in RENAMED.values()})
 
+    def __hash__(self) -> int:
+        """The hash of a few sizes: caches of predictions ask for it ten times for each layout."""
+        return hash((self.name, self.hidden_size, self.num_hidden_layers, self.vocab_size))
+
     def _broken_attention_rules(self) -> Iterator[str]:
         """A message for each rule that the sizes of the attention break, with its numbers."""
         heads_text = f"num_attention_heads={self.num_attention_heads}"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layer_products import ROWS
 from ultrabench.layer_type import LayerType
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
 
@@ -64,7 +65,8 @@ def micro_batch(spec: RunSpec) -> MicroBatch:
     tokens = rank_tokens(spec)
     whole_hidden = float(tokens * spec.shape.hidden_size * element)
     hidden = whole_hidden / tp if spec.layout.sequence_parallel == "on" else whole_hidden
-    layers = tuple([_layer(spec, element, hidden, whole_hidden, kind) for kind in spec.shape.kinds])
+    widths = _widths_of_types(spec.shape, tp)
+    layers = tuple([_layer(spec, element, hidden, whole_hidden, of) for of in widths])
     stored, halfway = tuple([layer.stored for layer in layers]), tuple([layer.halfway for layer in layers])
     loss, table = _loss(spec, tokens, element)
     loss += whole_hidden * (1 + (tp > 1))
@@ -102,10 +104,15 @@ class _LayerWidths(NamedTuple):
     expert: int
     """Width of an expert."""
     kept_of_experts: int
-    """Numbers that an expert keeps for each of its channels."""
+    """Numbers that an expert keeps for each of its channels; 0 without experts."""
 
 
 @lru_cache(maxsize=1024)  # a plan asks for those of a few types for each of its candidates
+def _widths_of_types(shape: ModelShape, tp: int) -> tuple[_LayerWidths, ...]:
+    """What each type of layer of a model keeps of a token."""
+    return tuple(_widths(kind, shape.hidden_size, tp) for kind in shape.kinds)
+
+
 def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
     """What a type of layer keeps of a token; ranks of tp hold some numbers of attention whole."""
     attention, experts, block, width = kind.attention, kind.experts, 0, 0
@@ -142,17 +149,16 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
     )
 
 
-def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, kind: LayerType) -> LayerBytes:
-    """The bytes of a layer of this type.
+def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: _LayerWidths) -> LayerBytes:
+    """The bytes of a layer of the type that keeps `of` of a token.
 
     It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up, silu(gate)
     and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps the input, gate,
     up and the product with their weights. A compiled layer computes silu(gate) again.
     """
-    layout, compiled, is_sparse, tp = spec.layout, spec.compiles, kind.experts is not None, spec.layout.tp
+    layout, compiled, is_sparse, tp = spec.layout, spec.compiles, of.kept_of_experts > 0, spec.layout.tp
     channel = whole_hidden / spec.shape.hidden_size / tp  # of the tokens of a rank, t*w
-    of, rows, products = _widths(kind, spec.shape.hidden_size, tp), 0.0, 0.0
-    q, width = of.q, of.width
+    q, width, rows, products = of.q, of.width, 0.0, 0.0
     if is_sparse:
         row_channel = (
             channel * spec.shape.num_experts_per_tok * busiest_share(spec.kernel, layout, spec.shape)
