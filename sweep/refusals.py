@@ -11,7 +11,7 @@ from ultrabench.record import values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import untrained_features
+from ultrabench.sweep.untrained import untrained_features, untrained_names
 
 ROUTING_FLAG = "routing"
 """The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run of our own kernel."""
@@ -255,16 +255,14 @@ def _has_no_effect(layout: Layout, name: str) -> bool:
 
 
 def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
-    """The reason why a program that comes with ultrabench cannot be told the types of a model's layers.
+    """The reason why a program that comes with ultrabench cannot be told the layers of a model.
 
-    It would train a model whose layers are all like those that the other fields describe.
+    It would train a model without what the embedded kernel does not train either.
     """
-    if shape.layer_types and is_command_of_package(kernel.name, kernel.command):
-        types_text = ", ".join(
-            dict.fromkeys(block.name for kind in shape.kinds if (block := kind.attention or kind.ffn))
-        )
-        reason = f"kernel {kernel.name} has no words for the layers of {shape.name} ({types_text})"
-        yield f"{reason}: use kernel=command with a command that trains this model"
+    if is_command_of_package(kernel.name, kernel.command):
+        for feature in untrained_names(shape):
+            reason = f"kernel {kernel.name} has no word for {feature}, which {shape.name} has"
+            yield f"{reason}: use kernel=command with a command that trains this model"
 
 
 def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

@@ -49,9 +49,14 @@ def _activation(layer_type: LayerType) -> str | None:
     return block.hidden_act if block else None
 
 
+def untrained_names(shape: ModelShape) -> Iterator[str]:
+    """The names of the features of a model that the embedded kernel does not train."""
+    if shape.layer_types:
+        yield from (name for name, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
+    yield from (name for name, has in _OF_MODELS.items() if has(shape))
+
+
 def untrained_features(shape: ModelShape) -> Iterator[str]:
     """A reason for each feature of a model that the embedded kernel does not train."""
-    of_layers = (name for name, has in _OF_LAYERS.items() if shape.layer_types and any(map(has, shape.kinds)))
-    of_model = (name for name, has in _OF_MODELS.items() if has(shape))
-    for name in (*of_layers, *of_model):
+    for name in untrained_names(shape):
         yield f"the embedded kernel does not train {name}, which {shape.name} has: use kernel=command or another model"
