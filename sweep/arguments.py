@@ -18,6 +18,7 @@ from ultrabench.layout import (
     default_schedule,
     default_virtual_stages,
     model_parallel_degree,
+    value_text,
 )
 from ultrabench.record import value_from
 from ultrabench.routing import override_value
@@ -69,6 +70,7 @@ def read_arguments(arguments: Sequence[str], other_names: Collection[str], examp
             raise ConfigError(f"{argument}: {_ADVICE_BY_NAME[name]}")
         require_known("argument", known_names, name)
         try:
+            value = value_text(name, value) if name in TEXT_AXES else value
             values[name] = value if name in TEXT_ARGUMENTS or argument in _SHARD_WORDS else _integer(value)
         except ValueError:
             problem = f"{name}={value!r} is not an integer"
@@ -96,7 +98,9 @@ def layout_of(values: Mapping[str, Any], gpus_per_node: int = 2**30) -> Layout:
     return replace(layout, dp_shard=shards_of(shard_value, num_copies, ranks_in_node, layout.zero_stage))
 
 
-def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[RunSpec, SweepConfig]:
+def read_run(
+    arguments: Sequence[str], defaults: Mapping[str, Any], *, any_model: bool = False
+) -> tuple[RunSpec, SweepConfig]:
     """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and what they configure besides.
 
     By default dp is the number of GPUs divided by the other degrees, gas equals pp, the precision is that of the
@@ -104,6 +108,7 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
 
     Args:
         defaults: the arguments beside those of layouts, with their usual values; nodes and seq_len are among them.
+        any_model: whether the model may be one that our own kernel does not train.
 
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
@@ -111,7 +116,7 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
     given_values = read_arguments(arguments, defaults, "model=llama3-8b nodes=8 tp=8")
     values = {**defaults, **given_values}
     config = config_of(values)
-    return run_of(values, config), config
+    return run_of(values, config, any_model=any_model), config
 
 
 def config_of(values: Mapping[str, Any]) -> SweepConfig:
@@ -124,8 +129,8 @@ def config_of(values: Mapping[str, Any]) -> SweepConfig:
     return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
 
 
-def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
-    """The run that the arguments describe, among which are nodes and seq_len.
+def run_of(values: Mapping[str, Any], config: SweepConfig, *, any_model: bool = False) -> RunSpec:
+    """The run that the arguments describe, among which are nodes and seq_len; `any_model` is that of `read_run`.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -152,12 +157,14 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
         nodes=nodes,
         gpus_per_node=gpus_per_node,
     )
-    require_possible(spec, hardware.device, hardware)
+    require_possible(spec, hardware.device, hardware, any_model=any_model)
     return spec
 
 
-def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = None) -> None:
-    """Raises when the kernel of a run cannot run its layout on a device, cuda or cpu.
+def require_possible(
+    spec: RunSpec, device: str, hardware: Hardware | None = None, *, any_model: bool = False
+) -> None:
+    """Raises when the kernel of a run cannot run its layout on a device, cuda or cpu; `any_model` is that of `read_run`.
 
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.
@@ -165,7 +172,9 @@ def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = Non
     _, broken_rule = next(broken_rules(spec.layout, spec.shape), (None, None))
 
     def refusal_of(kernel: KernelConfig, layout: Layout) -> str | None:
-        return refusal(kernel, layout, spec.shape, spec.workload.seq_len, device, hardware)
+        return refusal(
+            kernel, layout, spec.shape, spec.workload.seq_len, device, hardware, any_model=any_model
+        )
 
     if reason := broken_rule or refusal_of(spec.kernel, spec.layout):
         advice = "" if refusal_of(spec.kernel, Layout(dp=1)) else "choose another layout"

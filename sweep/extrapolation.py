@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ultrabench.allowed import between, one_of, require_allowed
-from ultrabench.model_shape import FLOPS_FORMULAS
+from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml

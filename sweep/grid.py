@@ -5,10 +5,11 @@ They are all combinations of the values of its axes that use all GPUs and make u
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, product
 from math import gcd, prod
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import (
     AUTO,
     BATCH,
@@ -131,10 +132,10 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     The order matters, because a candidate is counted under the first rule that rejects it.
     """
     # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
-    size_by_rule = {"tp_divides_heads": "num_attention_heads", "tp_divides_kv_heads": "num_key_value_heads"}
-    for rule, size_name in size_by_rule.items():
-        if getattr(shape, size_name) % layout.tp:
-            yield rule, f"tp={layout.tp} does not divide {size_name}={getattr(shape, size_name)}"
+    for size_name, size in _head_sizes(shape):
+        if size % layout.tp:
+            rule = "tp_divides_kv_heads" if size_name == "num_key_value_heads" else "tp_divides_heads"
+            yield rule, f"tp={layout.tp} does not divide {size_name}={size}"
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
@@ -168,11 +169,38 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     yield from _broken_by_experts(layout, shape)
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
+    yield from _broken_by_stages(layout, shape)
     # Every pipeline stage holds at least one block.
-    for stage in split_stages(shape, layout.num_stages):
+    for stage in split_stages(shape, layout.num_stages, pp_layout=layout.pp_layout):
         if stage.num_blocks == 0:
             problem = f"{layout.num_stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
             yield "no_empty_stage", problem
+
+
+def _broken_by_stages(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Each structural rule that the layers of the stages break, with the reason."""
+    if not (stage_layers := layout.stage_layers):
+        return
+    list_text = f"pp_layout={layout.pp_layout}"
+    if len(stage_layers) != layout.num_stages:
+        stages_text = f"pp*virtual_stages={layout.num_stages}"
+        yield (
+            "pp_layout_fits",
+            f"{list_text} lists {counted(len(stage_layers), 'stage')}; {stages_text}: list one number for each",
+        )
+    elif sum(stage_layers) != shape.num_hidden_layers:
+        layers_text = f"num_hidden_layers={shape.num_hidden_layers}"
+        yield (
+            "pp_layout_fits",
+            f"{list_text} has {counted(sum(stage_layers), 'layer')}; {layers_text}: their sum must be that",
+        )
+
+
+@lru_cache(maxsize=256)  # a plan asks for those of a few models for each of its candidates
+def _head_sizes(shape: ModelShape) -> tuple[tuple[str, int], ...]:
+    """Name and value of each number of heads, or of groups of heads, that ranks of tp divide among them."""
+    sizes_of_kinds = (kind.attention.tp_sizes().items() for kind in shape.kinds if kind.attention)
+    return tuple(dict.fromkeys(chain(*sizes_of_kinds)))
 
 
 def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from ultrabench.record import values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
+from ultrabench.sweep.untrained import untrained_features, untrained_names
 
 ROUTING_FLAG = "routing"
 """The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run of our own kernel."""
@@ -48,16 +49,20 @@ def refusal(
     seq_len: int,
     device: str,
     hardware: Hardware | None = None,
+    *,
+    any_model: bool = False,
 ) -> str | None:
     """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
 
     Args:
         device: the torch device type that it would run on, cuda or cpu.
         hardware: the nodes that it would run on; None where they are unknown.
+        any_model: whether a model that our own kernel does not train is no reason.
     """
     if not kernel.trains_itself:
         command_refusals = (
             _sequence_refusals(kernel, layout.cp, seq_len),
+            _untold_types(kernel, shape),
             value_refusals(kernel, layout, shape),
             _no_word_refusals(kernel, layout),
             _step_rank_refusals(kernel, layout),
@@ -70,7 +75,8 @@ def refusal(
     )
     fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
     other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
-    return next(chain(layout_refusals, *other_refusals), None)
+    model_refusals = () if any_model else untrained_features(shape)
+    return next(chain(model_refusals, layout_refusals, *other_refusals), None)
 
 
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
@@ -118,7 +124,7 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
         yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
-    for stage_index in stages_without_params(shape, layout.num_stages):
+    for stage_index in stages_without_params(shape, layout.num_stages, layout.pp_layout):
         head_layers = shape.embedding_params * num_layers / shape.matmul_params_of_layers(0, num_layers)
         depth_text = f"num_hidden_layers={num_layers} and a head of the size of {head_layers:.1f} layers"
         yield f"{layout.num_stages_text} is too large for {depth_text}: stage {stage_index} has no parameters"
@@ -246,6 +252,17 @@ def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
 def _has_no_effect(layout: Layout, name: str) -> bool:
     """Whether the field `name` of a layout or model is an axis without effect, because another axis has its neutral value."""
     return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
+
+
+def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
+    """The reason why a program that comes with ultrabench cannot be told the layers of a model.
+
+    It would train a model without what the embedded kernel does not train either.
+    """
+    if is_command_of_package(kernel.name, kernel.command):
+        for feature in untrained_names(shape):
+            reason = f"kernel {kernel.name} has no word for {feature}, which {shape.name} has"
+            yield f"{reason}: use kernel=command with a command that trains this model"
 
 
 def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

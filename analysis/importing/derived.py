@@ -16,10 +16,11 @@ from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import sizes_of
 from ultrabench.analysis.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
+from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
-from ultrabench.layout import BATCH, DEGREES, NEUTRAL, details_of
-from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
+from ultrabench.layout import ADDED_LATER, BATCH, DEGREES, NEUTRAL, details_of
+from ultrabench.model_shape import ModelShape
 from ultrabench.result import Status
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_model
@@ -178,7 +179,8 @@ def _checked_batch(frame: pd.DataFrame) -> pd.Series:
 
 
 def _fill_pipeline_and_shards(frame: pd.DataFrame) -> None:
-    frame.loc[frame["pp"] == 1, [*details_of("pp")]] = [NEUTRAL[name] for name in details_of("pp")]
+    details = [name for name in details_of("pp") if name not in ADDED_LATER]
+    frame.loc[frame["pp"] == 1, details] = [NEUTRAL[name] for name in details]
     has_unknown_schedule = frame["pp_schedule"].isna() & (frame["pp"] > 1)
     schedules = (frame["virtual_stages"] > 1).map({True: "interleaved", False: "1f1b"})
     frame.loc[has_unknown_schedule, "pp_schedule"] = schedules

@@ -15,7 +15,8 @@ import pandas as pd
 from ultrabench.analysis.importing.readings import TOLERANCE, Reading, column_doubts, readings_of
 from ultrabench.analysis.importing.table_map import TableMap
 from ultrabench.analysis.numbers import with_unit
-from ultrabench.model_shape import FLOPS_FORMULAS, ModelShape
+from ultrabench.attention_type import FLOPS_FORMULAS
+from ultrabench.model_shape import ModelShape
 from ultrabench.result import Status
 
 RATE_COLUMNS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_gpu")
@@ -53,9 +54,9 @@ def flops_ranges(shape: ModelShape, seq_len: int, recompute: str | None) -> list
     parameter_counts = dict.fromkeys(
         (shape.num_matmul_params, shape.num_active_params, shape.num_active_params + embedding_copies)
     )
-    attention_factors = (*FLOPS_FORMULAS.values(), 0)
-    layer_channels = shape.num_hidden_layers * shape.q_width * seq_len
-    counts = [6.0 * n + factor * layer_channels for n, factor in product(parameter_counts, attention_factors)]
+    product_flops = 6 * shape.num_matmul_params
+    attention_flops = [shape.flops_per_token(seq_len, formula) - product_flops for formula in FLOPS_FORMULAS]
+    counts = [6.0 * n + flops for n, flops in product(parameter_counts, (*attention_flops, 0))]
     if recompute == "none":
         return [(flops, flops) for flops in counts]
     if recompute in (None, "full"):

@@ -23,9 +23,9 @@ from ultrabench.analysis.importing.table_map import TYPE_BY_COLUMN, Source, Tabl
 from ultrabench.analysis.importing.units import COUNT, TOKENS, UNITS, units_of
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.schema import BOOL, FLOAT, FLOATS, INT, SCHEMA, TEXT, TEXTS, TIME
+from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.errors import ConfigError, counted, require_known, unknown_name
 from ultrabench.layout import TEXT_AXES
-from ultrabench.model_shape import FLOPS_FORMULAS
 from ultrabench.result import NOT_TRIED, PENDING, Status
 from ultrabench.sweep.config.files import files
 

@@ -144,7 +144,9 @@ def quality_of(log_errors: Sequence[float]) -> dict[str, float]:
 def to_yaml(profile: Profile, base: Profile) -> str:
     """The text of the profile's file; a comment at each constant of time gives its value in `base`."""
     fields, base_times = to_dict(profile), to_dict(base)["time"]
-    head_lines = (f"{key}: {_yaml_text(fields[key])}" for key in ("framework", "source", "date", "prior"))
+    head_lines = (
+        f"{key}: {_yaml_text(fields[key])}" for key in ("framework", "stages", "source", "date", "prior")
+    )
     lines = [f"# {profile.source}.", *head_lines]
     for key in ("time", "memory", "interval", "quality", "measured"):
         lines += [f"{key}:" if fields[key] else f"{key}: {{}}"]

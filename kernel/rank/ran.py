@@ -32,6 +32,7 @@ from ultrabench.kernel.step import TrainStep
 from ultrabench.kernel_config import PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
+from ultrabench.stages import stages_by_rank
 
 _PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
@@ -123,6 +124,7 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
         schedule_by_class = {torch_class: schedule for schedule, torch_class in SCHEDULE_CLASSES.items()}
         options |= {"pp": rank_stages[0].num_stages // len(rank_stages), "virtual_stages": len(rank_stages)}
         options["pp_schedule"] = schedule_by_class[type(pipeline.schedule)]
+        options["pp_layout"] = _pp_layout_of(trainer)
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
@@ -160,6 +162,15 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
         "attention": _common_value(args[-1] for args in fixed_args),
         "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in fixed_args),
     }  # fmt: skip
+
+
+def _pp_layout_of(trainer: TrainStep) -> str:
+    """The requested pp_layout if the stages of this rank have the layers that it gives them, else how many they have."""
+    stages = stages_by_rank(trainer.spec.shape, trainer.layout)[trainer.coordinates.pp]
+    layer_counts = [len(model.layers) for model in trainer.models]
+    if layer_counts == [stage.num_layers for stage in stages]:
+        return trainer.layout.pp_layout
+    return f"{'-'.join(map(str, layer_counts))} on pipeline rank {trainer.coordinates.pp}"
 
 
 def _precision_of_products(precision: str, observations: StepObservations, num_forwards: int) -> str:

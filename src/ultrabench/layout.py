@@ -29,6 +29,13 @@ RECOMPUTE = matching(
 )
 """What backward computes again; docs/reference/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
+PP_LAYOUT = matching(
+    r"auto|cost|even|[0-9]+(-[0-9]+)+",
+    "auto, cost, even or the layers of each stage, such as 8-9-9-6",
+    {CHOICES_KEY: ("auto", "cost", "even")},
+)
+"""How the layers of a model are divided among the stages of a pipeline."""
+
 DpShardInSweep = Annotated[
     Annotated[int, at_least(2)] | Annotated[str, one_of("all", "node")],
     Meta(description="all, node or a number >= 2"),
@@ -154,6 +161,11 @@ class Layout:
         title="reduction of gradients during backward", default="on", implied=("on",), usual=("on", "off"),
         added_later=True,
     )  # fmt: skip
+    pp_layout: Annotated[str, PP_LAYOUT] = axis(
+        "stages-", "Layers of pipeline stages: auto (as the program divides them), cost, even, or those of each, such as 8-9-9-6.",
+        kind=CHOICE, title="layers of pipeline stages", default="auto", implied=("auto",), usual=("auto", "cost", "even"),
+        detail_of="pp", added_later=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         require_allowed(self)
@@ -198,6 +210,11 @@ class Layout:
     def num_stages(self) -> int:
         """Number of pipeline stages of all ranks together."""
         return self.pp * self.virtual_stages
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """The layers of each stage as pp_layout lists them; empty if it lists none."""
+        return tuple(map(int, self.pp_layout.split("-"))) if self.pp_layout[0].isdecimal() else ()
 
     @property
     def num_stages_text(self) -> str:
@@ -369,6 +386,21 @@ def labels(values: Mapping[str, Any], axes: Sequence[str] = AXES, always: Collec
             shown_value = "-all" if name == "dp_shard" and value == 0 else value
             texts.append(f"{traits['label']}{shown_value}")
     return texts
+
+
+def axis_texts(name: str, values: Sequence[Any]) -> list[str]:
+    """The values of an axis of words as texts; the layers of each stage may be a list, which is one value."""
+    if name == "pp_layout" and values and all(type(value) is int for value in values):
+        values = [values]
+    return [value_text(name, value) for value in values]
+
+
+def value_text(name: str, value: Any) -> str:
+    """One value of an axis of words as a text."""
+    if name == "pp_layout":
+        numbers = value if isinstance(value, list | tuple) else str(value).strip("[]").split(",")
+        return "-".join(str(number).strip() for number in numbers)
+    return choice_text(value) if NEUTRAL[name] == "on" else str(value)
 
 
 def choice_text(value: Any) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from ultrabench.allowed import Count, Positive, above, at_least, between, one_of, require_allowed
+from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.errors import ConfigError
-from ultrabench.model_shape import FLOPS_FORMULAS
 
 PARAM_STATE_BYTES = 12
 """Bytes of a parameter and its two moments in a checkpoint, in fp32."""

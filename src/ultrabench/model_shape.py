@@ -1,22 +1,19 @@
-"""The shape of a Llama-style decoder, dense or with experts, with the field names of a Hugging Face `config.json`."""
+"""The shape of a decoder: layers of one or several types, with the field names of a Hugging Face `config.json`."""
 
 import functools
+import string
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
-from itertools import chain
-from typing import Annotated, Any
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import chain, cycle, islice
+from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import Count, Positive, Size, at_least, between, one_of, require_allowed
-from ultrabench.errors import ConfigError, ShapeError
-from ultrabench.record import content_id, values_of
-
-FLOPS_FORMULAS = {"palm": 12, "megatron": 6}
-"""Formula -> FLOPs of attention for each pair of a token and a position, in each channel of the query heads.
-
-The two products of attention (scores and values) are 4 FLOPs forward and 8 backward. palm counts all positions
-(PaLM, arXiv 2204.02311, appendix B), as torchtitan and nanotron do. megatron counts the half that the causal mask
-leaves (num_floating_point_operations of Megatron-LM).
-"""
+from ultrabench.allowed import Count, Positive, Size, at_least, between, matching, one_of, require_allowed
+from ultrabench.attention_type import GroupedQuery
+from ultrabench.errors import ConfigError, ShapeError, counted
+from ultrabench.feed_forward_type import Experts, FeedForward
+from ultrabench.layer_type import LayerType
+from ultrabench.record import content_id, non_default_values, values_of
 
 RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
 """Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
@@ -24,6 +21,21 @@ _ExpertSize = Annotated[int, between(0, 2**20)]
 """A number or a width of experts; predictions with skewed routing list them one by one."""
 _EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
 """Fields that must be 0 in a model without experts."""
+_TYPE_LETTERS = string.ascii_letters
+"""The letters that stand for the types of layers in a layer_order, a for the first one."""
+_ORDER_DESCRIPTION = (
+    "a letter for each layer, with the part that repeats in parentheses, such as aaa(b) or (aaab)"
+)
+REPLACED_BY_TYPES = (
+    "qk_norm", "qk_norm_across_heads", "attention_bias", "partial_rotary_factor", "sliding_window", "n_shared_experts",
+    "first_k_dense_replace", "decoder_sparse_step", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
+)  # fmt: skip
+"""Fields that have no effect in a model with layer_types, which have fields of their own in their place."""
+SIZES_OF_TYPES = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "rope_theta", "num_experts",
+    "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+"""Fields that only give the types of a model with layer_types their usual sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +109,37 @@ class ModelShape:
     """Whether the scores of the chosen experts are divided by their sum."""
     routed_scaling_factor: Positive = 1.0
     """Factor by which the scores of the chosen experts are multiplied in the end."""
+    layer_types: tuple[LayerType, ...] = ()
+    """The types of layers of a model that the fields above cannot describe; empty: these fields describe all layers."""
+    layer_order: Annotated[str, matching(r"[A-Za-z]*(\([A-Za-z]+\)[A-Za-z]*)?", _ORDER_DESCRIPTION)] = ""
+    """A letter for the type of each layer, a for the first of layer_types; what is in parentheses repeats until the layers
+    are complete, such as `aaa(b)` for three layers of another type at the start. Empty: all types repeat in turn."""
+    num_nextn_predict_layers: Annotated[int, at_least(0)] = 0
+    """Number of modules behind the last layer that predict one more token each (arXiv 2412.19437, section 2.2)."""
+    embedding_multiplier: Positive = 1.0
+    """Factor of the embeddings."""
+    residual_multiplier: Positive = 1.0
+    """Factor of what each block adds to the residual stream."""
+    logits_scaling: Positive = 1.0
+    """Divisor of the logits."""
+    final_logit_softcapping: Positive | None = None
+    """Bound c of the logits, which are c*tanh(logit/c); None means that there is none."""
+    rope_type: Annotated[str, one_of("default", "linear", "dynamic", "yarn", "longrope", "llama3")] = (
+        "default"
+    )
+    """How rotations are stretched where rope_scaling does not say it; it changes neither sizes nor work."""
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"
         require_allowed(self, f"{where}: ")
-        if rule := next(chain(self._broken_attention_rules(), self._broken_expert_rules()), None):
+        rules = chain(self._broken_attention_rules(), self._broken_expert_rules())
+        if rule := next(self._broken_type_rules() if self.layer_types else rules, None):
             raise ShapeError(where, rule, {field: field for field in RENAMED.values()})
+
+    def __hash__(self) -> int:
+        """The hash of a few sizes, for which caches of predictions ask ten times a layout: with all fields and types, the
+        playbook's predictions took 1.2 times as long."""
+        return hash((self.name, self.hidden_size, self.num_hidden_layers, self.vocab_size))
 
     def _broken_attention_rules(self) -> Iterator[str]:
         """A message for each rule that the sizes of the attention break, with its numbers."""
@@ -118,6 +155,39 @@ class ModelShape:
             yield f"{factor_text} rotates {self.rotary_width} channels of a head; choose a factor that gives an even number"
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads=true needs {qk_norm}=true"
+
+    def _broken_type_rules(self) -> Iterator[str]:
+        """A message for each rule that the types of layers break, with its numbers."""
+        defaults = {field.name: field.default for field in fields(ModelShape)}
+        for name in REPLACED_BY_TYPES:
+            if (value := getattr(self, name)) != defaults[name]:
+                yield f"{name}={value} has no effect beside layer_types; write it into these"
+        yield from self._broken_order_rules()
+        for experts in (layer_type.experts for layer_type in self.layer_types if layer_type.experts):
+            for name in ("num_experts", "num_experts_per_tok"):
+                if getattr(experts, name) != getattr(self, name):
+                    type_text = f"layer_types has experts with {name}={getattr(experts, name)}"
+                    yield f"{type_text}, and the model {name}={getattr(self, name)}; all layers must have equally many"
+        if self.num_experts and not any(layer_type.experts for layer_type in self.layer_types):
+            yield f"{{num_experts}}={self.num_experts}, and no type of layer_types has experts; leave it out"
+
+    def _broken_order_rules(self) -> Iterator[str]:
+        """A message for each rule that layer_order breaks."""
+        num_types, order = len(self.layer_types), self.layer_order
+        if num_types > len(_TYPE_LETTERS):
+            yield f"layer_types has {num_types} types; at most {len(_TYPE_LETTERS)} are possible"
+        known_letters = _TYPE_LETTERS[:num_types]
+        for letter in order:
+            if letter not in (*known_letters, "(", ")"):
+                types_text = (
+                    f"layer_types has {counted(num_types, 'type')}, {known_letters[0]} to {known_letters[-1]}"
+                )
+                yield f"layer_order={order} has the letter {letter}; {types_text}"
+        num_letters = sum(map(str.isalpha, order))
+        if order and "(" not in order and num_letters != self.num_hidden_layers:
+            yield f"layer_order has {num_letters} letters; num_hidden_layers={self.num_hidden_layers}"
+        if num_letters > self.num_hidden_layers:
+            yield f"layer_order has {num_letters} letters; num_hidden_layers={self.num_hidden_layers} is less"
 
     def _broken_expert_rules(self) -> Iterator[str]:
         """A message for each rule that the sizes of the experts break; a size that files may rename stands in braces."""
@@ -166,15 +236,35 @@ class ModelShape:
         """Number of channels of a head that are rotated."""
         return int(self.head_width * self.partial_rotary_factor)
 
+    def layer(self, number: int) -> LayerType:
+        """The type of the layer of this number, counted from 0."""
+        layers = _layers(self)
+        return layers.kinds[layers.numbers[number]]
+
+    @property
+    def kinds(self) -> tuple[LayerType, ...]:
+        """The different types of its layers, in the order in which the layers first have them."""
+        return _layers(self).kinds
+
+    @property
+    def kind_numbers(self) -> tuple[int, ...]:
+        """For each layer the index of its type among `kinds`."""
+        return _layers(self).numbers
+
+    def num_by_kind(self, first_layer: int, num_layers: int) -> tuple[int, ...]:
+        """How many of `num_layers` layers from layer `first_layer` on have each of `kinds`."""
+        layers = _layers(self)
+        num_by_number = Counter(layers.numbers[first_layer : first_layer + num_layers])
+        return tuple(num_by_number[number] for number in range(len(layers.kinds)))
+
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of this number, counted from 0, has experts in place of the feed-forward block."""
-        return self.num_sparse_layers(layer, 1) == 1
+        return self.layer(layer).experts is not None
 
     def num_sparse_layers(self, first_layer: int, num_layers: int) -> int:
         """Number of the layers with experts among `num_layers` layers from layer `first_layer` on."""
-        step, end_layer = self.decoder_sparse_step, first_layer + num_layers
-        start_layer = min(max(first_layer, self.first_k_dense_replace), end_layer)
-        return end_layer // step - start_layer // step if self.num_experts else 0
+        counts = zip(self.num_by_kind(first_layer, num_layers), self.kinds, strict=True)
+        return sum(num for num, kind in counts if kind.experts)
 
     @property
     def sparse_layers(self) -> str:
@@ -198,29 +288,19 @@ class ModelShape:
 
     @property
     def expert_params(self) -> int:
-        """Number of parameters of one expert: gate, up and down."""
-        return 3 * self.hidden_size * self.moe_intermediate_size
+        """Number of parameters of one expert of the first type of layer that has some; 0 without experts."""
+        experts = next((kind.experts for kind in self.kinds if kind.experts), None)
+        return experts.expert_params(self.hidden_size) if experts else 0
 
     def layer_matmul_params(self, *, sparse: bool = False) -> int:
         """Number of parameters of one decoder layer that take part in the matrix products of one token.
 
-        The q and out projections have h*q_width each, k and v h*kv_width each, and gate, up and down h*f each. A
-        sparse layer has instead of these three the router with h*E, and the experts that a token passes.
+        Args:
+            sparse: whether it is a layer with experts.
         """
-        h = self.hidden_size
-        attention_params = h * (2 * self.q_width + 2 * self.kv_width)
-        if not sparse:
-            return attention_params + 3 * h * self.intermediate_size
-        num_passed_experts = self.num_experts_per_tok + self.n_shared_experts
-        return attention_params + h * self.num_experts + num_passed_experts * self.expert_params
-
-    def layer_params(self, *, sparse: bool = False) -> int:
-        """Number of all parameters of one decoder layer: its matrices, biases and the weights of its RMSNorms."""
-        norm_width = self.q_width + self.kv_width if self.qk_norm_across_heads else 2 * self.head_width
-        vector_params = 2 * self.hidden_size + norm_width * self.qk_norm
-        vector_params += (self.q_width + 2 * self.kv_width) * self.attention_bias
-        unchosen_params = (self.num_experts - self.num_experts_per_tok) * self.expert_params if sparse else 0
-        return self.layer_matmul_params(sparse=sparse) + unchosen_params + vector_params
+        kinds = [kind for kind in self.kinds if (kind.experts is not None) == sparse]
+        kind = kinds[0] if kinds else _dense_type(self)
+        return kind.matmul_params(self.hidden_size)
 
     @property
     def embedding_params(self) -> int:
@@ -229,16 +309,20 @@ class ModelShape:
 
     def params_of_layers(self, first_layer: int, num_layers: int) -> int:
         """Number of all parameters of `num_layers` layers from layer `first_layer` on."""
-        num_sparse = self.num_sparse_layers(first_layer, num_layers)
-        return num_sparse * self.layer_params(sparse=True) + (num_layers - num_sparse) * self.layer_params()
+        counts = zip(self.num_by_kind(first_layer, num_layers), self.kinds, strict=True)
+        return sum(num * kind.num_params(self.hidden_size) for num, kind in counts)
 
     def matmul_params_of_layers(self, first_layer: int, num_layers: int) -> int:
         """Number of parameters that take part in the products of one token in `num_layers` layers from `first_layer` on."""
-        num_sparse = self.num_sparse_layers(first_layer, num_layers)
-        return (
-            num_sparse * self.layer_matmul_params(sparse=True)
-            + (num_layers - num_sparse) * self.layer_matmul_params()
-        )
+        counts = zip(self.num_by_kind(first_layer, num_layers), self.kinds, strict=True)
+        return sum(num * kind.matmul_params(self.hidden_size) for num, kind in counts)
+
+    @property
+    def num_predict_params(self) -> int:
+        """Number of parameters of one module that predicts one more token: two norms, a product that joins the hidden
+        states with the embeddings of that token, a layer of the last one's type, and a norm; tables are shared."""
+        h = self.hidden_size
+        return 2 * h * h + 3 * h + self.kinds[self.kind_numbers[-1]].num_params(h)
 
     @property
     def num_params(self) -> int:
@@ -247,37 +331,52 @@ class ModelShape:
         return (
             num_embedding_tables * self.embedding_params
             + self.params_of_layers(0, self.num_hidden_layers)
+            + self.num_nextn_predict_layers * self.num_predict_params
             + self.hidden_size
         )
 
     @property
     def num_active_params(self) -> int:
         """Number of parameters used for one token: num_params without the experts that the router does not choose."""
-        num_sparse = self.num_sparse_layers(0, self.num_hidden_layers)
-        return (
-            self.num_params - num_sparse * (self.num_experts - self.num_experts_per_tok) * self.expert_params
+        h, num_unchosen = self.hidden_size, self.num_experts - self.num_experts_per_tok
+        num_by_kind = [*self.num_by_kind(0, self.num_hidden_layers)]
+        num_by_kind[self.kind_numbers[-1]] += self.num_nextn_predict_layers
+        counts = zip(num_by_kind, self.kinds, strict=True)
+        unchosen_params = (
+            num * num_unchosen * kind.experts.expert_params(h) for num, kind in counts if kind.experts
         )
+        return self.num_params - sum(unchosen_params)
 
     @property
     def num_matmul_params(self) -> int:
-        """Number of parameters in the products of one token: those of the layers and the lm_head, not the embedding."""
-        return self.matmul_params_of_layers(0, self.num_hidden_layers) + self.embedding_params
+        """Number of parameters in the products of one token: those of the layers and the lm_head, not the embedding.
+
+        A module that predicts one more token has its own, and the lm_head once more.
+        """
+        h = self.hidden_size
+        predict_params = (
+            2 * h * h + self.kinds[self.kind_numbers[-1]].matmul_params(h) + self.embedding_params
+        )
+        layer_params = self.matmul_params_of_layers(0, self.num_hidden_layers)
+        return layer_params + self.embedding_params + self.num_nextn_predict_layers * predict_params
 
     def attention_flops(self, seq_len: int, formula: str = "palm") -> int:
-        """FLOPs of attention in one layer, forward and backward, for one token of a sequence of `seq_len`.
-
-        They are f * q_width * seq_len, with the factor f of the formula in FLOPS_FORMULAS.
-        """
-        return FLOPS_FORMULAS[formula] * self.q_width * seq_len
+        """FLOPs of attention in the first layer, forward and backward, for one token of a sequence of `seq_len`."""
+        return round(self.layer(0).flops_per_token(self.hidden_size, seq_len, formula).core)
 
     def flops_per_token(self, seq_len: int, formula: str = "palm") -> int:
         """Model FLOPs of forward and backward for one token of a sequence of `seq_len`.
 
-        The sum is 6*N + L*attention_flops. 6*N is a multiply and an add for each of N parameters forward, and
-        twice that backward. N is num_matmul_params.
+        The sum is 6*N and the FLOPs of the attention of each layer, of which `formula` counts some positions. 6*N is a
+        multiply and an add for each of N parameters forward, and twice that backward. N is num_matmul_params.
         """
-        attention_flops = self.num_hidden_layers * self.attention_flops(seq_len, formula)
-        return 6 * self.num_matmul_params + attention_flops
+        num_by_kind = [*self.num_by_kind(0, self.num_hidden_layers)]
+        num_by_kind[self.kind_numbers[-1]] += self.num_nextn_predict_layers
+        core_flops = sum(
+            num * kind.flops_per_token(self.hidden_size, seq_len, formula).core
+            for num, kind in zip(num_by_kind, self.kinds, strict=True)
+        )
+        return 6 * self.num_matmul_params + round(core_flops)
 
 
 ADDED_LATER: dict[str, Any] = {
@@ -292,5 +391,142 @@ left out of the hash, so that old ids stay valid."""
 @functools.lru_cache(maxsize=64)  # because a plan hashes the shape with each of its candidates
 def _identity(shape: ModelShape) -> dict[str, Any]:
     """What `ModelShape.identity` returns."""
-    field_items = values_of(shape).items()
-    return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
+    layers, field_items = _layers(shape), values_of(shape).items()
+    if not shape.layer_types:
+        return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
+    left_out = {"name", "layer_types", "layer_order", *REPLACED_BY_TYPES, *SIZES_OF_TYPES}
+    content = {
+        k: v for k, v in field_items if k not in left_out and (k not in ADDED_LATER or v != ADDED_LATER[k])
+    }
+    # However the types are numbered and their order is written, a model has one identity.
+    kinds = [_type_identity(kind) for kind in layers.kinds]
+    return content | {"layer_types": kinds, "layers": "".join(_TYPE_LETTERS[n] for n in layers.numbers)}
+
+
+def _type_identity(layer_type: LayerType) -> dict[str, Any]:
+    """The fields of a type, and of its blocks, that do not have their default."""
+    blocks = non_default_values(layer_type)
+    return {
+        name: block if isinstance(block, str) else _block_identity(block) for name, block in blocks.items()
+    }
+
+
+def _block_identity(block: Any) -> dict[str, Any]:
+    """The fields of a block that do not have their default."""
+    return {
+        name: non_default_values(value) if hasattr(value, "__dataclass_fields__") else value
+        for name, value in non_default_values(block).items()
+    }
+
+
+class _Layers(NamedTuple):
+    """The types of the layers of a model."""
+
+    kinds: tuple[LayerType, ...]
+    numbers: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)  # a prediction asks for the types of a stage a dozen times
+def _layers(shape: ModelShape) -> _Layers:
+    """The types of the layers of a model, and the index of that of each layer."""
+    all_types = [*(_typed(shape) if shape.layer_types else _described_by_fields(shape))]
+    kinds = tuple(dict.fromkeys(all_types))
+    number_by_kind = {kind: number for number, kind in enumerate(kinds)}
+    return _Layers(kinds, tuple(number_by_kind[layer_type] for layer_type in all_types))
+
+
+def _typed(shape: ModelShape) -> Iterator[LayerType]:
+    """The type of each layer of a model with layer_types."""
+    num_layers, order = shape.num_hidden_layers, shape.layer_order
+    start, _, rest = order.partition("(")
+    repeated, _, end = rest.partition(")")
+    period = repeated or ("" if order else _TYPE_LETTERS[: len(shape.layer_types)])
+    num_repeated = num_layers - len(start) - len(end)
+    for letter in chain(start, islice(cycle(period), num_repeated), end):
+        yield shape.layer_types[_TYPE_LETTERS.index(letter)]
+
+
+def _described_by_fields(shape: ModelShape) -> Iterator[LayerType]:
+    """The type of each layer of a model without layer_types: dense, or with experts."""
+    dense_type, sparse_type = _dense_type(shape), _sparse_type(shape) if shape.num_experts else None
+    for n in range(shape.num_hidden_layers):
+        is_sparse = n >= shape.first_k_dense_replace and (n + 1) % shape.decoder_sparse_step == 0
+        yield sparse_type if sparse_type and is_sparse else dense_type
+
+
+def _attention_of(shape: ModelShape) -> GroupedQuery:
+    """The attention that the fields of a shape describe."""
+    return GroupedQuery(
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_width,
+        attention_bias=shape.attention_bias,
+        qk_norm="all" if shape.qk_norm_across_heads else "head" if shape.qk_norm else "none",
+        partial_rotary_factor=shape.partial_rotary_factor,
+        rope_theta=shape.rope_theta,
+        sliding_window=shape.sliding_window,
+    )
+
+
+def _dense_type(shape: ModelShape) -> LayerType:
+    """The type of the dense layers that the fields of a shape describe."""
+    feed_forward = FeedForward(intermediate_size=shape.intermediate_size)
+    return LayerType(grouped_query=_attention_of(shape), feed_forward=feed_forward)
+
+
+def _sparse_type(shape: ModelShape) -> LayerType:
+    """The type of the layers with experts that the fields of a shape describe."""
+    experts = Experts(
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.num_experts_per_tok,
+        moe_intermediate_size=shape.moe_intermediate_size,
+        shared_expert_intermediate_size=shape.shared_expert_intermediate_size,
+        scoring_func=shape.scoring_func,
+        norm_topk_prob=shape.norm_topk_prob,
+        routed_scaling_factor=shape.routed_scaling_factor,
+    )
+    return LayerType(grouped_query=_attention_of(shape), experts=experts)
+
+
+def described_by_fields(shape: ModelShape) -> ModelShape:
+    """The same model without layer_types if the other fields can describe all its layers, else the shape itself."""
+    if not shape.layer_types:
+        return shape
+    dense_type = next((kind for kind in shape.kinds if kind.feed_forward), None)
+    sparse_type = next((kind for kind in shape.kinds if kind.experts), None)
+    attention = shape.kinds[0].grouped_query
+    if attention is None:
+        return shape
+    sparse_layers = [n for n in range(shape.num_hidden_layers) if shape.is_sparse(n)]
+    step = sparse_layers[1] - sparse_layers[0] if len(sparse_layers) > 1 else 1
+    settings: dict[str, Any] = {
+        "layer_types": (), "layer_order": "", "num_attention_heads": attention.num_attention_heads,
+        "num_key_value_heads": attention.num_key_value_heads, "head_dim": attention.head_dim,
+        "attention_bias": attention.attention_bias, "qk_norm": attention.qk_norm in ("head", "all"),
+        "qk_norm_across_heads": attention.qk_norm == "all", "rope_theta": attention.rope_theta,
+        "partial_rotary_factor": attention.partial_rotary_factor, "sliding_window": attention.sliding_window,
+    }  # fmt: skip
+    if dense_type and dense_type.feed_forward:
+        settings["intermediate_size"] = dense_type.feed_forward.intermediate_size
+    if sparse_type and (experts := sparse_type.experts):
+        names = (
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "scoring_func",
+            "norm_topk_prob",
+        )
+        settings |= {name: getattr(experts, name) for name in (*names, "routed_scaling_factor")}
+        settings["n_shared_experts"] = (
+            experts.shared_expert_intermediate_size // experts.moe_intermediate_size
+        )
+        settings |= {
+            "decoder_sparse_step": step,
+            "first_k_dense_replace": sparse_layers[0] if step == 1 else 0,
+        }
+    try:
+        candidate = replace(shape, **settings)
+    except ConfigError:
+        return shape
+    layers, candidate_layers = _layers(shape), _layers(candidate)
+    return candidate if layers == candidate_layers else shape

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ConfigError, ShapeError, misspelled_name
-from ultrabench.model_shape import RENAMED, ModelShape, RopeScaling
+from ultrabench.layer_type import BLOCK_TYPES
+from ultrabench.model_shape import RENAMED, SIZES_OF_TYPES, ModelShape, RopeScaling, described_by_fields
 from ultrabench.record import field_types, from_dict, value_from
+from ultrabench.sweep.config.families.keys import abbreviated
+from ultrabench.sweep.config.families.readers import READERS, TEXT_TYPES, fields_of
 from ultrabench.sweep.config.model_types import (
     CLASSES,
     DEFAULTS,
@@ -29,11 +32,9 @@ from ultrabench.sweep.config.model_types import (
 )
 
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
-"""Keys of multi-head latent attention, whose sizes no ModelShape can have."""
-_MAX_VALUE_CHARS = 60
-"""Number of characters of a value in a message."""
-_UNSTATED_FEATURES = {"gpt_oss": "its attention has sinks"}
-"""model_type -> what no key says of a model that ultrabench does not train."""
+"""Keys of multi-head latent attention, whose sizes are those of a layer type."""
+_TEXT_CLASSES = ("ForCausalLM", "ForConditionalGeneration")
+"""Ends of the names in `architectures` that mean a model with a head for the next token, of types with readers of their own."""
 SIZES_ADVICE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train, but whose sizes are those of a ModelShape."""
 OTHER_MODEL_ADVICE = "choose another model, since ultrabench knows no sizes that stand for this one"
@@ -102,8 +103,19 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         ConfigError: a key makes the model one that ultrabench does not train, or may do so because it is unknown; the
             message names the key.
     """
+    model_type, text_values = values.get("model_type"), values.get("text_config")
+    if isinstance(text_values, dict):  # beside it are keys of the parts for images and sound
+        names = ("architectures", "tie_word_embeddings")
+        values = {name: values[name] for name in names if name in values} | text_values
+        model_type = text_values.get("model_type") or TEXT_TYPES.get(str(model_type), model_type)
+    if isinstance(model_type, str) and model_type in READERS:
+        return _shape_of_types(values, model_type, name, where)
+    if str(model_type) in TEXT_TYPES:
+        raise ConfigError(
+            f"model={where} lacks text_config, which {model_type} models have; give the whole file"
+        )
     file_keys = [*values]
-    model_type, values = values.get("model_type"), {**values, **_rope_settings(values)}
+    values = {**values, **_rope_settings(values)}
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise _unsupported_type(model_type, values, where)
     defaults, fixed_values = {**DEFAULTS, **MODEL_TYPES[model_type]}, FIXED_VALUES.get(model_type, {})
@@ -111,7 +123,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     for key, trained_value in _untrained_settings(values, {*defaults, *fixed_values}).items():
         rule = f"ultrabench trains {model_type} models only with {key} {trained_value}"
         remedy = _remedy(values, model_type, {key})
-        raise ConfigError(f"model={where}: {key} is {_abbreviated(values[key])}; {rule}", remedy)
+        raise ConfigError(f"model={where}: {key} is {abbreviated(values[key])}; {rule}", remedy)
     _require_sizes(values, defaults, where)
     _require_known_keys(values, file_keys, model_type, where)
     key_by_field = {
@@ -128,7 +140,13 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         "rope_scaling": rope_scaling if values["rope_type"] else None,
     }
     sizes = settings | fixed_values | derived_values
-    field_values = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
+    # Training is that of the next token alone, as with transformers.
+    shape_fields = field_types(ModelShape).keys() - {"num_nextn_predict_layers"}
+    field_values = {
+        key: sizes[key]
+        for key in field_types(ModelShape)
+        if key in shape_fields and sizes.get(key) is not None
+    }
     for field, value in field_values.items():  # so that a refusal of this value has the name of the file
         value_from(field_types(ModelShape)[field], value, f"model={where}: {key_by_field.get(field, field)}")
     try:
@@ -138,26 +156,34 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         raise ShapeError(f"model={where}", error.rule, key_by_renamed_field) from error
 
 
-def _abbreviated(value: Any) -> str:
-    """A value as JSON has it; of a long one its beginning."""
-    text = json.dumps(value)
-    start = text[:_MAX_VALUE_CHARS].rpartition(" ")[0]
-    return text if len(text) <= _MAX_VALUE_CHARS else f"{start} ..."
+def _shape_of_types(values: Mapping[str, Any], model_type: str, name: str, where: str) -> ModelShape:
+    """The shape of a model whose model_type has a reader of its own.
+
+    Raises:
+        ConfigError: a key makes the model one that ultrabench cannot describe, or may do so because it is unknown.
+    """
+    classes = values.get("architectures") or []
+    for class_name in classes if isinstance(classes, list) else [classes]:
+        if not str(class_name).endswith(_TEXT_CLASSES):
+            fact = f"model={where}: architectures has {abbreviated(class_name)}"
+            rule = f"ultrabench knows {model_type} models only as those with a name that ends in {' or '.join(_TEXT_CLASSES)}"
+            raise ConfigError(f"{fact}; {rule}", OTHER_MODEL_ADVICE)
+    return shape_from({"name": name, **fields_of(dict(values), model_type, where)}, f"model={where}")
 
 
 def _unsupported_type(model_type: object, values: Mapping[str, Any], where: str) -> ConfigError:
     """The error for a model_type that ultrabench does not train."""
     untrained_keys = _untrained_settings(values)
-    fact_texts = [f"{key} is {_abbreviated(values[key])}" for key in untrained_keys]
-    fact_texts += filter(None, [_UNSTATED_FEATURES.get(str(model_type))])
+    fact_texts = [f"{key} is {abbreviated(values[key])}" for key in untrained_keys]
     similar_type = None
     if not fact_texts and str(model_type) not in OTHER_TYPES:
-        similar_type = misspelled_name(str(model_type), MODEL_TYPES)
+        similar_type = misspelled_name(str(model_type), (*MODEL_TYPES, *READERS))
     facts_text = f" ({', '.join(fact_texts)})" if fact_texts else ""
     hint = f" did you mean {similar_type}?" if similar_type else ""
     fact = f"model={where}: unsupported model_type {model_type!r}{facts_text};{hint}"
     return ConfigError(
-        f"{fact} ultrabench trains {', '.join(MODEL_TYPES)}", _remedy(values, str(model_type), untrained_keys)
+        f"{fact} ultrabench knows {', '.join((*MODEL_TYPES, *READERS))}",
+        _remedy(values, str(model_type), untrained_keys),
     )
 
 
@@ -168,7 +194,7 @@ def _remedy(values: Mapping[str, Any], model_type: str, untrained_keys: Collecti
         untrained_keys: the keys for which it is not trained.
     """
     if any(values.get(key) for key in _LATENT_ATTENTION_KEYS):
-        return "choose another model, since ultrabench has no sizes for multi-head latent attention"
+        return "choose another model, or write its sizes as layer_types to ./ultrabench/model/NAME.yaml and give model=NAME"
     has_known_sizes = model_type in MODEL_TYPES or model_type in GATED_TYPES
     return (
         SIZES_ADVICE if has_known_sizes and SAME_SIZE_KEYS.issuperset(untrained_keys) else OTHER_MODEL_ADVICE
@@ -182,12 +208,12 @@ def _require_known_class(values: Mapping[str, Any], model_type: str, where: str)
     known_text = " or ".join(CLASSES[model_type])
     for name in names:
         if name not in CLASSES[model_type]:
-            fact = f"model={where}: architectures has {_abbreviated(name)}"
+            fact = f"model={where}: architectures has {abbreviated(name)}"
             raise ConfigError(
                 f"{fact}; ultrabench trains {model_type} models only as {known_text}", OTHER_MODEL_ADVICE
             )
     if values.get("auto_map") and not names:
-        fact = f"model={where}: auto_map is {_abbreviated(values['auto_map'])}, so the model may have code of its own"
+        fact = f"model={where}: auto_map is {abbreviated(values['auto_map'])}, so the model may have code of its own"
         rule = f"and architectures does not say that it is {known_text}"
         raise ConfigError(f"{fact}, {rule}", "add architectures if it is, else choose another model")
     label_keys = [
@@ -196,7 +222,7 @@ def _require_known_class(values: Mapping[str, Any], model_type: str, where: str)
         if json.dumps(values.get(key)) not in ("null", json.dumps(usual))
     ]
     if label_keys and not names:
-        fact = f"model={where}: {label_keys[0]} is {_abbreviated(values[label_keys[0]])}, as in models that classify or reward"
+        fact = f"model={where}: {label_keys[0]} is {abbreviated(values[label_keys[0]])}, as in models that classify or reward"
         rule = f"and architectures does not say that it is {known_text}"
         raise ConfigError(f"{fact}, {rule}", "add architectures if it is, else choose another model")
 
@@ -225,7 +251,7 @@ def _require_known_keys(
             or values[key] in text_values.get(key, ())
         ):
             continue
-        fact = f"model={where}: {key} is {_abbreviated(values[key])}"
+        fact = f"model={where}: {key} is {abbreviated(values[key])}"
         if key in text_values:
             rule = f"ultrabench trains {model_type} models only with {key} {' or '.join(text_values[key])}"
         else:
@@ -237,7 +263,7 @@ def _require_known_keys(
     known_rope_keys = {*ROPE_KEYS, *field_types(RopeScaling)}
     for key in rope_values if isinstance(rope_values, dict) else ():
         if key not in known_rope_keys and rope_values[key] is not None:
-            fact = f"model={where}: rope_scaling has {key} {_abbreviated(rope_values[key])}"
+            fact = f"model={where}: rope_scaling has {key} {abbreviated(rope_values[key])}"
             raise ConfigError(
                 f"{fact}; ultrabench knows no such key of rotations", "remove it if it changes nothing"
             )
@@ -306,6 +332,30 @@ def with_field_names(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def shape_from(values: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape that `values` describe, without a head_dim that is the usual one, so that run_ids do not differ."""
-    shape = from_dict(ModelShape, values, where=where)
+    """The shape that `values` describe, in its usual spelling, so that run_ids do not differ.
+
+    A head_dim that is the usual one is left out, and so are layer_types whose layers other fields can describe.
+    """
+    shape = described_by_fields(from_dict(ModelShape, with_usual_sizes(values), where=where))
     return replace(shape, head_dim=None) if shape.q_width == shape.hidden_size else shape
+
+
+def with_usual_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model, with the sizes that its layer_types leave out and that the model gives."""
+    layer_types = values.get("layer_types")
+    if not isinstance(layer_types, list | tuple):
+        return dict(values)
+    usual_sizes = {name: values[name] for name in SIZES_OF_TYPES if values.get(name) is not None}
+    block_fields = {name: field_types(block) for name, block in BLOCK_TYPES.items()}
+
+    def completed(layer_type: Any) -> Any:
+        if not isinstance(layer_type, Mapping):
+            return layer_type
+        return {
+            name: {**{key: size for key, size in usual_sizes.items() if key in block_fields[name]}, **block}
+            if name in block_fields and isinstance(block, Mapping)
+            else block
+            for name, block in layer_type.items()
+        }
+
+    return {**values, "layer_types": [completed(layer_type) for layer_type in layer_types]}

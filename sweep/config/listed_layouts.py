@@ -5,7 +5,7 @@ from typing import Any
 
 from ultrabench.allowed import Count, Size
 from ultrabench.errors import ConfigError, require_known
-from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
+from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, value_text
 from ultrabench.record import value_from
 from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY, ListedLayout
 
@@ -60,11 +60,12 @@ def _read_entry(index: int, entry: Any) -> ListedLayout:
     for key, value in entry.items():
         in_sweep = SWEEP_VALUES.get(key)
         is_several = in_sweep is not None and in_sweep.is_several and value == in_sweep.default
-        if isinstance(value, list | tuple | dict) or value is None or is_several:
+        is_list = isinstance(value, list | tuple) and key != "pp_layout"
+        if is_list or isinstance(value, dict) or value is None or is_several:
             fact = f"{name}: {key} has {'no value' if value is None else 'several values'}"
             raise ConfigError(fact, "an entry is one layout: give one value", setting=SETTING)
         if key in TEXT_AXES:
-            value = choice_text(value) if NEUTRAL[key] == "on" else str(value)
+            value = value_text(key, value)
         values[key] = value_from({**TYPES_IN_SWEEP, **CELL_TYPES}[key], value, f"{name}: {key}")
     cell = {key: values.pop(key) for key in CELL_TYPES if key in values}
     layout = {axis: (value,) for axis, value in (_SINGLE_VALUES | values).items()}

@@ -20,7 +20,7 @@ from ultrabench.layout import (
     SWEEP_VALUES,
     TEXT_AXES,
     TYPES_IN_SWEEP,
-    choice_text,
+    axis_texts,
 )
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
@@ -108,7 +108,8 @@ def _require_different_values(tree: Mapping[str, Any]) -> None:
         if not isinstance(settings, dict):
             continue
         for key in keys:
-            values = [*map(str, values_in(settings.get(key)))]
+            listed = values_in(settings.get(key))
+            values = axis_texts(key, listed) if key in TEXT_AXES else [*map(str, listed)]
             if repeated := next((value for value in values if values.count(value) > 1), None):
                 fact = f"{group}.{key}=[{','.join(values)}] lists {repeated} twice"
                 raise ConfigError(fact, "leave one out", setting=f"{group}.{key}")
@@ -256,8 +257,7 @@ def _axes(sweep: dict[str, Any], layouts: Any) -> Axes:
         advice = "write sweep.gas=null to derive gas from the batch"
         raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & values_by_axis.keys():
-        to_text = choice_text if NEUTRAL[name] == "on" else str
-        values_by_axis[name] = [to_text(value) for value in values_by_axis[name]]
+        values_by_axis[name] = axis_texts(name, values_by_axis[name])
     types = {"nodes": Count, **TYPES_IN_SWEEP}
     axes = {name: read_list(values, types[name], f"sweep.{name}") for name, values in values_by_axis.items()}
     neutral_values = ((name, (value,)) for name, value in NEUTRAL.items() if name not in FOLLOWING)

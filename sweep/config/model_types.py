@@ -70,6 +70,7 @@ TRAINED_VALUES: dict[str, Any] = {
     "quantization_config": {}, "quantization": {}, "use_mrope": False, "rope_interleaved": False,
     **dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace"), 0), "pruned_heads": {},
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
+    **dict.fromkeys(("enable_moe_block", "attention_k_eq_v"), False), "share_expert_dim": 0,
 }  # fmt: skip
 """Keys that change the model, each with the value that ultrabench can train; a key may be absent or null, and 0 for null.
 
@@ -105,6 +106,12 @@ TEXT_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
 """model_type -> key that a file may have although transformers does not read it -> its values that mean the same model."""
 ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 """Keys of `rope_scaling` or `rope_parameters`, beside those of the rotations that ultrabench trains."""
+EXTRA_ROPE_KEYS = frozenset({
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale",
+    "max_position_embeddings", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned",
+})  # fmt: skip
+"""Keys of rotations that change neither sizes nor work of a model."""
 
 _TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start", "forced_bos", "forced_eos")
 _DROPOUTS = (
@@ -141,8 +148,8 @@ SAME_SIZE_KEYS = frozenset({
 })  # fmt: skip
 """Keys of TRAINED_VALUES that leave the matrices of a model as large as they are."""
 GATED_TYPES = frozenset({
-    "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "granite", "helium", "smollm3",
-    "seed_oss", "exaone4", "glm", "glm4", "stablelm", "ministral", "hunyuan_v1_dense", "ernie4_5",
+    "gemma", "gemma2", "olmo", "olmo2", "cohere", "cohere2", "helium", "smollm3",
+    "glm", "glm4", "stablelm", "ministral", "hunyuan_v1_dense", "ernie4_5",
 })  # fmt: skip
 """Types of dense models that ultrabench does not train, whose matrices are those of their sizes in a ModelShape.
 

@@ -1,13 +1,18 @@
-"""The time of each block of a model for one micro-batch in closed form: dense layers, layers with experts, and the head.
+"""The time of each block of a model for one micro-batch in closed form: a layer of each of its types, and the head.
 
-Symbols: c the constants, h hidden size, q and kv the widths of all queries and of all keys of a layer; the others are
-those of `step_time`. docs/design/prediction.md derives each term.
+Symbols: c the constants, h hidden size; the others are those of `step_time`. docs/design/prediction.md derives each term.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
+from ultrabench.attention_type import Attention
+from ultrabench.feed_forward_type import Experts
+from ultrabench.layer_products import ROWS, WHOLE, Product
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import GroupAxes, crosses_nodes, ranks_in_node
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.predict.network import Network
@@ -15,6 +20,13 @@ from ultrabench.sweep.predict.time_constants import TimeConstants
 
 WIDE_HEAD = 128
 """Width of a head from which attention reaches its full rate."""
+STATE_RATE = 0.5
+"""Share of the rate of attention that linear attention and state space layers reach, by the FLOPs of their recurrence; an
+estimate, not measured."""
+GATED_CHANNELS = 4
+"""Numbers that a gated feed-forward block keeps for each channel, to which the constant ffn_bytes belongs."""
+HALF = 0.5
+"""Share of a layer's collectives over tp that attention makes, and the feed-forward block."""
 
 
 class LayerWork(NamedTuple):
@@ -68,8 +80,16 @@ class PartSeconds(NamedTuple):
 
 
 SecondsByBlock = tuple[float, ...]
-"""Seconds of a dense layer, what recomputation adds to it, those of the head, and those of a layer with experts and
-what recomputation adds to it."""
+"""Seconds of the blocks in the order of `block_counts`."""
+
+
+def block_counts(
+    num_heads: int, num_by_kind: Sequence[int], num_again_by_kind: Sequence[int]
+) -> tuple[int, ...]:
+    """The numbers of layers of the first type, of those of them that are computed again, of heads, and then of layers of
+    each other type and of those of them that are computed again."""
+    first, *others = zip(num_by_kind, num_again_by_kind, strict=True)
+    return *first, num_heads, *chain.from_iterable(others)
 
 
 class BlockTimes(NamedTuple):
@@ -83,9 +103,6 @@ class BlockTimes(NamedTuple):
     ep: SecondsByBlock
     total: SecondsByBlock
     """The sums of the parts."""
-
-
-_ZERO_SECONDS = PartSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _FeedForward(NamedTuple):
@@ -103,8 +120,8 @@ class _FeedForward(NamedTuple):
     """Memory traffic of the activation for each token of the rank, forward and backward."""
     routed_bytes: float = 0.0
     """Memory traffic of routing for each token of the rank, forward and backward."""
-    tp_share: float = 1.0
-    """Share of a layer's collectives over tp that it makes with attention."""
+    tp_share: float = HALF
+    """Share of a layer's collectives over tp that it makes."""
     alltoall_s: float = 0.0
     """Seconds of an all-to-all over ep."""
 
@@ -112,80 +129,165 @@ class _FeedForward(NamedTuple):
 @lru_cache(maxsize=65536)
 def block_times(work: LayerWork, links: Network, rates: Rates, c: TimeConstants) -> BlockTimes:
     """The times of the blocks that `work` describes."""
-    shape, h, rank_vocab = work.shape, work.shape.hidden_size, work.shape.vocab_size / work.tp
-    dense_layer = _layer_times(work, _dense_ffn(work, shape.intermediate_size, rates, c), links, rates, c)
+    h, rank_vocab = work.shape.hidden_size, work.shape.vocab_size / work.tp
+    first_layer, *other_layers = (_layer_times(work, kind, links, rates, c) for kind in work.shape.kinds)
     head_gemm_s = 3 * _gemm_s(work.tokens, rank_vocab, h, rates.product, c)
     head_bytes = c.logit_bytes * work.tokens * rank_vocab
     call_s = _tp_call_s(work.tokens * h * work.element_bytes, work.tp_axes, links, c)
     head = PartSeconds(head_gemm_s, 0.0, head_bytes / rates.hbm_bytes_per_s, call_s * c.tp_end_calls, 0.0)
-    sparse_layer = _ZERO_SECONDS, _ZERO_SECONDS
-    if shape.num_experts:
-        sparse_layer = _layer_times(work, _expert_ffn(work, links, rates, c), links, rates, c)
-    blocks = (*dense_layer, head, *sparse_layer)
+    blocks = (*first_layer, head, *chain.from_iterable(other_layers))
     return BlockTimes._make([*zip(*blocks, strict=True), (*map(sum, blocks),)])
 
 
-def _dense_ffn(work: LayerWork, ffn_width: int, rates: Rates, c: TimeConstants) -> _FeedForward:
-    """A feed-forward block of this width, cut by tp."""
-    tokens, h, rank_width = work.tokens, work.shape.hidden_size, ffn_width / work.tp
-    up_s = _gemm_s(tokens, 2 * rank_width, h, rates.linear, c)
-    down_s = _gemm_s(tokens, h, rank_width, rates.linear, c)
-    num_operands = _num_operands(tokens, 2 * rank_width, h) + _num_operands(tokens, h, rank_width)
-    return _FeedForward(up_s, down_s, num_operands, up_s / 2, c.ffn_bytes * ffn_width)
+class _Attention(NamedTuple):
+    """Forward of the attention of a layer for one micro-batch."""
+
+    products_s: float
+    """Seconds of its products with weights."""
+    core_s: float
+    """Seconds of what it does beside them: scores and values, or a state."""
+    num_operands: float
+    """Numbers in the inputs, weights and outputs of those products."""
+    kept_s: float
+    """Seconds of those products that recompute=selective keeps."""
+    token_bytes: float
+    """Memory traffic of norms within it and of what surrounds a state, for each token of the rank, forward and backward."""
 
 
-def _expert_ffn(work: LayerWork, links: Network, rates: Rates, c: TimeConstants) -> _FeedForward:
+def _product_s(work: LayerWork, product: Product, flops_per_s: float, c: TimeConstants) -> float:
+    """Seconds of a product on a rank, which may have a part of its weights or of the tokens."""
+    outputs, inputs, cut = product[:3]
+    if cut == WHOLE:
+        return _gemm_s(work.tokens / work.tp, outputs, inputs, flops_per_s, c)
+    if cut == ROWS:
+        return _gemm_s(work.tokens, outputs, inputs / work.tp, flops_per_s, c)
+    return _gemm_s(work.tokens, outputs / work.tp, inputs, flops_per_s, c)
+
+
+def _num_product_operands(work: LayerWork, product: Product) -> float:
+    """Numbers of the operands of a product on a rank."""
+    outputs, inputs, cut = product[:3]
+    if cut == WHOLE:
+        return _num_operands(work.tokens / work.tp, outputs, inputs)
+    if cut == ROWS:
+        return _num_operands(work.tokens, outputs, inputs / work.tp)
+    return _num_operands(work.tokens, outputs / work.tp, inputs)
+
+
+def _attention(work: LayerWork, kind: LayerType, rates: Rates, c: TimeConstants) -> _Attention:
+    """The attention of a type of layer; all zero where it has none."""
+    attention, h = kind.attention, work.shape.hidden_size
+    if attention is None:
+        return _Attention(0.0, 0.0, 0.0, 0.0, 0.0)
+    products = attention.products(h)
+    seconds = [_product_s(work, product, rates.linear, c) for product in products]
+    return _Attention(
+        products_s=sum(seconds),
+        core_s=_core_s(work, attention, rates.attention, c),
+        num_operands=sum(_num_product_operands(work, product) for product in products),
+        kept_s=sum(s * product.kept_share for s, product in zip(seconds, products, strict=True)),
+        token_bytes=_inner_bytes(kind, h, c),
+    )
+
+
+def _inner_bytes(kind: LayerType, h: int, c: TimeConstants) -> float:
+    """Memory traffic within an attention for each token; that of a state is like that of an activation (an estimate)."""
+    if (grouped := kind.grouped_query) is not None:
+        return c.head_norm_bytes * (grouped.q_width + grouped.kv_width) * (grouped.qk_norm != "none")
+    if (latent := kind.latent) is not None:
+        return c.head_norm_bytes * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
+    assert kind.attention is not None, "a layer without attention has no traffic in it"
+    return c.ffn_bytes * kind.attention.kept(h).cut / GATED_CHANNELS
+
+
+def _feed_forward(
+    work: LayerWork, kind: LayerType, links: Network, rates: Rates, c: TimeConstants
+) -> _FeedForward:
+    """What follows attention in a type of layer; all zero where nothing does."""
+    h = work.shape.hidden_size
+    if kind.experts is not None:
+        return _expert_ffn(work, kind.experts, links, rates, c)
+    if kind.feed_forward is None:
+        return _NO_FEED_FORWARD
+    return _dense_ffn(work, kind.feed_forward.products(h), kind.feed_forward.kept(h).cut, rates, c)
+
+
+def _dense_ffn(
+    work: LayerWork, products: Sequence[Product], kept_channels: int, rates: Rates, c: TimeConstants
+) -> _FeedForward:
+    """A block of these products, cut by tp, which keeps so many numbers of a token."""
+    up, down = products
+    up_s, down_s = (_product_s(work, product, rates.linear, c) for product in products)
+    num_operands = _num_product_operands(work, up) + _num_product_operands(work, down)
+    token_bytes = c.ffn_bytes * kept_channels / GATED_CHANNELS
+    return _FeedForward(up_s, down_s, num_operands, up_s * up.kept_share, token_bytes)
+
+
+_NO_FEED_FORWARD = _FeedForward(0.0, 0.0, 0.0, 0.0, 0.0, tp_share=0.0)
+
+
+def _expert_ffn(
+    work: LayerWork, experts: Experts, links: Network, rates: Rates, c: TimeConstants
+) -> _FeedForward:
     """Router, experts and shared experts of a layer, on the busiest rank of ep.
 
     Each of its E/ep experts has the rows that the t = T/tp tokens of ep ranks send it, M = t*ep*k/E on average.
     """
-    shape, h, rank_tokens = work.shape, work.shape.hidden_size, work.tokens / work.tp
-    num_experts, expert_width = shape.num_experts, shape.moe_intermediate_size
-    top_k, busiest_over_mean = shape.num_experts_per_tok, work.busiest_rows_over_mean
-    expert_rows = rank_tokens * work.ep * top_k / num_experts * busiest_over_mean
-    token_rows = top_k * busiest_over_mean
-    shared_ffn = _FeedForward(0.0, 0.0, 0.0, 0.0, 0.0)
-    if shape.n_shared_experts:
-        shared_ffn = _dense_ffn(work, shape.n_shared_experts * expert_width, rates, c)
-    router_s = _gemm_s(rank_tokens, num_experts, h, rates.product, c)
+    h, rank_tokens = work.shape.hidden_size, work.tokens / work.tp
+    num_experts, top_k, row_width = experts.num_experts, experts.num_experts_per_tok, experts.row_width(h)
+    expert_rows = rank_tokens * work.ep * top_k / num_experts * work.busiest_rows_over_mean
+    token_rows = top_k * work.busiest_rows_over_mean
+    shared_ffn, shared_products = _NO_FEED_FORWARD, experts.shared_products(h)
+    if shared_products:
+        shared_ffn = _dense_ffn(work, shared_products, experts.kept(h).cut, rates, c)
+    of_tokens = [product for product in experts.products(h) if product.cut == WHOLE]
+    router_s = sum(_product_s(work, product, rates.product, c) for product in of_tokens)
     rank_experts = num_experts / work.ep
-    up_product_s = _gemm_s(expert_rows, 2 * expert_width, h, rates.product, c)
-    sent_bytes = token_rows * rank_tokens * h * work.element_bytes
+    up, down = (
+        _gemm_s(expert_rows, product.outputs, product.inputs, rates.product, c)
+        for product in experts.expert_products(h)
+    )
+    sent_bytes = token_rows * rank_tokens * row_width * work.element_bytes
+    kept_channels = experts.row_channels(h) - row_width
+    expert_bytes = (
+        c.ffn_bytes * experts.moe_intermediate_size * (kept_channels / 3 / experts.moe_intermediate_size)
+    )
     return _FeedForward(
-        up_s=router_s + shared_ffn.up_s + rank_experts * up_product_s,
-        down_s=shared_ffn.down_s + rank_experts * _gemm_s(expert_rows, h, expert_width, rates.product, c),
+        up_s=router_s + shared_ffn.up_s + rank_experts * up,
+        down_s=shared_ffn.down_s + rank_experts * down,
         num_operands=shared_ffn.num_operands,
         kept_s=shared_ffn.kept_s or router_s,
-        token_bytes=shared_ffn.token_bytes + token_rows * c.ffn_bytes * expert_width,
-        routed_bytes=token_rows * c.routed_bytes * h + c.router_bytes * num_experts,
-        tp_share=1.0 if shape.n_shared_experts else 0.5,
+        token_bytes=shared_ffn.token_bytes + token_rows * expert_bytes,
+        routed_bytes=token_rows * c.routed_bytes * row_width + c.router_bytes * num_experts,
+        tp_share=HALF if shared_products else 0.0,
         alltoall_s=(c.tp_call_s + links.alltoall_s(sent_bytes, work.ep)) if work.ep > 1 else 0.0,
     )
 
 
 def _layer_times(
-    work: LayerWork, ffn: _FeedForward, links: Network, rates: Rates, c: TimeConstants
+    work: LayerWork, kind: LayerType, links: Network, rates: Rates, c: TimeConstants
 ) -> tuple[PartSeconds, PartSeconds]:
-    """The times of a layer with this feed-forward, and what recomputation adds to them."""
-    shape, tokens, tp, h = work.shape, work.tokens, work.tp, work.shape.hidden_size
-    q, kv, hbm_bytes_per_s = shape.q_width, shape.kv_width, rates.hbm_bytes_per_s
-    qkv_s = _gemm_s(tokens, (q + 2 * kv) / tp, h, rates.linear, c)
-    forward_s = qkv_s + _gemm_s(tokens, h, q / tp, rates.linear, c) + ffn.up_s + ffn.down_s
-    attention_s = _attention_s(work, rates.attention, c)
-    head_norm_bytes = c.head_norm_bytes * (q + kv) * shape.qk_norm
+    """The times of a layer of this type, and what recomputation adds to them."""
+    tokens, tp, h, hbm_bytes_per_s = work.tokens, work.tp, work.shape.hidden_size, rates.hbm_bytes_per_s
+    attention, ffn = _attention(work, kind, rates, c), _feed_forward(work, kind, links, rates, c)
+    forward_s, attention_s = attention.products_s + ffn.up_s + ffn.down_s, attention.core_s
     # Norms and the residual stream are on all tokens, unless sequence parallelism divides them.
     norm_tokens = tokens / tp if work.sequence_parallel else tokens
-    traffic_bytes = norm_tokens * c.hidden_bytes * h + tokens / tp * (ffn.token_bytes + head_norm_bytes)
+    norm_bytes = (
+        c.hidden_bytes * h * (kind.num_blocks + kind.num_norms) / 4
+    )  # hidden_bytes is of two blocks and two norms
+    traffic_bytes = norm_tokens * norm_bytes + tokens / tp * (ffn.token_bytes + attention.token_bytes)
     traffic_s = traffic_bytes / hbm_bytes_per_s * (c.compiled_traffic if work.compiled else 1)
     traffic_s += tokens / tp * ffn.routed_bytes / hbm_bytes_per_s
-    call_s = _tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * ffn.tp_share
+    tp_share = ffn.tp_share + HALF * (kind.attention is not None)
+    call_s = _tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * tp_share
     # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
     kept_down_s = ffn.down_s if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
     more_gemm_s = more_attention_s = more_tp_s = more_ep_s = 0.0
     if work.recompute == "attention":
         more_attention_s = attention_s
     elif work.recompute == "selective":
-        more_gemm_s = forward_s - kept_down_s - qkv_s * (q + kv) / (q + 2 * kv) - ffn.kept_s
+        more_gemm_s = forward_s - kept_down_s - attention.kept_s - ffn.kept_s
         more_attention_s, more_tp_s = attention_s * (1 - 1 / work.cp), call_s * c.tp_recompute_calls / 2
     elif work.recompute != "none":
         more_gemm_s, more_attention_s = forward_s - kept_down_s, attention_s
@@ -195,11 +297,10 @@ def _layer_times(
     more_traffic_s = traffic_s * (c.recompute_traffic - 1) * (more_gemm_s > 0)
     if rates.cast_bytes:
         # Both operands of three products are cast in forward and backward, a third of them in forward.
-        projections = _num_operands(tokens, (q + 2 * kv) / tp, h) + _num_operands(tokens, h, q / tp)
-        num_operands = projections + ffn.num_operands
+        num_operands = attention.num_operands + ffn.num_operands
         cast_s = 2 * num_operands * rates.cast_bytes / hbm_bytes_per_s
         traffic_s, more_traffic_s = traffic_s + cast_s, more_traffic_s + cast_s / 3 * more_gemm_s / forward_s
-    tp_s, cp_s = call_s * c.tp_calls, _ring_wait_s(work, 3.5 * attention_s, links, c)
+    tp_s, cp_s = call_s * c.tp_calls, _ring_wait_s(work, kind, 3.5 * attention_s, links, c)
     return (
         PartSeconds(3 * forward_s, 3.5 * attention_s, traffic_s, tp_s, cp_s, 4 * ffn.alltoall_s),
         PartSeconds(more_gemm_s, more_attention_s, more_traffic_s, more_tp_s, 0.0, more_ep_s),
@@ -217,16 +318,17 @@ def _num_operands(m: float, n: float, k: float) -> float:
     return m * k + k * n + m * n
 
 
-def _attention_s(work: LayerWork, flops_per_s: float, c: TimeConstants) -> float:
-    """Seconds of the forward of attention in one layer: 4 FLOPs for each pair of tokens and query channel.
+def _core_s(work: LayerWork, attention: Attention, flops_per_s: float, c: TimeConstants) -> float:
+    """Seconds of the forward of attention in one layer beside its products with weights.
 
-    A token attends to s/2 tokens on average, and to w (1 - w/(2s)) within a window of w tokens.
+    A token attends to s/2 tokens on average, and to w (1 - w/(2s)) within a window of w tokens. Operators of a state
+    compute in chunks, which is more work than its FLOPs; STATE_RATE is an estimate.
     """
-    shape = work.shape
-    window_tokens = min(work.seq_len, shape.sliding_window or work.seq_len)
-    token_pairs = window_tokens * (1 - window_tokens / (2 * work.seq_len)) * work.tokens
-    rate_factor = math.pow(min(1.0, shape.head_width / WIDE_HEAD), c.attention_width_power)
-    return 4 * shape.q_width / work.tp * token_pairs / (flops_per_s * rate_factor)
+    core_flops = attention.core_flops(work.seq_len, "masked", diagonal=0)
+    rate_factor = STATE_RATE
+    if attention.core_width:
+        rate_factor = math.pow(min(1.0, attention.core_width / WIDE_HEAD), c.attention_width_power)
+    return core_flops / work.tp * work.tokens / (flops_per_s * rate_factor)
 
 
 def _tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
@@ -249,25 +351,27 @@ def tp_hops_s(tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
     return 0.0 if is_in_node else (tp - 1) * (c.tp_hop_s + c.tp_probe_hops * links.hop_s)
 
 
-def _ring_wait_s(work: LayerWork, attention_s: float, links: Network, c: TimeConstants) -> float:
+def _ring_wait_s(
+    work: LayerWork, kind: LayerType, attention_s: float, links: Network, c: TimeConstants
+) -> float:
     """Seconds for which a ring of cp ranks waits for keys and values in one layer.
 
     Keys and values travel cp - 1 times in forward and as often in backward, and their gradients cp times, while
     each rank computes attention with the part that it has. What is gathered instead arrives before attention, and its
     gradients are summed after it.
     """
-    if work.cp == 1:
+    if work.cp == 1 or kind.attention is None:
         return 0.0
-    calls_s, moves_s = ring_s(work, links, c)
+    calls_s, moves_s = ring_s(work, kind.attention, links, c)
     hidden_s = attention_s * (1 - 1 / work.cp) if work.cp_exchange == "ring" else 0.0
     return calls_s + max(0.0, moves_s - hidden_s)
 
 
-def ring_s(work: LayerWork, links: Network, c: TimeConstants) -> tuple[float, float]:
+def ring_s(work: LayerWork, attention: Attention, links: Network, c: TimeConstants) -> tuple[float, float]:
     """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
     crosses = crosses_nodes(work.cp_axes, links.gpus_per_node)
     bytes_per_s = links.node_link_bytes_per_s if crosses else links.link_bytes_per_s
-    kv_bytes = 2 * work.shape.kv_width / work.tp * work.tokens * work.element_bytes
+    kv_bytes = attention.exchanged_channels() / work.tp * work.tokens * work.element_bytes
     num_calls = num_transfers = 3.0 * work.cp - 2
     if work.cp_exchange == "allgather":  # in forward and in backward; gradients are summed in 4 bytes
         num_calls, num_transfers = 3.0, (work.cp - 1) * (2 + 4 / work.element_bytes)

@@ -7,6 +7,7 @@ T tokens of a micro-batch.
 from dataclasses import dataclass
 
 from ultrabench.allowed import NonNegative, require_allowed
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -31,7 +32,7 @@ class MegatronMemory:
 
 
 def megatron_layer_bytes(
-    shape: ModelShape, layout: Layout, seq_len: int, *, is_sparse: bool = False
+    shape: ModelShape, layout: Layout, seq_len: int, kind: LayerType
 ) -> tuple[float, float]:
     """Bytes that a layer keeps for backward of one micro-batch: if it recomputes nothing, and as the layout says.
 
@@ -40,15 +41,32 @@ def megatron_layer_bytes(
     That is the inventory of arXiv 2205.05198, section 4.1, for this layer and without dropout. selective and
     attention compute core attention again, of which flash attention keeps nothing. full keeps the input, h.
     """
-    tokens = layout.mbs * seq_len / layout.cp / layout.tp
-    h, expert_width = shape.hidden_size, shape.moe_intermediate_size
-    ffn_numbers = 3 * shape.intermediate_size
-    if is_sparse:  # the rows of the chosen experts, and what experts and shared experts keep of them
-        ffn_numbers = shape.num_experts_per_tok * (h + 3 * expert_width)
-        ffn_numbers += 3 * shape.n_shared_experts * expert_width
-    kept_numbers = 4 * h + 2 * shape.q_width + 2 * shape.kv_width + ffn_numbers
+    tokens, h = layout.mbs * seq_len / layout.cp / layout.tp, shape.hidden_size
+    kept_numbers = (
+        kind.norm_channels(h) + _attention_numbers(kind, h, layout.tp) + _feed_forward_numbers(kind, h)
+    )
     dropped_numbers = (kept_numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
     return 2 * tokens * kept_numbers, 2 * tokens * (kept_numbers - dropped_numbers)
+
+
+def _attention_numbers(kind: LayerType, h: int, tp: int) -> int:
+    """Numbers that attention keeps of each token of a rank, times tp for those that all ranks keep."""
+    if kind.attention is None:
+        return 0
+    if (grouped := kind.grouped_query) is not None:
+        return 2 * grouped.q_width + 2 * grouped.kv_width + 2 * grouped.gate_width
+    cut_channels, whole_channels = kind.attention.kept(h)
+    return cut_channels + tp * whole_channels
+
+
+def _feed_forward_numbers(kind: LayerType, h: int) -> int:
+    """Numbers that the feed-forward block keeps of each token; of experts those of the chosen ones, with their rows."""
+    if (block := kind.feed_forward) is not None:
+        return (3 if block.gated else 2) * block.intermediate_size
+    if (experts := kind.experts) is None:
+        return 0
+    chosen_numbers = experts.num_experts_per_tok * experts.row_channels(h)
+    return chosen_numbers + experts.kept_of_experts * experts.shared_expert_intermediate_size
 
 
 def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]:
@@ -59,18 +77,20 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     micro-batches in flight there are the logits or, under recomputation, all activations of one layer.
     """
     shape, layout = spec.shape, spec.layout
-    dense_bytes = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
-    sparse_bytes = megatron_layer_bytes(shape, layout, spec.workload.seq_len, is_sparse=True)
+    kinds = shape.kinds
+    bytes_by_kind = [megatron_layer_bytes(shape, layout, spec.workload.seq_len, kind) for kind in kinds]
     logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
     stage_memories = list[StageMemory]()
-    for pp_rank, stage in enumerate(split_stages(shape, layout.pp)):
+    for pp_rank, stage in enumerate(split_stages(shape, layout.pp, pp_layout=layout.pp_layout)):
         expert_params = stage.num_expert_params(shape) / layout.ep
         other_params = (stage.num_params(shape) - stage.num_expert_params(shape)) / layout.tp
-        num_sparse = shape.num_sparse_layers(stage.first_layer, stage.num_layers)
-        kept_bytes = dense_bytes[1] * (stage.num_layers - num_sparse) + sparse_bytes[1] * num_sparse
+        num_by_kind = stage.num_by_kind(shape)
+        kept_bytes = sum(num * kept for num, (_, kept) in zip(num_by_kind, bytes_by_kind, strict=True))
         activation_bytes = in_flight(layout, pp_rank) * kept_bytes
         head_bytes = logit_bytes * stage.has_head
-        layer_bytes, kept_layer_bytes = sparse_bytes if num_sparse else dense_bytes
+        present = [n for n, num in enumerate(num_by_kind) if num] or [0]
+        largest = max(present, key=lambda n: (kinds[n].experts is not None, bytes_by_kind[n]))
+        layer_bytes, kept_layer_bytes = bytes_by_kind[largest]
         buffer_bytes = layer_bytes if kept_layer_bytes < layer_bytes else 0.0
         reserve_bytes = c.base_bytes + c.fragmentation * activation_bytes
         optimizer_bytes = 12 * other_params / layout.zero_shards + 12 * expert_params / layout.expert_shards

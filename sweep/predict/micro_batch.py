@@ -3,9 +3,13 @@
 The symbols are those of `ultrabench_memory`.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
+from ultrabench.layer_products import ROWS
+from ultrabench.layer_type import LayerType
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
 
@@ -43,8 +47,12 @@ class MicroBatch(NamedTuple):
     """The residual stream of the rank's tokens, t*h*w."""
     whole_hidden: float
     """The residual stream of the tokens of all ranks of tp, T*h*w."""
-    dense: LayerBytes
-    sparse: LayerBytes
+    layers: tuple[LayerBytes, ...]
+    """Those of a layer of each type of the model."""
+    stored: tuple[float, ...]
+    """`LayerBytes.stored` of each type."""
+    halfway: tuple[float, ...]
+    """`LayerBytes.halfway` of each type."""
     loss: float
     """What the forward of the head and the loss needs, the gradients that it makes included."""
     table: float
@@ -57,12 +65,12 @@ def micro_batch(spec: RunSpec) -> MicroBatch:
     tokens = rank_tokens(spec)
     whole_hidden = float(tokens * spec.shape.hidden_size * element)
     hidden = whole_hidden / tp if spec.layout.sequence_parallel == "on" else whole_hidden
-    dense = sparse = _layer(spec, element, hidden, whole_hidden, is_sparse=False)
-    if spec.shape.num_experts:
-        sparse = _layer(spec, element, hidden, whole_hidden, is_sparse=True)
+    widths = _widths_of_types(spec.shape, tp)
+    layers = tuple([_layer(spec, element, hidden, whole_hidden, of) for of in widths])
+    stored, halfway = tuple([layer.stored for layer in layers]), tuple([layer.halfway for layer in layers])
     loss, table = _loss(spec, tokens, element)
     loss += whole_hidden * (1 + (tp > 1))
-    return MicroBatch(element, hidden, whole_hidden, dense, sparse, loss, table)
+    return MicroBatch(element, hidden, whole_hidden, layers, stored, halfway, loss, table)
 
 
 def rank_tokens(spec: RunSpec) -> int:
@@ -70,55 +78,131 @@ def rank_tokens(spec: RunSpec) -> int:
     return max(1, spec.layout.mbs * spec.workload.seq_len // spec.layout.cp)
 
 
-def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, *, is_sparse: bool) -> LayerBytes:
-    """The bytes of a layer.
+class _LayerWidths(NamedTuple):
+    """What a type of layer keeps of a token, in numbers."""
 
-    It keeps the inputs and outputs of both norms, q, k, v and the output of attention, and gate, up, silu(gate) and the
-    product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps the input, gate, up
-    and the product with their weights. A compiled layer computes silu(gate) again.
+    norms: float
+    """Inputs and outputs of norms, in hidden sizes."""
+    attention: int
+    """What attention keeps, divided by tp or not."""
+    kept_attention: int
+    """What of it recompute=selective keeps."""
+    q: float
+    """Width of the queries, and of the output of attention."""
+    kv: float
+    """Width of the keys, and of the values."""
+    input_params: int
+    """Parameters of the products by which attention begins, before tp divides them."""
+    block: int
+    """What a dense feed-forward block keeps, or that of shared experts."""
+    width: int
+    """Width of this block."""
+    kept_block: int
+    """What of a feed-forward block, or of a router, recompute=selective keeps."""
+    row: int
+    """Width of a token on its way to an expert; 0 without experts."""
+    expert: int
+    """Width of an expert."""
+    kept_of_experts: int
+    """Numbers that an expert keeps for each of its channels; 0 without experts."""
+
+
+@lru_cache(maxsize=1024)  # a plan asks for those of a few types for each of its candidates
+def _widths_of_types(shape: ModelShape, tp: int) -> tuple[_LayerWidths, ...]:
+    """What each type of layer of a model keeps of a token."""
+    return tuple(_widths(kind, shape.hidden_size, tp) for kind in shape.kinds)
+
+
+def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
+    """What a type of layer keeps of a token; ranks of tp hold some numbers of attention whole."""
+    attention, experts, block, width = kind.attention, kind.experts, 0, 0
+    kept, q, kv, kept_attention, input_params = 0, 0.0, 0.0, 0, 0
+    if attention is not None:
+        cut_channels, whole_channels = attention.kept(h)
+        kept, products = cut_channels + tp * whole_channels, attention.products(h)
+        q, kv = cut_channels / 2, 0.0
+        if kind.grouped_query is not None:
+            q, kv = kind.grouped_query.q_width, kind.grouped_query.kv_width
+        elif kind.latent is not None:
+            num_heads = kind.latent.num_attention_heads
+            q = num_heads * max(kind.latent.qk_head_dim, kind.latent.v_head_dim)
+            kv = kind.latent.exchanged_channels() / 2
+        kept_attention = sum(p.inputs if p.cut == ROWS else round(p.kept_share * p.outputs) for p in products)
+        input_params = sum(p.params for p in products if p.cut != ROWS)
+    if kind.feed_forward is not None:
+        block, width = kind.feed_forward.kept(h).cut, kind.feed_forward.intermediate_size
+    elif experts is not None:
+        block, width = sum(experts.kept(h)), experts.shared_expert_intermediate_size
+    return _LayerWidths(
+        norms=kind.norm_channels(h) / h,
+        attention=kept,
+        kept_attention=kept_attention,
+        q=q,
+        kv=kv,
+        input_params=input_params,
+        block=block,
+        width=width,
+        kept_block=width or (experts.num_experts if experts else 0),
+        row=experts.row_width(h) if experts else 0,
+        expert=experts.moe_intermediate_size if experts else 0,
+        kept_of_experts=experts.kept_of_experts if experts else 0,
+    )
+
+
+def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: _LayerWidths) -> LayerBytes:
+    """The bytes of a layer of the type that keeps `of` of a token.
+
+    It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up, silu(gate)
+    and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps the input, gate,
+    up and the product with their weights. A compiled layer computes silu(gate) again.
     """
-    shape, layout, compiled = spec.shape, spec.layout, spec.compiles
-    channel = whole_hidden / shape.hidden_size / layout.tp  # of the tokens of a rank, t*w
-    q, kv, width, rows, products = shape.q_width, shape.kv_width, shape.intermediate_size, 0.0, 0.0
+    layout, compiled, is_sparse, tp = spec.layout, spec.compiles, of.kept_of_experts > 0, spec.layout.tp
+    channel = whole_hidden / spec.shape.hidden_size / tp  # of the tokens of a rank, t*w
+    q, width, rows, products = of.q, of.width, 0.0, 0.0
     if is_sparse:
-        width = shape.shared_expert_intermediate_size
-        row_channel = channel * shape.num_experts_per_tok * busiest_share(spec.kernel, layout, shape)
-        rows, products = row_channel * shape.hidden_size, row_channel * shape.moe_intermediate_size
-    block = channel * 4 * width + rows + 3 * products
-    layer = 4 * hidden + channel * (2 * q + 2 * kv + (q + kv) * shape.qk_norm) + block
+        row_channel = (
+            channel * spec.shape.num_experts_per_tok * busiest_share(spec.kernel, layout, spec.shape)
+        )
+        rows, products = row_channel * of.row, row_channel * of.expert
+    block = channel * of.block + rows + of.kept_of_experts * products
+    layer = of.norms * hidden + channel * of.attention + block
     if compiled and spec.kernel.precision == "fp8" and not is_sparse:
-        layer -= hidden * (2 if layout.tp == 1 else 1)  # backward computes the outputs of norms again
+        layer -= hidden * (2 if tp == 1 else 1)  # backward computes the outputs of norms again
     stored = layer - channel * width * compiled
     if layout.recompute == "selective":  # the inputs of both blocks, q, v, the output of attention, and gate
-        sums = (1 + (width > 0 and not compiled)) * (layout.tp > 1)
-        stored = (1 + sums) * hidden + channel * (2 * q + kv + (width or shape.num_experts))
+        sums = (1 + (width > 0 and not compiled)) * (tp > 1)
+        stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)
         stored += rows * (layout.ep > 1)
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (layout.ep > 1)) * rows + hidden * (width > 0)
-    forward += (rows + 3 * products + 2 * hidden) * (layout.recompute in ("selective", "full"))
+    forward += (rows + of.kept_of_experts * products + 2 * hidden) * (
+        layout.recompute in ("selective", "full")
+    )
     # The gradients of the output, and of gate and up or the product; with tp the gathered input and its gradient.
-    feed_forward = layer + hidden + (4 * products if is_sparse else channel * 2 * width)
-    if layout.tp > 1 and not is_sparse:
-        feed_forward = max(feed_forward, layer - channel * 2 * width + 2 * hidden + 2 * whole_hidden)
-    gradients = channel * _gradients_of_attention(spec, element)
+    feed_forward = (
+        layer + hidden + ((1 + of.kept_of_experts) * products if is_sparse else channel * of.block / 2)
+    )
+    if tp > 1 and not is_sparse:
+        feed_forward = max(feed_forward, layer - channel * of.block / 2 + 2 * hidden + 2 * whole_hidden)
+    gradients = channel * _gradients_of_attention(spec, element, q, of.kv)
     attention = layer - block - hidden + gradients
-    qkv = layer - block - channel * q + 2 * whole_hidden * (layout.tp > 1)
-    qkv_weights = float(element * (q + 2 * kv) * shape.hidden_size // layout.tp)
+    qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)
+    qkv_weights = float(element * of.input_params // tp)
     # The gradients of the feed-forward and of its norm, and then those of attention.
-    halfway = 2 * hidden + channel * 2 * width + rows + 2 * products
+    halfway = 2 * hidden + channel * of.block / 2 + rows + 2 * products
     input_half = max(feed_forward - layer, halfway + gradients)
-    halfway += 2 * hidden + channel * (q + 2 * kv + (q + kv) * shape.qk_norm)
-    input_half = max(input_half, halfway + whole_hidden * (layout.tp > 1))
+    halfway += 2 * hidden + channel * (of.attention - q)
+    input_half = max(input_half, halfway + whole_hidden * (tp > 1))
     return LayerBytes(stored, forward, feed_forward, attention, qkv, qkv_weights, input_half, halfway)
 
 
-def _gradients_of_attention(spec: RunSpec, element: int) -> float:
+def _gradients_of_attention(spec: RunSpec, element: int, q: float, kv: float) -> float:
     """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too.
 
     With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the rank,
     the one at work and the one on its way, and of the sums two; a third one begins to arrive when a part is done.
     """
-    q, kv, layout = spec.shape.q_width, spec.shape.kv_width, spec.layout
+    layout = spec.layout
     if layout.cp == 1:
         return 2 * q + 2 * kv
     pairs, sums = (layout.cp + 1, layout.cp) if layout.cp_exchange == "allgather" else (min(3, layout.cp), 2)

@@ -119,7 +119,8 @@ def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]
     (ZeRO-0 with dp > 1), or 6 n + 12 n / dp with ZeRO-1, which nanotron has in place of higher stages.
     """
     batch_bytes = _micro_batch_bytes(spec, c)
-    stages = split_stages(spec.shape, spec.layout.pp, ties_advance=c.ties_advance)
+    layout = spec.layout
+    stages = split_stages(spec.shape, layout.pp, ties_advance=c.ties_advance, pp_layout=layout.pp_layout)
     return tuple(_rank_memory(spec, c, batch_bytes, stage) for stage in stages)
 
 

@@ -118,7 +118,7 @@ class Predictor:
         """The prediction of a run."""
         if not spec.kernel.trains:
             return self._predict_probe(spec)
-        stages = predict_memory(spec, self.memory, LARGEST)
+        stages = predict_memory(self.profile.as_divided(spec), self.memory, LARGEST)
         return self.predict_from(spec, stages, self.step_time(spec, stages))
 
     def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
@@ -160,7 +160,7 @@ class Predictor:
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
-        return self.occupancy(predict_memory(spec, self.memory, ENDS))
+        return self.occupancy(predict_memory(self.profile.as_divided(spec), self.memory, ENDS))
 
     def least_occupancy(self, shape: ModelShape, num_ranks: int) -> Occupancy | None:
         """How full the fullest rank is at least, whatever the layout; None where the form of memory does not say."""
@@ -172,15 +172,16 @@ class Predictor:
 
     def stages(self, spec: RunSpec) -> tuple[StageMemory, ...]:
         """The memory of each rank of the pipeline axis."""
-        return predict_memory(spec, self.memory)
+        return predict_memory(self.profile.as_divided(spec), self.memory)
 
     def step_time(self, spec: RunSpec, stages: Sequence[StageMemory]) -> StepTime:
         """The time of one step by part, of a run with this memory of its pipeline ranks; without any, no allocator waits."""
-        memory_share = reserved_share(stages, self.hardware)
+        memory_share, spec = reserved_share(stages, self.hardware), self.profile.as_divided(spec)
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, memory_share)
 
     def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
+        spec = self.profile.as_divided(spec)
         ratios = communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
         return ratios.by_axis
 
@@ -229,7 +230,8 @@ def with_links(
     prediction: Prediction, spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, profile: Profile
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
-    step_time = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
+    divided = profile.as_divided(spec)
+    step_time = predict_step_time(divided, hardware, peak, links, profile.time, prediction.memory_share)
     log_low_ratio, log_high_ratio = profile.interval_of(spec, hardware.gpu_at_limit, links)
     time_s = model_scale(spec).flops * step_time.total
     return replace(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
@@ -46,6 +46,8 @@ class Profile:
     """Where the constants come from."""
     date: str
     """When they were found, YYYY-MM-DD."""
+    stages: Annotated[str, one_of("cost", "even")] = "cost"
+    """How the program divides layers among pipeline stages where the axis pp_layout is auto."""
     prior: str = ""
     """Name of the profile from which the fit of the constants started; empty where they were not fitted."""
     time: TimeConstants
@@ -69,6 +71,12 @@ class Profile:
             if not low <= 0 <= high:
                 rule = "must contain 0, because the interval contains the prediction"
                 raise ConfigError(f"profile {self.name}: interval.{regime_name}=[{low}, {high}]; {rule}")
+
+    def as_divided(self, spec: RunSpec) -> RunSpec:
+        """The run with the layers of its stages as the program divides them, where its layout does not say it."""
+        if self.stages == "cost" or spec.layout.pp == 1 or spec.layout.pp_layout != "auto":
+            return spec
+        return replace(spec, layout=replace(spec.layout, pp_layout=self.stages))
 
     def quantiles(self, regime: str) -> Quantiles:
         """The quantiles of a regime."""

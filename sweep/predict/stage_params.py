@@ -4,10 +4,13 @@ fully_shard pads the rows of each matrix to a multiple of the ranks among which 
 group of their own, with other shards than the rest of the layer.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from ultrabench.layer_products import COLUMNS, ROWS, Product, Vector
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -38,10 +41,12 @@ HEAD, LAYER, EMBEDDING = "head", "layer", "embedding"
 class Layers(NamedTuple):
     """Numbers of layers by what they keep."""
 
-    dense: int
-    sparse: int
+    kept: tuple[int, ...]
+    """Layers of each type of the model that keep what backward needs."""
     full: int
-    """Layers of both kinds that keep their input only."""
+    """Layers of all types that keep their input only."""
+    num_dense: int
+    """Those of `kept` that have no experts."""
 
 
 class ParamGroup(NamedTuple):
@@ -50,6 +55,8 @@ class ParamGroup(NamedTuple):
     kind: str
     remaining: Layers
     """The layers whose backward has not ended."""
+    type_number: int
+    """Index of the type of the layer among those of the model; 0 for other groups."""
     is_sparse: bool
     is_full: bool
     whole: int
@@ -79,6 +86,10 @@ class StageParams(NamedTuple):
     """Parameters of the last layer that several ranks share."""
     ends_sparse: bool
     """Whether the last layer has experts."""
+    last_type_number: int
+    """Index of the type of the last layer; 0 without layers."""
+    num_sparse: int
+    """Number of layers with experts."""
     layers: Layers
     groups: tuple[ParamGroup, ...]
     """The groups among which is that of the peak, in the order of backward."""
@@ -88,24 +99,35 @@ def params_of_ranks(spec: RunSpec, ranks: str) -> Iterator[tuple[int, list[Stage
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
     shape, layout = spec.shape, spec.layout
     degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
-    is_tied, pipeline = shape.tie_word_embeddings and layout.pp == 1, (layout.pp, layout.virtual_stages)
+    is_tied, pipeline = (
+        shape.tie_word_embeddings and layout.pp == 1,
+        (layout.pp, layout.virtual_stages, layout.pp_layout),
+    )
     for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, ranks):
         yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
 
 
 @lru_cache(maxsize=4096)
 def _ranks(
-    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, rank_set: str
+    shape: ModelShape,
+    pp: int,
+    virtual_stages: int,
+    pp_layout: str,
+    pp_schedule: str,
+    is_uniform: bool,
+    rank_set: str,
 ) -> list[tuple[int, tuple[Stage, ...]]]:
     """The ranks that `rank_set` asks for, each with its stages.
 
     An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
     1f1b, where that has more micro-batches in flight, since it sends no gradients.
     """
-    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule, pp_layout=pp_layout)
     ranks, seen_counts = [], set[tuple[int, ...]]()
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
         layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
+        if shape.layer_types:
+            layer_counts = tuple(num for stage in stages for num in stage.num_by_kind(shape))
         is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
         if not is_inner or rank_set == EVERY or (rank_set != ENDS and not is_like_earlier):
             ranks.append((rank, stages))
@@ -114,30 +136,61 @@ def _ranks(
     return ranks
 
 
-@lru_cache(maxsize=4096)
-def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> tuple[Size, ...]:
-    """The sizes of a table, a norm, a dense layer, a sparse layer without its experts, and its experts.
+class BlockSizes(NamedTuple):
+    """The sizes of the blocks of a model on a rank."""
 
-    expert_shards ranks share the same experts, and shards ranks the rest. A table is the embedding or the head.
+    table: Size
+    """The embedding or the head."""
+    norm: Size
+    layers: tuple[tuple[Size, Size], ...]
+    """For each type of layer its experts, and the rest of it."""
+    predict: Size
+    """A module that predicts one more token."""
+
+
+@lru_cache(maxsize=4096)
+def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> BlockSizes:
+    """The sizes of the blocks.
+
+    expert_shards ranks share the same experts, and shards ranks the rest.
     """
-    h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
-    norm_widths = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
-    vectors = [h, h, *(norm_widths if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
-    attention = [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
-    num_experts, width = shape.num_experts // ep, shape.moe_intermediate_size
-    shared = _feed_forward(h, shape.shared_expert_intermediate_size // tp) if shape.n_shared_experts else []
-    rows = num_experts * width, h  # those of all experts of the rank under each other
-    return (
-        _padded_size(shards, (shape.vocab_size // tp, h)),
-        _padded_size(shards, (h, 1)),
-        _padded_size(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
-        _padded_size(shards, *attention, (shape.num_experts, h), *shared),
-        _padded_size(expert_shards, rows, rows, (num_experts * h, width)),
+    h = shape.hidden_size
+    layers = tuple(
+        (
+            _padded_size(expert_shards, *_expert_matrices(kind, h, ep)),
+            _padded_size(shards, *_matrices(kind.products(h), kind.vectors(h), tp)),
+        )
+        for kind in shape.kinds
+    )
+    predict = NOTHING
+    if shape.num_nextn_predict_layers:
+        join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
+        predict = functools.reduce(Size.plus, layers[shape.kind_numbers[-1]], join)
+    return BlockSizes(
+        _padded_size(shards, (shape.vocab_size // tp, h)), _padded_size(shards, (h, 1)), layers, predict
     )
 
 
-def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
-    return [(width, h), (width, h), (h, width)]
+def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
+    """Rows and columns of each matrix of a rank; a vector is a column."""
+    for product in products:
+        for outputs in product.parts or (product.outputs,):
+            rows = outputs // tp if product.cut == COLUMNS else outputs
+            yield rows, product.inputs // tp if product.cut == ROWS else product.inputs
+    for vector in vectors:
+        yield vector.length // tp if vector.is_cut else vector.length, 1
+
+
+def _expert_matrices(kind: LayerType, h: int, ep: int) -> Iterator[tuple[int, int]]:
+    """Rows and columns of the matrices of a layer's experts on a rank: those of all its experts under each other."""
+    if (experts := kind.experts) is None:
+        return
+    num_experts = experts.num_experts // ep
+    for product in experts.expert_products(h):
+        for outputs in product.parts or (product.outputs,):
+            yield num_experts * outputs, product.inputs
+    if experts.expert_bias:
+        yield num_experts * experts.expert_bias_params(h), 1
 
 
 def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
@@ -156,35 +209,57 @@ def _stage_params(
         is_tied: whether norm and head are in one group with the embedding.
         degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
     """
-    table, norm, dense, sparse, experts = _block_sizes(shape, *degrees)
+    sizes = _block_sizes(shape, *degrees)
     start, end = stage.first_layer, stage.first_layer + stage.num_layers
-    head = NOTHING.plus(norm, stage.has_norm and not is_tied).plus(table, stage.has_head and not is_tied)
-    embedding = NOTHING.plus(norm, is_tied).plus(table, stage.has_embedding)
+    num_modules = stage.has_head * shape.num_nextn_predict_layers
+    head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
+        sizes.table, stage.has_head and not is_tied
+    )
+    head = head.plus(sizes.predict, num_modules)
+    embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
     # What backward passes, each with the parts whose gradients it reduces first and then.
-    parts_by_sparsity = {True: (experts, sparse), False: (NOTHING, dense)}
-    layers = [(n, LAYER, parts_by_sparsity[shape.is_sparse(n)]) for n in reversed(range(start, end))]
+    numbers = shape.kind_numbers
+    layers = [(n, LAYER, sizes.layers[numbers[n]]) for n in reversed(range(start, end))]
     order = [(end, HEAD, (NOTHING, head)), *layers, (start - 1, EMBEDDING, (NOTHING, embedding))]
     shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
+    sparse_numbers = {number for number, kind in enumerate(shape.kinds) if kind.experts}
 
     def remaining(layer: int) -> Layers:
-        full = [n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0]
-        num_sparse = shape.num_sparse_layers(start, layer + 1 - start) - sum(map(shape.is_sparse, full))
-        return Layers(layer + 1 - start - num_sparse - len(full), num_sparse, len(full))
+        full = {n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0}
+        kept = [0] * len(shape.kinds)
+        for n in range(start, layer + 1):
+            kept[numbers[n]] += n not in full
+        if layer == end - 1:
+            kept[numbers[-1]] += num_modules
+        num_dense = sum(num for number, num in enumerate(kept) if number not in sparse_numbers)
+        return Layers(tuple(kept), len(full), num_dense)
 
-    # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
+    # From layer to layer of a type, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
     peak_layers = {start, shape.first_k_dense_replace, end - 2, end - 1}
+    if (
+        shape.layer_types
+    ):  # layers of several types take turns: the lowest and the highest one of each in the stage
+        for number in {*numbers[start:end]}:
+            of_type = [n for n in range(start, end) if numbers[n] == number]
+            peak_layers |= {of_type[0], of_type[-1]}
     groups, finished, previous_params = list[ParamGroup](), NOTHING, 0
     for (n, kind, (expert_size, rest_size)), following in zip(order, [*shared_params, 0, 0], strict=True):
         size = rest_size.plus(expert_size)
         if n in peak_layers or (kind == EMBEDDING and embedding.whole) or (kind == HEAD and stage.has_norm):
             is_full = full_every > 0 and (n + 1) % full_every == 0
+            type_number = numbers[n] if kind == LAYER else 0
             groups.append(ParamGroup(
-                kind, remaining(min(n, end - 1)), bool(expert_size.whole), is_full, size.whole, expert_size.whole or size.whole,
-                finished.whole, finished.shard, previous_params, following,
+                kind, remaining(min(n, end - 1)), type_number, bool(expert_size.whole), is_full, size.whole,
+                expert_size.whole or size.whole, finished.whole, finished.shard, previous_params, following,
             ))  # fmt: skip
         finished, previous_params = finished.plus(size), rest_size.whole
     following, tied = shared_params[0] if shared_params else 0, embedding.whole * is_tied
-    ends_sparse, all_layers = start < end and shape.is_sparse(end - 1), remaining(end - 1)
-    return StageParams(
-        stage, finished, head.whole, embedding.whole, tied, following, ends_sparse, all_layers, tuple(groups)
+    last_type_number = numbers[end - 1] if start < end else 0
+    ends_sparse, all_layers = start < end and last_type_number in sparse_numbers, remaining(end - 1)
+    num_sparse = sum(
+        num for num, kind in zip(stage.num_by_kind(shape), shape.kinds, strict=True) if kind.experts
     )
+    return StageParams(
+        stage, finished, head.whole, embedding.whole, tied, following, ends_sparse, last_type_number, num_sparse,
+        all_layers, tuple(groups),
+    )  # fmt: skip

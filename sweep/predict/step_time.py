@@ -10,6 +10,7 @@ micro-batch, forward and backward:
 import math
 from collections import Counter
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from ultrabench.hardware import Hardware, Peak
@@ -18,7 +19,16 @@ from ultrabench.layout import Layout, crosses_nodes
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.block_time import BlockTimes, LayerWork, Rates, block_times, ring_s, tp_hops_s
+from ultrabench.sweep.predict.block_time import (
+    BlockTimes,
+    LayerWork,
+    Rates,
+    SecondsByBlock,
+    block_counts,
+    block_times,
+    ring_s,
+    tp_hops_s,
+)
 from ultrabench.sweep.predict.data_parallel import (
     ParamGroup,
     dp_time_and_overlap,
@@ -100,33 +110,44 @@ class _PipelineRank(NamedTuple):
     """What one rank of the axis pp computes; ranks that compute the same are one, with their `num_ranks`."""
 
     num_stages: int
-    num_dense: int
-    """Number of dense layers."""
-    num_dense_again: int
-    """Number of these of which backward computes something again."""
-    num_heads: int
-    """Number of output layers with a loss: 1 on the rank of the last stage, 0 on others."""
-    num_sparse: int
-    """Number of layers with experts."""
-    num_sparse_again: int
-    """Number of these of which backward computes something again."""
+    num_layers: int
+    counts: tuple[int, ...]
+    """Numbers of its blocks in the order of `block_counts`; there is one head on the rank of the last stage."""
+    num_launches: float
+    """Layers without experts that its host launches: one with a single block is half a layer, a forward that is repeated
+    a third."""
+    num_sparse_launches: float
+    """The same of layers with experts."""
     num_params: int
     """Number of parameters of these stages, before tp divides them, without experts."""
     num_expert_params: int
     """Number of parameters of all experts of these stages."""
     num_ranks: int = 1
 
-    def sum_s(self, dense_s: float, again_s: float, head_s: float, moe_s: float, moe_again_s: float) -> float:
+    def sum_s(self, block_s: SecondsByBlock) -> float:
         """The seconds of the blocks of this rank, from those of one block of each kind."""
-        dense_and_head_s = dense_s * self.num_dense + again_s * self.num_dense_again + head_s * self.num_heads
-        return dense_and_head_s + (moe_s * self.num_sparse + moe_again_s * self.num_sparse_again)
+        seconds: float = sum(map(mul, block_s, self.counts))
+        return seconds
 
 
 @lru_cache(maxsize=4096)
 def _pipeline_ranks(
-    shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
+    shape: ModelShape,
+    pp: int,
+    pp_schedule: str,
+    virtual_stages: int,
+    pp_layout: str,
+    recompute: str,
+    ties_advance: bool,
 ) -> tuple[_PipelineRank, ...]:
-    layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
+    layout = Layout(
+        dp=1,
+        pp=pp,
+        pp_schedule=pp_schedule,
+        virtual_stages=virtual_stages,
+        pp_layout=pp_layout,
+        recompute=recompute,
+    )
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
     num_by_rank = Counter(_pipeline_rank(shape, stages, interval) for stages in stages_of_rank)
@@ -134,18 +155,28 @@ def _pipeline_ranks(
 
 
 def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) -> _PipelineRank:
-    """The work of a rank with these stages, of which each layer number `interval` is computed again; 0: none."""
+    """The work of a rank with these stages, of which each layer number `interval` is computed again; 0: none.
+
+    A module that predicts one more token is a layer of the last one's type and one more head.
+    """
     layers = [n for stage in stages for n in range(stage.first_layer, stage.first_layer + stage.num_layers)]
-    num_by_sparsity = Counter(map(shape.is_sparse, layers))
-    num_again = Counter(shape.is_sparse(n) for n in layers if interval and (n + 1) % interval == 0)
+    num_heads = sum(stage.has_head for stage in stages)
+    predict_modules = [shape.num_hidden_layers - 1] * (num_heads * shape.num_nextn_predict_layers)
+    kind_numbers, numbers = range(len(shape.kinds)), shape.kind_numbers
+    num_by_number = Counter(numbers[n] for n in (*layers, *predict_modules))
+    num_again_by_number = Counter(numbers[n] for n in layers if interval and (n + 1) % interval == 0)
+    counts, again_counts = ([num[k] for k in kind_numbers] for num in (num_by_number, num_again_by_number))
+    launches = [num + again / 3 for num, again in zip(counts, again_counts, strict=True)]
+    launches_by_kind = [
+        (n * kind.num_blocks / 2, kind) for n, kind in zip(launches, shape.kinds, strict=True)
+    ]
     num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
     return _PipelineRank(
         num_stages=len(stages),
-        num_dense=num_by_sparsity[False],
-        num_dense_again=num_again[False],
-        num_heads=sum(stage.has_head for stage in stages),
-        num_sparse=num_by_sparsity[True],
-        num_sparse_again=num_again[True],
+        num_layers=len(layers),
+        counts=block_counts(num_heads * (1 + shape.num_nextn_predict_layers), counts, again_counts),
+        num_launches=sum(num for num, kind in launches_by_kind if not kind.experts),
+        num_sparse_launches=sum(num for num, kind in launches_by_kind if kind.experts),
         num_params=sum(stage.num_params(shape) for stage in stages) - num_expert_params,
         num_expert_params=num_expert_params,
     )
@@ -172,11 +203,9 @@ def _rank_times(
     """
     slowest, slowest_gpu_s, slowest_s, all_ranks_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        gpu_s = rank.sum_s(*blocks.total) + grad_s.of_rank(rank)
-        # A forward that is repeated is launched again; it is a third of forward and backward.
-        rank_host_s = (rank.num_dense + rank.num_dense_again / 3) * host_s
-        rank_host_s += rank.num_stages * c.micro_batch_launch_s
-        rank_host_s += (rank.num_sparse + rank.num_sparse_again / 3) * (host_s + c.sparse_launch_s)
+        gpu_s = rank.sum_s(blocks.total) + grad_s.of_rank(rank)
+        rank_host_s = rank.num_launches * host_s + rank.num_stages * c.micro_batch_launch_s
+        rank_host_s += rank.num_sparse_launches * (host_s + c.sparse_launch_s)
         rank_s = _smooth_max(gpu_s, rank_host_s, c.smooth_power)
         all_ranks_s += rank.num_ranks * rank_s
         if rank_s > slowest_s:
@@ -207,7 +236,13 @@ def _micro_batch_work(
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
-        shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
+        shape,
+        layout.pp,
+        layout.pp_schedule,
+        layout.virtual_stages,
+        layout.pp_layout,
+        recompute,
+        c.ties_advance,
     )
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
     grad_s = (c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep))
@@ -255,10 +290,10 @@ def predict_step_time(
     # and pipeline ranks exchange meanwhile.
     exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, links, c)
     waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
-    parts_s = [num_busy_passes * slowest.sum_s(*block_s) for block_s in blocks[:-1]]
+    parts_s = [num_busy_passes * slowest.sum_s(block_s) for block_s in blocks[:-1]]
     gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = parts_s
     groups = _param_groups(ranks, spec)
-    num_layers = max(rank.num_dense + rank.num_sparse for rank in ranks)
+    num_layers = max(rank.num_layers for rank in ranks)
     dp_total_s, num_passes, hidden_share = dp_time_and_overlap(layout, groups, work.element_bytes, links, c)
     dp_s = max(dp_total_s - hidden_share * num_passes * slowest_s, c.dp_exposed * dp_total_s)
     zero_host_s = c.zero_layer_s * num_layers * sum(num_reduces_and_gathers(layout)) / 2
@@ -298,18 +333,28 @@ def communication_ratios(
     """The ratios of communication to computing of a run, hidden or not."""
     work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, constants)
     slowest = _rank_times(ranks, blocks, grad_s, 0.0, constants)[0]
-    gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(*part_s) for part_s in blocks[:-1])
+    gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(part_s) for part_s in blocks[:-1])
     compute_s = gemm_s + attention_s + memory_s + grad_s.of_rank(slowest)
     groups = _param_groups(ranks, spec)
     dp_s, num_passes, _ = dp_time_and_overlap(spec.layout, groups, work.element_bytes, links, constants)
-    cp_s = sum(ring_s(work, links, constants)) if work.cp > 1 else 0.0
+    core_s, largest = max((seconds, n) for n, seconds in enumerate(_layer_attention_s(blocks)))
+    largest_attention = spec.shape.kinds[largest].attention
+    cp_s = (
+        sum(ring_s(work, largest_attention, links, constants)) if work.cp > 1 and largest_attention else 0.0
+    )
     return CommunicationRatios(
         dp=dp_s / (num_passes * compute_s),
         tp=tp_s / gemm_s,
         pp=_exchange_s(spec, work, links, constants) / compute_s,
-        cp=cp_s / blocks.attention[0],
+        cp=cp_s / core_s if core_s else 0.0,
         ep=ep_s / gemm_s,
     )
+
+
+def _layer_attention_s(blocks: BlockTimes) -> list[float]:
+    """Seconds of attention in a layer of each type."""
+    first_s, _, _, *other_s = blocks.attention
+    return [first_s, *other_s[::2]]
 
 
 def _smooth_max(a: float, b: float, power: float) -> float:

@@ -125,8 +125,7 @@ def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
         # Orders of the rows before and after their way to the experts, where routes do not change.
         num_orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
         state += 8 * num_orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
-        num_routers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in params)
-        state += 12 * shape.num_experts * num_routers
+        state += 12 * shape.num_experts * sum(p.num_sparse for p in params)
     return state
 
 
@@ -179,12 +178,14 @@ def _moment(
 
 def _stored(m: MicroBatch, layers: Layers) -> float:
     """What these layers keep, and the output of the last one."""
-    return layers.dense * m.dense.stored + layers.sparse * m.sparse.stored + (layers.full + 1) * m.hidden
+    stored_bytes: float = sum(map(mul, layers.kept, m.stored))
+    return stored_bytes + (layers.full + 1) * m.hidden
 
 
 def _halfway(m: MicroBatch, layers: Layers) -> float:
     """What these layers keep for the weight half of a backward."""
-    return (layers.dense + layers.full) * m.dense.halfway + layers.sparse * m.sparse.halfway
+    halfway_bytes: float = sum(map(mul, layers.kept, m.halfway))
+    return halfway_bytes + layers.full * m.halfway[0]
 
 
 def _is_halved(spec: RunSpec, p: StageParams) -> bool:
@@ -220,7 +221,10 @@ def _forward(
             gathered += p.first
         elif is_alone or (is_zero3 and (layout.pp == 1 or not has_head)):
             gathered += p.last or p.following
-    logits, buffers = (m.loss + m.hidden * p.stage.has_norm) * has_head, m.sparse.forward * p.ends_sparse
+    logits, buffers = (
+        (m.loss + m.hidden * p.stage.has_norm) * has_head,
+        m.layers[p.last_type_number].forward * p.ends_sparse,
+    )
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
     return _moment(FORWARD, m.element * gathered, sums, _stored(m, p.layers), logits, buffers)
 
@@ -278,7 +282,7 @@ def _weight_half(m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iter
     gathered, stored = m.whole_hidden * (m.whole_hidden > m.hidden), _stored(m, p.layers)
     yield _moment(BACKWARD, w * whole, sums, stored, 0.0, max(12 / w * m.hidden, gathered))
     new = w * whole * (not work.unsummed and (w == 2 or not work.has_sums))
-    freed = _halfway(m, p.layers) + p.layers.dense * 2 * m.hidden
+    freed = _halfway(m, p.layers) + p.layers.num_dense * 2 * m.hidden
     yield _moment(BACKWARD, w * whole, sums + new, stored - freed, 0.0, gathered)
 
 
@@ -299,7 +303,7 @@ def _work(
         # The gradients of the loss, and those of the norm with three copies in fp32.
         loss = 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
         return stored, 0.0, max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
-    layer = m.sparse if group.is_sparse else m.dense
+    layer = m.layers[group.type_number]
     if halved:
         kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
         return kept, 0.0, layer.input_half

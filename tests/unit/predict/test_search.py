@@ -156,6 +156,7 @@ OTHER_VALUES = {
     "sequence_parallel": "off",
     "cp_exchange": "allgather",
     "dp_overlap": "off",
+    "pp_layout": "even",
     **dict.fromkeys(("tp", "cp", "mbs", "ep"), 64),
 }
 

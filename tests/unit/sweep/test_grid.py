@@ -243,7 +243,8 @@ def test_the_page_of_rules_has_the_rules_of_the_code_and_no_other():
     layouts = [
         Layout(**dict(zip(values, combination, strict=True))) for combination in product(*values.values())
     ]
-    layouts.append(Layout(dp=1, pp=12, pp_schedule="1f1b"))
+    layouts += [Layout(dp=1, pp=12, pp_schedule="1f1b"), Layout(dp=12, pp_layout="even")]
+    layouts.append(Layout(dp=1, pp=2, gas=2, pp_schedule="1f1b", pp_layout="1-1-1"))
     rules = {rule for shape in (MOE, TINY) for layout in layouts for rule, _ in broken_rules(layout, shape)}
     rules |= {PRUNED, UNSELECTED, TIME_LIMIT, *re.findall(r'yield "(\w+)"', inspect.getsource(rejections))}
     rows = RULES_PAGE.read_text().split("| rule | rejects |")[1].split("\n\n")[0].splitlines()[2:]

@@ -7,8 +7,11 @@ import pytest
 import yaml
 
 from tests.strategies import LONG
+from ultrabench.attention_type import GroupedQuery
 from ultrabench.cli.sweep.show_as import not_expressed, spec_for_kernel, without_other_models
+from ultrabench.feed_forward_type import FeedForward
 from ultrabench.kernel_config import PRECISIONS, KernelConfig
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import AXES, TEXT_AXES, USUAL, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
@@ -234,13 +237,19 @@ OTHER = {
     "tie_word_embeddings": True, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "head_dim": 64, "qk_norm": True,
     "rope_scaling": replace(LONG, factor=32.0), "sliding_window": 128, "seq_len": 8192, "seed": 5, "precision": "fp32",
     "compile": True, "attention": "flash3", "sequence_parallel": "off", "dp_overlap": "off", "attention_bias": True,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+    "logits_scaling": 2.0, "final_logit_softcapping": 30.0, "rope_type": "yarn",
 }  # fmt: skip
+SINKS = GroupedQuery(num_attention_heads=32, num_key_value_heads=8, head_dim=128, sinks=True)
+TYPES = tuple(
+    LayerType(grouped_query=attention, feed_forward=FeedForward(intermediate_size=14336))
+    for attention in (SINKS, replace(SINKS, sliding_window=128))
+)
 OTHER_VALUES = {name: {name: value} for name, value in OTHER.items()} | {
     "dp": {"dp": 4, "gbs": 16}, "pp": {"pp": 2, "pp_schedule": "1f1b"}, "pp_schedule": {"pp": 2, "pp_schedule": "afab"},
     "cp_exchange": {"cp": 2, "cp_exchange": "allgather"}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
     "virtual_stages": {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}, "gbs": {"gbs": 16, "gas": 8},
-    "num_experts": EXPERTS,
+    "num_experts": EXPERTS, "pp_layout": {"pp": 2, "pp_schedule": "1f1b", "pp_layout": "even"}, "layer_types": {"layer_types": TYPES},
 }  # fmt: skip
 OF_EXPERTS = {
     "ep": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
@@ -250,6 +259,7 @@ OF_EXPERTS = {
 CHANGES = [
     *(({}, name, values) for name, values in OTHER_VALUES.items()),
     *((EXPERTS, name, EXPERTS | {name: value}) for name, value in OF_EXPERTS.items()),
+    ({"layer_types": TYPES}, "layer_order", {"layer_types": TYPES, "layer_order": "(aab)"}),
     ({"qk_norm": True}, "qk_norm_across_heads", {"qk_norm": True, "qk_norm_across_heads": True}),
 ]
 """The values of a run beside the usual ones, a word, and these values with another one of it."""

@@ -82,6 +82,6 @@ def test_label(layout, label):
 
 
 def test_a_detail_has_no_effect_at_the_neutral_value_of_its_axis():
-    assert details_of("pp") == ("pp_schedule", "virtual_stages")
+    assert details_of("pp") == ("pp_schedule", "pp_layout", "virtual_stages")
     assert details_of("zero_stage") == ("dp_shard",)
     assert details_of("mbs") == ()

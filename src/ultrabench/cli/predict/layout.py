@@ -18,6 +18,7 @@ from ultrabench.analysis.numbers import count, formula_text, params_text, rate_t
 from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
+from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layout import AXES, BATCH, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -29,6 +30,7 @@ from ultrabench.sweep.extrapolation import against_published, best_published, be
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM, p_oom_text
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
+from ultrabench.sweep.untrained import untrained_features
 
 BAR_WIDTH = 40
 """Number of characters of the longest bar."""
@@ -38,7 +40,7 @@ NUM_SHOWN_RUNS = 3
 
 def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
     """Prints the predicted memory and step time of one layout, and measured runs like it."""
-    spec, config = read_run(arguments, PREDICTION_DEFAULTS)
+    spec, config = read_run(arguments, PREDICTION_DEFAULTS, any_model=True)
     prediction = document(spec, config)
     prediction["nearest"] = [*_nearest_runs(spec, config, results_dir)]
     if as_json:
@@ -68,6 +70,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "world_size": spec.layout.world_size,
         "num_params": spec.shape.num_params,
         "num_active_params": spec.shape.num_active_params,
+        "layer_types": [*_types(spec, config.measure.flops_formula)],
         "spec": to_dict(spec),
         "profile": config.profile.name,
         "peak_mem_bytes": run_prediction.peak_mem_bytes,
@@ -90,9 +93,56 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "mfu": None
         if flops_peak.source == PEAK_GUESSED
         else tokens_per_s_per_gpu * flops_per_token / flops_peak.flops_per_s,
+        "untrained": next(untrained_features(spec.shape), None) if spec.kernel.kind == "embedded" else None,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _published_text(spec, config, run_prediction.step_time_s, flops_peak),
     }
+
+
+def _types(spec: RunSpec, formula: str) -> Iterator[dict[str, Any]]:
+    """What each type of layer has and does, and embedding and head.
+
+    FLOPs are those of a token in forward and backward; bytes are what a layer keeps of a token for backward without
+    recomputation, in the precision of the run.
+    """
+    shape, h = spec.shape, spec.shape.hidden_size
+    num_bytes = ELEMENT_BYTES[spec.kernel.precision]
+    num_by_kind = shape.num_by_kind(0, shape.num_hidden_layers)
+    for num_layers, kind in zip(num_by_kind, shape.kinds, strict=True):
+        product_flops, core_flops = kind.flops_per_token(h, spec.workload.seq_len, formula)
+        yield {
+            "name": kind.name,
+            "num_layers": num_layers,
+            "num_params": kind.num_params(h),
+            "num_active_params": kind.num_active_params(h),
+            "flops_per_token": round(product_flops + core_flops),
+            "kept_bytes_per_token": num_bytes * kind.kept_channels(h),
+        }
+    num_tables = 1 if shape.tie_word_embeddings else 2
+    table_params = num_tables * shape.embedding_params + h
+    yield {
+        "name": "embedding, norm and head" + ", tied" * shape.tie_word_embeddings,
+        "num_layers": None,
+        "num_params": table_params,
+        "num_active_params": table_params,
+        "flops_per_token": 6 * shape.embedding_params,
+        "kept_bytes_per_token": num_bytes * 2 * h,
+    }
+
+
+def _type_table(prediction: dict[str, Any], spec: RunSpec) -> RenderableType:
+    """The table of the types of layers."""
+    rows = [
+        (
+            layer_type["name"],
+            "" if layer_type["num_layers"] is None else layer_type["num_layers"],
+            *(count(layer_type[key]) for key in ("num_params", "num_active_params", "flops_per_token")),
+            f"{layer_type['kept_bytes_per_token'] / 1024:,.0f} KiB",
+        )
+        for layer_type in prediction["layer_types"]
+    ]
+    columns = "type of layer", ">layers", ">parameters", ">active", ">FLOPs/token", ">kept/token"
+    return table(f"\nlayers of {spec.shape.name}, each", *columns, rows=rows)
 
 
 def _published_text(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
@@ -113,6 +163,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     hardware_text = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
     size_text = params_text(prediction["num_params"], prediction["num_active_params"])
     yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {counted(spec.workload.seq_len, 'token')}"
+    yield _type_table(prediction, spec)
     yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
         rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
@@ -141,6 +192,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     if mfu is None:
         flops_rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
         yield f"assumes {flops_rate_text} per core; a sweep measures its cores first, so it predicts other times"
+    if prediction["untrained"]:
+        yield f"estimated, since {prediction['untrained']}"
     profile = config.profile
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
     if prediction["unmeasured"]:
