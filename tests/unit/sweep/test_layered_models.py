@@ -164,6 +164,9 @@ def test_one_model_has_one_identity():
     shapes = [shape_from({"name": f"m{n}", **sizes, **words}, "m") for n, words in enumerate(spellings)]
     assert len({shape.model_id for shape in shapes}) == 1
     assert shapes[0].kinds == shapes[1].kinds
+    # The width of a head is the usual one where neither the block nor the model gives it.
+    no_width = {name: size for name, size in sizes.items() if name != "head_dim"}
+    assert shape_from({"name": "m", **no_width, **spellings[-1]}, "m").model_id == shapes[0].model_id
     # Types that the other fields can describe are those fields.
     assert shape_from({"name": "m", **sizes, "layer_types": [b]}, "m") == shape_from(
         {"name": "m", **sizes}, "m"
