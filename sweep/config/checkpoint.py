@@ -348,14 +348,24 @@ def with_usual_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     usual_sizes = {name: values[name] for name in SIZES_OF_TYPES if values.get(name) is not None}
     block_fields = {name: field_types(block) for name, block in BLOCK_TYPES.items()}
 
-    def completed(layer_type: Any) -> Any:
-        if not isinstance(layer_type, Mapping):
-            return layer_type
-        return {
-            name: {**{key: size for key, size in usual_sizes.items() if key in block_fields[name]}, **block}
-            if name in block_fields and isinstance(block, Mapping)
-            else block
-            for name, block in layer_type.items()
-        }
+    def completed(name: str, block: Any) -> Any:
+        if name not in block_fields or not isinstance(block, Mapping):
+            return block
+        sizes = {key: size for key, size in usual_sizes.items() if key in block_fields[name]} | dict(block)
+        num_heads, hidden_size = sizes.get("num_attention_heads"), values.get("hidden_size")
+        if (
+            name == "grouped_query"
+            and isinstance(num_heads, int)
+            and isinstance(hidden_size, int)
+            and num_heads
+        ):
+            sizes.setdefault("head_dim", hidden_size // num_heads)
+        return sizes
 
-    return {**values, "layer_types": [completed(layer_type) for layer_type in layer_types]}
+    completed_types = [
+        {name: completed(name, block) for name, block in layer_type.items()}
+        if isinstance(layer_type, Mapping)
+        else layer_type
+        for layer_type in layer_types
+    ]
+    return {**values, "layer_types": completed_types}

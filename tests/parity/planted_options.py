@@ -26,6 +26,12 @@ def other_schedule(right):
     return right | {"1f1b": right["afab"]}
 
 
+@planted(step, "stages_by_rank", ignored="pp=2 gas=2 pp_layout=1-3")
+def cut_by_cost(right, shape, layout):
+    """Stages are cut by cost, whatever is asked for."""
+    return right(shape, replace(layout, pp_layout="cost"))
+
+
 @planted(step, "apply_dp", ignored="zero_stage=3")
 def gathered_parameters(right, decoder, mesh, zero_stage, *rest):
     """Parameters stay gathered after forward."""

@@ -62,7 +62,7 @@ LAYOUTS = [
     "pp=2 gas=1 interleaved", "pp=4 gas=6 interleaved deep",
     "pp=2 gas=4 virtual_stages=3 interleaved deep", "pp=2 gas=4 interleaved tied",
     "pp=2 gas=1 zbv", "pp=4 gas=8 zbv deep", "pp=3 gas=4 zbv deep", "pp=2 gas=4 zbv tied",
-    "dp=2 pp=2 zero_stage=0 gas=2 interleaved", "dp=2 pp=2 zero_stage=1 gas=2 interleaved",
+    "dp=2 pp=2 zero_stage=0 gas=2 interleaved pp_layout=2-1-1-0", "dp=2 pp=2 zero_stage=1 gas=2 interleaved",
     "dp=2 pp=2 zero_stage=0 gas=4 zbv", "dp=2 pp=2 zero_stage=1 gas=2 zbv tied",
     "tp=2 pp=2 gas=4 zbv qwen long", "dp=2 tp=2 pp=2 zero_stage=3 gas=2 interleaved",
     # A ring alone and with every other form.

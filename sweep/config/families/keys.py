@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError, misspelled_name
 from ultrabench.sweep.config.model_types import EXTRA_ROPE_KEYS, ROPE_KEYS, TRAINED_VALUES, is_harmless
@@ -26,6 +26,20 @@ def abbreviated(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{start} ..."
 
 
+class _Kind(NamedTuple):
+    """What a key may have in place of its default."""
+
+    types: tuple[type, ...]
+    noun: str
+
+
+_NUMBER = _Kind((int, float), "a number")
+_KINDS = {
+    bool: _Kind((bool,), "true or false"), int: _NUMBER, float: _NUMBER, list: _Kind((list,), "a list"),
+}  # fmt: skip
+"""Type of a default -> what the value of the key must be."""
+
+
 class ConfigKeys:
     """The values of a config.json of one model_type; it notes which keys were read."""
 
@@ -34,9 +48,21 @@ class ConfigKeys:
         self._read_keys = set[str]()
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these keys that is neither absent nor null; `default` if none is."""
+        """The value of the first of these keys that is neither absent nor null; `default` if none is.
+
+        Raises:
+            ConfigError: the value is of another kind than the default.
+        """
         self._read_keys |= {*names}
-        return next((self._values[name] for name in names if self._values.get(name) is not None), default)
+        name = next((name for name in names if self._values.get(name) is not None), None)
+        if name is None:
+            return default
+        kind, value = _KINDS.get(type(default)), self._values[name]
+        if kind and (
+            not isinstance(value, kind.types) or (isinstance(value, bool) and kind.noun != "true or false")
+        ):
+            raise ConfigError(f"model={self.where}: {name} is {abbreviated(value)}; must be {kind.noun}")
+        return value
 
     def size(self, *names: str) -> Any:
         """The value of a key that a file must have.
@@ -48,17 +74,16 @@ class ConfigKeys:
             raise ConfigError(f"model={self.where} lacks {' or '.join(names)}; add it")
         return value
 
-    def count(self, *names: str, default: int | None = None) -> int:
+    def count(self, *names: str, default: int | None = None, least: int = 0) -> int:
         """The value of a key that counts something; without a default a file must have the key.
 
         Raises:
-            ConfigError: it is not an integer.
+            ConfigError: it is not an integer, or less than `least`.
         """
         value = self.size(*names) if default is None else self.get(*names, default=default)
-        if type(value) is not int or not 0 <= value <= 2**30:
-            raise ConfigError(
-                f"model={self.where}: {names[0]}={value!r}; must be an integer from 0 to {2**30:,}"
-            )
+        if type(value) is not int or not least <= value <= 2**30:
+            rule = f"must be an integer from {least} to {2**30:,}"
+            raise ConfigError(f"model={self.where}: {names[0]}={value!r}; {rule}")
         return value
 
     def words(self, *names: str) -> list[str]:
@@ -92,7 +117,7 @@ class ConfigKeys:
     def activation(self, *names: str, default: str = "silu") -> str:
         """The activation of feed-forward blocks, by its name in a shape."""
         value = self.get(*names, default=default)
-        if value not in _ACTIVATIONS:
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
             self.refuse(names[0], " or ".join(_ACTIVATIONS))
         return _ACTIVATIONS[value]
 
@@ -106,12 +131,14 @@ class ConfigKeys:
             theta: rope_theta of a file that lacks it.
             share: partial_rotary_factor of a file that lacks it.
         """
-        rope_values = self.get("rope_parameters", "rope_scaling", default={})
+        rope_values = self.get("rope_parameters", "rope_scaling") or {}
         rope_values = rope_values if isinstance(rope_values, dict) else {"rope_type": rope_values}
         if isinstance(rope_values.get(layer_type or "full_attention"), dict):
             rope_values = rope_values[layer_type or "full_attention"]
         self._require_known_rotation(rope_values)
         rope_type = rope_values.get("rope_type") or rope_values.get("type") or "default"
+        if not isinstance(rope_type, str):
+            raise ConfigError(f"model={self.where}: rope_type is {abbreviated(rope_type)}; must be a text")
         settings = {
             "rope_theta": self.get("rope_theta", default=theta),
             "partial_rotary_factor": self.get("partial_rotary_factor", default=share),

@@ -77,6 +77,8 @@ def _deepseek(
         lambda n: "dense" if n < keys.count("first_k_dense_replace", default=0) else "sparse",
     )  # fmt: skip
     keys.unused("first_k_dense_replace")
+    if {*words} - {"dense", "sparse"}:
+        keys.refuse("mlp_layer_types", '"dense" or "sparse" in each layer')
     if {*keys.words("layer_types")} - {"indexed_attention", FULL}:
         keys.refuse("layer_types", f'"indexed_attention" or "{FULL}" in all layers')
     if {*keys.words("indexer_types")} - {"full"}:
@@ -141,12 +143,14 @@ def _gemma3(keys: ConfigKeys) -> Block:
         keys.rotation(SLIDING)["rope_theta"] if isinstance(keys.get("rope_parameters"), dict) else 1e4
     )
     local = {**rotation, "rope_theta": keys.get("rope_local_base_freq", default=local_theta)}
-    period = keys.count("sliding_window_pattern", default=6)
+    period = keys.count("sliding_window_pattern", default=6, least=1)
     words = words_of_layers(
         keys, ("layer_types",), num_layers, lambda n: SLIDING if (n + 1) % period else FULL
     )
     head_dim, window = keys.get("head_dim", default=256), keys.get("sliding_window", default=4096)
     scalar = keys.get("query_pre_attn_scalar", default=256)
+    if scalar <= 0:
+        keys.refuse("query_pre_attn_scalar", "> 0")
     has_bias = keys.get("attention_bias", default=False)
     common = {
         "num_attention_heads": keys.get("num_attention_heads", default=8), "head_dim": head_dim,
@@ -172,7 +176,7 @@ def _gemma3(keys: ConfigKeys) -> Block:
         "intermediate_size": keys.size("intermediate_size"), "vocab_size": keys.get("vocab_size", default=262208),
         "tie_word_embeddings": keys.get("tie_word_embeddings", default=True),
         "rms_norm_eps": keys.get("rms_norm_eps", default=1e-6), "rope_theta": rotation["rope_theta"],
-        "head_dim": head_dim, "embedding_multiplier": sqrt(keys.size("hidden_size")),
+        "head_dim": head_dim, "embedding_multiplier": sqrt(keys.count("hidden_size", least=1)),
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
     }  # fmt: skip
     keys.unused("rope_scaling", "quantization_config", "rope_theta")
@@ -185,7 +189,7 @@ def _llama4(keys: ConfigKeys) -> Block:
     keys.unused("attn_temperature_tuning", "floor_scale", "attn_scale", "for_llm_compressor", "layer_types")
     rotation, num_layers = keys.rotation(theta=5e5), keys.count("num_hidden_layers")
     interval, step = (
-        keys.count("no_rope_layer_interval", default=4),
+        keys.count("no_rope_layer_interval", default=4, least=1),
         keys.count("interleave_moe_layer_step", default=1),
     )
     has_rope = words_of_layers(
@@ -221,7 +225,7 @@ def _qwen3_next(keys: ConfigKeys, *, has_experts: bool = True) -> Block:
     keys.only("mtp_use_dedicated_embeddings", False)
     keys.unused("mtp_num_hidden_layers", "mamba_ssm_dtype", "output_gate_type")
     rotation, num_layers = keys.rotation(share=0.25), keys.count("num_hidden_layers")
-    interval = keys.count("full_attention_interval", default=4)
+    interval = keys.count("full_attention_interval", default=4, least=1)
     words = words_of_layers(
         keys, ("layer_types",), num_layers, lambda n: LINEAR if (n + 1) % interval else FULL
     )
@@ -232,7 +236,10 @@ def _qwen3_next(keys: ConfigKeys, *, has_experts: bool = True) -> Block:
         keys, rotation, qk_norm="head", output_gate="channel", attention_bias=has_bias, output_bias=has_bias
     )
     attention_by_word = {FULL: full, LINEAR: gated_delta(keys)}
-    step, dense_layers = keys.count("decoder_sparse_step", default=1), keys.get("mlp_only_layers", default=[])
+    step, dense_layers = (
+        keys.count("decoder_sparse_step", default=1, least=1),
+        keys.get("mlp_only_layers", default=[]),
+    )
     experts: Block = {}
     if has_experts:
         experts = routed(
@@ -263,7 +270,7 @@ def _minimax_m2(keys: ConfigKeys) -> Block:
     if {*keys.words("attn_type_list")} - {"1"}:
         keys.refuse("attn_type_list", "1 in all layers")
     keys.unused("use_mtp", "mtp_transformer_layers", "num_mtp_modules", "use_routing_bias")
-    share = keys.get("rotary_dim", default=0) / keys.count("head_dim") or 1.0
+    share = keys.get("rotary_dim", default=0) / keys.count("head_dim", least=1) or 1.0
     rotation, num_layers = keys.rotation(theta=5e6, share=share), keys.count("num_hidden_layers")
     attention = grouped_query(
         keys, rotation, qk_norm="all" if keys.get("use_qk_norm", default=True) else "none"
@@ -295,7 +302,11 @@ def _nemotron_h(keys: ConfigKeys) -> Block:
         "num_hidden_layers", "keep_mtp",
     )  # fmt: skip
     letters = keys.get("layers_block_type", "layer_types", "hybrid_override_pattern", default="")
-    words = [_NEMOTRON_WORDS.get(str(letter), "") for letter in letters]
+    words = (
+        [_NEMOTRON_WORDS.get(str(letter), "") for letter in letters]
+        if isinstance(letters, str | list)
+        else []
+    )
     if not words or "" in words:
         keys.refuse("hybrid_override_pattern", "made of M, *, - and E")
     rotation = {**keys.rotation(), "partial_rotary_factor": 0.0}
@@ -389,7 +400,7 @@ def _phi3(keys: ConfigKeys) -> Block:
 def _smollm3(keys: ConfigKeys) -> Block:
     has_bias, interval = (
         keys.get("attention_bias", default=False),
-        keys.count("no_rope_layer_interval", default=4),
+        keys.count("no_rope_layer_interval", default=4, least=1),
     )
     num_layers = keys.count("num_hidden_layers")
     rotated = words_of_layers(
@@ -404,7 +415,9 @@ def _smollm3(keys: ConfigKeys) -> Block:
 
 
 def _exaone4(keys: ConfigKeys) -> Block:
-    pattern = keys.get("sliding_window_pattern", default=4)
+    pattern = keys.get("sliding_window_pattern") or 4
+    if not (isinstance(pattern, str) or (type(pattern) is int and pattern > 0)):
+        keys.refuse("sliding_window_pattern", "an integer >= 1 or a text of L and G")
     has_window = keys.get("sliding_window") is not None
 
     def is_windowed(n: int) -> bool:
@@ -453,7 +466,10 @@ def _ernie_moe(keys: ConfigKeys) -> Block:
     )
     rotation, num_layers = keys.rotation(theta=5e5), keys.count("num_hidden_layers")
     first, last = keys.get("moe_layer_start_index", default=1), keys.get("moe_layer_end_index", default=-1)
-    last, step = (num_layers - 1 if last == -1 else last), keys.count("moe_layer_interval", default=1)
+    last, step = (
+        (num_layers - 1 if last == -1 else last),
+        keys.count("moe_layer_interval", default=1, least=1),
+    )
     width, num_shared = keys.count("moe_intermediate_size"), keys.count("moe_num_shared_experts", default=0)
     experts = {"experts": {
         "num_experts": keys.size("moe_num_experts"), "num_experts_per_tok": keys.size("moe_k"),
@@ -494,7 +510,7 @@ def _nemotron_nas(keys: ConfigKeys) -> Block:
         keys.count("hidden_size"),
         keys.count("num_attention_heads"),
     )
-    keys.unused("num_key_value_heads", "intermediate_size", "head_dim")
+    keys.unused("num_hidden_layers", "num_key_value_heads", "intermediate_size", "head_dim")
     rotation = keys.rotation()
 
     def type_of(n: int) -> Block:

@@ -107,6 +107,27 @@ def test_the_layers_of_a_file_are_of_the_types_that_its_keys_say():
     assert (gemma.layer(0).norms, gemma.embedding_multiplier) == ("both", 8.0)
 
 
+def test_sizes_of_each_layer_are_read():
+    """Attention of two widths, and layers that lack it or the block after it; a width is a multiple of 256."""
+    attention = [
+        {"no_op": False, "n_heads_in_group": 2},
+        {"no_op": True},
+        {"no_op": False, "n_heads_in_group": 4},
+    ]
+    blocks = [{"no_op": False, "ffn_mult": 2.0}, {"no_op": False, "ffn_mult": 5.25}, {"no_op": True}]
+    values = {
+        "model_type": "nemotron-nas", **SIZES, "num_hidden_layers": 3, "num_key_value_heads": None, "intermediate_size": None,
+        "block_configs": [{"attention": a, "ffn": f} for a, f in zip(attention, blocks, strict=True)],
+    }  # fmt: skip
+    shape = shape_of(values, "m", "m")
+    kv_heads = [kind.grouped_query and kind.grouped_query.num_key_value_heads for kind in shape.kinds]
+    widths = [kind.feed_forward and kind.feed_forward.intermediate_size for kind in shape.kinds]
+    assert (kv_heads, widths) == ([2, None, 1], [256, 256, None])
+    values["block_configs"][1]["attention"]["replace_with_linear"] = True
+    with refused("only with block_configs without replace_with_linear"):
+        shape_of(values, "m", "m")
+
+
 DEEPSEEK = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **SIZES, **LATENT, "scoring_func": "sigmoid",
     "topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
@@ -139,6 +160,8 @@ def test_the_text_part_of_a_model_for_images_is_read():
         ({"layer_types": ["sliding_attention"] * 8}, 'layer_types is ["sliding_attention", '), ({"mlp_layer_types": ["dense"]}, "with at least num_hidden_layers=8 entries"),
         ({"architectures": ["DeepseekV3ForSequenceClassification"]}, 'architectures has "DeepseekV3ForSequenceClassification"; ultrabench knows deepseek_v3'),
         ({"rope_scaling": {"type": "yarn", "stretch": 2}}, "rope_scaling has stretch 2; ultrabench knows no such key of rotations"),
+        ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"; must be true or false'), ({"hidden_act": ["silu"]}, 'hidden_act is ["silu"]'),
+        ({"mlp_layer_types": ["moe"] * 8}, 'only with mlp_layer_types "dense" or "sparse" in each layer'), ({"routed_scaling_factor": "x"}, "must be a number"),
         ({"model_type": "deepseek_v33"}, "unsupported model_type 'deepseek_v33'"),
     ],
 )  # fmt: skip
@@ -164,6 +187,9 @@ def test_one_model_has_one_identity():
     shapes = [shape_from({"name": f"m{n}", **sizes, **words}, "m") for n, words in enumerate(spellings)]
     assert len({shape.model_id for shape in shapes}) == 1
     assert shapes[0].kinds == shapes[1].kinds
+    # The width of a head is the usual one where neither the block nor the model gives it.
+    no_width = {name: size for name, size in sizes.items() if name != "head_dim"}
+    assert shape_from({"name": "m", **no_width, **spellings[-1]}, "m").model_id == shapes[0].model_id
     # Types that the other fields can describe are those fields.
     assert shape_from({"name": "m", **sizes, "layer_types": [b]}, "m") == shape_from(
         {"name": "m", **sizes}, "m"

@@ -137,7 +137,7 @@ def _type_table(prediction: dict[str, Any], spec: RunSpec) -> RenderableType:
             layer_type["name"],
             "" if layer_type["num_layers"] is None else layer_type["num_layers"],
             *(count(layer_type[key]) for key in ("num_params", "num_active_params", "flops_per_token")),
-            f"{layer_type['kept_bytes_per_token'] / 1024:,.0f} KiB",
+            f"{layer_type['kept_bytes_per_token'] / 1024:,.1f} KiB",
         )
         for layer_type in prediction["layer_types"]
     ]
