@@ -86,7 +86,9 @@ def test_limit_and_price_hold_for_the_control_too(sweep):
 
 
 def draft(run, limit_s):
-    return price.PlannedJob(attempts=(todo_of(run),), control=None, limit_s=limit_s, gpu_hours=1.0)
+    return price.PlannedJob(
+        attempts=(todo_of(run),), control=None, limit_s=limit_s, gpu_hours=1.0, interval=(1.0, 1.0)
+    )
 
 
 @given(

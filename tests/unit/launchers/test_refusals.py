@@ -16,6 +16,7 @@ from ultrabench.launchers.reconcile import SAY_AGAIN_S, Reconciler
 from ultrabench.launchers.refusals import FIRST_PAUSE_S, MAX_PAUSE_S, MAX_UNKNOWN_TRIES, Refusals
 from ultrabench.store.events import EndCode, Pause
 from ultrabench.store.jobs_seen import JobEnd
+from ultrabench.sweep.plan import Plan
 
 sweep = played.sweep
 DRAIN = NotTakenError(
@@ -42,9 +43,7 @@ class Launch:
         self.slurm.submit = self._submit
         self.refusal = None
         config = with_launcher(sweep.config, pack=1, control=False)
-        sweep.plan = SimpleNamespace(
-            **{"config": config, "runs": sweep.plan.runs, "candidates": sweep.plan.candidates}
-        )
+        sweep.plan = Plan(config=config, candidates=tuple(sweep.plan.candidates))
         monkeypatch.setattr(
             reconcile,
             "time",

@@ -117,7 +117,10 @@ def test_places_have_allocations_of_their_own_whose_agents_run_there():
     assert [sorted({t.candidate.runtime for t in group}) for group in groups] == [
         [("a.sqsh", "/a/python")], [("b.sqsh", "/a/python")],
     ]  # fmt: skip
-    jobs = [PlannedJob(attempts=tuple(group), control=None, limit_s=60.0, gpu_hours=1.0) for group in groups]
+    jobs = [
+        PlannedJob(attempts=tuple(group), control=None, limit_s=60.0, gpu_hours=1.0, interval=(1.0, 1.0))
+        for group in groups
+    ]
     assert len(array_groups(jobs, 100)) == 2
     assert len({control.run_id for control in controls(places).values()}) == 2
     first = allocations.first_allocations(allocations.open_sweep("unused"))[0]
