@@ -266,6 +266,13 @@ def measured_cores(config: SweepConfig, say: Say) -> dict[str, Any]:
     return {"core_flops_per_s": environment["core_flops_per_s"], "cores": environment["cores"]}
 
 
+def require_reuse(reuse: str | None) -> None:
+    """Raises ConfigError unless `reuse` says what happens to results of another environment, or nothing does."""
+    if reuse not in (None, "same", "any"):
+        choices = "same (measure again in the new environment) or any (keep the old results)"
+        raise ConfigError(f"--reuse {reuse}; must be {choices}")
+
+
 def open_sweep(
     plan: Plan,
     *,
@@ -297,9 +304,7 @@ def open_sweep(
     plan, config = within_limit(plan, max_limit_s), plan.config
     require_local(config)
     require_checkpoint_folder(config)
-    if reuse not in (None, "same", "any"):
-        choices = "same (measure again in the new environment) or any (keep the old results)"
-        raise ConfigError(f"--reuse {reuse}; must be {choices}")
+    require_reuse(reuse)
     folder = folder_of(config)
     existing_json = find_sweep_json(folder)
     journal, lease = JournalWriter(folder.journal, "launcher"), None

@@ -14,7 +14,7 @@ import pytest
 
 from tests.sweep_folder import attempted, ended, write
 from tests.unit.cli.conftest import HEAD, QUICK, as_json, content, make_folder, one_line
-from ultrabench.store.events import encode
+from ultrabench.store.events import encode, with_checksum
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 
@@ -81,14 +81,14 @@ def edit_plan(folder, column, value):
 
 
 def edit_result(folder, run, **values):
-    """Writes other values into the result of a run, as a program that writes no checksums."""
+    """Writes other values into the result of a run, with the checksums of the changed lines."""
     for path in folder.journal.glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         for line in lines:
             line.pop("crc", None)
             if "result" in line and line["run_id"] == run.run_id:
                 line["result"].update(values)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        path.write_bytes(b"".join(with_checksum(json.dumps(line).encode()) for line in lines))
 
 
 @pytest.fixture

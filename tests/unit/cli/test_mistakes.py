@@ -85,7 +85,7 @@ MISTAKES = [
     ("plot schedule pp=2 pp=4", "pp is given twice"),
     ("sweep plan foo=1", "(known: max_p_oom, model, profile, trace, sweep,"),
     ("sweep plan launcher.sbtch=1", "did you mean launcher.sbatch? (known: launcher.sbatch, launcher.track,"),
-    ("sweep plan --show-script --json", "leave out --json, -o and --top"),
+    ("sweep plan --show-script --json", "leave out --json, -o, --top and --max-gpu-hours"),
     ("sweep status", "no sweep in results/; start one with: ultrabench sweep launch"),
     ("sweep plan --show-script", "launcher=local submits no script; add launcher=slurm"),
     ("sweep plan --show-script launcher=slurm model=1B sweep.cp=[2] sweep.tp=[1] sweep.seq_len=4098", "can run"),

@@ -22,7 +22,14 @@ from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_warning
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, measured_cores, open_sweep
+from ultrabench.launchers.open_sweep import (
+    OpenSweep,
+    folder_of,
+    in_force,
+    measured_cores,
+    open_sweep,
+    require_reuse,
+)
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.required_programs import require_checkpoint_folder, require_local, require_program
 from ultrabench.launchers.starters import starter_warnings
@@ -63,6 +70,7 @@ def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; returns the exit code."""
+    require_reuse(reuse)
     config = in_force(load_config(overrides), warn)
     require_program(config)
     require_tracker(config)
