@@ -129,11 +129,13 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
 
     The order matters, because a candidate is counted under the first rule that rejects it.
     """
-    # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
-    size_by_rule = {"tp_divides_heads": "num_attention_heads", "tp_divides_kv_heads": "num_key_value_heads"}
-    for rule, size_name in size_by_rule.items():
-        if getattr(shape, size_name) % layout.tp:
-            yield rule, f"tp={layout.tp} does not divide {size_name}={getattr(shape, size_name)}"
+    # Each tensor-parallel rank holds whole attention heads, and whole key/value heads or a copy of one.
+    num_heads, num_kv_heads, tp_text = shape.num_attention_heads, shape.num_key_value_heads, f"tp={layout.tp}"
+    if num_heads % layout.tp:
+        yield "tp_divides_heads", f"{tp_text} does not divide num_attention_heads={num_heads}"
+    if num_kv_heads % layout.tp and layout.tp % num_kv_heads:
+        problem = f"{tp_text} neither divides num_key_value_heads={num_kv_heads} nor is a multiple of it"
+        yield "tp_fits_kv_heads", problem
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"

@@ -1,7 +1,7 @@
 """The time of each block of a model for one micro-batch in closed form: dense layers, layers with experts, and the head.
 
-Symbols: c the constants, h hidden size, q and kv the widths of all queries and of all keys of a layer; the others are
-those of `step_time`. docs/design/prediction.md derives each term.
+Symbols: c the constants, h hidden size, q and kv the widths of all queries and of all keys of a layer, with their copies;
+the others are those of `step_time`. docs/design/prediction.md derives each term.
 """
 
 import math
@@ -12,6 +12,7 @@ from ultrabench.layout import GroupAxes, crosses_nodes, ranks_in_node
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.tensor_parallel import kv_width_of_ranks, padded_vocab_size
 
 WIDE_HEAD = 128
 """Width of a head from which attention reaches its full rate."""
@@ -112,11 +113,12 @@ class _FeedForward(NamedTuple):
 @lru_cache(maxsize=65536)
 def block_times(work: LayerWork, links: Network, rates: Rates, c: TimeConstants) -> BlockTimes:
     """The times of the blocks that `work` describes."""
-    shape, h, rank_vocab = work.shape, work.shape.hidden_size, work.shape.vocab_size / work.tp
+    shape, h = work.shape, work.shape.hidden_size
+    rank_vocab = padded_vocab_size(shape.vocab_size, work.tp) / work.tp
     dense_layer = _layer_times(work, _dense_ffn(work, shape.intermediate_size, rates, c), links, rates, c)
     head_gemm_s = 3 * _gemm_s(work.tokens, rank_vocab, h, rates.product, c)
     head_bytes = c.logit_bytes * work.tokens * rank_vocab
-    call_s = _tp_call_s(work.tokens * h * work.element_bytes, work.tp_axes, links, c)
+    call_s = tp_call_s(work.tokens * h * work.element_bytes, work.tp_axes, links, c)
     head = PartSeconds(head_gemm_s, 0.0, head_bytes / rates.hbm_bytes_per_s, call_s * c.tp_end_calls, 0.0)
     sparse_layer = _ZERO_SECONDS, _ZERO_SECONDS
     if shape.num_experts:
@@ -168,7 +170,7 @@ def _layer_times(
 ) -> tuple[PartSeconds, PartSeconds]:
     """The times of a layer with this feed-forward, and what recomputation adds to them."""
     shape, tokens, tp, h = work.shape, work.tokens, work.tp, work.shape.hidden_size
-    q, kv, hbm_bytes_per_s = shape.q_width, shape.kv_width, rates.hbm_bytes_per_s
+    q, kv, hbm_bytes_per_s = shape.q_width, kv_width_of_ranks(shape, tp), rates.hbm_bytes_per_s
     qkv_s = _gemm_s(tokens, (q + 2 * kv) / tp, h, rates.linear, c)
     forward_s = qkv_s + _gemm_s(tokens, h, q / tp, rates.linear, c) + ffn.up_s + ffn.down_s
     attention_s = _attention_s(work, rates.attention, c)
@@ -178,7 +180,7 @@ def _layer_times(
     traffic_bytes = norm_tokens * c.hidden_bytes * h + tokens / tp * (ffn.token_bytes + head_norm_bytes)
     traffic_s = traffic_bytes / hbm_bytes_per_s * (c.compiled_traffic if work.compiled else 1)
     traffic_s += tokens / tp * ffn.routed_bytes / hbm_bytes_per_s
-    call_s = _tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * ffn.tp_share
+    call_s = tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * ffn.tp_share
     # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
     kept_down_s = ffn.down_s if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
     more_gemm_s = more_attention_s = more_tp_s = more_ep_s = 0.0
@@ -229,7 +231,7 @@ def _attention_s(work: LayerWork, flops_per_s: float, c: TimeConstants) -> float
     return 4 * shape.q_width / work.tp * token_pairs / (flops_per_s * rate_factor)
 
 
-def _tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
+def tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
     """Seconds of an all-gather or reduce-scatter of `num_bytes` bytes over the ranks of tp."""
     ((tp, _),) = tp_axes
     if tp == 1:
@@ -267,7 +269,7 @@ def ring_s(work: LayerWork, links: Network, c: TimeConstants) -> tuple[float, fl
     """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
     crosses = crosses_nodes(work.cp_axes, links.gpus_per_node)
     bytes_per_s = links.node_link_bytes_per_s if crosses else links.link_bytes_per_s
-    kv_bytes = 2 * work.shape.kv_width / work.tp * work.tokens * work.element_bytes
+    kv_bytes = 2 * kv_width_of_ranks(work.shape, work.tp) / work.tp * work.tokens * work.element_bytes
     num_calls = num_transfers = 3.0 * work.cp - 2
     if work.cp_exchange == "allgather":  # in forward and in backward; gradients are summed in 4 bytes
         num_calls, num_transfers = 3.0, (work.cp - 1) * (2 + 4 / work.element_bytes)

@@ -12,6 +12,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import split_stages
 from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight
+from ultrabench.tensor_parallel import added_params, kv_width_of_ranks, padded_vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def megatron_layer_bytes(
     if is_sparse:  # the rows of the chosen experts, and what experts and shared experts keep of them
         ffn_numbers = shape.num_experts_per_tok * (h + 3 * expert_width)
         ffn_numbers += 3 * shape.n_shared_experts * expert_width
-    kept_numbers = 4 * h + 2 * shape.q_width + 2 * shape.kv_width + ffn_numbers
+    kept_numbers = 4 * h + 2 * shape.q_width + 2 * kv_width_of_ranks(shape, layout.tp) + ffn_numbers
     dropped_numbers = (kept_numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
     return 2 * tokens * kept_numbers, 2 * tokens * (kept_numbers - dropped_numbers)
 
@@ -61,11 +62,13 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     shape, layout = spec.shape, spec.layout
     dense_bytes = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
     sparse_bytes = megatron_layer_bytes(shape, layout, spec.workload.seq_len, is_sparse=True)
-    logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
+    vocabulary = padded_vocab_size(shape.vocab_size, layout.tp)
+    logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * vocabulary
     stage_memories = list[StageMemory]()
     for pp_rank, stage in enumerate(split_stages(shape, layout.pp)):
         expert_params = stage.num_expert_params(shape) / layout.ep
-        other_params = (stage.num_params(shape) - stage.num_expert_params(shape)) / layout.tp
+        tp_params = stage.num_params(shape) - stage.num_expert_params(shape)
+        other_params = (tp_params + added_params(shape, stage, layout.tp)) / layout.tp
         num_sparse = shape.num_sparse_layers(stage.first_layer, stage.num_layers)
         kept_bytes = dense_bytes[1] * (stage.num_layers - num_sparse) + sparse_bytes[1] * num_sparse
         activation_bytes = in_flight(layout, pp_rank) * kept_bytes

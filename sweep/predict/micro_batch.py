@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
+from ultrabench.tensor_parallel import kv_width_of_ranks, padded_vocab_size
 
 CHUNK_LOGITS, SOFTMAX_LOGITS = 2**29, 2**27
 """Largest numbers of logits in a chunk of the loss and in one softmax: those of kernel/loss.py."""
@@ -79,7 +80,8 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, *, i
     """
     shape, layout, compiled = spec.shape, spec.layout, spec.compiles
     channel = whole_hidden / shape.hidden_size / layout.tp  # of the tokens of a rank, t*w
-    q, kv, width, rows, products = shape.q_width, shape.kv_width, shape.intermediate_size, 0.0, 0.0
+    q, kv = shape.q_width, kv_width_of_ranks(shape, layout.tp)
+    width, rows, products = shape.intermediate_size, 0.0, 0.0
     if is_sparse:
         width = shape.shared_expert_intermediate_size
         row_channel = channel * shape.num_experts_per_tok * busiest_share(spec.kernel, layout, shape)
@@ -118,7 +120,7 @@ def _gradients_of_attention(spec: RunSpec, element: int) -> float:
     With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the rank,
     the one at work and the one on its way, and of the sums two; a third one begins to arrive when a part is done.
     """
-    q, kv, layout = spec.shape.q_width, spec.shape.kv_width, spec.layout
+    layout, q, kv = spec.layout, spec.shape.q_width, kv_width_of_ranks(spec.shape, spec.layout.tp)
     if layout.cp == 1:
         return 2 * q + 2 * kv
     pairs, sums = (layout.cp + 1, layout.cp) if layout.cp_exchange == "allgather" else (min(3, layout.cp), 2)
@@ -133,9 +135,10 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
     gradient of the weights, beside the sum of those before, which is in fp32 from the second one on. Generated code
     has a new gradient of the logits instead, and a softmax only where ranks share the vocabulary.
     """
-    layout, vocabulary = spec.layout, max(1, spec.shape.vocab_size // spec.layout.tp)
+    layout, tp = spec.layout, spec.layout.tp
+    vocabulary = padded_vocab_size(spec.shape.vocab_size, tp) // tp
     table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
-    softmax_width = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
+    softmax_width = element + 4 * (tp > 1) if spec.compiles else 8 if element == 2 else element
     rows = min(tokens, max(1, CHUNK_LOGITS // vocabulary))
     chunks, peak_bytes = -(-tokens // rows), 0.0
     sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")

@@ -13,6 +13,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY
+from ultrabench.tensor_parallel import kv_width_of_ranks, padded_vocab_size
 
 
 class Size(NamedTuple):
@@ -120,7 +121,7 @@ def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards
 
     expert_shards ranks share the same experts, and shards ranks the rest. A table is the embedding or the head.
     """
-    h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
+    h, q, kv = shape.hidden_size, shape.q_width // tp, kv_width_of_ranks(shape, tp) // tp
     norm_widths = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
     vectors = [h, h, *(norm_widths if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
     attention = [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
@@ -128,7 +129,7 @@ def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards
     shared = _feed_forward(h, shape.shared_expert_intermediate_size // tp) if shape.n_shared_experts else []
     rows = num_experts * width, h  # those of all experts of the rank under each other
     return (
-        _padded_size(shards, (shape.vocab_size // tp, h)),
+        _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h)),
         _padded_size(shards, (h, 1)),
         _padded_size(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
         _padded_size(shards, *attention, (shape.num_experts, h), *shared),

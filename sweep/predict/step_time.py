@@ -14,11 +14,19 @@ from typing import NamedTuple
 
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.layout import Layout, crosses_nodes
+from ultrabench.layout import GroupAxes, Layout, crosses_nodes
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.block_time import BlockTimes, LayerWork, Rates, block_times, ring_s, tp_hops_s
+from ultrabench.sweep.predict.block_time import (
+    BlockTimes,
+    LayerWork,
+    Rates,
+    block_times,
+    ring_s,
+    tp_call_s,
+    tp_hops_s,
+)
 from ultrabench.sweep.predict.data_parallel import (
     ParamGroup,
     dp_time_and_overlap,
@@ -29,6 +37,7 @@ from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import idle_micro_batches
 from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.tensor_parallel import added_params, adds_params, kv_copies, kv_width_of_ranks
 
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
@@ -111,7 +120,7 @@ class _PipelineRank(NamedTuple):
     num_sparse_again: int
     """Number of these of which backward computes something again."""
     num_params: int
-    """Number of parameters of these stages, before tp divides them, without experts."""
+    """Number of parameters of these stages, before tp divides them, without experts and with what tp adds to them."""
     num_expert_params: int
     """Number of parameters of all experts of these stages."""
     num_ranks: int = 1
@@ -124,21 +133,28 @@ class _PipelineRank(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _pipeline_ranks(
-    shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    pp_schedule: str,
+    virtual_stages: int,
+    recompute: str,
+    ties_advance: bool,
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
-    num_by_rank = Counter(_pipeline_rank(shape, stages, interval) for stages in stages_of_rank)
+    num_by_rank = Counter(_pipeline_rank(shape, stages, interval, tp) for stages in stages_of_rank)
     return tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items())
 
 
-def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) -> _PipelineRank:
+def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, tp: int) -> _PipelineRank:
     """The work of a rank with these stages, of which each layer number `interval` is computed again; 0: none."""
     layers = [n for stage in stages for n in range(stage.first_layer, stage.first_layer + stage.num_layers)]
     num_by_sparsity = Counter(map(shape.is_sparse, layers))
     num_again = Counter(shape.is_sparse(n) for n in layers if interval and (n + 1) % interval == 0)
     num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
+    tp_params = sum(stage.num_params(shape) + added_params(shape, stage, tp) for stage in stages)
     return _PipelineRank(
         num_stages=len(stages),
         num_dense=num_by_sparsity[False],
@@ -146,7 +162,7 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) 
         num_heads=sum(stage.has_head for stage in stages),
         num_sparse=num_by_sparsity[True],
         num_sparse_again=num_again[True],
-        num_params=sum(stage.num_params(shape) for stage in stages) - num_expert_params,
+        num_params=tp_params - num_expert_params,
         num_expert_params=num_expert_params,
     )
 
@@ -206,9 +222,9 @@ def _micro_batch_work(
         layout.group_axes("cp", rank_order=spec.kernel.rank_order),
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
-    ranks = _pipeline_ranks(
-        shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
-    )
+    pipeline = layout.pp, layout.pp_schedule, layout.virtual_stages
+    # Layouts share an entry of the cache unless their tp adds parameters.
+    ranks = _pipeline_ranks(shape, tp if adds_params(shape, tp) else 1, *pipeline, recompute, c.ties_advance)
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
     grad_s = (c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep))
     return work, blocks, ranks, _GradSums(*grad_s)
@@ -270,7 +286,7 @@ def predict_step_time(
         attention=attention_s,
         memory_bound=memory_bound_s + grad_s.of_rank(slowest, num_busy_passes),
         launch=num_busy_passes * (slowest_s - slowest_gpu_s),
-        tp=tp_s,
+        tp=tp_s + _copied_heads_s(spec, num_layers, work.tp_axes, links, c),
         cp=cp_s,
         ep=ep_s,
         dp=dp_s + (zero_host_s if layout.zero_stage else 0.0),
@@ -290,6 +306,23 @@ def _param_groups(ranks: tuple[_PipelineRank, ...], spec: RunSpec) -> tuple[Para
     num_params = max(rank.num_params for rank in ranks) / spec.layout.tp
     num_expert_params = max(rank.num_expert_params for rank in ranks) / spec.layout.ep
     return param_groups(spec.layout, num_params, num_expert_params, spec.kernel.rank_order)
+
+
+def _copied_heads_s(
+    spec: RunSpec, num_layers: int, tp_axes: GroupAxes, links: Network, c: TimeConstants
+) -> float:
+    """Seconds in which our kernel sums the gradients of copied key/value heads, once a step and beside nothing else.
+
+    They are an all-reduce for the keys and one for the values of each layer, each as long as two other collectives.
+    """
+    shape, layout = spec.shape, spec.layout
+    num_copies = kv_copies(shape.num_key_value_heads, layout.tp)
+    if num_copies == 1:
+        return 0.0
+    rank_params = kv_width_of_ranks(shape, layout.tp) / layout.tp * (shape.hidden_size + shape.attention_bias)
+    ((_, stride),) = tp_axes
+    call_s = tp_call_s(4 * rank_params / layout.zero_shards, ((num_copies, stride),), links, c)
+    return 4 * num_layers * call_s
 
 
 def communication_ratios(
