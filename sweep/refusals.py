@@ -244,7 +244,9 @@ def value_refusals(
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
             allowed_text = ", ".join(map(str, allowed_values))
             heads_text = f" (tp={layout.tp}, num_key_value_heads={fewest_kv_heads(shape)})"
-            value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD and num_copies > 1)}"
+            value_text = (
+                f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD and num_copies > 1)}"
+            )
             yield f"{program_text} supports {field_name} in [{allowed_text}]; {value_text}"
 
 

@@ -5,11 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel.tp import TensorParallel, apply_tp
+from ultrabench.layer_type import LayerType
 from ultrabench.stages import split_stages
-from ultrabench.tensor_parallel import added_params, kv_copies, padded_vocab_size
+from ultrabench.tensor_parallel import (
+    added_params,
+    kinds_of_ranks,
+    kv_copies,
+    most_kv_copies,
+    padded_vocab_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,25 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_as_megatron_pads_it(voca
 
 def test_more_ranks_than_heads_share_them():
     assert [kv_copies(4, tp) for tp in (1, 2, 4, 8, 32)] == [1, 1, 1, 2, 8]
+
+
+def test_each_type_of_layer_has_copies_of_its_own_heads():
+    """Windows have 4 heads of 8 numbers each, full attention 2; latent attention has none to copy."""
+    full = GroupedQuery(num_attention_heads=8, num_key_value_heads=2, head_dim=8, attention_bias=True)
+    window = replace(full, num_key_value_heads=4, sliding_window=16)
+    sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    latent = LayerType(latent=Latent(num_attention_heads=8, **sizes))
+    types = LayerType(grouped_query=window), LayerType(grouped_query=full), latent
+    shape = replace(TINY, num_hidden_layers=6, layer_types=types, layer_order="(aaabcc)")
+    for tp, copies in {2: (1, 1), 4: (1, 2), 8: (2, 4)}.items():
+        *copied, unchanged = kinds_of_ranks(shape, tp)
+        assert [kind.grouped_query.num_key_value_heads for kind in copied] == [4 * copies[0], 2 * copies[1]]
+        assert unchanged == latent
+        assert most_kv_copies(shape, tp) == max(copies)
+        added_heads = 3 * 4 * (copies[0] - 1) + 2 * (copies[1] - 1)
+        (stage,) = split_stages(shape, 1)
+        assert added_params(shape, stage, tp) == 2 * added_heads * 8 * (shape.hidden_size + 1)
+    assert most_kv_copies(replace(shape, layer_types=(latent,), layer_order=""), 8) == 1
 
 
 class Ranks:
