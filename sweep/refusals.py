@@ -226,8 +226,9 @@ def value_refusals(
         program_text: what the reasons call it; None for `kernel NAME`.
     """
     program_text = program_text or f"kernel {kernel.name}"
-    num_copies = most_kv_copies(shape, layout.tp)
-    copies_value = {KV_COPIES_WORD: num_copies}
+    copies_value = {KV_COPIES_WORD: most_kv_copies(shape, layout.tp)}
+    num_heads = fewest_kv_heads(shape)
+    heads_text = f" (tp={layout.tp}, num_key_value_heads={num_heads})" if num_heads else ""
     for field_name, allowed_values in (kernel.flags | kernel.supports).items():
         if field_name == ROUTING_FLAG:
             continue
@@ -243,10 +244,7 @@ def value_refusals(
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
             allowed_text = ", ".join(map(str, allowed_values))
-            heads_text = f" (tp={layout.tp}, num_key_value_heads={fewest_kv_heads(shape)})"
-            value_text = (
-                f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD and num_copies > 1)}"
-            )
+            value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD)}"
             yield f"{program_text} supports {field_name} in [{allowed_text}]; {value_text}"
 
 
