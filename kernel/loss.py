@@ -7,7 +7,8 @@ products as the plain head, but holds at most MAX_CHUNK_LOGITS logits at a time 
 gradients of the weights from several chunks are added in at least fp32.
 
 Under tensor parallelism a rank holds V/tp rows of the head, and each softmax over at most MAX_SOFTMAX_LOGITS logits
-needs two all-reduces over tp: of a maximum and of two sums for each of its tokens.
+needs two all-reduces over tp: of a maximum and of two sums for each of its tokens. Rows that only pad the vocabulary
+have no share in any softmax, so that they get no gradient and give none.
 """
 
 from collections.abc import Callable
@@ -54,6 +55,14 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup
     return loss_sum
 
 
+def mask_padding(logits: Tensor, num_tokens: int) -> None:
+    """Overwrites the columns of `logits` from `num_tokens` on, which stand for no token, so that their softmax is 0.
+
+    Their value is finite: a rank that has padding only would compute NaN from the log of a sum that is 0.
+    """
+    logits[:, num_tokens:] = torch.finfo(logits.dtype).min
+
+
 ToGradient = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
 """A function that does the same as `logits_to_gradient`."""
 
@@ -77,6 +86,7 @@ def head_loss(
     targets_BS: Tensor,
     shared_gradient: HeadGradient | None = None,
     group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
     to_gradient: ToGradient = logits_to_gradient,
 ) -> Tensor:
     """The mean loss over the tokens of a micro-batch, in at least fp32.
@@ -86,10 +96,12 @@ def head_loss(
     Args:
         shared_gradient: where the gradient of the weights is added up over micro-batches; None if it is not.
         group: the ranks of tp that share the vocabulary; None if this rank holds it whole.
+        vocab_size: number of rows of the head on all these ranks that stand for a token; None if all do.
         to_gradient: `logits_to_gradient`, or that function compiled.
     """
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
-    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, shared_gradient, group, to_gradient)  # type: ignore[no-untyped-call]
+    head_options = shared_gradient, group, vocab_size, to_gradient
+    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, *head_options)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -111,17 +123,22 @@ class _HeadLoss(torch.autograd.Function):
         targets_T: Tensor,
         shared_gradient: HeadGradient | None,
         group: dist.ProcessGroup | None,
+        vocab_size: int | None,
         to_gradient: ToGradient,
     ) -> Tensor:
         num_tokens, num_rows = len(x_TH), len(weight_VH)
+        first_row = 0 if group is None else group.rank() * num_rows
+        num_token_rows = num_rows if vocab_size is None else min(max(vocab_size - first_row, 0), num_rows)
         loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         grad_x = torch.empty_like(x_TH)
         grad_weight = None if shared_gradient is None else shared_gradient.grad_sum
-        targets_T = targets_T - (0 if group is None else group.rank() * num_rows)
+        targets_T = targets_T - first_row
         chunk_tokens, softmax_tokens = (max(1, n // num_rows) for n in (MAX_CHUNK_LOGITS, MAX_SOFTMAX_LOGITS))
         chunks = (tensor.split(chunk_tokens) for tensor in (x_TH, targets_T, grad_x))  # type: ignore[no-untyped-call]
         for chunk_x, chunk_targets, chunk_grad in zip(*chunks, strict=True):
             logits = chunk_x @ weight_VH.t()
+            if num_token_rows < num_rows:
+                mask_padding(logits, num_token_rows)
             softmax_parts = (tensor.split(softmax_tokens) for tensor in (logits, chunk_targets))
             for part_logits, part_targets in zip(*softmax_parts, strict=True):
                 loss += to_gradient(part_logits, part_targets, group)
@@ -145,4 +162,4 @@ class _HeadLoss(torch.autograd.Function):
             None if grad is None else torch.mul(grad, grad_scale, out=torch.empty_like(grad, dtype=ctx.dtype))
             for grad in (grad_x, grad_weight)
         )
-        return *scaled_grads, None, None, None, None
+        return *scaled_grads, None, None, None, None, None

@@ -65,16 +65,31 @@ def cp_group(layout: Layout) -> dist.ProcessGroup | None:
     """
     if layout.cp == 1:
         return None
-    world_group = dist.group.WORLD
-    assert world_group is not None
-    if layout.cp == layout.world_size:
-        return world_group
     first_ranks = (rank for rank in range(layout.world_size) if layout.coordinates(rank).cp == 0)
-    rings = [list(range(r, r + layout.cp * layout.tp, layout.tp)) for r in first_ranks]
+    return _group_among([range(r, r + layout.cp * layout.tp, layout.tp) for r in first_ranks], "cp")
+
+
+def kv_group(layout: Layout, num_copies: int, tp_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """The group of ranks that hold copies of the same key/value head; None if no other rank has that of this one.
+
+    All ranks have to call it. It is `tp_group`, the ranks of tp, where these hold copies of a single head.
+    """
+    if num_copies in (1, layout.tp):
+        return None if num_copies == 1 else tp_group
+    first_ranks = range(0, layout.world_size, num_copies)
+    return _group_among([range(rank, rank + num_copies) for rank in first_ranks], "kv")
+
+
+def _group_among(ranks_by_group: list[range], axis: str) -> dist.ProcessGroup | None:
+    """The group of this rank among groups that together have all ranks; `axis` names it in the evidence of a hang."""
+    world_group, groups = dist.group.WORLD, [[*ranks] for ranks in ranks_by_group]
+    assert world_group is not None
+    if len(groups) == 1:
+        return world_group
     if world_group.bound_device_id is not None:
-        return dist.split_group(split_ranks=rings, group_desc="mesh_cp")
-    ring_group, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
-    return ring_group  # type: ignore[no-any-return]
+        return dist.split_group(split_ranks=groups, group_desc=f"mesh_{axis}")
+    new_group, _ = dist.new_subgroups_by_enumeration(groups, group_desc=f"mesh_{axis}")  # type: ignore[no-untyped-call]
+    return new_group  # type: ignore[no-any-return]
 
 
 def dp_part(param: Tensor) -> Part:
@@ -103,6 +118,17 @@ def part_view(full_tensor: Tensor, part: Part) -> Tensor:
     for dim, start, length in part:
         full_tensor = full_tensor.narrow(dim, start, length)
     return full_tensor
+
+
+def own_values(tensor: Tensor, part: Part) -> Tensor:
+    """This rank's values of a parameter or its gradient, of which it holds `part`, sharing their memory.
+
+    They are its shard without the rows that pad the vocabulary, which belong to no part.
+    """
+    values = local_shard(tensor)
+    for dim, _, length in part[-1:]:
+        values = values.narrow(dim, 0, length) if length < values.shape[dim] else values
+    return values
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -15,16 +15,33 @@ from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import make_batch, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
 from ultrabench.kernel.ep import apply_ep
-from ultrabench.kernel.mesh import build_expert_mesh, cp_group, is_expert, local_shard, num_losses, num_shards
+from ultrabench.kernel.mesh import (
+    build_expert_mesh,
+    cp_group,
+    is_expert,
+    kv_group,
+    local_shard,
+    num_losses,
+    num_shards,
+    own_values,
+)
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED_ROUTING, update_router_biases
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
-from ultrabench.kernel.tp import TensorParallel, apply_tp, cut_dim, part_of, sum_norm_layer_gradients
+from ultrabench.kernel.tp import (
+    TensorParallel,
+    apply_tp,
+    num_tp_copies,
+    part_of,
+    sum_copied_gradients,
+    sum_norm_layer_gradients,
+)
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
+from ultrabench.tensor_parallel import kv_copies
 
 ADAMW_BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -55,7 +72,7 @@ def initialise(
     device: torch.device,
     cut_group: Callable[[str], dist.ProcessGroup],
 ) -> None:
-    """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
+    """Gives every parameter its part of the full initial value, which depends on its name and `seed`, and 0 to padding.
 
     Only one full matrix at a time exists on the device.
 
@@ -68,13 +85,14 @@ def initialise(
         buffer.zero_()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            part = part_of(name, param, cut_group(name))
-            local_shard(param).copy_(model.initial_value(name, full_shapes[name], seed, device, part))
+            part = part_of(name, param, cut_group(name), model.shape)
+            local_shard(param).zero_()
+            own_values(param, part).copy_(model.initial_value(name, full_shapes[name], seed, device, part))
 
 
-def num_copies(name: str, param: Tensor, layout: Layout) -> int:
+def num_copies(name: str, param: Tensor, layout: Layout, shape: ModelShape) -> int:
     """Number of ranks that hold the same part of a parameter: the ranks of a pipeline stage / the number of parts."""
-    num_cut_parts = 1 if cut_dim(name) is None else layout.ep if is_expert(name) else layout.tp
+    num_cut_parts = layout.ep if is_expert(name) else layout.tp // num_tp_copies(name, shape, layout.tp)
     return layout.dp * layout.cp * layout.tp // (num_cut_parts * num_shards(param))
 
 
@@ -82,7 +100,8 @@ class TrainStep:
     """A rank's share of the model and its optimizer; all ranks have to call every method together.
 
     The dicts params, parts, shards and grad_norm_weights have a value for the name of each parameter: the parameter,
-    the cuts that lead to this rank's part of it, that part, and its weight in the square of the gradient's norm.
+    the cuts that lead to this rank's part of it, that part without padding, and its weight in the square of the
+    gradient's norm.
     """
 
     def __init__(
@@ -102,6 +121,8 @@ class TrainStep:
         self.coordinates = layout.coordinates(dist.get_rank())
         self.positions = cp.local_positions(spec.workload.seq_len, layout.cp, self.coordinates.cp)
         self.cp_group = cp_group(layout)
+        num_kv_copies = kv_copies(spec.shape.num_key_value_heads, layout.tp)
+        self.kv_group = kv_group(layout, num_kv_copies, mesh.get_group("tp"))
         self.expert_mesh = build_expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.coordinates.pp]
         is_fp8 = spec.kernel.precision == "fp8"
@@ -110,10 +131,10 @@ class TrainStep:
         self.ties_across_stages = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.coordinates.pp) if self.ties_across_stages else None
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
-        self.parts = {name: part_of(name, p, self.cut_group(name)) for name, p in self.params.items()}
-        self.shards = {name: local_shard(param.detach()) for name, param in self.params.items()}
+        self.parts = {n: part_of(n, p, self.cut_group(n), spec.shape) for n, p in self.params.items()}
+        self.shards = {name: own_values(p.detach(), self.parts[name]) for name, p in self.params.items()}
         # The norm counts each number once: that of a tied embedding on the first stage.
-        self.grad_norm_weights = {name: 1 / num_copies(name, p, layout) for name, p in self.params.items()}
+        self.grad_norm_weights = {n: 1 / num_copies(n, p, layout, spec.shape) for n, p in self.params.items()}
         if self.ties_across_stages:
             self.grad_norm_weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
@@ -187,6 +208,7 @@ class TrainStep:
                 losses.append(loss.detach())
                 self.after_microbatch()
         sum_norm_layer_gradients(self.params.items(), self.tp_ranks)
+        sum_copied_gradients(self.params.items(), self.kv_group)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
     def update(self, loss_summand: Tensor) -> Tensor:
@@ -197,7 +219,8 @@ class TrainStep:
         Returns:
             The mean loss of the global batch, the same on all ranks.
         """
-        local_grads = {n: local_shard(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
+        grads = {name: p.grad.detach() for name, p in self.params.items() if p.grad is not None}
+        local_grads = {name: own_values(grad, self.parts[name]) for name, grad in grads.items()}
         nonempty_grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
         loss_and_squared_norm = torch.zeros(2, dtype=torch.float64, device=self.device)
         loss_and_squared_norm[0] = loss_summand / self.layout.tp

@@ -23,6 +23,12 @@ without tp are then those here, too: it gathers and sums nothing.
 
 The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
 parallelism only that of the norms of q and k is one, over the heads of all ranks.
+
+If tp does not divide the vocabulary, embedding and head have more rows than there are tokens, as `padded_vocab_size`
+says. These rows are 0, the loss masks their logits, and they are no part of the parameters that a rank trains.
+
+If there are more ranks than key/value heads, neighbouring ranks hold copies of a head, each for the query heads of its
+own. The gradients of the copies are summands, which are summed once a step over these ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,17 +47,42 @@ from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
 from ultrabench.kernel.model import Block, Decoder, column_products
+from ultrabench.model_shape import ModelShape
+from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
 
 TokenMove = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
 CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
 """Module -> the dim along which its weight is cut; weights of norms are not cut."""
+VOCABULARY_MODULES = ("embedding", "head")
+"""Modules whose weight has a row for each token."""
+KV_MODULES = ("k", "v")
+"""Modules whose rows belong to key/value heads."""
+
+
+def module_of(name: str) -> str:
+    """The name of the module that has the parameter `name`, such as `q`."""
+    return name.split(".")[-2]
 
 
 def cut_dim(name: str) -> int | None:
     """The dim along which the parameter `name` is cut, over tp, or over ep for experts; None if it is whole."""
-    return 0 if is_expert(name) else CUT_DIM.get(name.split(".")[-2])
+    return 0 if is_expert(name) else CUT_DIM.get(module_of(name))
+
+
+def num_tp_copies(name: str, shape: ModelShape, tp: int) -> int:
+    """Number of ranks of tp that hold the same part of the parameter `name`; experts, which ep cuts, have one."""
+    if cut_dim(name) is None:
+        return tp
+    return kv_copies(shape.num_key_value_heads, tp) if module_of(name) in KV_MODULES else 1
+
+
+def _rank_size(module_name: str, full_size: int, shape: ModelShape, tp: int) -> int:
+    """What a rank holds of `full_size` rows or columns of a module's weight."""
+    if module_name in VOCABULARY_MODULES:
+        full_size = padded_vocab_size(full_size, tp)
+    return full_size * num_tp_copies(f"{module_name}.weight", shape, tp) // tp
 
 
 @dataclass(slots=True)
@@ -217,6 +248,7 @@ def _look_up(tp_ranks: TensorParallel, embedding: nn.Embedding, tokens_BS: Tenso
 
 def _loss(
     tp_ranks: TensorParallel,
+    vocab_size: int,
     x_BsH: Tensor,
     weight_VH: Tensor,
     targets_BS: Tensor,
@@ -225,10 +257,11 @@ def _loss(
 ) -> Tensor:
     """The mean loss over all tokens, with V/tp rows of the head on this rank.
 
-    `head_loss_options` is empty, or the argument to_gradient of `head_loss`.
+    `vocab_size` is V without padding. `head_loss_options` is empty, or the argument to_gradient of `head_loss`.
     """
     x_BSH = _TokenExchange.apply(tp_ranks.gather, tp_ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, shared_gradient, tp_ranks.group, **head_loss_options)
+    group = tp_ranks.group
+    return head_loss(x_BSH, weight_VH, targets_BS, shared_gradient, group, vocab_size, **head_loss_options)
 
 
 def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
@@ -245,26 +278,40 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
                 block.row_product = partial(_RowProduct.apply, tp_ranks)
     if tp_ranks.group.size() == 1:
         return
-    for module_name, module in model.named_modules():
-        if (dim := CUT_DIM.get(module_name.rpartition(".")[2])) is not None:
+    for module_path, module in model.named_modules():
+        module_name = module_path.rpartition(".")[2]
+        if (dim := CUT_DIM.get(module_name)) is not None:
             for param_name, param in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                local_part = param.chunk(tp_ranks.group.size(), dim)[0]
-                setattr(module, param_name, nn.Parameter(local_part.detach().clone()))
+                sizes = list(param.shape)
+                sizes[dim] = _rank_size(module_name, sizes[dim], model.shape, tp_ranks.group.size())
+                setattr(module, param_name, nn.Parameter(param.detach().new_empty(sizes)))
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, tp_ranks, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
-        model.head.loss = partial(_loss, tp_ranks)
+        model.head.loss = partial(_loss, tp_ranks, model.shape.vocab_size)
     model.tie()
 
 
-def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
+def part_of(name: str, param: Tensor, group: dist.ProcessGroup, shape: ModelShape) -> Part:
     """The cuts that turn the full tensor into this rank's part of the parameter `name`: over `group`, then over dp.
 
-    `group` holds the ranks of tp, or those of ep for experts; `param` is already cut over it.
+    `group` holds the ranks of tp, or those of ep for experts; `param` is already cut over it. A part has no padding, so
+    that it may be smaller than `param`, or empty.
     """
-    dim = cut_dim(name)
-    group_cuts = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
-    return (*group_cuts, *dp_part(param))
+    if (dim := cut_dim(name)) is None:
+        return dp_part(param)
+    part_index = group.rank() // num_tp_copies(name, shape, group.size())
+    part = (dim, part_index * param.shape[dim], param.shape[dim]), *dp_part(param)
+    return _without_padding(part, shape.vocab_size) if module_of(name) in VOCABULARY_MODULES else part
+
+
+def _without_padding(part: Part, vocab_size: int) -> Part:
+    """The successive cuts of a tensor with one row for each token, from those of one with more rows."""
+    cuts, num_rows = list[tuple[int, int, int]](), vocab_size
+    for dim, start, length in part:
+        cuts.append((dim, min(start, num_rows), min(length, max(num_rows - start, 0))))
+        num_rows = cuts[-1][2]
+    return tuple(cuts)
 
 
 def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: TensorParallel) -> None:
@@ -278,7 +325,7 @@ def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: Ten
     """
     suffixes = ("norm", "router") if tp_ranks.sequence_parallel else ("q_norm", "k_norm")
     uncut_params = {name: param for name, param in params if cut_dim(name) is None}
-    norm_grads = (p.grad for name, p in uncut_params.items() if name.split(".")[-2].endswith(suffixes))
+    norm_grads = (p.grad for name, p in uncut_params.items() if module_of(name).endswith(suffixes))
     grads = [local_shard(grad) for grad in norm_grads if grad is not None]
     if tp_ranks.group.size() == 1 or not grads:
         return
@@ -286,3 +333,19 @@ def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: Ten
     dist.all_reduce(flat_grad, group=tp_ranks.group)
     for grad, grad_sum in zip(grads, torch.split(flat_grad, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(grad_sum.view_as(grad))
+
+
+def sum_copied_gradients(params: Iterable[tuple[str, Tensor]], kv_group: dist.ProcessGroup | None) -> None:
+    """Sums the gradients of key/value heads over the ranks that hold copies of them, in place; None if no rank does.
+
+    It makes two all-reduces for each layer of the rank, of D*H/shards elements each, and two of D/shards with biases.
+    All of them begin at once.
+    """
+    if kv_group is None:
+        return
+    kv_grads = (param.grad for name, param in params if module_of(name) in KV_MODULES)
+    grads = (local_shard(grad) for grad in kv_grads if grad is not None)
+    sums = [dist.all_reduce(grad, group=kv_group, async_op=True) for grad in grads if grad.numel()]
+    for pending_sum in sums:
+        assert pending_sum is not None
+        pending_sum.wait()

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import chain, product
 from math import gcd, prod
 
+from ultrabench.attention_type import KV_HEADS
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import (
     AUTO,
@@ -131,11 +132,13 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
 
     The order matters, because a candidate is counted under the first rule that rejects it.
     """
-    # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
+    # Each tensor-parallel rank holds whole attention heads, and whole key/value heads or a copy of one.
     for size_name, size in _head_sizes(shape):
-        if size % layout.tp:
-            rule = "tp_divides_kv_heads" if size_name == "num_key_value_heads" else "tp_divides_heads"
-            yield rule, f"tp={layout.tp} does not divide {size_name}={size}"
+        size_text = f"{size_name}={size}"
+        if size_name != KV_HEADS and size % layout.tp:
+            yield "tp_divides_heads", f"tp={layout.tp} does not divide {size_text}"
+        if size_name == KV_HEADS and size % layout.tp and layout.tp % size:
+            yield "tp_fits_kv_heads", f"tp={layout.tp} neither divides {size_text} nor is a multiple of it"
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"

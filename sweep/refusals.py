@@ -12,6 +12,7 @@ from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 from ultrabench.sweep.untrained import untrained_features, untrained_names
+from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kv_copies, most_kv_copies
 
 ROUTING_FLAG = "routing"
 """The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run of our own kernel."""
@@ -105,10 +106,11 @@ def _fp8_refusals(
         yield hardware.fp8_refusal
     if shape.num_experts:
         yield f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: use precision=bf16"
+    kv_name = "head_dim" if layout.tp > shape.num_key_value_heads else "num_key_value_heads*head_dim/tp"
     size_by_name = {
         "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
         "num_attention_heads*head_dim/tp": shape.q_width // layout.tp, "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
-        "num_key_value_heads*head_dim/tp": shape.kv_width // layout.tp,
+        kv_name: shape.kv_width * kv_copies(shape.num_key_value_heads, layout.tp) // layout.tp,
     }  # fmt: skip
     for name, size in size_by_name.items():
         if size % FP8_MULTIPLE:
@@ -140,8 +142,8 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"
-    # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
-    size_by_name = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
+    # Tensor parallelism also splits the feed-forward block, and sequence parallelism the tokens.
+    size_by_name = {"intermediate_size": shape.intermediate_size}
     if layout.sequence_parallel == "on":
         size_by_name["seq_len/cp"] = seq_len // layout.cp
     size_by_name["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
@@ -224,10 +226,13 @@ def value_refusals(
         program_text: what the reasons call it; None for `kernel NAME`.
     """
     program_text = program_text or f"kernel {kernel.name}"
+    copies_value = {KV_COPIES_WORD: most_kv_copies(shape, layout.tp)}
+    num_heads = fewest_kv_heads(shape)
+    heads_text = f" (tp={layout.tp}, num_key_value_heads={num_heads})" if num_heads else ""
     for field_name, allowed_values in (kernel.flags | kernel.supports).items():
         if field_name == ROUTING_FLAG:
             continue
-        fallback_value = getattr(shape, field_name, layout)
+        fallback_value = copies_value.get(field_name, getattr(shape, field_name, layout))
         value = kernel.precision if field_name == "precision" else getattr(layout, field_name, fallback_value)
         if value is layout:
             yield f"kernel.supports or kernel.flags names {field_name!r}, which is not a word of a layout or a model"
@@ -239,7 +244,8 @@ def value_refusals(
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
             allowed_text = ", ".join(map(str, allowed_values))
-            yield f"{program_text} supports {field_name} in [{allowed_text}]; {field_name}={value}"
+            value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD)}"
+            yield f"{program_text} supports {field_name} in [{allowed_text}]; {value_text}"
 
 
 def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

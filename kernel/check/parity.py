@@ -34,7 +34,7 @@ from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import make_batch
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
-from ultrabench.kernel.mesh import build_mesh, join_process_group, local_shard, part_view
+from ultrabench.kernel.mesh import Part, build_mesh, join_process_group, own_values, part_view
 from ultrabench.kernel.model import TIED_PARAMETER_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED_ROUTING, router_biases, update_router_biases
 from ultrabench.kernel.rank import environment
@@ -101,6 +101,7 @@ class _PlainStep:
             round_products(self.model)
         self.clip_norm, self.models = CLIP_NORM, [self.model]
         self.params = dict(self.model.named_parameters())
+        self.parts: dict[str, Part] = dict.fromkeys(self.params, ())  # all of them are whole
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.model.initial_value(name, param.shape, run.workload.seed, device))
@@ -159,15 +160,15 @@ def _train_steps(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, 
     These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end, with which
     the biases of routers count in fp64; rounding may move a token to another expert, and a bias by a whole step.
     """
-    losses, grads, params = [], dict[str, Tensor](), trainer.params
+    losses, grads, params, parts = [], dict[str, Tensor](), trainer.params, trainer.parts
     for step in range(1, spec.steps + 1):
         loss = trainer.accumulate(*trainer.batch(step))
         if step == 1:
-            local_grads = {n: local_shard(p.grad) for n, p in params.items() if p.grad is not None}
+            local_grads = {n: own_values(p.grad, parts[n]) for n, p in params.items() if p.grad is not None}
             grads = {name: grad.to("cpu", copy=True) for name, grad in local_grads.items()}
         trainer.clip_norm = UNREACHED_NORM if step == 2 else spec.clip
         losses.append(trainer.update(loss).item())
-    values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
+    values = {name: own_values(param.detach(), parts[name]).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
         values |= {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}

@@ -72,17 +72,24 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     `calls_and_bytes` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
     The payload is the larger tensor: the output of an all-gather, the input of a reduce-scatter. If an axis
     spans the whole world, they share one group, so collectives over the world count for that axis, except for
-    all-to-alls, which only the ranks of ep do.
+    all-to-alls, which only the ranks of ep do. The axis kv has the ranks of tp that hold copies of a key/value head,
+    unless these are all ranks of tp.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, expert_mesh: DeviceMesh | None = None
+        self,
+        mesh: DeviceMesh,
+        cp_group: dist.ProcessGroup | None,
+        expert_mesh: DeviceMesh | None = None,
+        kv_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls_and_bytes = defaultdict[str, list[int]](lambda: [0, 0])
-        group_by_axis = {a: m.get_group(a) for m in (expert_mesh, mesh) if m for a in m.mesh_dim_names or ()}
+        meshes = [m for m in (expert_mesh, mesh) if m]
+        mesh_groups = {axis: m.get_group(axis) for m in meshes for axis in m.mesh_dim_names or ()}
+        group_by_axis = {"kv": kv_group, **mesh_groups, "cp": cp_group}
         self._axis_by_group: dict[Any, str] = {
-            str(group.group_name): axis for axis, group in {**group_by_axis, "cp": cp_group}.items() if group
+            str(group.group_name): axis for axis, group in group_by_axis.items() if group
         }
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:

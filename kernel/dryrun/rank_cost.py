@@ -75,10 +75,8 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = init_op
         prepare(trainer)
         batch = trainer.batch(1)
         byte_counter.reset_peak()
-        with (
-            CollectiveCounts(mesh, trainer.cp_group, trainer.expert_mesh) as collective_counter,
-            ExecutedFlops() as flop_counter,
-        ):
+        groups = mesh, trainer.cp_group, trainer.expert_mesh, trainer.kv_group
+        with CollectiveCounts(*groups) as collective_counter, ExecutedFlops() as flop_counter:
             loss = trainer.accumulate(*batch)
             set_kind("gradient", sharded_tensors.waiting_gradients())
             trainer.update(loss)

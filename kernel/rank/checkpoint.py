@@ -18,7 +18,7 @@ from ultrabench.kernel.mesh import reduce_over_ranks
 from ultrabench.kernel.moe import router_biases
 from ultrabench.kernel.rank.clock import Result, run_timed
 from ultrabench.kernel.step import TrainStep
-from ultrabench.kernel.tp import cut_dim
+from ultrabench.kernel.tp import num_tp_copies
 
 SYNC_FOLDER, ASYNC_FOLDER = "sync", "async"
 """Names of the folders of the two saves, inside the folder of the checkpoints of a run."""
@@ -46,13 +46,14 @@ def sharded_state(trainer: TrainStep) -> dict[str, Tensor]:
     """The parameters, moments and steps of the optimizer and biases of routers on this rank, in the trainer's memory.
 
     A name is that of the parameter and its place in the full one, so that ranks have a name in common only if they
-    hold copies, which one of them saves. With tp the copies of norms and routers may differ by rounding (see
-    `replicas.py`), so that each rank saves its own.
+    hold copies, which one of them saves. With tp the copies of norms, routers and key/value heads may differ by rounding
+    (see `replicas.py`), so that each rank saves its own.
     """
     tensors = {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
+    shape, tp = trainer.spec.shape, trainer.layout.tp
     for name, shard in trainer.shards.items():
         place_text = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
-        if cut_dim(name) is None and trainer.layout.tp > 1:
+        if num_tp_copies(name, shape, tp) > 1:
             place_text = f"rank{dist.get_rank()}"
         if shard.numel():
             moment_by_key = trainer.optimizer.state[shard]

@@ -33,6 +33,7 @@ from ultrabench.kernel_config import PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 from ultrabench.stages import stages_by_rank
+from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
 
 _PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
@@ -129,6 +130,11 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
     tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
+    copies = (
+        layer.attention.k.weight.shape[0] * tp // shape.kv_width
+        for tp, layer in zip(tp_degrees, layers, strict=True)
+    )
+    options |= {"kv_copies": _common_value(copies), **_padded_vocabulary(trainer, tp_degrees[0])}
     sparse_ffns = [layer.ffn for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
     if sparse_ffns or not shape.num_experts:
         num_gate_rows = shape.num_experts * shape.moe_intermediate_size
@@ -171,6 +177,14 @@ def _pp_layout_of(trainer: TrainStep) -> str:
     if layer_counts == [stage.num_layers for stage in stages]:
         return trainer.layout.pp_layout
     return f"{'-'.join(map(str, layer_counts))} on pipeline rank {trainer.coordinates.pp}"
+
+
+def _padded_vocabulary(trainer: TrainStep, tp: int) -> dict[str, int]:
+    """The rows of embedding or head on all ranks of tp, by the name of the option; empty for a stage without them."""
+    tables = [
+        table for model in trainer.models for table in (model.embedding, model.head) if table is not None
+    ]
+    return {"padded_vocab_size": _common_value(len(t.weight) * tp for t in tables)} if tables else {}
 
 
 def _precision_of_products(precision: str, observations: StepObservations, num_forwards: int) -> str:
@@ -230,6 +244,10 @@ def require_requested_options(trainer: TrainStep, observations: StepObservations
     # Option -> the value that was asked for.
     requests, num_replicas = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
     requests |= {"compile": trainer.spec.compiles, "attention": trainer.attention_backend}
+    requests |= {
+        "kv_copies": kv_copies(trainer.spec.shape.num_key_value_heads, layout.tp),
+        "padded_vocab_size": padded_vocab_size(trainer.spec.shape.vocab_size, layout.tp),
+    }
     requests |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
     wide_precision = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
     requests |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)

@@ -18,6 +18,8 @@ palm counts all (PaLM, arXiv 2204.02311, appendix B), as torchtitan and nanotron
 causal mask leaves (num_floating_point_operations of Megatron-LM). masked counts those that the mask of each layer leaves:
 causal, and within its window, its chunk or the choice of its index.
 """
+KV_HEADS = "num_key_value_heads"
+"""Name of the size of grouped-query attention that ranks of tensor parallelism need not divide: they may copy heads."""
 CHUNK = 64
 """Tokens of a chunk in the fused operators of linear attention (flash-linear-attention), which keep a matrix for each."""
 
@@ -193,10 +195,7 @@ class GroupedQuery:
 
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
-        return {
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-        }
+        return {"num_attention_heads": self.num_attention_heads, KV_HEADS: self.num_key_value_heads}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

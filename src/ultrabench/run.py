@@ -19,6 +19,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
+from ultrabench.tensor_parallel import KV_COPIES_WORD, most_kv_copies
 from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group, variables_of
 
 
@@ -212,6 +213,7 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "dp_shard_size": spec.layout.dp_shard_size, "dp_replicate_size": spec.layout.dp // spec.layout.dp_shard_size,
         "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
+        KV_COPIES_WORD: most_kv_copies(spec.shape, spec.layout.tp),
         "pipeline_batch": spec.layout.mbs * pipeline_microbatches, "pipeline_microbatches": pipeline_microbatches,
         "microbatch_tokens": spec.layout.mbs * spec.workload.seq_len,
         "step_tokens": spec.workload.gbs * spec.workload.seq_len,

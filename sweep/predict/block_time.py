@@ -17,6 +17,7 @@ from ultrabench.layout import GroupAxes, crosses_nodes, ranks_in_node
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.tensor_parallel import kinds_of_ranks, padded_vocab_size
 
 WIDE_HEAD = 128
 """Width of a head from which attention reaches its full rate."""
@@ -129,11 +130,13 @@ class _FeedForward(NamedTuple):
 @lru_cache(maxsize=65536)
 def block_times(work: LayerWork, links: Network, rates: Rates, c: TimeConstants) -> BlockTimes:
     """The times of the blocks that `work` describes."""
-    h, rank_vocab = work.shape.hidden_size, work.shape.vocab_size / work.tp
-    first_layer, *other_layers = (_layer_times(work, kind, links, rates, c) for kind in work.shape.kinds)
+    shape, h = work.shape, work.shape.hidden_size
+    rank_vocab = padded_vocab_size(shape.vocab_size, work.tp) / work.tp
+    kinds = kinds_of_ranks(shape, work.tp)
+    first_layer, *other_layers = (_layer_times(work, kind, links, rates, c) for kind in kinds)
     head_gemm_s = 3 * _gemm_s(work.tokens, rank_vocab, h, rates.product, c)
     head_bytes = c.logit_bytes * work.tokens * rank_vocab
-    call_s = _tp_call_s(work.tokens * h * work.element_bytes, work.tp_axes, links, c)
+    call_s = tp_call_s(work.tokens * h * work.element_bytes, work.tp_axes, links, c)
     head = PartSeconds(head_gemm_s, 0.0, head_bytes / rates.hbm_bytes_per_s, call_s * c.tp_end_calls, 0.0)
     blocks = (*first_layer, head, *chain.from_iterable(other_layers))
     return BlockTimes._make([*zip(*blocks, strict=True), (*map(sum, blocks),)])
@@ -280,7 +283,7 @@ def _layer_times(
     traffic_s = traffic_bytes / hbm_bytes_per_s * (c.compiled_traffic if work.compiled else 1)
     traffic_s += tokens / tp * ffn.routed_bytes / hbm_bytes_per_s
     tp_share = ffn.tp_share + HALF * (kind.attention is not None)
-    call_s = _tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * tp_share
+    call_s = tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * tp_share
     # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
     kept_down_s = ffn.down_s if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
     more_gemm_s = more_attention_s = more_tp_s = more_ep_s = 0.0
@@ -331,7 +334,7 @@ def _core_s(work: LayerWork, attention: Attention, flops_per_s: float, c: TimeCo
     return core_flops / work.tp * work.tokens / (flops_per_s * rate_factor)
 
 
-def _tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
+def tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
     """Seconds of an all-gather or reduce-scatter of `num_bytes` bytes over the ranks of tp."""
     ((tp, _),) = tp_axes
     if tp == 1:

@@ -13,6 +13,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import split_stages
 from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight
+from ultrabench.tensor_parallel import added_params, kinds_of_ranks, padded_vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +78,15 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     micro-batches in flight there are the logits or, under recomputation, all activations of one layer.
     """
     shape, layout = spec.shape, spec.layout
-    kinds = shape.kinds
+    kinds = kinds_of_ranks(shape, layout.tp)
     bytes_by_kind = [megatron_layer_bytes(shape, layout, spec.workload.seq_len, kind) for kind in kinds]
-    logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
+    vocabulary = padded_vocab_size(shape.vocab_size, layout.tp)
+    logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * vocabulary
     stage_memories = list[StageMemory]()
     for pp_rank, stage in enumerate(split_stages(shape, layout.pp, pp_layout=layout.pp_layout)):
         expert_params = stage.num_expert_params(shape) / layout.ep
-        other_params = (stage.num_params(shape) - stage.num_expert_params(shape)) / layout.tp
+        tp_params = stage.num_params(shape) - stage.num_expert_params(shape)
+        other_params = (tp_params + added_params(shape, stage, layout.tp)) / layout.tp
         num_by_kind = stage.num_by_kind(shape)
         kept_bytes = sum(num * kept for num, (_, kept) in zip(num_by_kind, bytes_by_kind, strict=True))
         activation_bytes = in_flight(layout, pp_rank) * kept_bytes

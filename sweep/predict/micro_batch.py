@@ -12,6 +12,7 @@ from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
+from ultrabench.tensor_parallel import kinds_of_ranks, padded_vocab_size
 
 CHUNK_LOGITS, SOFTMAX_LOGITS = 2**29, 2**27
 """Largest numbers of logits in a chunk of the loss and in one softmax: those of kernel/loss.py."""
@@ -109,8 +110,8 @@ class _LayerWidths(NamedTuple):
 
 @lru_cache(maxsize=1024)  # a plan asks for those of a few types for each of its candidates
 def _widths_of_types(shape: ModelShape, tp: int) -> tuple[_LayerWidths, ...]:
-    """What each type of layer of a model keeps of a token."""
-    return tuple(_widths(kind, shape.hidden_size, tp) for kind in shape.kinds)
+    """What each type of layer of a model keeps of a token, on all ranks of tp together."""
+    return tuple(_widths(kind, shape.hidden_size, tp) for kind in kinds_of_ranks(shape, tp))
 
 
 def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
@@ -217,9 +218,10 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
     gradient of the weights, beside the sum of those before, which is in fp32 from the second one on. Generated code
     has a new gradient of the logits instead, and a softmax only where ranks share the vocabulary.
     """
-    layout, vocabulary = spec.layout, max(1, spec.shape.vocab_size // spec.layout.tp)
+    layout, tp = spec.layout, spec.layout.tp
+    vocabulary = padded_vocab_size(spec.shape.vocab_size, tp) // tp
     table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
-    softmax_width = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
+    softmax_width = element + 4 * (tp > 1) if spec.compiles else 8 if element == 2 else element
     rows = min(tokens, max(1, CHUNK_LOGITS // vocabulary))
     chunks, peak_bytes = -(-tokens // rows), 0.0
     sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")

@@ -18,6 +18,7 @@ from ultrabench.sweep.predict.stage_memory import (
     StageMemory,
     in_flight,
 )
+from ultrabench.tensor_parallel import added_params, padded_vocab_size
 
 VERSIONS = ("latest", "run-ahead", "before-fix", "old")
 """The versions of nanotron and its environment, latest first, that the Ultra-Scale Playbook was measured with."""
@@ -106,7 +107,8 @@ def _micro_batch_bytes(spec: RunSpec, c: NanotronMemory) -> _MicroBatch:
     if full_every := layout.full_every:  # a layer that is computed again keeps its input
         dropped = layer - 2 * h * rank_tokens
         layer, work = layer - dropped / full_every, work + dropped
-    logits, gathered = c.logits * rank_tokens * shape.vocab_size, is_gathering * c.gathered * h * tokens
+    logits = c.logits * rank_tokens * padded_vocab_size(shape.vocab_size, tp)
+    gathered = is_gathering * c.gathered * h * tokens
     return _MicroBatch(layer, work, c.work_embedding * h * tokens, logits, gathered)
 
 
@@ -127,7 +129,8 @@ def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]
 def _rank_memory(spec: RunSpec, c: NanotronMemory, batch_bytes: _MicroBatch, stage: Stage) -> StageMemory:
     """The memory of the rank of one stage; all values but numbers of something are bytes."""
     layout, pp_rank = spec.layout, stage.index
-    n, num_shards = stage.num_params(spec.shape) / layout.tp, layout.zero_shards
+    tp_params = stage.num_params(spec.shape) + added_params(spec.shape, stage, layout.tp)
+    n, num_shards = tp_params / layout.tp, layout.zero_shards
     num_in_flight = in_flight(layout, pp_rank)
     batch_kept = batch_bytes.layer * stage.num_layers
     activations, gathered_tokens = num_in_flight * batch_kept, 0.0

@@ -16,6 +16,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY
+from ultrabench.tensor_parallel import kinds_of_ranks, padded_vocab_size
 
 
 class Size(NamedTuple):
@@ -160,15 +161,14 @@ def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards
             _padded_size(expert_shards, *_expert_matrices(kind, h, ep)),
             _padded_size(shards, *_matrices(kind.products(h), kind.vectors(h), tp)),
         )
-        for kind in shape.kinds
+        for kind in kinds_of_ranks(shape, tp)
     )
     predict = NOTHING
     if shape.num_nextn_predict_layers:
         join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
         predict = functools.reduce(Size.plus, layers[shape.kind_numbers[-1]], join)
-    return BlockSizes(
-        _padded_size(shards, (shape.vocab_size // tp, h)), _padded_size(shards, (h, 1)), layers, predict
-    )
+    table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
+    return BlockSizes(table, _padded_size(shards, (h, 1)), layers, predict)
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:

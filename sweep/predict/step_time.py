@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.layout import Layout, crosses_nodes
+from ultrabench.layout import GroupAxes, Layout, crosses_nodes
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
@@ -27,6 +27,7 @@ from ultrabench.sweep.predict.block_time import (
     block_counts,
     block_times,
     ring_s,
+    tp_call_s,
     tp_hops_s,
 )
 from ultrabench.sweep.predict.data_parallel import (
@@ -39,6 +40,7 @@ from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import idle_micro_batches
 from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.tensor_parallel import added_params, adds_params, kinds_of_ranks
 
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
@@ -119,7 +121,7 @@ class _PipelineRank(NamedTuple):
     num_sparse_launches: float
     """The same of layers with experts."""
     num_params: int
-    """Number of parameters of these stages, before tp divides them, without experts."""
+    """Number of parameters of these stages, before tp divides them, without experts and with what tp adds to them."""
     num_expert_params: int
     """Number of parameters of all experts of these stages."""
     num_ranks: int = 1
@@ -133,6 +135,7 @@ class _PipelineRank(NamedTuple):
 @lru_cache(maxsize=4096)
 def _pipeline_ranks(
     shape: ModelShape,
+    tp: int,
     pp: int,
     pp_schedule: str,
     virtual_stages: int,
@@ -150,11 +153,11 @@ def _pipeline_ranks(
     )
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
-    num_by_rank = Counter(_pipeline_rank(shape, stages, interval) for stages in stages_of_rank)
+    num_by_rank = Counter(_pipeline_rank(shape, stages, interval, tp) for stages in stages_of_rank)
     return tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items())
 
 
-def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) -> _PipelineRank:
+def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, tp: int) -> _PipelineRank:
     """The work of a rank with these stages, of which each layer number `interval` is computed again; 0: none.
 
     A module that predicts one more token is a layer of the last one's type and one more head.
@@ -171,13 +174,14 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) 
         (n * kind.num_blocks / 2, kind) for n, kind in zip(launches, shape.kinds, strict=True)
     ]
     num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
+    tp_params = sum(stage.num_params(shape) + added_params(shape, stage, tp) for stage in stages)
     return _PipelineRank(
         num_stages=len(stages),
         num_layers=len(layers),
         counts=block_counts(num_heads * (1 + shape.num_nextn_predict_layers), counts, again_counts),
         num_launches=sum(num for num, kind in launches_by_kind if not kind.experts),
         num_sparse_launches=sum(num for num, kind in launches_by_kind if kind.experts),
-        num_params=sum(stage.num_params(shape) for stage in stages) - num_expert_params,
+        num_params=tp_params - num_expert_params,
         num_expert_params=num_expert_params,
     )
 
@@ -237,6 +241,7 @@ def _micro_batch_work(
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
         shape,
+        tp if adds_params(shape, tp) else 1,  # else layouts share an entry of the cache
         layout.pp,
         layout.pp_schedule,
         layout.virtual_stages,
@@ -305,7 +310,7 @@ def predict_step_time(
         attention=attention_s,
         memory_bound=memory_bound_s + grad_s.of_rank(slowest, num_busy_passes),
         launch=num_busy_passes * (slowest_s - slowest_gpu_s),
-        tp=tp_s,
+        tp=tp_s + _copied_heads_s(spec, ranks, work.tp_axes, links, c),
         cp=cp_s,
         ep=ep_s,
         dp=dp_s + (zero_host_s if layout.zero_stage else 0.0),
@@ -327,6 +332,31 @@ def _param_groups(ranks: tuple[_PipelineRank, ...], spec: RunSpec) -> tuple[Para
     return param_groups(spec.layout, num_params, num_expert_params, spec.kernel.rank_order)
 
 
+def _copied_heads_s(
+    spec: RunSpec, ranks: tuple[_PipelineRank, ...], tp_axes: GroupAxes, links: Network, c: TimeConstants
+) -> float:
+    """Seconds in which our kernel sums the gradients of copied key/value heads, once a step and beside nothing else.
+
+    They are an all-reduce for the keys and one for the values of each layer, each as long as two other collectives.
+    """
+    shape, layout = spec.shape, spec.layout
+    if not adds_params(shape, layout.tp):
+        return 0.0
+    ((_, stride),) = tp_axes
+    layer_s = list[float]()
+    for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, layout.tp), strict=True):
+        attention, copied = kind.grouped_query, rank_kind.grouped_query
+        if attention is None or copied is None or attention == copied:
+            layer_s.append(0.0)
+            continue
+        num_copies = copied.num_key_value_heads // attention.num_key_value_heads
+        rank_params = copied.kv_width / layout.tp * (shape.hidden_size + copied.attention_bias)
+        axes = ((num_copies, stride),)
+        layer_s.append(4 * tp_call_s(4 * rank_params / layout.zero_shards, axes, links, c))
+    longest_s: float = max(sum(map(mul, layer_s, _of_kinds(rank.counts))) for rank in ranks)
+    return longest_s
+
+
 def communication_ratios(
     spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
 ) -> CommunicationRatios:
@@ -337,8 +367,8 @@ def communication_ratios(
     compute_s = gemm_s + attention_s + memory_s + grad_s.of_rank(slowest)
     groups = _param_groups(ranks, spec)
     dp_s, num_passes, _ = dp_time_and_overlap(spec.layout, groups, work.element_bytes, links, constants)
-    core_s, largest = max((seconds, n) for n, seconds in enumerate(_layer_attention_s(blocks)))
-    largest_attention = spec.shape.kinds[largest].attention
+    core_s, largest = max((seconds, n) for n, seconds in enumerate(_of_kinds(blocks.attention)))
+    largest_attention = kinds_of_ranks(spec.shape, work.tp)[largest].attention
     cp_s = (
         sum(ring_s(work, largest_attention, links, constants)) if work.cp > 1 and largest_attention else 0.0
     )
@@ -351,10 +381,10 @@ def communication_ratios(
     )
 
 
-def _layer_attention_s(blocks: BlockTimes) -> list[float]:
-    """Seconds of attention in a layer of each type."""
-    first_s, _, _, *other_s = blocks.attention
-    return [first_s, *other_s[::2]]
+def _of_kinds(values: tuple[float, ...]) -> list[float]:
+    """The values of the layers of each type among those of all blocks, which are in the order of `block_counts`."""
+    first, _, _, *others = values
+    return [first, *others[::2]]
 
 
 def _smooth_max(a: float, b: float, power: float) -> float:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import stage
 
 from tests.parity import planted_clock, planted_experts, planted_model, planted_options, planted_products  # noqa: F401  their faults are in FAULTS, too
 from tests.parity.fault import FAULTS, changed, planted
-from ultrabench.kernel import cp, model, pp, recompute, step, tp
+from ultrabench.kernel import cp, loss, model, pp, recompute, step, tp
 from ultrabench.kernel.dryrun import counts, rank_cost
 
 __all__ = ["FAULTS"]
@@ -102,6 +102,52 @@ def norms_one_by_one(right, params, ranks):
     """Each norm has an all-reduce of its own."""
     for param in params:
         right([param], ranks)
+
+
+@planted(loss, "mask_padding", parity="tp=2 uneven, tp=4 padded")
+def unmasked_padding(right, *_):
+    """Rows that pad the vocabulary have a share in the softmax."""
+
+
+@planted(
+    step, "sum_copied_gradients",
+    parity="tp=2 gas=2 uneven, dp=2 tp=2 zero_stage=3 uneven biased bf16", replicas="tp=2 gas=2 uneven, tp=4 padded",
+)  # fmt: skip
+def unsummed_copies(right, *_):
+    """Each copy of a key/value head keeps its own gradient, that of the query heads of its rank."""
+
+
+@planted(step, "sum_copied_gradients", parity="tp=2 uneven")
+def copies_summed_twice(right, *args):
+    """The gradients of copies are summed over their ranks twice."""
+    right(*args)
+    right(*args)
+
+
+@planted(step, "sum_copied_gradients", parity="tp=2 uneven biased")
+def forgotten_key_biases(right, params, group):
+    """Of the gradients of copies only those of weights are summed, not those of biases."""
+    right([(name, param) for name, param in params if not name.endswith(".bias")], group)
+
+
+@planted(step, "kv_group", parity="tp=4 padded")
+def copies_summed_over_tp(right, layout, copies, group):
+    """The gradients of key/value heads are summed over all ranks of tp, also over those with another head."""
+    return group
+
+
+@planted(step, "num_copies", parity="tp=2 uneven, dp=2 tp=2 zero_stage=3 uneven")
+def copies_in_the_norm(right, name, param, layout, shape):
+    """The norm weighs copied key/value heads as if each rank of tp had heads of its own."""
+    copied = name.split(".")[-2] in tp.KV_MODULES
+    return right(name, param, layout, shape) // (layout.tp if copied else 1)
+
+
+@planted(tp, "num_tp_copies", parity="tp=4 padded")
+def head_of_other_queries(right, name, shape, degree):
+    """The third rank of tp starts with the key/value head of the first two, not with that of its query heads."""
+    copies = right(name, shape, degree)
+    return degree - 1 if name.startswith("layers.") and 1 < copies < degree else copies
 
 
 # Data parallelism, ZeRO and the optimizer.

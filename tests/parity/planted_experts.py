@@ -69,9 +69,9 @@ def router_of_own_tokens(right, params, ranks):
 
 
 @planted(step, "num_copies", parity="dp=2 ep=2 moe")
-def experts_in_the_norm(right, name, param, layout):
+def experts_in_the_norm(right, name, param, layout, shape):
     """The norm weighs experts as if all ranks of ep held the same ones."""
-    return right(name, param, layout) * (layout.ep if ".experts." in name else 1)
+    return right(name, param, layout, shape) * (layout.ep if ".experts." in name else 1)
 
 
 @planted(moe, "dist", parity="dp=2 ep=2 moe routing=learned", replicas="dp=2 ep=2 moe routing=learned")

@@ -22,7 +22,7 @@ from tests.parity.planted import FAULTS
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dryrun.counts import CollectiveCounts
 from ultrabench.kernel.dryrun.rank_cost import rank_cost
-from ultrabench.kernel.loss import logits_to_gradient
+from ultrabench.kernel.loss import logits_to_gradient, mask_padding
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.rank import checkpoint
@@ -77,7 +77,8 @@ class Order(CollectiveCounts):
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
     trainer = trained_a_step(in_precision(spec, "fp32"), rank, folder)
     batch = trainer.batch(1)
-    with Order(trainer.mesh, trainer.cp_group, trainer.expert_mesh) as counts:
+    groups = trainer.mesh, trainer.cp_group, trainer.expert_mesh, trainer.kv_group
+    with Order(*groups) as counts:
         trainer.update(trainer.accumulate(*batch))
     return dict(counts.calls_and_bytes), counts.names
 
@@ -94,15 +95,21 @@ def _compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> None:
 
 
 def _compiled_loss(backend: str, spec: CheckSpec, rank: int, folder: Path) -> tuple[float, float]:
-    """The largest differences of losses and gradients, compiled by `backend` and with the vocabulary on one rank."""
+    """The largest differences of losses and gradients, compiled by `backend` and with the vocabulary on one rank.
+
+    The last rank has fewer tokens than columns; the gradients of its padding must be 0.
+    """
     join_ranks(rank, spec.layout.world_size, folder)
     generator = torch.Generator().manual_seed(1)
     logits, targets = torch.randn(24, 100, generator=generator, dtype=torch.float64), torch.arange(24) * 4
     whole_loss = logits_to_gradient(whole := logits.clone(), targets, None)
-    part = slice(rows := rank * 100 // spec.layout.tp, rows + 100 // spec.layout.tp)
+    first_row, num_rows = rank * 60, min(60, 100 - rank * 60)
+    pad = torch.nn.functional.pad
+    mask_padding(cut := pad(logits[:, first_row : first_row + num_rows], (0, 60 - num_rows)), num_rows)
     to_gradient = torch.compile(logits_to_gradient, fullgraph=True, dynamic=False, backend=backend)
-    loss = to_gradient(cut := logits[:, part].clone(), targets - rows, dist.group.WORLD)
-    return (loss - whole_loss).abs().item(), (cut - whole[:, part]).abs().max().item()
+    loss = to_gradient(cut, targets - first_row, dist.group.WORLD)
+    expected = pad(whole[:, first_row : first_row + num_rows], (0, 60 - num_rows))
+    return (loss - whole_loss).abs().item(), (cut - expected).abs().max().item()
 
 
 def _checkpointed(blind: bool, spec: CheckSpec, rank: int, folder: Path) -> tuple[list[str], dict[str, int]]:

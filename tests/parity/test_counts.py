@@ -64,17 +64,20 @@ def test_the_compiled_loss_of_a_cut_vocabulary_is_that_of_one_process(server, ba
         assert grad_diff < 1e-15
 
 
-@pytest.mark.parametrize("gas", [1, 2])
-def test_tensor_parallel(server, gas):
+@pytest.mark.parametrize("case", ["gas=1", "gas=2 uneven biased"])
+def test_tensor_parallel(server, case):
     """6 gathers and 4 reduce-scatters a layer, 2 for embedding and head, B*S*H elements each.
 
     All-reduces: 2 for the loss of a micro-batch (maxima; sums and target logits), one for the
-    gradients of all norms, and one for the gradient's norm.
+    gradients of all norms, and one for the gradient's norm. Once a step 4 a layer sum the gradients of weights and
+    biases of a key/value head that both ranks hold.
     """
+    spec = spec_of(f"tp=2 {case}")
+    gas, copied = spec.layout.gas, spec.shape.num_key_value_heads == 1
     gathers, scatters = (6 * LAYERS + 2) * gas, (4 * LAYERS + 2) * gas
-    for counts in counts_of(server, f"tp=2 gas={gas}"):
+    for counts in counts_of(server, f"tp=2 {case}"):
         calls, _ = counts.pop("tp all_reduce")
-        assert calls == 2 * gas + 2
+        assert calls == 2 * gas + 2 + 4 * LAYERS * copied
         assert counts == {
             "tp all_gather": [gathers, gathers * BLOCK], "tp reduce_scatter": [scatters, scatters * BLOCK]
         }  # fmt: skip

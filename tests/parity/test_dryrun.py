@@ -21,6 +21,7 @@ from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.micro_batch import micro_batch
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
+from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
 
 pytestmark = pytest.mark.parity
 
@@ -33,7 +34,7 @@ TRIES = 3
 
 CASES = [
     "dp=1", "dp=2 gas=2 attention", "dp=2 zero_stage=1 gas=3", "dp=3 zero_stage=3 gas=2",
-    "tp=2 gas=2 qwen biased", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full biased across", "tp=2 selective",
+    "tp=2 gas=2 qwen biased uneven", "dp=2 tp=2 zero_stage=3 tied uneven", "dp=2 zero_stage=3 full biased across", "tp=2 selective",
     "pp=3 gas=3 every2 tied", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=6 afab", "pp=2 gas=11 afab",
     "dp=2 ep=2 gas=2 moe", "dp=2 tp=2 ep=4 zero_stage=3 moe", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen",
@@ -100,6 +101,7 @@ def flops_of_one_rank_a_stage(spec):
 
     full: a forward of the layer, of which the last product is left out at tp=1, since nothing needs its result.
     selective: the products with k, out and up, and with tp > 1 also down. attention: its forward alone.
+    Rows that pad the vocabulary and copies of key/value heads are multiplied, too.
     """
     shape, layout, seq_len = spec.shape, spec.layout, spec.seq_len
     h, attention = shape.hidden_size, shape.attention_flops(seq_len) / 3
@@ -108,7 +110,11 @@ def flops_of_one_rank_a_stage(spec):
     selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
     recomputed = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
     layers = shape.num_hidden_layers // (layout.full_every or 1)
-    plain = 6 * shape.num_matmul_params + 14 * shape.num_hidden_layers * shape.q_width * seq_len
+    rows = padded_vocab_size(shape.vocab_size, layout.tp) - shape.vocab_size
+    num_copies = kv_copies(shape.num_key_value_heads, layout.tp)
+    copied = 2 * (num_copies - 1) * shape.kv_width * shape.num_hidden_layers
+    plain = 6 * (shape.num_matmul_params + (rows + copied) * h)
+    plain += 14 * shape.num_hidden_layers * shape.q_width * seq_len
     return spec.run.tokens_per_step * (plain + recomputed * layers) // (layout.dp * layout.tp)
 
 
@@ -145,7 +151,7 @@ def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute)
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
     shallow, deep = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
     m = micro_batch(in_precision(specs[0], "bf16"))
-    stored = m.hidden if recompute == "full" else m.dense.stored
+    stored = m.hidden if recompute == "full" else m.stored[0]
     assert (deep - shallow) / 4 == pytest.approx(stored, rel=0.02)
 
 

@@ -29,10 +29,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
     "biased": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "across": {"qk_norm": True, "qk_norm_across_heads": True}, "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
+    "padded": {"vocab_size": 131}, "uneven": {"vocab_size": 131, "num_key_value_heads": 1},
 }  # fmt: skip
 """Word of a case -> what it changes in the model.
 
-qwen has wide heads and norms of queries and keys, and biased rotates half of the channels, as GLM-4.5 does.
+qwen has wide heads and norms of queries and keys, and biased rotates half of the channels, as GLM-4.5 does. tp pads the
+vocabulary of padded and uneven: of two ranks the second has 3 rows of tokens, of four the last two have none. It copies
+the one key/value head of uneven.
 """
 
 LAYOUTS = [
@@ -44,18 +47,18 @@ LAYOUTS = [
     "dp=3 zero_stage=3 mbs=2 few", "dp=2 zero_stage=3 tied",
     # Shards among some of the ranks, replicas on the others.
     "dp=4 zero_stage=1 dp_shard=2 gas=2", "dp=4 zero_stage=2 dp_shard=2 gas=3", "dp=2 cp=2 zero_stage=3 dp_shard=2 gas=2",
-    # Tensor parallel alone, grouped and plain heads.
-    "tp=2 gas=2 mbs=2 qwen", "tp=4 mha", "tp=2 tied gas=2",
+    # Tensor parallel alone, grouped and plain heads, and two pairs of ranks with copies of a head.
+    "tp=2 gas=2 mbs=2 qwen", "tp=4 padded", "tp=2 tied gas=2",
     # Pipelines alone; gas = pp - 1 only fills them as afab.
     "pp=2 gas=4 mbs=2", "pp=2 gas=2 afab", "pp=4 gas=3", "pp=4 gas=4 tied", "pp=3 gas=2 tied",
     # dp x tp.
-    "dp=2 tp=2 zero_stage=0", "dp=2 tp=2 zero_stage=2 gas=2",
-    "dp=2 tp=2 zero_stage=3 mbs=2 qwen", "dp=3 tp=2 zero_stage=1", "dp=2 tp=2 zero_stage=3 tied",
+    "dp=2 tp=2 zero_stage=0 uneven", "dp=2 tp=2 zero_stage=2 gas=2 uneven",
+    "dp=2 tp=2 zero_stage=3 mbs=2 qwen uneven", "dp=3 tp=2 zero_stage=1 uneven", "dp=2 tp=2 zero_stage=3 tied",
     # dp x pp.
     "dp=2 pp=2 zero_stage=3 gas=4", "dp=2 pp=2 zero_stage=1 gas=2 tied",
     "dp=3 pp=2 zero_stage=3 gas=1 tied", "dp=2 pp=2 zero_stage=0 gas=2 tied",
     # tp x pp.
-    "tp=2 pp=2 gas=2 mbs=2 qwen", "tp=2 pp=2 gas=2 tied",
+    "tp=2 pp=2 gas=2 mbs=2 qwen", "tp=2 pp=2 gas=2 tied uneven",
     # All three.
     "dp=2 tp=2 pp=2 zero_stage=1 gas=2 tied",
     # Several stages on a rank: interleaved, and the V of zero bubble; few and many micro-batches.
@@ -71,19 +74,19 @@ LAYOUTS = [
     "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
     "cp=2 pp=2 gas=4 zbv", "dp=2 cp=2 pp=2 zero_stage=3 gas=2",
     # Tensor parallelism without sequence parallelism.
-    "tp=2 gas=2 mbs=2 sequence_parallel=off qwen", "dp=2 tp=2 zero_stage=3 sequence_parallel=off tied", "tp=2 pp=2 gas=4 zbv sequence_parallel=off",
-    "tp=2 cp=2 sequence_parallel=off selective compile", "tp=2 pp=2 gas=2 sequence_parallel=off full",
+    "tp=2 gas=2 mbs=2 sequence_parallel=off qwen", "dp=2 tp=2 zero_stage=3 sequence_parallel=off tied uneven", "tp=2 pp=2 gas=4 zbv sequence_parallel=off",
+    "tp=2 cp=2 sequence_parallel=off selective compile uneven", "tp=2 pp=2 gas=2 sequence_parallel=off full",
     # Keys and values gathered before attention; gradients reduced after backward.
-    "cp=2 gas=2 mbs=2 cp_exchange=allgather mha", "tp=2 cp=2 pp=2 gas=2 cp_exchange=allgather", "cp=2 full compile cp_exchange=allgather",
+    "cp=2 gas=2 mbs=2 cp_exchange=allgather mha", "tp=2 cp=2 pp=2 gas=2 cp_exchange=allgather uneven", "cp=2 full compile cp_exchange=allgather",
     "dp=2 zero_stage=0 gas=2 dp_overlap=off", "dp=2 zero_stage=1 gas=2 dp_overlap=off tied", "dp=2 zero_stage=2 gas=3 dp_overlap=off",
     "dp=2 zero_stage=3 gas=2 dp_overlap=off selective", "dp=4 zero_stage=1 dp_shard=2 gas=2 dp_overlap=off",
     "dp=2 tp=2 cp=2 zero_stage=3 dp_overlap=off cp_exchange=allgather",
     # Computing anew in backward.
     "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
-    "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
+    "tp=2 full qwen uneven", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
     "pp=2 gas=4 zbv attention", "cp=2 full", "cp=2 selective", "cp=2 attention",
     # Biases of queries, keys and values, which tp cuts, and norms across heads, which it cannot.
-    "tp=2 gas=2 mbs=2 biased", "tp=2 pp=2 gas=4 zbv biased", "dp=2 zero_stage=3 gas=2 across biased",
+    "tp=2 gas=2 mbs=2 biased mha", "tp=2 pp=2 gas=4 zbv biased uneven", "dp=2 zero_stage=3 gas=2 across biased",
     # Compiled layers; zbv runs them eagerly.
     "dp=2 zero_stage=3 gas=2 full compile", "tp=2 selective compile qwen long biased", "pp=2 gas=4 interleaved compile",
     "cp=2 full compile", "pp=2 gas=1 zbv compile",
@@ -91,7 +94,7 @@ LAYOUTS = [
 
 
 FP8 = [
-    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8", "tp=2 selective qwen biased fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
+    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8", "tp=2 selective qwen biased uneven fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
     "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8", "full compile fp8",
 ]  # fmt: skip
 """Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""
@@ -109,7 +112,7 @@ EXPERTS = [
     "dp=4 zero_stage=1 dp_shard=2 ep=2 gas=2 moe", "dp=4 zero_stage=2 dp_shard=2 ep=4 gas=2 moe",
     # Groups of ep along tp, along dp, and along both.
     "tp=2 moe mbs=2 routing=learned", "tp=2 ep=2 moe gas=2 sigmoid", "dp=2 tp=2 ep=4 zero_stage=3 mbs=2 moe",
-    "dp=2 tp=2 ep=2 zero_stage=0 moe routing=learned", "dp=2 tp=2 ep=1 zero_stage=1 gas=2 moe",
+    "dp=2 tp=2 ep=2 zero_stage=0 moe routing=learned", "dp=2 tp=2 ep=1 zero_stage=1 gas=2 moe uneven",
     # Pipelines; zbv computes gradients of inputs and of weights apart.
     "pp=2 gas=2 mbs=2 moe routing=learned", "dp=2 pp=2 ep=2 zero_stage=3 gas=2 moe", "pp=2 gas=1 afab moe",
     "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe tied", "tp=2 pp=2 ep=2 gas=4 zbv moe routing=learned",

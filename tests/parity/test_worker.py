@@ -100,7 +100,9 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
         expected = {k: v for k, v in options.items() if k not in unknown}
         computed_in = dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), "fp32")
         switches = {"compile": False, "fused_optimizer": True, "tf32": False}
-        assert ran == expected | computed_in | switches | {"attention": "flash", "routing": "balanced"}
+        added_by_tp = {"kv_copies": 1, "padded_vocab_size": TINY.vocab_size}
+        others = added_by_tp | {"attention": "flash", "routing": "balanced"}
+        assert ran == expected | computed_in | switches | others
         assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         # Of the products of the matrices, and attention with its scores computed anew.

@@ -9,34 +9,46 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ultrabench.kernel import replicas
-from ultrabench.kernel.mesh import cp_group
+from ultrabench.kernel.mesh import cp_group, kv_group
 from ultrabench.kernel.rank.failure import ReplicasDifferError
+from ultrabench.kernel.requests import TINY
 from ultrabench.layout import Layout
 
 ONE_ULP = torch.finfo(torch.float32).eps
 NORM, MATRIX, HEAD = "layers.0.attention_norm.weight", "layers.0.ffn.up.weight", "head.weight"
+KEYS = "layers.0.attention.k.weight"
 
 
 @pytest.mark.parametrize("on_nccl", [True, False])
-def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
-    """With NCCL in one call, which splits the communicator of all ranks; with gloo in one for each ring."""
+def test_every_rank_asks_for_all_groups(monkeypatch, on_nccl):
+    """With NCCL in one call, which splits the communicator of all ranks; with gloo in one for each group.
+
+    Evidence of a hang calls the groups of cp and of copies of key/value heads by the ends of their names.
+    """
     requests: list[Any] = []
 
     def make(**options):
-        assert options["group_desc"] == "mesh_cp"  # by which evidence of a hang calls the ring cp
-        requests.append(options.get("split_ranks") or options["ranks"])
+        requests.append((options["group_desc"], options.get("split_ranks") or options["ranks"]))
 
     monkeypatch.setattr(dist, "split_group", make)
     monkeypatch.setattr(dist.distributed_c10d, "new_group", make)
-    layout = Layout(dp=2, cp=2, tp=2)
-    for rank in range(layout.world_size):
-        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    ring_layout, copies_layout = Layout(dp=2, cp=2, tp=2), Layout(dp=2, tp=4)
+    for rank in range(8):
+        dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
         if on_nccl:
             dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        cp_group(layout)
+        cp_group(ring_layout)
+        kv_group(copies_layout, 2, dist.group.WORLD)
+        assert kv_group(copies_layout, 1, dist.group.WORLD) is None
+        assert (
+            kv_group(copies_layout, 4, dist.group.WORLD) is dist.group.WORLD
+        )  # which stands for the ranks of tp
         dist.destroy_process_group()
-    rings = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert requests == ([rings] if on_nccl else rings) * layout.world_size
+    rings, pairs = [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]
+    calls = [("mesh_cp", rings), ("mesh_kv", pairs)]
+    if not on_nccl:
+        calls = [(name, ranks) for name, groups in calls for ranks in groups]
+    assert requests == calls * 8
 
 
 @pytest.mark.parametrize(
@@ -50,14 +62,18 @@ def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
         (2, MATRIX, "dp_replicate", ONE_ULP, True),
         (2, HEAD, "pp", ONE_ULP, True),
         (2, HEAD, "pp", 0.0, False),
+        (4, KEYS, "kv", ONE_ULP, False),
+        (4, KEYS, "kv", 1e-5, True),
+        (4, KEYS, "dp_replicate", ONE_ULP, False),
+        (2, KEYS, "dp_replicate", ONE_ULP, True),  # each rank of tp has a head of its own
     ],
 )
 def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, axis, apart, differs):
-    """The copies of norms along tp, and of its groups; every other bit must be the same.
+    """The copies of norms along tp and of key/value heads, and those of its groups; every other bit must be the same.
 
     The other copy of `name` along `axis` is larger by `apart`.
     """
-    params = {name: torch.ones(64) for name in (NORM, MATRIX, HEAD)}
+    params = {name: torch.ones(64) for name in (NORM, MATRIX, HEAD, KEYS)}
     theirs = params[name] + apart
 
     def spread(trainer, values, along):
@@ -68,7 +84,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
     monkeypatch.setattr(replicas, "swap", lambda *_: theirs.view(torch.int32).sum())
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(
-        params=params, layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
+        shards=params, spec=SimpleNamespace(shape=TINY), layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
         ties_across_stages=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if differs:

@@ -33,6 +33,26 @@ def test_chunks_of_any_size_give_the_plain_loss(monkeypatch, logits):
         assert (expected - actual).abs().max() < 1e-13
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_that_pad_the_head_take_no_part(monkeypatch, dtype):
+    """Loss and gradients are those without these rows, whatever their values, and their own gradient is 0."""
+
+    def padded_loss(x, weight, targets):
+        padding = torch.full((14, HIDDEN), 3.0, dtype=dtype)
+        rows = torch.cat((weight, padding)).detach().requires_grad_()
+        value = loss.head_loss(x, rows, targets, None, None, VOCABULARY)
+        rows.register_hook(lambda grad: padding_grads.append(grad[VOCABULARY:]))
+        weight.grad = torch.autograd.grad(value / 3, rows, retain_graph=True)[0][:VOCABULARY]
+        return value
+
+    padding_grads = []
+    plain = loss_and_grads(monkeypatch, loss.head_loss, dtype, 7 * VOCABULARY)
+    padded = loss_and_grads(monkeypatch, padded_loss, dtype, 7 * VOCABULARY)
+    assert all(not grad.any() for grad in padding_grads)
+    for expected, actual in zip(plain, padded, strict=True):
+        assert (expected - actual).abs().max() <= torch.finfo(dtype).eps * 4 * expected.abs().max()
+
+
 @pytest.mark.parametrize(("tokens", "logits"), [(TOKENS, 7 * VOCABULARY), (512, 1)])
 def test_half_precision_is_as_near_as_its_rounding(monkeypatch, tokens, logits):
     """Also the sum over hundreds of chunks."""

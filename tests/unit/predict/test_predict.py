@@ -41,6 +41,31 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
     assert (pred.limited_by == "memory") == (pred.p_oom > 0.5 or pred.memory_share > NEARLY_FULL)
 
 
+@pytest.mark.parametrize("profile", NAMES)
+@pytest.mark.parametrize("num_copied", [32, 16])
+def test_padding_and_copies_cost_as_much_as_tokens_and_heads_and_do_not_count_in_mfu(profile, num_copied):
+    """Prediction of a model whose vocabulary tp=8 pads and whose heads it copies, and of one that has all of them.
+
+    Of 32 layers, every second one may be of a type with a window and with enough heads.
+    """
+    whole = replace(load_model("llama3-8b"), vocab_size=51200)
+    part = replace(whole, vocab_size=50257, num_key_value_heads=4)
+    if num_copied == 16:
+        (kind,) = whole.kinds
+        window = replace(kind, grouped_query=replace(kind.grouped_query, sliding_window=1024))
+        whole, part = (replace(shape, layer_types=(window, *shape.kinds)) for shape in (whole, part))
+    layout = Layout(dp=2, tp=8, zero_stage=1, gas=4)
+    prediction, whole_prediction = (
+        predicted(layout, shape, profile=profile, nodes=2) for shape in (part, whole)
+    )
+    assert prediction.peak_mem_bytes == whole_prediction.peak_mem_bytes
+    sums_s = prediction.step_time_s - whole_prediction.step_time_s  # of the gradients of copies
+    assert 0 < sums_s < 0.02 * prediction.step_time_s
+    assert whole.flops_per_token(4096) - part.flops_per_token(4096) == 6 * (
+        943 * 4096 + num_copied * 2 * 4 * 128 * 4096
+    )
+
+
 @pytest.mark.parametrize(
     ("hardware", "nodes", "model", "words", "steps"),
     [

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 import ultrabench.sweep.plan
 from tests.configs import refused
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.launchers.open_sweep import sweep_json_of
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import PRUNED, UNSELECTED
@@ -194,6 +196,11 @@ SHARD, NOTHING = "dp_shard_divides_dp", "needs zero_stage > 0; zero_stage=0 shar
 
 TINY = load_model("tiny")
 GQA = load_model("tiny-gqa")
+FULL = GroupedQuery(num_attention_heads=24, num_key_value_heads=1, head_dim=8)
+WINDOW = replace(FULL, num_key_value_heads=6, sliding_window=16)
+LATENT = Latent(num_attention_heads=24, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+TYPES = LayerType(latent=LATENT), LayerType(grouped_query=FULL), LayerType(grouped_query=WINDOW)
+TYPED = replace(GQA, layer_types=TYPES)
 MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=33, n_shared_experts=1)
 
 
@@ -203,7 +210,7 @@ MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=3
         *((GQA, *row) for row in [
             (Layout(dp=1, tp=3), ("tp_divides_heads", "tp=3 does not divide num_attention_heads=4")),
             (Layout(dp=1, tp=3, zero_stage=1), ("tp_divides_heads", "tp=3 does not divide num_attention_heads=4")),
-            (Layout(dp=1, tp=4), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
+            (Layout(dp=1, tp=4), None),  # two ranks hold a copy of each key/value head
             (Layout(dp=1, zero_stage=2), ("zero_needs_dp", "zero_stage=2 needs dp*cp > 1; dp=1, cp=1")),
             (Layout(dp=1, pp=4, gas=2, pp_schedule="afab"), ("enough_micro_batches", "gas=2 is less than pp-1=3")),
             (Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"), ("no_empty_stage", "pp=12 leaves stage 8 empty (4 layers)")),
@@ -219,7 +226,6 @@ MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=3
         ]),
         *((MOE, *row) for row in [  # ranks of one stage share the experts, and fit shard groups
             (Layout(dp=2, ep=4), ("ep_divides_dp_cp_tp", "ep=4 does not divide dp*cp*tp=2")),
-            (Layout(dp=4, tp=4, ep=16), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
             (Layout(dp=8, tp=2, ep=16), ("ep_divides_experts", "ep=16 does not divide num_experts=8")),
             (Layout(dp=12, ep=4, zero_stage=3, dp_shard=6),
              ("ep_fits_dp_shard", "ep=4 neither divides tp*dp_shard=6 nor is a multiple of it")),
@@ -228,6 +234,10 @@ MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=3
             (Layout(dp=12, ep=4), None),
         ]),
         (TINY, Layout(dp=2, ep=2), ("ep_needs_experts", "ep=2 needs a model with experts; tiny has none")),
+        *((replace(GQA, num_attention_heads=24, num_key_value_heads=4, head_dim=8), Layout(dp=1, tp=tp), broken) for tp, broken in [
+            (6, ("tp_fits_kv_heads", "tp=6 neither divides num_key_value_heads=4 nor is a multiple of it")), (2, None), (12, None)]),
+        *((TYPED, Layout(dp=1, tp=tp), broken) for tp, broken in [  # of windows, not of full or latent attention
+            (8, ("tp_fits_kv_heads", "tp=8 neither divides num_key_value_heads=6 nor is a multiple of it")), (3, None), (12, None)]),
     ],
 )  # fmt: skip
 def test_the_first_broken_rule_gives_its_reason(shape, layout, broken):

@@ -159,6 +159,18 @@ def test_an_axis_that_the_command_of_another_program_does_not_say_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("name", "copies"), [("megatron", True), ("nanotron", False), ("torchtitan", False), ("embedded", True)]
+)
+def test_more_ranks_than_key_value_heads_are_refused_for_programs_that_do_not_copy_heads(name, copies):
+    config = load_config([f"kernel={name}", "model=llama3.1-8b", "sweep.nodes=[1]"])
+    supports = {word: values for word, values in config.kernel.supports.items() if word == "kv_copies"}
+    kernel = replace(config.kernel, supports=supports)
+    shape, layout = replace(config.models[0], rope_scaling=None), Layout(dp=1, tp=16)
+    reason = f"kernel {name} supports kv_copies in [1]; kv_copies=2 (tp=16, num_key_value_heads=8)"
+    assert refusal(kernel, layout, shape, 4096, "cuda") == (None if copies else reason)
+
+
+@pytest.mark.parametrize(
     ("step_rank", "is_refused"), [(3, False), (-1, False), ("any", False), (4, True), (99, True)]
 )
 def test_a_layout_without_the_rank_that_logs_is_refused(step_rank, is_refused):

@@ -49,7 +49,10 @@ def test_attention_that_a_device_or_a_ring_lacks_is_refused(
         ({"tp": 2}, {}, "sm_90", None), ({"tp": 2}, {}, "sm_89", None), ({"tp": 2}, {}, "gfx942", None), ({"cp": 2}, {}, None, None),
         ({}, {}, "sm_80", "needs sm_89 or newer, or gfx942, gfx950 or gfx12; H100-SXM is sm_80: use precision=bf16"),
         ({}, {}, "gfx90a", "H100-SXM is gfx90a: use precision=bf16"),
-        ({"tp": 4}, {}, "sm_90", "sizes that are multiples of 16; num_key_value_heads*head_dim/tp=8: use precision=bf16"),
+        ({"tp": 4}, {}, "sm_90", None),  # each rank has a key/value head, which another one has, too
+        ({"tp": 4}, {"num_key_value_heads": 4, "head_dim": 8, "num_attention_heads": 8}, "sm_90",
+         "sizes that are multiples of 16; num_key_value_heads*head_dim/tp=8: use precision=bf16"),
+        ({"tp": 4}, {"head_dim": 8, "num_attention_heads": 8}, "sm_90", "multiples of 16; head_dim=8: use precision=bf16"),
         ({"tp": 2}, {"intermediate_size": 144}, "sm_90", "multiples of 16; intermediate_size/tp=72: use precision=bf16"),
         ({}, {"hidden_size": 72, "head_dim": 16}, "sm_90", "multiples of 16; hidden_size=72: use precision=bf16"),
         ({"cp": 4}, {"num_key_value_heads": 4}, "sm_90", "multiples of 16; mbs*seq_len/cp=8: use precision=bf16"),

@@ -93,7 +93,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "mfu": None
         if flops_peak.source == PEAK_GUESSED
         else tokens_per_s_per_gpu * flops_per_token / flops_peak.flops_per_s,
-        "untrained": next(untrained_features(spec.shape), None) if spec.kernel.kind == "embedded" else None,
+        "untrained": next(untrained_features(spec.shape), None) if spec.kernel.trains_itself else None,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _published_text(spec, config, run_prediction.step_time_s, flops_peak),
     }
