@@ -38,7 +38,8 @@ def main() -> None:
     root, scratch, gpus = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     sources: tuple[Callable[[], CheckNumbers], ...] = (
         partial(_process_settings, root), partial(_free_space, root, scratch), partial(_cpu_settings, root),
-        partial(_gpu_placement, root, gpus), partial(_port_health, root), partial(_adapter_access, root), partial(_gpu_health, gpus),
+        partial(_gpu_placement, root, gpus), partial(_port_health, root), partial(_adapter_access, root),
+        partial(_gpu_health, gpus),
     )  # fmt: skip
     for _ in sys.stdin:
         for read_source in sources:

@@ -159,7 +159,9 @@ class Leader:
             log_line(f"checkpoints of earlier runs may be left: {error}")
 
     def _refuse_nodes(self) -> Ending | None:
-        """Why nothing may run on these nodes: foreign processes, full disks, faults, or other sources of the program."""
+        """Why nothing may run on these nodes: foreign processes, full disks, faults,
+        or other sources of the program.
+        """
         nodes = [(str(facts["host"]), facts) for facts in self._group.node_facts]
         users_by_host = {host: ", ".join(facts["foreign"]) for host, facts in nodes if facts["foreign"]}
         users_by_host = {h: f"other processes use the GPUs: {users}" for h, users in users_by_host.items()}

@@ -288,7 +288,8 @@ def require_comparable(cells: Sequence[Cell], other_cells: Sequence[Cell]) -> No
 
 
 def without_common_value(values_by_column: Mapping[str, Sequence[Collection[str]]]) -> str:
-    """The end of a refusal: `; gbs is 32 in A and 64 in B` for the first three columns without a common value, and what to do.
+    """The end of a refusal: `; gbs is 32 in A and 64 in B` for the first three columns without a common
+    value, and what to do.
 
     Args:
         values_by_column: for each column its values in A and in B.
@@ -360,7 +361,9 @@ def tried(cell: Cell) -> list[str]:
 
 
 def caveats(table: pa.Table) -> list[str]:
-    """Lines about suspect rows, invalid rows, each with an example, rows without MFU, load of other programs, and drivers that differ."""
+    """Lines about suspect rows, invalid rows, each with an example, rows without MFU, load of other programs,
+    and drivers that differ.
+    """
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspects = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalids = [(row["run_id"], row["reason"]) for row in rows if row["status"] == Status.INVALID]

@@ -48,10 +48,10 @@ class Comparison:
     threshold: float
     """Largest relative difference of step times that is not a finding, a fraction."""
     rows: pd.DataFrame
-    """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and
-    median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so
-    many steps can give), the columns of CHECKPOINT of both, `stopped` (whether a run was stopped early as slower than the best of its cell), and
-    `finding`, which is null where there is none."""
+    """One row for each layout that was tried in both, sorted by ratio: model, batch and layout,
+    status and median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that
+    so many steps can give), the columns of CHECKPOINT of both, `stopped` (whether a run was stopped early as slower
+    than the best of its cell), and `finding`, which is null where there is none."""
     winners: pd.DataFrame
     """One row for each cell that another layout wins: `best_a`, `best_b`, `as_good` (whether the best of A is as
     good as the best in B), and `cost`, the step time of the best of A over that of the best of B, both in B, each
@@ -76,7 +76,9 @@ class Comparison:
 
     @property
     def unproven(self) -> pd.DataFrame:
-        """The rows without a finding whose step times differ by more than the threshold, the largest difference first."""
+        """The rows without a finding whose step times differ by more than the threshold,
+        the largest difference first.
+        """
         log_ratios = np.log(self.rows["ratio"])
         is_unproven = self.rows["finding"].isna() & (log_ratios.abs() > log(1 + self.threshold))
         by_difference = log_ratios[is_unproven].abs().sort_values(ascending=False, kind="stable").index
@@ -103,7 +105,9 @@ class Comparison:
 
     @property
     def checkpoints(self) -> list[Row]:
-        """For each column of CHECKPOINT the medians in A and B of the layouts that have it in both, and their number."""
+        """For each column of CHECKPOINT the medians in A and B of the layouts that have it in
+        both, and their number.
+        """
         medians = []
         for name in CHECKPOINT:
             values = self.rows.reindex(columns=[f"{name}_a", f"{name}_b"]).dropna().set_axis([*"ab"], axis=1)
@@ -373,7 +377,10 @@ def _of_them(num_layouts: int, verb: str, plural_verb: str) -> str:
 def _left_out_sentences(sides: Sequence[Sequence[Row]], layouts: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
     timed_layouts = layouts[layouts["ratio"].notna()]
-    yield f"{counted(len(layouts), 'layout')} tried in both A and B, {len(timed_layouts):,} of them with a step time in both."
+    yield (
+        f"{counted(len(layouts), 'layout')} tried in both A and B, {len(timed_layouts):,} of them with "
+        "a step time in both."
+    )
     if num_stopped := int(timed_layouts["stopped"].sum()):
         yield f"{_of_them(num_stopped, 'was', 'were')} stopped early in A or B as slower than the best of the cell."
     max_p, least_p_values = _needed_p(timed_layouts), timed_layouts["p_least"]
@@ -384,7 +391,10 @@ def _left_out_sentences(sides: Sequence[Sequence[Row]], layouts: pd.DataFrame) -
     weak_p_values = least_p_values[(least_p_values > max_p) & (least_p_values <= ALPHA)]
     if num_weak := len(weak_p_values):
         limits_text = f"the smallest possible p is {weak_p_values.min():.2g}, needed {max_p:.2g}"
-        yield f"{_of_them(num_weak, 'has', 'have')} too few steps to be significant on {'its' if num_weak == 1 else 'their'} own: {limits_text}."
+        yield (
+            f"{_of_them(num_weak, 'has', 'have')} too few steps to be significant on "
+            f"{'its' if num_weak == 1 else 'their'} own: {limits_text}."
+        )
     if num_single := int(least_p_values.isna().sum()):
         yield f"{_of_them(num_single, 'was', 'were')} not tested because one side has a single step time."
     num_suspect = [sum(row["suspect"] is not None for row in side) for side in sides]

@@ -48,7 +48,8 @@ _NORMAL_95 = float(stdtrit(np.inf, 0.975))
 _EQUAL_COLUMNS = ["hardware", "kernel", *MODEL, "nodes", "gpus", "source"]
 """Columns that are equal in the two runs of a pair, besides knobs and environment."""
 _VARIANCE_SHARES = (np.arange(40) + 0.5) / 40
-"""Possible shares of the variance that comes from allocations; the interval weighs each by how well it fits the pairs."""
+"""Possible shares of the variance that comes from allocations; the interval weighs each by how well
+it fits the pairs."""
 _REASON_BY_CODE = {
     "failed": "out of memory or failed", "suspect": "suspect", "stopped": "stopped early as slower than the best",
 }  # fmt: skip
@@ -61,7 +62,8 @@ class Effect:
 
     value: Any
     against: Any
-    """The baseline: the first value that the sweep lists, or the most frequent value if no compared run has that one."""
+    """The baseline: the first value that the sweep lists, or the most frequent value if no
+    compared run has that one."""
     ratio: float | None = None
     """Geometric mean of the ratios of speeds; None without a pair."""
     low: float | None = None
@@ -87,9 +89,11 @@ class CompetingRuns:
     runs: pd.DataFrame
     """One row for each run: its knobs, `model`, `num_params`, `sweep`, `environment`, `alike` (a number
     that runs share whose _EQUAL_COLUMNS are equal), `first_values` (a mapping from axes to values), the medians of its
-    repeats in `rate` and `control_ratio`, `control`, and `variance`, that of the log of its speed from its steps alone."""
+    repeats in `rate` and `control_ratio`, `control`, and `variance`, that of the log of its speed from its steps alone.
+    """
     repeats: pd.DataFrame
-    """One row for each repeat that competes, with the same speeds; `run`: its row in `runs`, `allocation`: its number."""
+    """One row for each repeat that competes, with the same speeds; `run`: its row in `runs`,
+    `allocation`: its number."""
     knobs: tuple[str, ...]
     """The names of all knobs."""
     varied_knobs: tuple[str, ...]
@@ -204,7 +208,9 @@ def _why_left_out(standing: Standing) -> str | None:
 
 
 def _is_unmade(frame: pd.DataFrame) -> pd.Series:
-    """Whether the adaptive search left out a run that is likely to fit; no rule did, and none that ran out of memory."""
+    """Whether the adaptive search left out a run that is likely to fit; no rule did,
+    and none that ran out of memory.
+    """
     is_left_out = (frame["status"] == Status.SKIPPED) & frame["rule"].isna() & frame["dominated_by"].isna()
     return is_left_out & ~(frame["p_oom"] > LIKELY_OOM)
 
@@ -386,7 +392,10 @@ def notes(competing: CompetingRuns, effects_by_axis: Mapping[str, Sequence[Effec
     unpaired_axes = [axis for axis, axis_effects in effects_by_axis.items() if not axis_effects]
     formula_sentence = "Predictions come from formulas, so their effects have no interval."
     miss_text = f"Each interval misses the true ratio in {100 * (1 - CONFIDENCE):.0f} % of cases"
-    chance_text = f"{(1 - CONFIDENCE) * num_intervals:.1g} of the {counted(num_intervals, 'interval')} may exclude 1 by chance"
+    chance_text = (
+        f"{(1 - CONFIDENCE) * num_intervals:.1g} of the {counted(num_intervals, 'interval')} "
+        "may exclude 1 by chance"
+    )
     return [
         *(f"No pairs for {axis}: {why_no_pairs(competing, axis)}." for axis in unpaired_axes),
         "The baseline is the first value listed in the sweep, or the most frequent value if that one was not compared.",

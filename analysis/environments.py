@@ -84,7 +84,9 @@ class Environments:
 
     @property
     def parts(self) -> list[dict[str, str | None]]:
-        """For each row: column of CHOSEN or OBSERVED (without the driver) -> its value; empty if the table has one environment."""
+        """For each row: column of CHOSEN or OBSERVED (without the driver) -> its value;
+        empty if the table has one environment.
+        """
         return [
             {name: self._row_by_id[env_id][name] for name in DRIVERLESS} if env_id else {}
             for env_id in self.ids

@@ -67,7 +67,8 @@ class Series:
     changes: dict[int, float] = field(default_factory=dict)
     """Number of the first night with another rate -> the new rate over the old one, less 1."""
     may_have_changed: bool = False
-    """Whether its last nights, fewer than MIN_LENGTH, differ significantly, so that one more night will confirm or reject it."""
+    """Whether its last nights, fewer than MIN_LENGTH, differ significantly,
+    so that one more night will confirm or reject it."""
 
     @property
     def counted_nights(self) -> list[int]:
@@ -106,7 +107,9 @@ class History:
     """Why no change can be found; None if some run was tested."""
 
     def differing(self, night: int) -> dict[str, tuple[str, str]]:
-        """Column with a commit, a version or a place -> its values in the night before and in this one, if they differ."""
+        """Column with a commit, a version or a place -> its values in the night before and in this
+        one, if they differ.
+        """
         values = differing(self.nights[night - 1].table, self.nights[night].table) if night else {}
         return {name: pair for name, pair in values.items() if name != "sweep"}
 
@@ -114,7 +117,10 @@ class History:
         """What a move says, such as `2026-11-12 02:00: all 20 runs are 5.1 % slower`, and what differs since then."""
         num_runs, num_total = len(move.series), len(self.series)
         first_series = self.series[move.series[0]]
-        run_text = f"{first_series.cell['model']} {first_series.layout} on {counted(first_series.cell['nodes'], 'node')}"
+        run_text = (
+            f"{first_series.cell['model']} {first_series.layout} on "
+            f"{counted(first_series.cell['nodes'], 'node')}"
+        )
         runs_text = f"all {num_total:,}" if num_runs == num_total else f"{num_runs:,} of {num_total:,}"
         subject = run_text if num_runs == 1 else f"{runs_text} runs"
         verb, direction = "is" if num_runs == 1 else "are", "slower" if move.change < 0 else "faster"
@@ -208,7 +214,9 @@ def history(nights: Sequence[Night]) -> History:
 
 
 def _night_rows(table: pa.Table) -> pd.DataFrame:
-    """The rows of a night, with `options`, those that vary in it, and `kernel_options`, the text of those of the kernel."""
+    """The rows of a night, with `options`, those that vary in it, and `kernel_options`,
+    the text of those of the kernel.
+    """
     columns = [*_RUN_KEY[:-1], "run_id", "status", "stopped", "suspect", "is_final", "control", "step_time_s"]
     options = in_rows(varied_options(table), range(len(table)))
     texts = [str([values.get(name) for name in KERNEL_OPTIONS]) for values in options]
@@ -315,7 +323,8 @@ def _find_changes_of_steps(
 def _add_changes_of_controls(series: Sequence[Series]) -> None:
     """Adds the changes of a control layout to those of the runs that are measured relative to it.
 
-    Where they all became slower, only the rate of the control changed; where only the control did, theirs rose beside it.
+    Where they all became slower, only the rate of the control changed; where only the control did,
+    theirs rose beside it.
     """
     changes_by_layout = {(str(s.cell), s.layout): dict(s.changes) for s in series if s.control is None}
     for one_series in series:
@@ -328,7 +337,9 @@ def _add_changes_of_controls(series: Sequence[Series]) -> None:
 
 
 def _common_moves(series: Sequence[Series]) -> Iterator[Move]:
-    """The changes of all series, those in one direction together that begin within MIN_LENGTH nights of where most do."""
+    """The changes of all series, those in one direction together that begin within MIN_LENGTH
+    nights of where most do.
+    """
     changes = [(c > 0, night, n, c) for n, s in enumerate(series) for night, c in s.changes.items()]
     while changes:
         is_gain, night = Counter(change[:2] for change in changes).most_common(1)[0][0]
@@ -353,8 +364,14 @@ def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_teste
     num_by_night = Counter(nights[n].name for s in series for n in s.bad_nights)
     if num_by_night:
         examples = [f"{name} ({counted(n, 'run')})" for name, n in sorted(num_by_night.items())[-3:]]
-        yield f"Single bad nights, not counted as changes: {', '.join(examples)}{' and earlier ones' * (len(num_by_night) > 3)}."
+        yield (
+            "Single bad nights, not counted as changes: "
+            f"{', '.join(examples)}{' and earlier ones' * (len(num_by_night) > 3)}."
+        )
     absent_layouts = [s.layout for s in series if s.rates[-1] is None]
     if absent_layouts:
         examples = [*absent_layouts[:3], *["..."] * (len(absent_layouts) > 3)]
-        yield f"{len(absent_layouts):,} of {counted(len(series), 'run')} without a rate in the last night: {', '.join(examples)}."
+        yield (
+            f"{len(absent_layouts):,} of {counted(len(series), 'run')} without a rate in the last "
+            f"night: {', '.join(examples)}."
+        )

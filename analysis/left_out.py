@@ -9,7 +9,10 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.result import SLOWER, Status
 from ultrabench.sweep.running.early_stopping import IN_FULL
 
-_LOAD_REMEDY = "to accept these runs, launch again with measure.max_foreign_load=null; or measure on an idle machine under another name="
+_LOAD_REMEDY = (
+    "to accept these runs, launch again with measure.max_foreign_load=null; "
+    "or measure on an idle machine under another name="
+)
 _REMEDY_BY_CODE = {
     "foreign_load": _LOAD_REMEDY,
     "foreign_gpu_processes": _LOAD_REMEDY,

@@ -24,7 +24,9 @@ def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
 
 
 def count(number: float, unit: str = "") -> str:
-    """A number with three digits and a metric prefix, such as `1.34 G`; 999.9 M is 1 G, since the digits are rounded."""
+    """A number with three digits and a metric prefix, such as `1.34 G`; 999.9 M is 1 G,
+    since the digits are rounded.
+    """
     for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if float(f"{number:.3g}") >= size:
             return f"{number / size:.3g} {prefix}{unit}"
@@ -47,7 +49,9 @@ def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
 def memory(
     reserved_bytes: float | None, rank0_bytes: float | None = None, allocated_bytes: float | None = None
 ) -> str | None:
-    """Memory as a text in MiB or GiB; it says so if only that of rank 0 or allocated memory is known. None if all are unknown."""
+    """Memory as a text in MiB or GiB; it says so if only that of rank 0 or allocated memory is known.
+    None if all are unknown.
+    """
     if reserved_bytes is None:
         if rank0_bytes is not None:
             return f"{memory(rank0_bytes)} (rank 0)"

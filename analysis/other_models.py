@@ -14,7 +14,8 @@ _DEFAULTS = {field.name: None if field.default is MISSING else field.default for
 
 
 def other_models(rows_of_a: Sequence[Row], rows_of_b: Sequence[Row]) -> Iterator[str]:
-    """For each name by which A and B mean other models a text such as `model mine differs: rope_theta is 1 in A and 2 in B`.
+    """For each name by which A and B mean other models a text such as
+    `model mine differs: rope_theta is 1 in A and 2 in B`.
 
     Rows without a model_id, as those of imported tables and of older versions, say nothing.
     """

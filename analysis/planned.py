@@ -52,11 +52,13 @@ def predicted_results(plan: pa.Table, source_name: str) -> pa.Table:
     options = [variant_columns(variant) for variant in variants]
     option_columns = pd.DataFrame(options, runs.index)
     rows = runs.assign(
-        **option_columns, first_values=first_values or None, sweep=source_name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0, attempt=0, is_final=True,
+        **option_columns, first_values=first_values or None, sweep=source_name, hardware=hardware, kernel=kernel,
+        source=PREDICTED, repeat=0, attempt=0, is_final=True,
         status=is_fitting.map({True: Status.OK.value, False: Status.OOM.value}),
         step_time_s=runs["predicted_step_time_s"].where(is_fitting),
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),
-        suspect=lacks_room.map({True: NO_ROOM, False: None}), suspect_codes=lacks_room.map({True: ["no_room"], False: None}),
+        suspect=lacks_room.map({True: NO_ROOM, False: None}),
+        suspect_codes=lacks_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
     table_map = TableMap(columns={}, models={model: model for model in runs["model"]})
     derived = with_derived_columns(rows, table_map, {})

@@ -21,7 +21,9 @@ _MATCHED = ("model", "gpu", "precision", "seq_len", "gbs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRate:
-    """A rate that others published: one of the `runs` of a file, which may lack what the top of the file says for all."""
+    """A rate that others published: one of the `runs` of a file, which may lack what the top of the
+    file says for all.
+    """
 
     model: str
     gpu: str

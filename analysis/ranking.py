@@ -78,7 +78,8 @@ def _no_valid_layout_text(rejected_rows: Sequence[Row]) -> str:
 DEFAULT_RANK_BY = RATE
 
 _COMMON_COLUMNS = (
-    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
+    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes",
+    "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
 
@@ -89,7 +90,8 @@ _CELL_KEY = [*dict.fromkeys((*PANEL_COLUMNS, "num_params", *MODEL, "nodes", "gpu
 _SOURCE_COLUMNS = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns by which an imported row of suspect size is assigned to the cell of other rows of its source."""
 _CELL_COLUMNS = (
-    *PANEL_COLUMNS, "model", "model_id", "model_mark", "nodes", "gpus", "partial_gpus", "num_params", "num_active_params",
+    *PANEL_COLUMNS, "model", "model_id", "model_mark", "nodes", "gpus", "partial_gpus", "num_params",
+    "num_active_params",
     "scaling",
 )  # fmt: skip
 """Columns that a cell has from any of its rows."""
@@ -99,23 +101,28 @@ _SORT_COLUMNS = (
 """Columns that rows are sorted by first, so that their order in the files makes no difference."""
 _WINNER_COLUMNS = (
     "mfu", "flops_formula", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes",
-    "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes", "peak_source", "step_time_ci95_rel", "ci_reached", "env_id",
+    "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes", "peak_source", "step_time_ci95_rel", "ci_reached",
+    "env_id",
 )  # fmt: skip
 """Columns that a cell has from its best run."""
 _FURTHER_COLUMNS = (
     "run_id", "status", "rule", "reason", "suspect", "suspect_codes", "stopped", "sweep", "allocation",
-    "control", "control_ratio", "control_ci95_rel", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
+    "control", "control_ratio", "control_ci95_rel", "repeat", "attempt", "source", "step_time_s",
+    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
-    "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
+    "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate",
+    "control_ratio", "width",
     "ci_reached", "control_ci95_rel",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 
 
 def require_rankable(table: pa.Table, name: str) -> None:
-    """Raises ConfigError if runs cannot be ranked by the column: it holds no numbers, or neither higher nor lower is better."""
+    """Raises ConfigError if runs cannot be ranked by the column: it holds no numbers,
+    or neither higher nor lower is better.
+    """
     choices = rankable(table.column_names)
     if name in table.column_names and name not in choices and _is_numeric(table.schema.field(name).type):
         fact = f"cannot rank by {name}: it is unknown whether higher or lower values are better"
@@ -268,7 +275,8 @@ class Ranking:
         return rows
 
     def run_numbers(self, standing: Standing) -> Row:
-        """Column -> number of a run of which several repeats compete; empty for other runs, whose row has their numbers.
+        """Column -> number of a run of which several repeats compete; empty for other runs,
+        whose row has their numbers.
 
         Speeds, step times and the column to rank by are medians of these repeats; the interval covers those of all.
         """

@@ -62,7 +62,9 @@ _PROGRAM_COLUMNS = ("model", "nodes", "pp_schedule", "precision", "variant")
 
 _PREDICTED_FIELDS = {c.name: field for field, c in PREDICTION_COLUMNS.items() if c.name in RESULT_TABLE}
 """Column -> its field of the prediction in a claim."""
-_TRAINING_COLUMNS = frozenset({"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED_FIELDS})  # fmt: skip
+_TRAINING_COLUMNS = frozenset(
+    {"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED_FIELDS}
+)
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _CANDIDATE_COLUMNS = (
     "run_id", "model", "nodes", "pp_schedule", "decision", "rule", "reason", "gpus", "gbs", "seq_len",
@@ -310,7 +312,8 @@ def _shared_columns(sweep: SweepJson, kernel: KernelConfig, run_facts: Row, shap
     """
     peak = sweep.peak(run_facts["nodes"], kernel.precision) if run_facts else None
     return {
-        "schema_version": RESULTS_SCHEMA_VERSION, "sweep": sweep.sweep, "sweep_key": sweep.key, "cluster": sweep.cluster,
+        "schema_version": RESULTS_SCHEMA_VERSION, "sweep": sweep.sweep, "sweep_key": sweep.key,
+        "cluster": sweep.cluster,
         "hardware": sweep.hardware.name, "kernel": kernel.name, "kernel_version": str(kernel.version),
         "kernel_digest": sweep.kernel_digest, "env": _json_text(kernel.env) if kernel.env else None,
         "precision": kernel.precision, "compile": kernel.compiles(run_facts.get("pp_schedule")),

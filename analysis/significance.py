@@ -99,7 +99,8 @@ def _step_correlation(runs: Iterable[Sequence[float]]) -> float:
 
 
 def _spread_between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
-    """The standard deviation between runs of the log of the step time, its degrees of freedom, and a sentence on its origin.
+    """The standard deviation between runs of the log of the step time, its degrees of freedom,
+    and a sentence on its origin.
 
     It is 0 where it is unknown. Without repeats it is that of the ratios of the layouts, by their median absolute
     deviation, which is as sure as the usual standard deviation of a third as many.

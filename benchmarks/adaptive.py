@@ -64,7 +64,9 @@ def alone(folder: Path, name: str, row: Row) -> float:
 
 
 def repeated(folder: Path, chosen: Row, best: Row) -> tuple[float, bool]:
-    """How much slower `chosen` is than `best` by medians of TIMES runs of each in turn, and whether the runs overlap."""
+    """How much slower `chosen` is than `best` by medians of TIMES runs of each in turn,
+    and whether the runs overlap.
+    """
     turns = [[alone(folder, f"{name}{n}", row) for name, row in (("found", chosen), ("best", best))]
              for n in range(TIMES)]  # fmt: skip
     ours, theirs = map(sorted, zip(*turns, strict=True))
@@ -94,8 +96,10 @@ def main() -> None:
     verdicts = [
         ("median error of the other step times", f"{100 * after[0]:.1f} %", f"{100 * ERROR:.0f} %", after[0] <= ERROR),
         ("their rank correlation", f"{after[1]:.3f}", f"{RANK}", after[1] >= RANK),
-        ("adaptive: slower than the best", f"{100 * regret:.1f} %", f"{100 * REGRET:.0f} %", regret <= REGRET or overlap),
-        (f"its share of the GPU time ({len(few)} runs)", f"{100 * hours / all_hours:.1f} %", f"{100 * SHARE:.0f} %", hours <= SHARE * all_hours),
+        ("adaptive: slower than the best", f"{100 * regret:.1f} %", f"{100 * REGRET:.0f} %",
+            regret <= REGRET or overlap),
+        (f"its share of the GPU time ({len(few)} runs)", f"{100 * hours / all_hours:.1f} %", f"{100 * SHARE:.0f} %",
+            hours <= SHARE * all_hours),
     ]  # fmt: skip
     for name, value, bar, good in verdicts:
         print(f"{name:40}{value:>10}  bar {bar:>6}  {'ok' if good else 'MISSED'}")

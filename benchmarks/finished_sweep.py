@@ -112,7 +112,9 @@ def _events_of(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[
 
 
 def ended_sweeps() -> Iterator[tuple[int, str, str]]:
-    """Writes a sweep for each number of attempts on the command line: the number, its folder, and a path for a table."""
+    """Writes a sweep for each number of attempts on the command line: the number, its folder,
+    and a path for a table.
+    """
     for attempts in map(int, sys.argv[1:] or (1000, 4000, 16000, 100_000)):
         with tempfile.TemporaryDirectory() as folder:
             yield attempts, str(write_sweep(Path(folder) / "sweep", attempts).path), f"{folder}/runs.parquet"

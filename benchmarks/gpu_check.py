@@ -1,12 +1,13 @@
 """The first hour with GPUs: does the kernel train correctly on them, and as fast as others do?
 
-    python benchmarks/gpu_check.py                 # everything, in order; the same command continues it
+python benchmarks/gpu_check.py                 # everything, in order; the same command continues it
     python benchmarks/gpu_check.py --minutes 9     # as many lines as fit; the same command continues it
     python benchmarks/gpu_check.py --only memory   # one step again, or one line: --only "compile: tp=2"
     python benchmarks/gpu_check.py --cpu           # what processes of a machine without GPUs can show
 
-benchmarks/first-gpu-hour.md explains each step and what to look at when it fails. Every line is a command of ultrabench;
-the results go to a table and to a JSON file, which keeps the lines that passed with the same program and machine.
+benchmarks/first-gpu-hour.md explains each step and what to look at when it fails.
+Every line is a command of ultrabench; the results go to a table and to a JSON file, which keeps the lines that passed
+with the same program and machine.
 """
 
 import argparse
@@ -66,12 +67,19 @@ MEMORY_LAYOUTS = {
 """Number of ranks, 2 also for more -> the layouts of the memory step."""
 SPEED = ("measure=default", "measure.confirm=1")
 SPEED_8B = (
-    *SPEED, "model=llama3-8b", "sweep.seq_len=8192", "sweep.gbs=16", "sweep.gas=null", "sweep.mbs=[1,2]", "sweep.tp=[1]",
+    *SPEED, "model=llama3-8b", "sweep.seq_len=8192", "sweep.gbs=16", "sweep.gas=null", "sweep.mbs=[1,2]",
+    "sweep.tp=[1]",
     "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[3]", "sweep.recompute=[selective]",
 )  # fmt: skip
 ESTIMATES_S = {
-    "machine": 15.0, "check": 15.0, "compile": 30.0, "links": 60.0, "memory": 90.0, "speed 8B": 400.0, "speed 1B": 300.0,
-}  # fmt: skip
+    "machine": 15.0,
+    "check": 15.0,
+    "compile": 30.0,
+    "links": 60.0,
+    "memory": 90.0,
+    "speed 8B": 400.0,
+    "speed 1B": 300.0,
+}
 """Step -> expected seconds of one of its lines, from the runs of benchmarks/h100; those of rows are in gpu_rows.py."""
 LINK_SHARE = 0.6
 """Least bus bandwidth at the largest size, as a share of the rate of a GPU's links in the file of the hardware."""
@@ -139,7 +147,9 @@ def check_line(machine: Machine, layout: str, precision: str, *flags: str) -> Li
 
 
 def check_lines(machine: Machine, layouts: Sequence[str], *flags: str) -> Iterator[Line]:
-    """Layouts in all precisions, of one process also in fp8; the fused attention of GPUs, which a ring needs, has 16 bits only."""
+    """Layouts in all precisions, of one process also in fp8; the fused attention of GPUs,
+    which a ring needs, has 16 bits only.
+    """
     for layout in layouts:
         fused = machine.device == "cuda" and ("cp=" in layout or "attention=" in layout)
         precisions = (
@@ -302,8 +312,15 @@ def run_lines(
             status, text = "fail", f"{type(error).__name__}: {error}"
         results[key] = {"status": status, "found": text, "seconds": round(time.monotonic() - start, 1)}
         results[key] |= {"row": row} if row else {}
-        document = {"schema_version": 1, "time": time.time(), "git_commit": checkout.commit_sha(), "hardware": machine.hardware,
-                    "identity": machine.identity, "environment": machine.facts, "lines": results}  # fmt: skip
+        document = {
+            "schema_version": 1,
+            "time": time.time(),
+            "git_commit": checkout.commit_sha(),
+            "hardware": machine.hardware,
+            "identity": machine.identity,
+            "environment": machine.facts,
+            "lines": results,
+        }
         out.write_text(json.dumps(document, indent=1) + "\n")
     if rows := [result["row"] for result in results.values() if "row" in result]:
         write_rows(rows, out.with_suffix(".parquet"))
@@ -313,8 +330,15 @@ def run_lines(
 def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line], machine: Machine) -> None:
     """The table of all results, what to look at for each step that failed, and what is left."""
     styles = {"pass": Status.OK, "fail": Status.CRASH, "refused": None}
-    rows = [(key, Text(result["status"], style_of(styles[result["status"]])), duration_text(result["seconds"]), result["found"])
-            for key, result in results.items()]  # fmt: skip
+    rows = [
+        (
+            key,
+            Text(result["status"], style_of(styles[result["status"]])),
+            duration_text(result["seconds"]),
+            result["found"],
+        )
+        for key, result in results.items()
+    ]
     show(
         table(f"{machine.ranks} x {machine.facts['gpu_name']}", "line", "status", ">time", "found", rows=rows)
     )

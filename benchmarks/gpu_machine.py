@@ -119,7 +119,9 @@ class Machine:
         return json.loads(text) if words[-1] == "--json" and text else text
 
     def sweep_name(self, name: str) -> str:
-        """The name of a sweep of the present kernel: that of an interrupted one, which has no table yet, or a new one."""
+        """The name of a sweep of the present kernel: that of an interrupted one,
+        which has no table yet, or a new one.
+        """
         name += f"-{KernelConfig(name='embedded').digest()[:8]}"
         return f"{name}-{len([*self.results.glob(f'{name}-*/runs.parquet')]) + 1}"
 

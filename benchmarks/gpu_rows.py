@@ -1,7 +1,7 @@
 """The rows that one GPU is measured by: 1B and eight layers of 8B and 70B, in two precisions, eager and compiled.
 
-Each is a sweep of one run. The rows of a size and length share a layout, so that they differ in precision and compilation
-only: the first of `layouts` that is predicted to fit in bf16 and eager.
+Each is a sweep of one run. The rows of a size and length share a layout, so that they differ in precision and
+compilation only: the first of `layouts` that is predicted to fit in bf16 and eager.
 """
 
 import json
@@ -152,9 +152,11 @@ def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
     path, layout = fitting(machine, variant)
     overrides = (
         *MEASURE[machine.device], f"model={path}", f"sweep.seq_len={SEQ_LENS[machine.device][variant.length]}",
-        f"sweep.gbs={layout.gbs}", "sweep.gas=[1]", f"sweep.mbs=[{layout.mbs}]", f"sweep.recompute=[{layout.recompute}]",
+        f"sweep.gbs={layout.gbs}", "sweep.gas=[1]", f"sweep.mbs=[{layout.mbs}]",
+        f"sweep.recompute=[{layout.recompute}]",
         "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[0]", "launcher.control=false",
-        f"kernel.precision={PRECISIONS[machine.device][variant.precision]}", f"kernel.compile={str(variant.compiled).lower()}",
+        f"kernel.precision={PRECISIONS[machine.device][variant.precision]}",
+        f"kernel.compile={str(variant.compiled).lower()}",
         f"trace={str(variant.is_traced).lower()}",
     )  # fmt: skip
     sweep = machine.sweep(f"gpu-check-{variant.name.replace(' ', '-')}", *overrides, ranks=1)
@@ -168,7 +170,8 @@ def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
     row = full_row(latest, sweep, overrides)
     in_time, narrow = row["measured_s"] >= row["min_s"], row["ci_reached"] or machine.device == "cpu"
     text = (
-        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s, MFU{peak_suffix(row['precision'])} {row.get('mfu', 0):.1%} (causal {row.get('mfu_causal', 0):.1%}), "
+        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s, MFU{peak_suffix(row['precision'])} "
+        f"{row.get('mfu', 0):.1%} (causal {row.get('mfu_causal', 0):.1%}), "
         f"{row['num_hidden_layers']} layers, mbs={row['mbs']}, {row['num_steps_measured']} steps, "
         f"{row['measured_s']:.3g} s +- {row['step_time_ci95_rel']:.1%}"
     )

@@ -31,7 +31,9 @@ ROUNDS, TIMES = 15, 20
 
 
 def seconds(tp: int, recompute: str) -> tuple[float, int]:
-    """The lowest CPU seconds of one layer in ROUNDS rounds, forward and backward, and its number of collectives over tp."""
+    """The lowest CPU seconds of one layer in ROUNDS rounds, forward and backward,
+    and its number of collectives over tp.
+    """
     layout = Layout(tp=tp, dp=1, recompute=recompute)
     spec = CheckSpec(layout=layout, shape=SHAPE, seq_len=SEQ_LEN, precision="fp32").run
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())

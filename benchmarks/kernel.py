@@ -136,8 +136,18 @@ def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     steps = {"warmup_steps": 5, "min_steps": 60, "max_steps": 60, "target_ci95_rel": 1e-9}
     layout = Layout(dp=2, zero_stage=1, mbs=4)
     spec = CheckSpec(layout=layout, shape=load_model("mini"), precision="fp32").run
-    task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=replace(load_config([]).measure, **steps),
-                device="cpu", rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
+    task = Task(
+        run_id=spec.run_id,
+        repeat=0,
+        attempt=0,
+        spec=spec,
+        measure=replace(load_config([]).measure, **steps),
+        device="cpu",
+        rank_mem_bytes=2**32,
+        predicted_step_time_s=0.1,
+        predicted_duration_s=10,
+        limit_s=100,
+    )
     times_by_way: dict[str, list[float]] = {"forked": [], "execed": []}
     for turn in range(2 * times):
         way, path = ("forked", "execed", "execed", "forked")[turn % 4], folder / f"{turn}.json"

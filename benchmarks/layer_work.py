@@ -43,14 +43,14 @@ def step_work(spec: RunSpec) -> dict[str, Work]:
     factor_bytes = 1 if spec.kernel.precision == "fp8" else number_bytes
     attention = products(tokens, [(h, q), (h, kv), (h, kv), (q, h)], factor_bytes, number_bytes)
     feed_forward = products(tokens, [(h, f), (h, f), (f, h)], factor_bytes, number_bytes)
-    # Forward reads each input and weight and writes it in 8 bits, and so does backward with other scales; of gradients of outputs
-    # backward reads each once and writes it twice. q, k and v share an input, and so do gate and up.
+    # Forward reads each input and weight and writes it in 8 bits, and so does backward with other scales; of gradients
+    # of outputs backward reads each once and writes it twice. q, k and v share an input, and so do gate and up.
     inputs_and_weights = tokens * (2 * h + q + f) + 2 * h * (q + kv) + 3 * h * f
     outputs = tokens * (q + 2 * kv + 2 * h + 2 * f)
     casts = 2 * (number_bytes + 1) * inputs_and_weights + (number_bytes + 2) * outputs
     # Forward reads 5 and writes 4 numbers of h for two norms and two residuals, the first of which goes with a norm;
-    # backward reads 3 and writes 1 for each norm. Rotations read and write q and k in both. The activation reads 2 and writes 1
-    # of f forward, and reads 3 and writes 2 backward.
+    # backward reads 3 and writes 1 for each norm. Rotations read and write q and k in both. The activation reads 2 and
+    # writes 1 of f forward, and reads 3 and writes 2 backward.
     pointwise = tokens * number_bytes * (17 * h + 4 * (q + kv) + 8 * f)
     causal = tokens * shape.attention_flops(seq_len, "megatron") * BACKWARD_RECOMPUTES
     time = load_profile("ultrabench").time

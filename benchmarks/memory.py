@@ -1,8 +1,10 @@
-"""The closed form of the kernel's memory against dry runs of random layouts of random small models, or of published models.
+"""The closed form of the kernel's memory against dry runs of random layouts of random small models,
+or of published models.
 
-`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published]` (200, 21; experts: of small models with some) prints JSON lines
-{family, ranks, median, p95, largest}, errors of the peak as fractions, or of the bytes that stay; a dry run takes 1 to 5 s of a core, one of a published model up
-to 30 s. It imports torch, but only its forked children compute, and they need a process of one thread.
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published]` (200, 21; experts:
+of small models with some) prints JSON lines {family, ranks, median, p95, largest}, errors of the peak as fractions,
+or of the bytes that stay; a dry run takes 1 to 5 s of a core, one of a published model up to 30 s. It imports torch,
+but only its forked children compute, and they need a process of one thread.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Measures how long whole processes of `ultrabench sweep plan --json` take, of the playbook's grid and of a large one."""
+"""Measures how long whole processes of `ultrabench sweep plan --json` take,
+of the playbook's grid and of a large one.
+"""
 
 from timing import costs, medians, ultrabench
 

@@ -46,5 +46,6 @@ rate_text = (
     f"{len(valid) / predict_s:,.0f} layouts/s: memory, P(OOM) and step time of {len(valid):,} valid layouts"
 )
 print(
-    f"{rate_text}\nsweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {whole_s / compose_s:.1f} x one compose ({compose_s:.3f} s)"
+    f"{rate_text}\nsweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {whole_s / compose_s:.1f} x one "
+    f"compose ({compose_s:.3f} s)"
 )

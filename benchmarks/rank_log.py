@@ -1,7 +1,8 @@
-"""Measures how long a node reads the log of a rank that failed: `python benchmarks/rank_log.py [MIB]`, 64 MiB by default.
+"""Measures how long a node reads the log of a rank that failed: `python benchmarks/rank_log.py [MIB]`,
+64 MiB by default.
 
-The log is progress with a warning now and then, and an exception in its middle. The worst log has as many words of failures as
-can be: tracebacks from beginning to end.
+The log is progress with a warning now and then, and an exception in its middle. The worst log has as many words of
+failures as can be: tracebacks from beginning to end.
 """
 
 import random

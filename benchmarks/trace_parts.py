@@ -126,7 +126,11 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
 
     Kernels that run at the same time count in each of their parts; idle_s is the time in which none ran.
     """
-    steps = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]  # fmt: skip
+    steps = [
+        e
+        for e in trace["traceEvents"]
+        if str(e.get("name")).startswith("ProfilerStep#") and e.get("cat") == "user_annotation"
+    ]
     scale, step_s = 1e-6 / max(1, len(steps)), sum(e["dur"] for e in steps) * 1e-6 / max(1, len(steps))
     seconds_by_name = {part: Counter[str]() for part in layer_work.PARTS}
     spans = list[Span]()
@@ -136,7 +140,13 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
         spans.append(kernel.span)
     work, parts = layer_work.step_work(spec), []
     for part in (name for name in layer_work.PARTS if name in work or name == layer_work.REST):
-        row = {"part": part, "in_layers": part in layer_work.OF_LAYERS, "seconds": float(seconds_by_name[part].total()), "flops": None, "bytes": None}  # fmt: skip
+        row = {
+            "part": part,
+            "in_layers": part in layer_work.OF_LAYERS,
+            "seconds": float(seconds_by_name[part].total()),
+            "flops": None,
+            "bytes": None,
+        }
         if part in work:
             row |= work[part]._asdict()
             limit = layer_work.bound(part, work[part], hardware, spec.kernel.precision)
@@ -156,15 +166,22 @@ def markdown(document: dict[str, Any]) -> str:
     """The table of a summary."""
     layers = document["num_hidden_layers"]
     compiled = "compiled" if document["compile"] else "eager"
-    title = f"{document['model']}, {layers} layers, {document['precision']}, {compiled}, recompute={document['recompute']}"
+    title = (
+        f"{document['model']}, {layers} layers, {document['precision']}, {compiled}, "
+        f"recompute={document['recompute']}"
+    )
     batch = f"mbs={document['mbs']}, seq_len={document['seq_len']}"
     lines = [
         f"# {title}, {batch}", "",
-        *([f"{document['gpu_name']}, torch {document['torch_version']}, commit {document['git_commit']}, {document['date']}.", ""]
+        *([f"{document['gpu_name']}, torch {document['torch_version']}, commit {document['git_commit']}, "
+        f"{document['date']}.", ""]
           if "gpu_name" in document else []),
-        f"A traced step takes {1e3 * document['step_time_s']:.4g} ms, {1e3 * document['idle_s']:.3g} ms of which no kernel runs. "
-        "The last two columns are what bounds a part at the rates of the data sheet, and the share of these rates that it reaches.", "",
-        "| part | ms a step | ms a layer | GFLOP | MB | bound by | ms at that rate | share |", "|---|---|---|---|---|---|---|---|",
+        f"A traced step takes {1e3 * document['step_time_s']:.4g} ms, {1e3 * document['idle_s']:.3g} ms of which "
+        "no kernel runs. "
+        "The last two columns are what bounds a part at the rates of the data sheet, "
+        "and the share of these rates that it reaches.", "",
+        "| part | ms a step | ms a layer | GFLOP | MB | bound by | ms at that rate | share |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in document["parts"]:
         ms, limit_s = 1e3 * row["seconds"], row.get("bound_s")

@@ -100,7 +100,8 @@ def shard_state(module: Any) -> ShardState:
 
 
 def reduce_gradients(model: Any) -> None:
-    """Reduces the gradients of all groups that fully_shard has made in a model, the last ones first, and waits for them.
+    """Reduces the gradients of all groups that fully_shard has made in a model, the last ones first,
+    and waits for them.
 
     fully_shard does so itself during backward; this is what torch's pipelines do after the last one.
     Goes when FSDPModule has a method for it.
@@ -152,7 +153,9 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all(
     tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Starts to send `send_counts` rows to the ranks and to receive `receive_counts` rows; read the result after `wait`."""
+    """Starts to send `send_counts` rows to the ranks and to receive `receive_counts` rows;
+    read the result after `wait`.
+    """
     return _collectives.all_to_all_single(tensor, [*receive_counts], [*send_counts], group.group_name)  # type: ignore[no-any-return]
 
 
@@ -171,7 +174,9 @@ silu_backward = _aten.silu_backward
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, group_ends: Tensor) -> Tensor:
-    """Products of groups of rows, which end at `group_ends`, with the weight of each, or of groups of columns with rows."""
+    """Products of groups of rows, which end at `group_ends`, with the weight of each,
+    or of groups of columns with rows.
+    """
     return torch._grouped_mm(rows, weights, offs=group_ends)
 
 

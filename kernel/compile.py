@@ -46,7 +46,8 @@ def as_operator(empty_results: Callable[..., Any]) -> Callable[[Callable[..., An
 
 
 class GraphCounter:
-    """A backend of torch.compile that counts the graphs which it is given to compile, their calls, and the products of fp8 in these.
+    """A backend of torch.compile that counts the graphs which it is given to compile, their calls,
+    and the products of fp8 in these.
 
     All layers must share one, because graphs of different backends are kept apart.
     """

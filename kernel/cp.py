@@ -47,7 +47,9 @@ def local_positions(seq_len: int, cp: int, cp_rank: int) -> tuple[range, ...]:
 
 
 def tokens_at(tokens_BS: Tensor, positions: Sequence[range]) -> Tensor:
-    """The tokens at the positions of `positions`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
+    """The tokens at the positions of `positions`, copied, since the pipeline of torch 2.11 rejects
+    strides of a view.
+    """
     return torch.cat([tokens_BS[:, chunk.start : chunk.stop] for chunk in positions], dim=1)
 
 

@@ -84,7 +84,8 @@ class ExpertParallel:
         first_experts = range(0, len(own_counts), num_local_experts)
         send_counts = tuple(sum(own_counts[i : i + num_local_experts]) for i in first_experts)
         return Route(
-            experts_Tk, expert_order // experts_Tk.shape[1], expert_order, expert_order.argsort(), expert_perm, rank_perm,
+            experts_Tk, expert_order // experts_Tk.shape[1], expert_order, expert_order.argsort(), expert_perm,
+            rank_perm,
             torch.tensor(expert_counts, device=device).cumsum(0).to(torch.int32), expert_counts,
             (send_counts, tuple(map(sum, received_counts))),
         )  # fmt: skip

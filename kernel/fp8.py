@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 
 SCALED_PRODUCTS = Counter[str]()
-"""Purpose -> number of products of fp8 in this process, other than those of compiled layers: see `count_scaled_products`."""
+"""Purpose -> number of products of fp8 in this process, other than those of compiled layers:
+see `count_scaled_products`."""
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:

@@ -124,7 +124,8 @@ class SparseFeedForward(nn.Module):
     mix: Callable[[Tensor, Tensor, Route, Experts], Tensor]
     """`mixture`, or what replaces it under expert parallelism."""
     make_route: Callable[[Tensor], Route]
-    """Returns the route of tokens to the experts T x k that the router chose; expert parallelism adds how they travel."""
+    """Returns the route of tokens to the experts T x k that the router chose;
+    expert parallelism adds how they travel."""
     balance: Tensor
     """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
     token_counts: Tensor

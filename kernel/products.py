@@ -1,18 +1,19 @@
 """Products in fp8: both factors are rounded to 8 bits with a scale for each row, sums are fp32, results bf16.
 
-Shapes: T tokens, K inputs and N outputs of a linear layer. A product sums over the last dim of both factors, and each of
-their rows is scaled by itself, so that an outlier costs only its own row precision:
+Shapes: T tokens, K inputs and N outputs of a linear layer. A product sums over the last dim of both factors,
+and each of their rows is scaled by itself, so that an outlier costs only its own row precision:
 
-    y_TN = x_TK w_NK^T    a scale for each token of x, and for each output of w
+y_TN = x_TK w_NK^T    a scale for each token of x, and for each output of w
     dx_TK = dy_TN w_KN^T  a scale for each token of dy, and for each input of w
     dw_NK = dy_NT x_KT^T  a scale for each output of dy, and for each input of x
 
-All factors are e4m3, also gradients: where each row has its scale, the third bit of fraction of e4m3 is worth more to them
-than the range of e5m2. Scales are powers of two, rounded down, so that scaling itself rounds nothing. This is the recipe `rowwise` of
-torchao, which torchtitan uses (docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html).
+All factors are e4m3, also gradients: where each row has its scale, the third bit of fraction of e4m3 is worth more to
+them than the range of e5m2. Scales are powers of two, rounded down, so that scaling itself rounds nothing.
+This is the recipe `rowwise` of torchao, which torchtitan uses
+(docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html).
 
-Forward keeps x and w in bf16, as a product in bf16 does. Weights are gathered in bf16, and tokens of other ranks as well:
-factors are rounded after that.
+Forward keeps x and w in bf16, as a product in bf16 does. Weights are gathered in bf16, and tokens of other ranks as
+well: factors are rounded after that.
 """
 
 from collections.abc import Sequence

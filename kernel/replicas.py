@@ -28,13 +28,14 @@ _INT_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def require_equal_replicas(trainer: TrainStep) -> None:
     """Compares the parameters of the ranks that hold copies of the same part.
 
-    Ranks along dp_replicate hold copies of all parameters but experts, those along expert_replicate of experts, and
-    the first and the last stage hold copies of a tied embedding: checksums of the bits are equal, since all copies got
-    the same sums. All ranks of a pipeline stage hold the same biases of routers. Ranks along tp hold copies of norms
-    and routers, and those of `kv_group` copies of a key/value head. Their gradients are sums over tp and dp, in an order
-    that NCCL may choose differently in every group, so that they may differ by MAX_ROUNDINGS, between these ranks and
-    along dp_replicate. All ranks have to call it. Its all-reduces have 16 bytes per parameter tensor, and 2 numbers per
-    element of the weights of norms, routers and copied heads.
+    Ranks along dp_replicate hold copies of all parameters but experts, those along expert_replicate of experts,
+    and the first and the last stage hold copies of a tied embedding: checksums of the bits are equal,
+    since all copies got the same sums. All ranks of a pipeline stage hold the same biases of routers.
+    Ranks along tp hold copies of norms and routers, and those of `kv_group` copies of a key/value head.
+    Their gradients are sums over tp and dp, in an order that NCCL may choose differently in every group,
+    so that they may differ by MAX_ROUNDINGS, between these ranks and along dp_replicate. All ranks have to call it.
+    Its all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of the weights of norms,
+    routers and copied heads.
 
     Raises:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.

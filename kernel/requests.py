@@ -40,7 +40,8 @@ class CheckSpec:
     seed: int = 0
     steps: int = 3
     clip: float = 0.5
-    """Largest gradient norm; so small that gradients are clipped, so that the norm is checked. The second step is not."""
+    """Largest gradient norm; so small that gradients are clipped, so that the norm is checked.
+    The second step is not."""
     attention: str = AUTO
     """The implementation of attention of the layout; the single process always has the one that torch takes."""
     routing: Annotated[str, ROUTING_RULE] = "balanced"

@@ -15,11 +15,11 @@ costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 Without sequence parallelism each rank holds all B*S tokens between the blocks (arXiv 1909.08053, section 3). Nothing is
 gathered, and an all-reduce takes the place of each reduce-scatter: two in forward of a layer and two in backward.
 
-Biases are added to the products of a rank with its own columns. Each rank has all tokens there, so that its gradients of them
-are complete.
+Biases are added to the products of a rank with its own columns. Each rank has all tokens there,
+so that its gradients of them are complete.
 
-In fp8 factors are rounded after they are gathered, and the summands of a rank are added up in bf16. The products of a rank
-without tp are then those here, too: it gathers and sums nothing.
+In fp8 factors are rounded after they are gathered, and the summands of a rank are added up in bf16.
+The products of a rank without tp are then those here, too: it gathers and sums nothing.
 
 The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
 parallelism only that of the norms of q and k is one, over the heads of all ranks.
@@ -87,7 +87,9 @@ def _rank_size(module_name: str, full_size: int, shape: ModelShape, tp: int) -> 
 
 @dataclass(slots=True)
 class TensorParallel:
-    """The ranks of the tp axis, and how they compute; schedules that split backward say which gradients it must compute."""
+    """The ranks of the tp axis, and how they compute; schedules that split backward say which
+    gradients it must compute.
+    """
 
     group: dist.ProcessGroup
     sequence_parallel: bool = True
@@ -267,7 +269,8 @@ def _loss(
 def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
     """Cuts `model` over the tp axis, in place, and gives its blocks the products of its precision.
 
-    The model has no values yet, so that cutting only makes its parameters smaller. With one rank there is nothing to cut.
+    The model has no values yet, so that cutting only makes its parameters smaller.
+    With one rank there is nothing to cut.
     """
     if tp_ranks.group.size() == 1 and not tp_ranks.fp8:
         return

@@ -150,8 +150,8 @@ class EndRecorder:
         unended = open_allocations(state)
         self._memory.held_s |= jobs_seen.held_s
         alive = jobs_seen.alive & (unended.keys() | jobs_seen.queued)
-        # Agents of this machine record their end before they have removed their files. Of a job that ended while Slurm was
-        # asked, the answer does not say whether it has given its nodes back.
+        # Agents of this machine record their end before they have removed their files. Of a job that ended while Slurm
+        # was asked, the answer does not say whether it has given its nodes back.
         on_cluster = self._launcher.origin["cluster"]
         holders = jobs_seen.alive - jobs_seen.queued if on_cluster else jobs_seen.running
         leavers = holders - unended.keys()
@@ -211,7 +211,9 @@ class EndRecorder:
         return frozenset(unclear_names)
 
     def _is_being_submitted(self, allocation: AllocationState) -> bool:
-        """Whether another launcher, which is alive, may still wait for the answer to the submission of an allocation."""
+        """Whether another launcher, which is alive, may still wait for the answer to the
+        submission of an allocation.
+        """
         sweep, launcher_name = self._sweep, allocation.submission[0]
         if allocation.job is not None or launcher_name == sweep.journal.name:
             return False
@@ -305,7 +307,8 @@ class EndRecorder:
     def _record_job_end(self, allocation: AllocationState, end: JobEnd, state: SweepState) -> None:
         """Records how Slurm ended the job of an allocation whose agents recorded its end.
 
-        Agents that a signal ended do not know why. Where Slurm does, this becomes the end of the attempt that they ended.
+        Agents that a signal ended do not know why. Where Slurm does,
+        this becomes the end of the attempt that they ended.
         """
         if end.status in (Status.NODE_FAIL, Status.PREEMPTED):
             self._say(f"{end.reason} ({allocation.name})")

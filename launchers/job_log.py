@@ -14,8 +14,10 @@ _END_REPORT = re.compile(
 )
 """With these lines Slurm reports that a task ended, or ends the others."""
 _ERROR = re.compile(
-    r"\b(?:error|fatal|failed|failure|cannot|can't|could ?n[o']t|unable|not found|no such|denied|refused|invalid|unknown"
-    r"|undefined|missing|exceeded|no space|not permitted|unauthorized|timed out|exception|segmentation fault|out of memory)"
+    r"\b(?:error|fatal|failed|failure|cannot|can't|could ?n[o']t|unable|not found|no "
+    r"such|denied|refused|invalid|unknown"
+    r"|undefined|missing|exceeded|no space|not permitted|unauthorized|timed out|exception|segmentation "
+    r"fault|out of memory)"
     r"|\w(?:Error|Exception)\b",
     re.IGNORECASE,
 )
@@ -27,8 +29,8 @@ _TASK_PREFIX = re.compile(r"^\d+: (?=\S|  )")  # srun --label
 def telling_line(folder: Path) -> tuple[Path, str]:
     """The log of an allocation's agents that says why they failed, and the first line that does.
 
-    Without such a line it is the last line that Slurm did not write; empty if the logs are. On this machine submitit keeps
-    one log for each node.
+    Without such a line it is the last line that Slurm did not write; empty if the logs are.
+    On this machine submitit keeps one log for each node.
     """
     log_paths = [path for pattern in (JOB_LOG, "submitit/*.err") for path in sorted(folder.glob(pattern))]
     lines_by_path = {path: _lines_of(path) for path in log_paths}

@@ -121,7 +121,10 @@ def require_same_batches(resolved_config: Mapping[str, Any], config: SweepConfig
         gbs_choices = [config.gbs_on(nodes, value) for value in config.options.values["gbs"]]
         if earlier_gbs(nodes) not in gbs_choices:
             nodes_text = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
-            problem = f"{path} is a sweep with a different workload (workload.gbs{nodes_text}: {earlier_gbs(nodes)} -> {gbs_choices[0]})"
+            problem = (
+                f"{path} is a sweep with a different workload (workload.gbs{nodes_text}: "
+                f"{earlier_gbs(nodes)} -> {gbs_choices[0]})"
+            )
             next_gbs = earlier_gbs(fewest_nodes)
             is_series = earlier_scaling == config.scaling == WEAK and next_gbs.denominator == 1
             gbs_hint = f"use sweep.gbs={next_gbs}, that of {counted(fewest_nodes, 'node')}, or " * is_series
@@ -141,7 +144,10 @@ def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     for name, value in ((name, value) for name, values in old_flags.items() for value in values):
         arguments = config.options.arguments.get(name, {}).get(value)
         if arguments is not None and arguments != old_flags[name][value]:
-            problem = f"sweep.flags.{name}.{value}: {[*old_flags[name][value]]} -> {[*arguments]} in a sweep that was launched before"
+            problem = (
+                f"sweep.flags.{name}.{value}: {[*old_flags[name][value]]} -> {[*arguments]} in a "
+                "sweep that was launched before"
+            )
             raise ConfigError(problem, "give these arguments another name")
 
 
@@ -238,7 +244,10 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
         hardware = replace(config.hardware, mem_bytes=sweep_json.hardware.mem_bytes)
         if hardware != config.hardware:
             old_gib, new_gib = (f"{hw.mem_bytes / GIB:.5g}" for hw in (hardware, config.hardware))
-            problem = f"sweep {config.name} was launched with {old_gib} GiB per GPU, hardware={hardware.name} now has {new_gib}"
+            problem = (
+                f"sweep {config.name} was launched with {old_gib} GiB per GPU, "
+                f"hardware={hardware.name} now has {new_gib}"
+            )
             warn(
                 f"{problem}; its predictions keep using {old_gib}: to use {new_gib}, start a new sweep with name=NAME"
             )
@@ -251,7 +260,8 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
 
 
 def measured_cores(config: SweepConfig, say: Say) -> dict[str, Any]:
-    """The rate and number of this machine's cores as arguments of `make_plan`; empty for hardware with a rate of its own.
+    """The rate and number of this machine's cores as arguments of `make_plan`;
+    empty for hardware with a rate of its own.
 
     They are those of the sweep, if there is one, else they are measured now, so that a price is that of this machine.
 
@@ -394,7 +404,10 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     num_gpus = int(environment.get("gpus") or 0)
     if num_gpus < num_needed_gpus:
         alternative = f"hardware.gpus_per_node={num_gpus}" if num_gpus else "hardware=cpu, without GPUs"
-        problem = f"hardware={hardware.name} has {counted(num_needed_gpus, 'GPU')} a node; torch sees {num_gpus or 'none'}"
+        problem = (
+            f"hardware={hardware.name} has {counted(num_needed_gpus, 'GPU')} a node; "
+            f"torch sees {num_gpus or 'none'}"
+        )
         advice = f"add launcher=slurm to run on a cluster, or use {alternative}"
         raise ConfigError(f"{problem} on this machine: {advice}")
     return environment

@@ -252,7 +252,10 @@ class Reconciler:
             raise ClusterError(refusal.complaint, advice) from refusal
         minutes_text = f"{self.sweep.config.launcher.refused_minutes:g} minutes"
         if refusals.has_waited_enough(now_s):
-            advice = "launch again when it takes jobs, or set launcher.refused_minutes= to wait longer; results are kept"
+            advice = (
+                "launch again when it takes jobs, or set launcher.refused_minutes= to wait longer; "
+                "results are kept"
+            )
             raise ConfigError(f"{refusal.complaint}; waited {minutes_text}", advice) from refusal
         if now_s - self._told_waits.get(refusal.waits_for, -math.inf) >= SAY_AGAIN_S:
             self._told_waits[refusal.waits_for], self._tells_waits = now_s, True
@@ -301,7 +304,10 @@ class Reconciler:
         reason = str(dead_end.allocation.ended)
         if log_line and log_line[:200] not in reason:
             reason += f"; its log says: {log_line[:200]}"
-        message = f"{dead_end.num_allocations} allocations in a row ended without running {dead_end.missing_run} ({reason})"
+        message = (
+            f"{dead_end.num_allocations} allocations in a row ended without running "
+            f"{dead_end.missing_run} ({reason})"
+        )
         return f"{message}; see {log_path}, then launch again"
 
     def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since_s: float) -> None:

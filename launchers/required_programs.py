@@ -28,7 +28,9 @@ def require_local(config: SweepConfig) -> None:
 
 
 def require_checkpoint_folder(config: SweepConfig) -> None:
-    """Raises ConfigError if the folder in which runs save their state does not exist, or cannot be written from here."""
+    """Raises ConfigError if the folder in which runs save their state does not exist,
+    or cannot be written from here.
+    """
     folder = config.measure.checkpoint_folder
     if not config.measure.checkpoint or folder is None:
         return
@@ -42,7 +44,8 @@ def require_checkpoint_folder(config: SweepConfig) -> None:
 
 
 def require_program(config: SweepConfig) -> None:
-    """Raises ConfigError if a command or an interpreter that the sweep names cannot run, as far as this machine can tell.
+    """Raises ConfigError if a command or an interpreter that the sweep names cannot run,
+    as far as this machine can tell.
 
     So does a command that starts its ranks too often.
 

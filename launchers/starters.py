@@ -83,7 +83,9 @@ _IN_SCRIPT = _in_script_pattern()
 
 
 def starter_of(command: Sequence[str]) -> Starter | None:
-    """The starter that a command runs, by itself, behind a wrapper such as env, or as a module; None if it runs none."""
+    """The starter that a command runs, by itself, behind a wrapper such as env, or as a module;
+    None if it runs none.
+    """
     is_script_next = False
     for index, word in enumerate(command):
         name, following = Path(word).name, command[index + 1 :]
@@ -145,7 +147,10 @@ def require_right_starter(config: SweepConfig) -> None:
         return
     fact = f"kernel.command is {starter.text}"
     if starter.starts_job:
-        rule = "it starts the processes of a whole job, while ultrabench starts the command on each node of its own jobs"
+        rule = (
+            "it starts the processes of a whole job, while ultrabench starts the command on each node "
+            "of its own jobs"
+        )
         remedy = f"give the command without {starter.name}, or torchrun with kernel.launch_per=node"
         raise ConfigError(f"{fact}; {rule}", remedy, setting="kernel.command")
     if not kernel.starts_ranks:
@@ -167,7 +172,10 @@ def starter_warnings(config: SweepConfig) -> Iterator[str]:
     kernel, starter = config.kernel, starter_in_script(config.kernel.command)
     if starter and starter.starts_job:
         fact = f"the shell script in kernel.command runs {starter.text}, which starts the processes of a whole job"
-        yield f"{fact}; ultrabench runs the script {'on each node' if kernel.starts_ranks else 'for each rank'}: leave it out"
+        yield (
+            f"{fact}; ultrabench runs the script "
+            f"{'on each node' if kernel.starts_ranks else 'for each rank'}: leave it out"
+        )
     elif starter and not kernel.starts_ranks:
         fact = f"the shell script in kernel.command runs {starter.text}, which starts all ranks of a node"
         rule = "kernel.launch_per=rank runs the script for each rank"

@@ -89,7 +89,9 @@ def _integer(text: str) -> int:
 
 
 def layout_of(values: Mapping[str, Any], gpus_per_node: int = 2**30) -> Layout:
-    """The layout that the axes among `values` give, by default on one node; schedule and stages have the usual defaults."""
+    """The layout that the axes among `values` give, by default on one node;
+    schedule and stages have the usual defaults.
+    """
     axes = {axis: values[axis] for axis in AXES if axis in values}
     schedule = axes.setdefault("pp_schedule", default_schedule(axes.get("pp", 1), axes.get("gas", 1)))
     shard_value = axes.pop("dp_shard", "all")
@@ -120,7 +122,9 @@ def read_run(
 
 
 def config_of(values: Mapping[str, Any]) -> SweepConfig:
-    """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and settings of the kernel."""
+    """What the arguments of a run configure beside its layout: model, hardware, kernel,
+    profile and settings of the kernel.
+    """
     run_arguments = {*AXES, "nodes", "seq_len", *KERNEL_SETTINGS}
     overrides = {key: value for key, value in values.items() if key not in run_arguments}
     overrides |= {f"kernel.{name}": values.get(name) for name in KERNEL_SETTINGS}
@@ -164,7 +168,8 @@ def run_of(values: Mapping[str, Any], config: SweepConfig, *, any_model: bool = 
 def require_possible(
     spec: RunSpec, device: str, hardware: Hardware | None = None, *, any_model: bool = False
 ) -> None:
-    """Raises when the kernel of a run cannot run its layout on a device, cuda or cpu; `any_model` is that of `read_run`.
+    """Raises when the kernel of a run cannot run its layout on a device, cuda or cpu;
+    `any_model` is that of `read_run`.
 
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.

@@ -56,7 +56,8 @@ class Search:
     min_bytes: float = inf
     """The least memory that a layout needs among those that the search rejected for their memory."""
     state_fits: bool = True
-    """Whether a rank has room for its share of gradients and optimizer state; if not, `min_bytes` is that share alone."""
+    """Whether a rank has room for its share of gradients and optimizer state; if not,
+    `min_bytes` is that share alone."""
     fits_without_reserve: bool = False
     """Whether a layout that was rejected for its memory fits without the reserve of its allocator."""
     _fits_by_layout: dict[tuple[Layout, int], bool] = field(default_factory=dict)
@@ -67,7 +68,9 @@ class Search:
         return [*islice(_popped_runs(self._heap(), 0.0), 1)]
 
     def best_groups(self, count: int) -> list[Group]:
-        """The `count` best groups of similar runs that are advised, in the order of their best runs; fewer if there are fewer."""
+        """The `count` best groups of similar runs that are advised, in the order of their best runs;
+        fewer if there are fewer.
+        """
         heap = self._heap()
         runs = [*islice(_popped_runs(heap, 0.0), 1)]
         groups, min_rate = list[Group](), inf
@@ -240,7 +243,9 @@ def _advised(
     max_p_oom: float,
     search_for: Callable[[Search], list[_Item]],
 ) -> tuple[list[_Item], Search]:
-    """What a search gives of the runs that `candidate.advised` gives for the cell, and the search that met all reasons."""
+    """What a search gives of the runs that `candidate.advised` gives for the cell,
+    and the search that met all reasons.
+    """
     search = cell_search(config, shape, cell, max_p_oom=max_p_oom)
     items = search_for(search)
     if not items and search.fits_without_reserve:

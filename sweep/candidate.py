@@ -130,7 +130,8 @@ class Candidate:
         return model_flops(spec.kernel, spec.shape, seq_len, self.flops_formula, result, num_ranks)
 
     def mfu(self, tokens_per_s_per_gpu: float, result: RunResult | None = None) -> float | None:
-        """The mfu at this token rate, a fraction; None where the peak rate is unknown or in doubt, or the FLOPs unknown.
+        """The mfu at this token rate, a fraction; None where the peak rate is unknown or in doubt,
+        or the FLOPs unknown.
 
         Args:
             result: the run that was measured; None for a predicted rate.

@@ -1,4 +1,6 @@
-"""How far predictions go beyond what was measured: features that no run of a fit had, and rates that nobody published."""
+"""How far predictions go beyond what was measured: features that no run of a fit had,
+and rates that nobody published.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,6 +80,7 @@ def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str
         for feature, value in profile.unmeasured(spec, gpu).items():
             values_by_feature.setdefault(feature, set()).add(value)
     return [
-        f"{feature}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} ({profile.fitted_to(feature)})"
+        f"{feature}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} "
+        f"({profile.fitted_to(feature)})"
         for feature, values in values_by_feature.items()
     ]

@@ -209,7 +209,9 @@ def _layout_of(
 
 @contextlib.contextmanager
 def process_map(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A map that `num_processes` processes share, at most one for each core of this process; with one it is the usual map."""
+    """A map that `num_processes` processes share, at most one for each core of this process;
+    with one it is the usual map.
+    """
     num_processes = min(num_processes, len(os.sched_getaffinity(0)))
     if num_processes < 2:
         yield map
@@ -228,7 +230,8 @@ def run_order(run: Candidate) -> tuple[bool, float]:
 
 
 def with_unselected_rejected(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
-    """All `runs`, of which all but `max_runs` are rejected; those left cover many values and pairs of values of the axes.
+    """All `runs`, of which all but `max_runs` are rejected; those left cover many values and pairs of
+    values of the axes.
 
     Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
     of a form of parallelism shows where it is used alone or together with one other form, so a small
@@ -264,7 +267,9 @@ def pairs_of(run: Candidate) -> set[object]:
 
 
 def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
-    """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes has its own batches."""
+    """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes
+    has its own batches.
+    """
     node_counts = sorted({*config.axes.nodes})
     single_count_groups = [(num_nodes,) for num_nodes in node_counts]
     node_count_groups = single_count_groups if config.scaling == WEAK else [tuple(node_counts)]
@@ -299,7 +304,9 @@ def _layout_chunks(
 
 
 def cell_sweep(config: SweepConfig, cell: CellKey) -> SweepConfig:
-    """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
+    """The configuration of a sweep of this cell's workload and precision alone,
+    with the first value of other options.
+    """
     values_by_option = {option: values[:1] for option, values in config.options.values.items()}
     values_by_option |= {option: (getattr(cell, option),) for option in CELL_OPTIONS}
     return replace(

@@ -235,7 +235,9 @@ _VARIANT = msgspec.json.Decoder(dict[str, Value])
 
 
 def _with_added_columns(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """The plan with a column for each axis and option; one from before an axis was added knows its neutral value only."""
+    """The plan with a column for each axis and option; one from before an axis was added knows its
+    neutral value only.
+    """
     for column in columns:
         if column in _OLDER_VALUES and column not in plan.column_names:
             column_type = pa.string() if _OLDER_VALUES[column] is None else None
@@ -292,7 +294,9 @@ def formula_of(sweep: SweepJson, state: SweepState) -> str:
 
 
 def price_per_gpu_hour(sweep: SweepJson, state: SweepState) -> float | None:
-    """The price of an hour of one GPU, as the file of the cluster gave it at the latest launch; None where it gave none."""
+    """The price of an hour of one GPU, as the file of the cluster gave it at the latest launch;
+    None where it gave none.
+    """
     price = ((state.config or sweep.config).get("cluster") or {}).get("price_per_gpu_hour")
     return None if price is None else float(price)
 

@@ -127,7 +127,10 @@ def _why_none(config: SweepConfig, search: Search, remedies: Remedies) -> str:
         is_strict = config.max_p_oom < ADVISED_P_OOM
         if likely_run := is_strict and advised_run(replace(config, max_p_oom=1.0), shape, cell):
             p_oom_text = f"the best layout has {likely_run.prediction.p_oom:.2g}"
-            return f"no layout has a P(OOM) of at most max_p_oom={config.max_p_oom:g}; {p_oom_text}: use max_p_oom={ADVISED_P_OOM}"
+            return (
+                f"no layout has a P(OOM) of at most max_p_oom={config.max_p_oom:g}; {p_oom_text}: "
+                f"use max_p_oom={ADVISED_P_OOM}"
+            )
         changes = " or ".join(remedies.texts(cell_sweep(config, cell), shape, cell.nodes, search.max_p_oom))
         problem = f"no layout is likely to fit into {limit_gib:.4g} GiB"
         extent = (

@@ -15,10 +15,11 @@ from ultrabench.sweep.untrained import untrained_features, untrained_names
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kv_copies, most_kv_copies
 
 ROUTING_FLAG = "routing"
-"""The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run of our own kernel."""
+"""The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run
+of our own kernel."""
 FP8_MULTIPLE = 16
-"""Number that must divide all three dims of an fp8 matrix product on GPUs (torch._scaled_mm): a layer's forward product and
-the two of its backward each sum over another of these dims."""
+"""Number that must divide all three dims of an fp8 matrix product on GPUs (torch._scaled_mm):
+a layer's forward product and the two of its backward each sum over another of these dims."""
 
 
 def schedule_refusals(layout: Layout) -> Iterator[str]:
@@ -34,7 +35,10 @@ def schedule_refusals(layout: Layout) -> Iterator[str]:
     num_rounds = max(1, gas // pp)
     if layout.pp_schedule == "interleaved" and gas % num_rounds:
         gas_values_text = " or ".join(map(str, _gas_near(gas, pp)))
-        yield f"interleaved needs gas divisible by gas // pp = {num_rounds}; gas={gas}, pp={pp}: use gas={gas_values_text}"
+        yield (
+            f"interleaved needs gas divisible by gas // pp = {num_rounds}; gas={gas}, pp={pp}: "
+            f"use gas={gas_values_text}"
+        )
 
 
 def _gas_near(gas: int, pp: int) -> Iterator[int]:
@@ -81,7 +85,9 @@ def refusal(
 
 
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
-    """The reason why cp ranks cannot share a sequence: they hold equally many tokens, with our own kernel as two chunks each."""
+    """The reason why cp ranks cannot share a sequence: they hold equally many tokens,
+    with our own kernel as two chunks each.
+    """
     num_chunks, chunks_text = (2 * cp, "2*cp") if kernel.trains_itself else (cp, "cp")
     if cp > 1 and kernel.trains and seq_len % num_chunks:
         yield f"{chunks_text}={num_chunks} does not divide seq_len={seq_len}"
@@ -105,16 +111,23 @@ def _fp8_refusals(
     if hardware and hardware.fp8_refusal:
         yield hardware.fp8_refusal
     if shape.num_experts:
-        yield f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: use precision=bf16"
+        yield (
+            f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: "
+            "use precision=bf16"
+        )
     kv_name = "head_dim" if layout.tp > shape.num_key_value_heads else "num_key_value_heads*head_dim/tp"
     size_by_name = {
         "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
-        "num_attention_heads*head_dim/tp": shape.q_width // layout.tp, "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
+        "num_attention_heads*head_dim/tp": shape.q_width // layout.tp,
+        "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
         kv_name: shape.kv_width * kv_copies(shape.num_key_value_heads, layout.tp) // layout.tp,
     }  # fmt: skip
     for name, size in size_by_name.items():
         if size % FP8_MULTIPLE:
-            yield f"precision=fp8 needs matrix sizes that are multiples of {FP8_MULTIPLE}; {name}={size}: use precision=bf16"
+            yield (
+                f"precision=fp8 needs matrix sizes that are multiples of {FP8_MULTIPLE}; "
+                f"{name}={size}: use precision=bf16"
+            )
 
 
 def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -124,7 +137,10 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
         window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
-        yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
+        yield (
+            f"{window_text}; ultrabench's attention has no window: "
+            f"use seq_len <= {shape.sliding_window} or another model"
+        )
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages, layout.pp_layout):
         head_layers = shape.embedding_params * num_layers / shape.matmul_params_of_layers(0, num_layers)
@@ -152,7 +168,10 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
             yield f"tp={layout.tp} does not divide {name}={size}"
     if shape.num_experts and layout.sequence_parallel == "off":
         # Each rank of tp would send all tokens to the experts.
-        yield "sequence_parallel=off with experts; tp ranks must split the tokens that they send: use sequence_parallel=on"
+        yield (
+            "sequence_parallel=off with experts; tp ranks must split the tokens that they send: "
+            "use sequence_parallel=on"
+        )
     if shape.qk_norm_across_heads and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
@@ -190,7 +209,10 @@ def _accelerator_refusals(
         can_use_auto = not _missing_feature(AUTO_NEEDS, compute_capability, head_width)
         fallback = AUTO if can_use_auto and implementation != AUTO_NEEDS else "math"
         gpu_text = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
-        yield f"attention={attention} needs {needed_text}; {gpu_text}: use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
+        yield (
+            f"attention={attention} needs {needed_text}; {gpu_text}: "
+            f"use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
+        )
 
 
 def _missing_feature(attention: str, compute_capability: int | None, head_width: int) -> str | None:
@@ -252,11 +274,16 @@ def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
     """The reason why no rank of a layout can have the log that `kernel.step_rank` names."""
     if isinstance(kernel.step_rank, int) and kernel.step_rank >= layout.world_size:
         last_rank = layout.world_size - 1
-        yield f"kernel.step_rank={kernel.step_rank}; the last of {layout.world_size} ranks is {last_rank}: use -1 for the last rank"
+        yield (
+            f"kernel.step_rank={kernel.step_rank}; the last of {layout.world_size} ranks is "
+            f"{last_rank}: use -1 for the last rank"
+        )
 
 
 def _has_no_effect(layout: Layout, name: str) -> bool:
-    """Whether the field `name` of a layout or model is an axis without effect, because another axis has its neutral value."""
+    """Whether the field `name` of a layout or model is an axis without effect,
+    because another axis has its neutral value.
+    """
     return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
 
 

@@ -104,7 +104,10 @@ def same_commands(plan: Plan) -> Iterator[str]:
         num_equal_runs, (first, second, *_) = sum(map(len, equal_runs)), equal_runs[0]
         first_words, second_words = words_of(first.spec), words_of(second.spec)
         differing = ", ".join(name for name, value in first_words.items() if value != second_words[name])
-        problem = f"{num_equal_runs:,} of {counted(len(runs), 'run')} have the same command as another run, such as {first.spec.label()} and"
+        problem = (
+            f"{num_equal_runs:,} of {counted(len(runs), 'run')} have the same command as another "
+            f"run, such as {first.spec.label()} and"
+        )
         problem += f" {second.spec.label()}, which differ in {differing or 'flags with equal arguments'}"
         yield f"{problem}: add them to kernel.command, unless the program reads $ULTRABENCH_SPEC"
 

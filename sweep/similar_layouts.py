@@ -49,7 +49,9 @@ def shown_runs(groups: Sequence[Group], *, with_similar: bool) -> Iterator[tuple
 
 
 def group_column(*, with_similar: bool) -> str:
-    """The key of a row that a table shows of its group: its number, or the number of similar layouts that are not shown."""
+    """The key of a row that a table shows of its group: its number, or the number of similar layouts
+    that are not shown.
+    """
     return "group" if with_similar else "similar"
 
 
@@ -77,7 +79,9 @@ def _is_similar(run: Candidate, best: Candidate, rate_by_run: Mapping[str, float
 
 
 def _traded_degrees(best: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """The degrees of a group: those of its best layout, and others that trade one pair of them, doubling by doubling."""
+    """The degrees of a group: those of its best layout, and others that trade one pair of them,
+    doubling by doubling.
+    """
     candidates = [degrees for degrees in others if sum(map(ne, best, degrees)) <= 2]
     connected, reached = {best}, [best]
     for degrees in reached:  # grows while it is walked

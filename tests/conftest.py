@@ -22,8 +22,8 @@ settings.load_profile("same")
 
 
 os.environ.setdefault("ULTRABENCH_MACHINE", f"tests of process {os.getpid()}")  # tests run beside each other
-# Before any test imports torch or numpy: where processes share a core, threads that wait for each other by spinning took
-# 40 times as long, and 20 times as much CPU time. Ranks get a number of threads of their own.
+# Before any test imports torch or numpy: where processes share a core, threads that wait for each other by spinning
+# took 40 times as long, and 20 times as much CPU time. Ranks get a number of threads of their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -32,15 +32,18 @@ CALLS = re.compile(r"\bone_line\(\s*ultrabench|\bwith refused\(|\btest_config im
 SUBJECTS = {
     "Command line": ("cli/",),
     "Configuration": ("project/test_fixtures", "sweep/", "words/test_quantity"),
-    "Models and hardware": ("sweep/test_checkpoint_config", "sweep/test_layered_models", "words/test_hardware", "words/test_model_shape"),
+    "Models and hardware": ("sweep/test_checkpoint_config", "sweep/test_layered_models", "words/test_hardware",
+        "words/test_model_shape"),
     "Layouts and predictions": ("cli/test_recommend", "predict/", "sweep/test_grid", "words/test_layout"),
     "Kernels and logs": (
-        "agent/test_log_sources", "kernel/", "sweep/test_program_logs", "words/test_kernel_config", "words/test_placeholders",
+        "agent/test_log_sources", "kernel/", "sweep/test_program_logs", "words/test_kernel_config",
+        "words/test_placeholders",
     ),
     "Launching": ("cli/test_launch", "cli/test_pause", "sweep/test_launcher", "sweep/test_price"),
     "Results": ("analysis/",),
     "Figures": (
-        "analysis/test_comm", "analysis/test_figures", "analysis/test_heatmap", "cli/test_plot", "cli/test_predicted_figures",
+        "analysis/test_comm", "analysis/test_figures", "analysis/test_heatmap", "cli/test_plot",
+        "cli/test_predicted_figures",
     ),
     "Import and export": ("cli/test_import", "cli/test_export"),
     "Cluster": ("cli/test_nodes", "launchers/"),

@@ -60,7 +60,9 @@ def tracked_files(*folders: str) -> list[Path]:
 
 
 def main() -> int:
-    """Lists the vague names in the folders of the arguments, by default all of the repository; returns the exit code."""
+    """Lists the vague names in the folders of the arguments, by default all of the repository;
+    returns the exit code.
+    """
     assigned = [place for path in tracked_files(*(sys.argv[1:] or ["."])) for place in assignments(path)]
     vague = [place for place in assigned if place.name.strip("_") in VAGUE]
     for place in vague:

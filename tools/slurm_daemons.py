@@ -192,7 +192,8 @@ def write_files(cluster: Cluster) -> None:
         (folder / f"dev/nvidia{i}").symlink_to("/dev/null")  # slurmd requires a character device
     accounting = [
         "AccountingStorageType=accounting_storage/slurmdbd", "AccountingStorageHost=127.0.0.1",
-        f"AccountingStoragePort={cluster.port + 1}", f"AccountingStoragePass={folder}/munge.socket", "AccountingStorageTRES=gres/gpu" if settings.gpus else "",
+        f"AccountingStoragePort={cluster.port + 1}", f"AccountingStoragePass={folder}/munge.socket",
+        "AccountingStorageTRES=gres/gpu" if settings.gpus else "",
     ]  # fmt: skip
     password = secrets.token_hex(16)
     files = {

@@ -62,10 +62,14 @@ def _canonical(text: str) -> str | None:
 
 
 class AddressBook:
-    """Finds the hosts of an allocation that a message names, by host name, by the name of an interface or by address."""
+    """Finds the hosts of an allocation that a message names, by host name,
+    by the name of an interface or by address.
+    """
 
     def __init__(self, hosts: Sequence[str], addresses: Mapping[str, Iterable[str]] | None = None) -> None:
-        """`addresses` gives each host's other names and its addresses; one that several hosts have names none of them."""
+        """`addresses` gives each host's other names and its addresses;
+        one that several hosts have names none of them.
+        """
         self._hosts = sorted({*hosts}, key=len, reverse=True)
         hosts_by_address = defaultdict[str, set[str]](set)
         for host in hosts:
@@ -89,7 +93,8 @@ class AddressBook:
         return self._host_of_interface(_PORT.sub("", name_text).partition(":")[0].partition(".")[0].lower())
 
     def _host_of_interface(self, label: str) -> str | None:
-        """The host whose interface has this name: sites add a word to the name of the host, as in gpu02-ib0 or ib-gpu02.
+        """The host whose interface has this name: sites add a word to the name of the host,
+        as in gpu02-ib0 or ib-gpu02.
 
         Of several hosts the one with the longest name counts, so that gpu1-2-ib is no interface of gpu1.
         """

@@ -1,12 +1,12 @@
 """The texts by which programs and libraries show causes of failures: one row for each family of texts.
 
-A row says which library writes the text, so that it can be compared with the sources of a later version. The texts are
-those of these versions: torch 2.13 (c10/cuda, c10/core, torch/csrc/distributed/c10d, torch/utils/data), NCCL 2.30
-(src/include/alloc.h, checks.h, cudawrap.h, src/init.cc, bootstrap.cc, transport/nvls.cc), RCCL of ROCm 7, gloo of April
-2026 (gloo/transport/tcp), Transformer Engine 2.20 (common/util/logging.h, cuda_driver.h), cuDNN 9 (cudnnGetErrorString),
-Triton 3.4 (runtime/cache.py, runtime/errors.py, third_party/nvidia/backend), CUDA 12.9 (cudaGetErrorString, cuGetErrorString,
-cublasGetStatusString), HIP of ROCm 7 and its HSA runtime, NVML 12, glibc 2.39 (strerror, elf/dl-load.c), CPython 3.13,
-Linux 6.12 (mm/oom_kill.c), Slurm 25.05 (slurmstepd).
+A row says which library writes the text, so that it can be compared with the sources of a later version.
+The texts are those of these versions: torch 2.13 (c10/cuda, c10/core, torch/csrc/distributed/c10d, torch/utils/data),
+NCCL 2.30 (src/include/alloc.h, checks.h, cudawrap.h, src/init.cc, bootstrap.cc, transport/nvls.cc), RCCL of ROCm 7,
+gloo of April 2026 (gloo/transport/tcp), Transformer Engine 2.20 (common/util/logging.h, cuda_driver.h),
+cuDNN 9 (cudnnGetErrorString), Triton 3.4 (runtime/cache.py, runtime/errors.py, third_party/nvidia/backend),
+CUDA 12.9 (cudaGetErrorString, cuGetErrorString, cublasGetStatusString), HIP of ROCm 7 and its HSA runtime, NVML 12,
+glibc 2.39 (strerror, elf/dl-load.c), CPython 3.13, Linux 6.12 (mm/oom_kill.c), Slurm 25.05 (slurmstepd).
 """
 
 import builtins
@@ -43,7 +43,8 @@ _CACHE_PATH = (
 """Paths and source files of the compile caches of Triton, TorchInductor, CUDA and torch's extensions."""
 _CACHE_RACE = (
     r"\bFileNotFoundError: |\bFileExistsError: |\[Errno (?:2|16|17|26|39|116)\]|Stale file handle"
-    r"|cannot (?:stat|open) shared object|file too short|invalid ELF header|JSONDecodeError|unexpected EOF|Text file busy"
+    r"|cannot (?:stat|open) shared object|file too short|invalid ELF header|JSONDecodeError|unexpected "
+    r"EOF|Text file busy"
     r"|EOFError|Ran out of input|UnpicklingError|pickle data was truncated"
 )
 """What a process sees in a compile cache that another one changes meanwhile."""
@@ -58,14 +59,17 @@ FAMILIES = (
     _family("AMD driver, RAS", "ecc_error", r"uncorrectable hardware error|RAS.*poison consumption"),
     _family("CUDA, device", "gpu_unavailable",
             r"no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable",
-            r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error|CUDA unknown error|\bError 80[0-9]: ",
-            r"Unexpected error from cudaGetDeviceCount|No (?:CUDA|HIP) GPUs are available|No supported gpu backend found",
+            r"system not yet initialized|Found no NVIDIA driver|CUDA error: unknown error|CUDA unknown "
+            r"error|\bError 80[0-9]: ",
+            r"Unexpected error from cudaGetDeviceCount|No (?:CUDA|HIP) GPUs are available|No supported gpu "
+            r"backend found",
             r"CUDA (?:driver )?initialization (?:failed|error)|CUDA error: initialization error",
             r"unsupported display driver / cuda driver|forward compatibility was attempted",
             r"CUDA_ERROR_(?:NO_DEVICE|NOT_INITIALIZED|SYSTEM_\w+|COMPAT_\w+|UNKNOWN|DEVICE_UNAVAILABLE)"),
     _family("HIP, device", "gpu_unavailable", r"no ROCm-capable device is detected|hipErrorNoDevice"),
     _family("NVML, driver", "gpu_unavailable",
-            r"Driver/library version mismatch|NVML(?:Error)?_?\w*(?:LibRmVersionMismatch|DriverNotLoaded)|Failed to initialize NVML",
+            r"Driver/library version mismatch|NVML(?:Error)?_?\w*(?:LibRmVersionMismatch|DriverNotLoaded)|Failed "
+            r"to initialize NVML",
             r"nvidia-smi has failed|couldn't communicate with the NVIDIA driver"),
     _family("NCCL, fabric manager", "gpu_unavailable",
             r"NVLink SHARP \(NVLS\) Multicast|Fabric Manager or NVSwitch|[Ff]abric ?[Mm]anager.*(?:not|fail)"),
@@ -75,7 +79,8 @@ FAMILIES = (
     _family("CUDA, memory of a GPU", "cuda_oom",
             r"(?i:\b(?:cuda|hip|xpu)\b.{0,60}?\b(?:error|failure|failed)\b.{0,60}?\bout of memory)",
             rf"(?:CUDA|HIP|XPU|MPS backend) {_OUT_OF_MEMORY}",
-            r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|cudaMalloc\w* failed: out of memory"),
+            r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|cudaMalloc\w* failed: "
+            r"out of memory"),
     _family("torch, memory of a GPU", "cuda_oom", r"(?:torch|cuda|cupy\.cuda\.memory)\.OutOfMemoryError|^OutOfMemoryError\b",
             r"NVML_SUCCESS == .*INTERNAL ASSERT FAILED at .*CUDACachingAllocator",
             r"would exceed allowed memory\. \(out of memory\)"),
@@ -102,10 +107,13 @@ FAMILIES = (
             r"\b(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|gcsfs|s3fs|google\.api_core|google\.auth"
             r"|azure|wandb|mlflow|modelscope|datasets)\.[\w.]*(?:Error|Exception|Timeout)\b",
             r"EndpointConnectionError|SSL(?:CertVerification)?Error|ProxyError|ConnectTimeout|ReadTimeoutError",
-            r"urllib\.error\.URLError|HTTPError\b|We couldn't connect to 'https?://|LocalEntryNotFoundError|OfflineModeIsEnabled",
-            r"Temporary failure in name resolution|Name or service not known: 'https?://|ProxyError|https?://.*timed out"),
+            r"urllib\.error\.URLError|HTTPError\b|We couldn't connect to "
+            r"'https?://|LocalEntryNotFoundError|OfflineModeIsEnabled",
+            r"Temporary failure in name resolution|Name or service not known: "
+            r"'https?://|ProxyError|https?://.*timed out"),
     _family("loader, library", "missing_library",
-            r"cannot open shared object file|undefined symbol|version `\S+' not found|error while loading shared libraries",
+            r"cannot open shared object file|undefined symbol|version `\S+' not found|error while loading "
+            r"shared libraries",
             r"CUDA driver version is insufficient|no kernel image is available|compiled with an unsupported toolchain",
             r"HIP error: invalid device function|hipErrorNoBinaryForGpu",
             r"CUDNN_STATUS_(?:SUBLIBRARY_)?(?:LOADING_FAILED|VERSION_MISMATCH)"),
@@ -113,7 +121,8 @@ FAMILIES = (
             r"(?:^|[\s.])(?:ImportError|ModuleNotFoundError): |^\S*python\S*: No module named "),
     _family("CUDA, fault in a GPU kernel", "illegal_memory_access",
             r"an illegal memory access was encountered|misaligned address|unspecified launch failure",
-            r"an illegal instruction was encountered|CUDA_ERROR_ILLEGAL_ADDRESS|hardware stack error|invalid program counter"),
+            r"an illegal instruction was encountered|CUDA_ERROR_ILLEGAL_ADDRESS|hardware stack error|invalid "
+            r"program counter"),
     _family("HIP, fault in a GPU kernel", "illegal_memory_access",
             r"Memory access fault by GPU|HW Exception by GPU|hipErrorIllegalAddress",
             r"HSA_STATUS_ERROR_(?:MEMORY_(?:APERTURE_VIOLATION|FAULT)|EXCEPTION|ILLEGAL_INSTRUCTION)"),
@@ -132,11 +141,14 @@ FAMILIES = (
     _family("torch, watchdog of NCCL", "nccl_timeout",
             r"caught collective operation timeout|watchdog .*timed? ?out|\[PG .*Timeout\(ms\)=\d+\) ran for",
             r"Heartbeat monitor timed out|watchdog got stuck for|collective operation timeout",
-            r"dump signal due to a collective timeout|debug info, due to (?:collective timeout|ProcessGroupNCCL watchdog hang)"),
+            r"dump signal due to a collective timeout|debug info, due to (?:collective timeout|ProcessGroupNCCL "
+            r"watchdog hang)"),
     _family("NCCL and RCCL", "nccl_error",
-            r"NCCL [Ee]rror|[nr]ccl(?:System|Remote|Internal|UnhandledCuda)Error|NCCL (?:communicator was aborted|WARN)",
+            r"NCCL [Ee]rror|[nr]ccl(?:System|Remote|Internal|UnhandledCuda)Error|NCCL (?:communicator was "
+            r"aborted|WARN)",
             r"Some NCCL operations have failed or timed out|ibv_\w+ failed|RCCL [Ee]rror"),
-    _family("gloo", "gloo_error", r"gloo/\S+\.(?:cc|h):\d+|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out waiting \d+ms for"),
+    _family("gloo", "gloo_error", r"gloo/\S+\.(?:cc|h):\d+|[Gg]loo (?:connect|error)|monitoredBarrier|Timed out "
+    r"waiting \d+ms for"),
     _family("sockets", "connection_error",
             r"Connection (?:reset|closed|refused|aborted|timed out|was likely closed)|Dist(?:Network|Store)Error",
             r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout",
@@ -147,11 +159,13 @@ FAMILIES = (
             r"Terminating process because the (?:JAX|coordinat\w+)|distributed service detected fatal errors",
             r"(?:JAX|[Cc]oordination|distributed) service.{0,60}(?:heartbeat|timed? ?out|unavailable|disconnect)"),
 )  # fmt: skip
-"""Texts and their causes. Roots come before their consequences; of several families that match, the first one counts."""
+"""Texts and their causes. Roots come before their consequences; of several families that match,
+the first one counts."""
 
 _EXCEPTION_TYPE = re.compile(r"(?:(\w+)\.)?(?:\w+\.)*(\w+)(?::|$)")
 _PROGRAM_ERRORS = (
-    ArithmeticError, AttributeError, BufferError, LookupError, NameError, NotImplementedError, RecursionError, ReferenceError,
+    ArithmeticError, AttributeError, BufferError, LookupError, NameError, NotImplementedError, RecursionError,
+    ReferenceError,
     StopAsyncIteration, StopIteration, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 """Exceptions of Python for faults of a program; their messages quote what the program has, in any words."""
@@ -162,11 +176,13 @@ _PATH_CAUSES = frozenset({"compile_cache", "disk_full", "disk_error", "stale_fil
 _TRITON_OUT_OF_RESOURCES = "OutOfResources"
 """Triton's exception for a GPU kernel that needs more shared memory or registers than the GPU has."""
 _PACKAGES_OF_RUNS = frozenset({
-    "accelerate", "asyncio", "colossalai", "concurrent", "cupy", "cupy_backends", "cupyx", "deepspeed", "grpc", "horovod",
+    "accelerate", "asyncio", "colossalai", "concurrent", "cupy", "cupy_backends", "cupyx", "deepspeed", "grpc",
+    "horovod",
     "jax", "jaxlib", "lightning", "lightning_fabric", "megatron", "mpi4py", "multiprocessing", "nccl", "paddle",
     "pytorch_lightning", "ray", "socket", "ssl", "tensorflow", "torch", "torch_xla", "transformer_engine", "zmq",
 })  # fmt: skip
-"""Packages whose exceptions can say that ranks of a run lost each other; others talk to services, such as data bases."""
+"""Packages whose exceptions can say that ranks of a run lost each other; others talk to services,
+such as data bases."""
 _MISSING_SYMBOL = re.compile(r"AttributeError: /\S+: undefined symbol: ")
 _QUOTED_TEXT = re.compile(r"(?<!\w)(?:'[^']*'|\"[^\"]*\")(?!\w)")
 _ASSERTION = re.compile(r"(?:[\w.]*\.)?AssertionError\b|.*[Aa]ssertion [`'].*[`'] failed")

@@ -130,8 +130,9 @@ class Finding(NamedTuple):
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first.
 
-    The root is the earliest failure, by the times in the logs if all of those that compete have one, else by the order in
-    which the ranks ended. What the failure of another rank may have caused comes after all others (`Finding.tier`).
+    The root is the earliest failure, by the times in the logs if all of those that compete have one,
+    else by the order in which the ranks ended. What the failure of another rank may have caused comes after all others
+    (`Finding.tier`).
     """
     starters = {rank.starter for rank in ranks}
     rank_findings = [
@@ -170,7 +171,9 @@ def _sorted_findings(rank_findings: list[Finding]) -> list[Finding]:
 
 
 def _lost_to_host_memory(ranks: Sequence[RankProgress], rank_findings: list[Finding]) -> Iterator[Finding]:
-    """The root where Linux killed a process of the run, and nothing else says why the others lost their connections or hang."""
+    """The root where Linux killed a process of the run, and nothing else says why the others lost their
+    connections or hang.
+    """
     killed_rank = next((rank for rank in ranks if rank.oom_killed), None)
     if killed_rank and (not rank_findings or rank_findings[0].cause.status == Status.COMM_ERROR):
         line = "Linux killed a process of its node because the host ran out of memory"

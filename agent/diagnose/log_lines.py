@@ -55,13 +55,15 @@ _GOES_ON = re.compile(
 )
 _STACK = re.compile(
     r"\s|frame #\d+|#\d+ |Traceback |Exception raised from |(?:Current t|T)hread 0x|Extension modules: "
-    r"|C\+\+ CapturedTraceback|<no Python frame>|[\u2502\u256d\u2570\u2503\u250f\u2517]|\| |\+-+|\[\S+:\d+(?::\d+)*\] +\[ ?\d+\]|/\S+\([^)]*\+0x|\^+$"
+    r"|C\+\+ CapturedTraceback|<no Python frame>|[\u2502\u256d\u2570\u2503\u250f\u2517]|\| "
+    r"|\+-+|\[\S+:\d+(?::\d+)*\] +\[ ?\d+\]|/\S+\([^)]*\+0x|\^+$"
 )
 _NOISE = re.compile(
     r"[=*#~_-]{5,}|.*(?:Killing subprocess|exits with return code|closing signal SIG|failed \(exitcode: )"
     r"|srun: |slurmstepd: |mpirun|prterun|wandb: |Failures:|Root Cause \(first|\[\d+\]:$|\S+ FAILED$"
     r"|Set the environment variable HYDRA|Error executing job with overrides|For debugging consider|Compile with `TORCH"
-    r"|(?:CUDA|HIP) kernel errors might|Search for `cuda|Device-side assertion tracking|Set TORCHDYNAMO|You can suppress this"
+    r"|(?:CUDA|HIP) kernel errors might|Search for `cuda|Device-side assertion tracking|Set "
+    r"TORCHDYNAMO|You can suppress this"
     r"|.*(?:resource_tracker: |NCCL INFO|\(core dumped\)|destroy_process_group\(\)|memory fragmentation)"
 )
 _DUMP = re.compile(

@@ -1,7 +1,7 @@
 """What a log tells about failures, in a record that is small enough to send: `LogParser` makes it line by line.
 
-The record keeps every failure that the log shows, in order, with what followed it. It decides nothing: a traceback may be
-that of a caught exception. `rank_cause.py` decides, from the record and the exit code.
+The record keeps every failure that the log shows, in order, with what followed it. It decides nothing:
+a traceback may be that of a caught exception. `rank_cause.py` decides, from the record and the exit code.
 """
 
 import re
@@ -69,7 +69,8 @@ class Failure:
 
     kind: FailureKind
     lines: list[str] = field(default_factory=list)
-    """The lines that say what failed, without stacks: exceptions that led to each other, and the lines of their messages."""
+    """The lines that say what failed, without stacks: exceptions that led to each other,
+    and the lines of their messages."""
     frames: list[str] = field(default_factory=list)
     """The innermost frames, as Python writes them."""
     lines_after: int = 0
@@ -140,7 +141,8 @@ _FATAL_LINES = (
     ("symbol lookup error", r"symbol lookup error"),
     ("Caught signal ", r"\bCaught signal \d+ \("),
 )
-"""Lines with which libraries end a process: a text that each of them has, None if it has none of its own, and the pattern."""
+"""Lines with which libraries end a process: a text that each of them has,
+None if it has none of its own, and the pattern."""
 _FATAL = re.compile("|".join(pattern for _, pattern in _FATAL_LINES))
 _SIGNAL_BY_WORDS = {
     "Segmentation fault": signal.SIGSEGV, "Aborted": signal.SIGABRT, "Killed": signal.SIGKILL,

@@ -355,7 +355,9 @@ def _printed_params(ranks: Sequence[RankProgress], task: Task) -> int | None:
 
 
 def _reported_numbers(ranks: Sequence[RankProgress]) -> Columns:
-    """The fields whose columns name the report that has them: the largest number of all ranks, None where none has it."""
+    """The fields whose columns name the report that has them: the largest number of all ranks,
+    None where none has it.
+    """
     columns = Columns()
     for name, column in RESULT_COLUMNS.items():
         if column.report:

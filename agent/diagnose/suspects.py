@@ -1,4 +1,6 @@
-"""Which hosts a failed attempt points at, by what the ranks of each host did; texts decide only where they are proof."""
+"""Which hosts a failed attempt points at, by what the ranks of each host did;
+texts decide only where they are proof.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -59,7 +61,9 @@ def host_evidence(
 
 
 def evidence_of_ranks(culprits: Collection[RankProgress], ranks: Sequence[RankProgress]) -> HostEvidence:
-    """The evidence where `culprits` failed by themselves: their only host is a suspect if all its ranks are among them."""
+    """The evidence where `culprits` failed by themselves: their only host is a suspect if all its
+    ranks are among them.
+    """
     began_on, all_hosts = _hosts_of(culprits, ranks), {rank.host for rank in ranks}
     has_failed_entirely = len(began_on) == 1 and all(r in culprits for r in ranks if r.host == began_on[0])
     return HostEvidence(

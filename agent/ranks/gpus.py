@@ -60,8 +60,8 @@ class VisibleGpu(NamedTuple):
 def visible_gpus() -> list[VisibleGpu]:
     """The GPUs and MIG devices of CUDA_VISIBLE_DEVICES (indices or UUIDs) in its order; all GPUs where it is not set.
 
-    The list is empty where the driver is absent, fails or does not answer. A line in the log of the job names the devices
-    that the driver does not list, since nothing about these can be checked.
+    The list is empty where the driver is absent, fails or does not answer. A line in the log of the job names the
+    devices that the driver does not list, since nothing about these can be checked.
     """
     gpus, device_prefixes = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if device_prefixes is None:

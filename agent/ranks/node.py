@@ -364,7 +364,9 @@ class Node:
         return self._run_folder / f"rank{rank}.log"
 
     def _read_logs(self) -> Iterator[RankEvent]:
-        """What logs of ranks that failed show, as many as can be read in LOG_READING_S; the others wait for the next call."""
+        """What logs of ranks that failed show, as many as can be read in LOG_READING_S;
+        the others wait for the next call.
+        """
         start_s = time.monotonic()
         while self._unread_logs and time.monotonic() - start_s < LOG_READING_S:
             rank, max_bytes = self._unread_logs.popitem()
@@ -410,7 +412,9 @@ class Node:
         return time.monotonic() - self._last_look_s >= WORKER_LOOK_S
 
     def _find_workers(self) -> list[Worker]:
-        """The ranks that the command of this node has started, whose pids it keeps; it reads all processes of the host."""
+        """The ranks that the command of this node has started, whose pids it keeps;
+        it reads all processes of the host.
+        """
         self._last_look_s = time.monotonic()
         workers = workers_among(self._pids_below(os.getpid()))
         self._worker_pids = pid_by_rank(workers, self.ranks)

@@ -1,7 +1,7 @@
 """Reads the log of a rank that failed, once and whole, and reduces it to its record.
 
-Most of a log is progress. So blocks of it are searched for the few words that every failure has, and only excerpts around
-these, and the end, are read line by line.
+Most of a log is progress. So blocks of it are searched for the few words that every failure has,
+and only excerpts around these, and the end, are read line by line.
 """
 
 import re

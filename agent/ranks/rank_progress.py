@@ -15,9 +15,10 @@ from ultrabench.measure import Measure
 from ultrabench.record import from_dict
 
 RankEvent = dict[str, Any]
-"""An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
-{rank, code, oom_killed, disk_full} its exit, {rank, log} the record of its log, which follows the exit, and
-{rank, evidence} the evidence of a hang, and {rank, stack} what a rank wrote when it was aborted. An exit may have the end of the log instead of its record, as `tail`."""
+"""An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress, {rank,
+code, oom_killed, disk_full} its exit, {rank, log} the record of its log, which follows the exit, and {rank,
+evidence} the evidence of a hang, and {rank, stack} what a rank wrote when it was aborted.
+An exit may have the end of the log instead of its record, as `tail`."""
 
 SURE_STATES = ("T", "Z")
 """States of a process in which it cannot go on, whatever other ranks do: it is stopped, or it is dead."""
@@ -115,10 +116,11 @@ class RankProgress:
     evidence: dict[str, Any] = field(default_factory=lambda: NO_EVIDENCE)
     """What the node found when it examined a rank that hangs: {state, wchan, stack, groups}.
 
-    `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
-    (unknown), `wchan` the kernel function in which the rank sleeps, `stack` the frames of its main
-    thread as `function (file:line)`, innermost first. `aborted` is there if the rank was ended to see its stack. `groups` has {group, ranks, entered, started,
-    finished, ops} for each process group, and is empty if the rank did not answer.
+    `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ? (unknown),
+    `wchan` the kernel function in which the rank sleeps, `stack` the frames of its main thread as
+    `function (file:line)`, innermost first. `aborted` is there if the rank was ended to see its stack.
+    `groups` has {group, ranks, entered, started, finished, ops} for each process group,
+    and is empty if the rank did not answer.
     """
 
     def reported_values(self, event: Literal["memory", "done"]) -> dict[str, Any]:
@@ -404,6 +406,8 @@ class AttemptProgress:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank reported an error or invalid values, ended with an exit code other than 0, or was started wrongly."""
+        """Whether a rank reported an error or invalid values, ended with an exit code other than 0,
+        or was started wrongly.
+        """
         has_fault = self.fault is not None or self.launch_problem is not None
         return has_fault or any(rank.error_line or rank.code for rank in self.ranks)

@@ -38,7 +38,8 @@ def _worker(pid: int) -> Worker | None:
 
 
 def pid_by_rank(workers: Iterable[Worker], ranks: range) -> dict[int, int]:
-    """The pid of each of these ranks of a node that runs; of several processes with the same rank that of the first one.
+    """The pid of each of these ranks of a node that runs; of several processes with the same rank
+    that of the first one.
 
     A starter may number its nodes in another order. Then its ranks stand for those of the node, in their order.
     """
@@ -49,7 +50,9 @@ def pid_by_rank(workers: Iterable[Worker], ranks: range) -> dict[int, int]:
 
 
 def wrong_size_text(workers: Iterable[Worker], world_size: int) -> str | None:
-    """Why a command that starts the ranks of a node trains another number of ranks than the layout; None if it does not."""
+    """Why a command that starts the ranks of a node trains another number of ranks than the layout;
+    None if it does not.
+    """
     worker = next((worker for worker in workers if worker.world_size != world_size), None)
     if worker is None:
         return None

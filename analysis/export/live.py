@@ -1,9 +1,9 @@
 """Logs the runs of a sweep into a tracker as they end.
 
-`python -P -m ultrabench.analysis.export.live KIND FOLDER` reads the journal of the sweep in FOLDER until its standard input
-ends, logs what is left, and ends, too. It is a process of its own with the lowest priority: what a tracker's library does,
-and a tracker that is away, slow or broken, reaches no run and no launcher. A failure becomes one line of tracking.log in
-the folder of the sweep; then it waits, and tries again.
+`python -P -m ultrabench.analysis.export.live KIND FOLDER` reads the journal of the sweep in FOLDER until its standard
+input ends, logs what is left, and ends, too. It is a process of its own with the lowest priority:
+what a tracker's library does, and a tracker that is away, slow or broken, reaches no run and no launcher.
+A failure becomes one line of tracking.log in the folder of the sweep; then it waits, and tries again.
 """
 
 import os

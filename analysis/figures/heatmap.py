@@ -215,7 +215,10 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_name:
         raise ConfigError("the table has no cells", todo)
     grids = _grids(cells, compared_name)
     if len(grids) > _MAX_PANELS:
-        groups_text = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, routing, seq_len and gbs"
+        groups_text = (
+            f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, "
+            "precision, routing, seq_len and gbs"
+        )
         todo = "show them on a page with ultrabench report, or list them with ultrabench heatmap --json"
         raise ConfigError(f"{groups_text}; a heatmap holds at most {_MAX_PANELS} groups: {todo}")
     left_inches = max(1.25, 0.35 + 0.1 * max(min(len(cell.title), _MODEL_NAME_CHARS) for cell in cells))
@@ -354,13 +357,22 @@ def _note_sentences(cells: Sequence[Cell], compared_name: str) -> Iterator[str]:
     if num_tied := sum(bool(cell.as_good_as_best) for cell in cells):
         yield f"In {num_tied} of {cells_text} several layouts tie for best: their 95 % intervals overlap."
     if num_environments := sum(cell.environment is not None for cell in cells):
-        yield f"In {num_environments} of {cells_text} layouts were measured in several environments; the square names the environment of the best."
+        yield (
+            f"In {num_environments} of {cells_text} layouts were measured in several environments; "
+            "the square names the environment of the best."
+        )
     if suspect_cells := [cell for cell in cells if cell.suspect]:
         scope_text = f"In {len(suspect_cells)} of {cells_text} the layout shown is suspect"
-        yield f"{scope_text}, such as {suspect_cells[0].title} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
+        yield (
+            f"{scope_text}, such as {suspect_cells[0].title} on "
+            f"{counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
+        )
     wide_cells = [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]
     if wide_cells:
         widest_cell = max(wide_cells, key=lambda cell: cell.step_time_ci95_rel or 0.0)
         scope_text = f"{widest_cell.title} on {counted(widest_cell.nodes, 'node')}"
         interval_text = f"{too_wide(False, widest_cell.step_time_ci95_rel)} ({scope_text})"
-        yield f"In {len(wide_cells)} of {cells_text} the interval of the best layout is wider than its target, up to {interval_text}."
+        yield (
+            f"In {len(wide_cells)} of {cells_text} the interval of the best layout is wider than its "
+            f"target, up to {interval_text}."
+        )

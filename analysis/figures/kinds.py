@@ -25,7 +25,8 @@ class Kind:
     default_column: str = ""
     """The column of the y axis when --by is not given; empty for a figure without a choice of column."""
     takes_any_axis: bool = False
-    """Whether the x axis can be any axis that varied in the results; its name follows that of the kind in the command."""
+    """Whether the x axis can be any axis that varied in the results; its name follows that of the
+    kind in the command."""
     shows_layout: bool = False
     """Whether the figure shows a layout, given as NAME=VALUE; results are then optional, or not allowed."""
 

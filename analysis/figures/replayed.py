@@ -13,7 +13,8 @@ _GOOD_REGRET_PERCENT = 2
 
 
 def figure(document: Mapping[str, Any], name: str) -> Figure:
-    """A figure with a point for each cell: its share of GPU hours and its regret; cells without a working layout are on top.
+    """A figure with a point for each cell: its share of GPU hours and its regret;
+    cells without a working layout are on top.
 
     The regret is how much slower the layout that the strategy chose is than the best one.
 
@@ -28,7 +29,10 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     look_by_model = series_looks(models, is_ordered=False, linestyle="")
     strategy_text = f"{document['strategy']}, batch {document['batch']}"
     title = f"{name}: {strategy_text}, {hours_percent:.1f} % of the GPU hours"
-    notes = f"Numbers: nodes of the cell. Line: regret of {_GOOD_REGRET_PERCENT} %. Hollow: the strategy found no working layout."
+    notes = (
+        f"Numbers: nodes of the cell. Line: regret of {_GOOD_REGRET_PERCENT} %. Hollow: "
+        "the strategy found no working layout."
+    )
     figure, panels = panel_grid([name], title=title, notes=notes, legend=look_by_model.values(), height=3.6)
     axes = panels[name]
     for cell in cells:

@@ -31,12 +31,13 @@ _PANEL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "gbs"), "batch", "
 def final_rows(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
-    Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
-    panels apart: hardware, kernel, precision, routing or batch. A suspect row of an imported table is in the panel of
-    the other rows of its model, as in rankings. The column `place` is the place of a run that ended ok in the ranking
-    of its cell, null for rows that do not stand for such a run; `may_win` says whether this run may be the best of its
-    cell. `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU, and `run_numbers` maps columns
-    to the medians of its repeats; `options` has the values of options that vary; `environment` is a number that rows of one environment share.
+    Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells panels apart:
+    hardware, kernel, precision, routing or batch. A suspect row of an imported table is in the panel of the other rows
+    of its model, as in rankings. The column `place` is the place of a run that ended ok in the ranking of its cell,
+    null for rows that do not stand for such a run; `may_win` says whether this run may be the best of its cell.
+    `rate_low` and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU, and `run_numbers` maps columns to
+    the medians of its repeats; `options` has the values of options that vary; `environment` is a number that rows of
+    one environment share.
 
     Args:
         more_columns: further columns of the rows.
@@ -118,7 +119,10 @@ def runs_note(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) ->
     """
     num_not_winning = int((~runs["may_win"]).sum())
     how_text = "Drawn as crosses" if has_crosses else "Not drawn"
-    excluded_text = f"{how_text}: {num_not_winning:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
+    excluded_text = (
+        f"{how_text}: {num_not_winning:,} of {counted(len(runs), 'ok run')}, "
+        "suspect or stopped early as slower.\n"
+    )
     return f"{excluded_text if num_not_winning else ''}{cells.notes(table)}"
 
 

@@ -80,7 +80,9 @@ class Panel(Axes):
         self.set_xlim(-x_margin, len(values) - 1 + x_margin)
 
     def log_scale(self, xy: str, min_value: float, max_value: float, label_format: str = "{x:,.10g}") -> None:
-        """Makes the axis `xy`, which is x or y, logarithmic; it has labels also between powers of ten where these are few."""
+        """Makes the axis `xy`, which is x or y, logarithmic; it has labels also between powers of ten
+        where these are few.
+        """
         self.set(**{f"{xy}scale": "log"})
         axis = self.xaxis if xy == "x" else self.yaxis
         locator: Locator = LogLocator(subs=(1, 2, 5) if max_value < 2000 * min_value else (1,))

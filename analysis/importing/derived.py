@@ -35,7 +35,8 @@ MIN_PEAK_MEM_BYTES = 1e6
 _RANKS_PRODUCT, _BATCH_PRODUCT = "*".join(DEGREES), "*".join(("dp", *BATCH))
 """Expressions of columns that give the number of ranks and the global batch size."""
 _DERIVED_COUNTS = (
-    ("gpus", "nodes * gpus_per_node"), ("gpus", _RANKS_PRODUCT), ("gpus_per_node", "gpus / nodes"), ("nodes", "gpus / gpus_per_node"),
+    ("gpus", "nodes * gpus_per_node"), ("gpus", _RANKS_PRODUCT), ("gpus_per_node", "gpus / nodes"),
+    ("nodes", "gpus / gpus_per_node"),
     ("dp", "gpus / (tp * pp * cp)"), ("gas", "gbs / (dp * mbs)"), ("gbs", _BATCH_PRODUCT),
 )  # fmt: skip
 """Columns of counts, and the expressions that fill them if they are unknown, in the order of evaluation."""
@@ -99,7 +100,9 @@ def typed_table(frame: pd.DataFrame, columns: list[str]) -> pa.Table:
 
 
 def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tuple[str, pd.Series]]:
-    """Fills the sizes that rows lack; returns doubts about rows whose sizes differ from those of the model they name."""
+    """Fills the sizes that rows lack; returns doubts about rows whose sizes differ from those of
+    the model they name.
+    """
     for table_name in {*frame["model"].dropna()} & models.keys():
         is_of_model = frame["model"] == table_name
         model_name = models[table_name]

@@ -15,11 +15,13 @@ from ultrabench.record import canonical_json, content_id
 from ultrabench.variant import OPTION
 
 _IDENTITY_COLUMNS = [
-    "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
+    "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel",
+    "kernel_version", "hardware",
 ]  # fmt: skip
 """Columns whose values are hashed to the run_id of an imported row, together with its options."""
 _SETTING_COLUMNS = (
-    "attention", "env", "variables", "gpu_name", "cluster", "kernel_digest", "torch_version", "cuda_version", "nccl_version",
+    "attention", "env", "variables", "gpu_name", "cluster", "kernel_digest", "torch_version", "cuda_version",
+    "nccl_version",
     "driver_version", "git_commit", "source",
 )  # fmt: skip
 """Columns of results with further settings; they are options if rows of one candidate differ in them."""

@@ -70,7 +70,10 @@ def import_table(path: Path, table_map: TableMap) -> Imported:
     table_file = read_table(path, source_columns)
     names = table_file.columns
     if not {*source_columns} & {*names}:
-        fact = f"{path} has none of the {len({*source_columns})} columns that this format or map reads, such as {source_columns[0]!r}"
+        fact = (
+            f"{path} has none of the {len({*source_columns})} columns that this format or map reads, "
+            f"such as {source_columns[0]!r}"
+        )
         raise ConfigError(f"{fact}; its columns: {', '.join([*names][:10])}")
     require_known(f"column of {path}", names, *source_columns, *table_map.options)
     try:
@@ -124,7 +127,9 @@ class _Reader:
         self._failed_status = pd.Series(None, self._index, object)
 
     def our_columns(self) -> pd.DataFrame:
-        """The columns of results for which the table has values or the map a constant; the index is the number of the row."""
+        """The columns of results for which the table has values or the map a constant;
+        the index is the number of the row.
+        """
         frame = pd.DataFrame(index=self._index)
         constants = _DEFAULTS | self._map.constants
         self._failed_status = self._statuses()
@@ -164,7 +169,9 @@ class _Reader:
         return values.where(values.notna(), constant)
 
     def _with_our_names(self, our_column: str, values: pd.Series) -> pd.Series:
-        """The values of a column, with the names that ultrabench knows in ultrabench's spelling, whatever their case."""
+        """The values of a column, with the names that ultrabench knows in ultrabench's spelling,
+        whatever their case.
+        """
         names_by_column: dict[str, Iterable[str]] = {
             "hardware": files("hardware"),
             "kernel": files("kernel"),
@@ -337,7 +344,9 @@ class _Reader:
     # other values
 
     def _column_values(self, our_column: str, source: Source) -> tuple[pd.Series, pd.Series | None]:
-        """The values of a column of results that the texts of its source mean, null where there is none; and half digits."""
+        """The values of a column of results that the texts of its source mean,
+        null where there is none; and half digits.
+        """
         texts, _ = self._texts(source)
         column_type, lower_texts = TYPE_BY_COLUMN[our_column], texts.str.lower()
         is_empty = lower_texts.isin(_EMPTY_TEXTS if column_type == TEXT else _EMPTY_TEXTS | {"none"})

@@ -1,4 +1,6 @@
-"""Reads the numbers in the cells of a column: decimal points or commas, thousands, units, and how far they are rounded."""
+"""Reads the numbers in the cells of a column: decimal points or commas, thousands, units,
+and how far they are rounded.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,14 +40,17 @@ class Numbers:
         return pd.Series(np.append(self.factors, 1.0)[self.codes] != 1.0, self.values.index)
 
     def half_digits(self) -> pd.Series:
-        """For each number half a unit of its last written digit, in ultrabench's unit: the most that rounding changed."""
+        """For each number half a unit of its last written digit, in ultrabench's unit:
+        the most that rounding changed.
+        """
         halves = np.array([_half_digit(text, self.decimal) for text in self.distinct_texts]) * self.factors
         cell_halves = np.append(halves, np.nan)[self.codes]
         return pd.Series(cell_halves, self.values.index)
 
 
 def decimal_reading(texts: Iterable[str], *, is_int: bool) -> str | None:
-    """The sign of decimals in a column: POINT or COMMA where its texts decide it, `both` where they may be read either way.
+    """The sign of decimals in a column: POINT or COMMA where its texts decide it,
+    `both` where they may be read either way.
 
     None means that it has neither commas nor groups of thousands with points, so it is read with a point.
 

@@ -92,7 +92,9 @@ def readings_of(name: str, frame: pd.DataFrame, unit: str | None = None) -> list
 
 
 def _tokens_of_sequence(frame: pd.DataFrame) -> pd.Series:
-    """The tokens of a sequence, null where gbs is no number of tokens that are whole sequences of equal micro-batches."""
+    """The tokens of a sequence, null where gbs is no number of tokens that are whole sequences of
+    equal micro-batches.
+    """
     sequences_of_step = frame["gbs"] / frame["seq_len"]
     is_whole = (
         (frame["seq_len"] > 1) & (sequences_of_step >= 1) & (sequences_of_step % frame["mbs"].fillna(1) == 0)

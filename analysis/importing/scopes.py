@@ -1,4 +1,6 @@
-"""Scopes of rates: a table may give the tokens/s or FLOP/s of one GPU, of a node, of a DP rank, or of all GPUs together."""
+"""Scopes of rates: a table may give the tokens/s or FLOP/s of one GPU, of a node, of a DP rank,
+or of all GPUs together.
+"""
 
 from collections.abc import Mapping
 

@@ -19,7 +19,8 @@ UNITS: dict[str, tuple[str, float]] = {
     "us": ("s", 1e-6), "ms": ("s", 1e-3), "s": ("s", 1.0), "min": ("s", 60.0), "h": ("s", 3600.0),
     "KB": ("B", 1e3), "MB": ("B", 1e6), "GB": ("B", 1e9), "TB": ("B", 1e12),
     "KiB": ("B", 2.0**10), "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30), "TiB": ("B", 2.0**40),
-    "MB/s": ("B/s", 1e6), "GB/s": ("B/s", 1e9), "TB/s": ("B/s", 1e12), "GiB/s": ("B/s", 2.0**30), "Gbit/s": ("B/s", 1.25e8),
+    "MB/s": ("B/s", 1e6), "GB/s": ("B/s", 1e9), "TB/s": ("B/s", 1e12), "GiB/s": ("B/s", 2.0**30),
+    "Gbit/s": ("B/s", 1.25e8),
     "GFLOP/s": ("FLOP/s", 1e9), "TFLOP/s": ("FLOP/s", 1e12), "PFLOP/s": ("FLOP/s", 1e15),
     "MHz": ("Hz", 1e6), "GHz": ("Hz", 1e9), "kW": ("W", 1e3), TOKENS: (TOKENS, 1.0),
     **{unit: (COUNT, factor) for unit, factor in _COUNT_FACTORS.items()},
@@ -28,8 +29,10 @@ UNITS: dict[str, tuple[str, float]] = {
 
 _ALIASES = {
     "s": {
-        "s": "s", "sec": "s", "secs": "s", "second": "s", "seconds": "s", "s/step": "s", "s/it": "s", "s/iter": "s", "ms": "ms",
-        "msec": "ms", "msecs": "ms", "millisecond": "ms", "milliseconds": "ms", "ms/step": "ms", "us": "us", "min": "min",
+        "s": "s", "sec": "s", "secs": "s", "second": "s", "seconds": "s", "s/step": "s", "s/it": "s", "s/iter": "s",
+        "ms": "ms",
+        "msec": "ms", "msecs": "ms", "millisecond": "ms", "milliseconds": "ms", "ms/step": "ms", "us": "us",
+        "min": "min",
         "mins": "min", "minutes": "min", "h": "h", "hr": "h", "hrs": "h", "hours": "h",
     },
     "B": {
@@ -72,7 +75,8 @@ _QUANTITY_BY_NAME = {
         for time in _ALIASES["s"]
         if "/" not in time
         for part in (
-            "microbatch", "micro-batch", "micro batch", "mb", "layer", "token", "tok", "tokens", "sample", "samples", "seq",
+            "microbatch", "micro-batch", "micro batch", "mb", "layer", "token", "tok", "tokens", "sample", "samples",
+            "seq",
             "sequence", "epoch",
         )
     },
@@ -172,7 +176,9 @@ def _unit_text(text: str) -> str:
 
 
 def _rate_texts(header: str) -> list[str]:
-    """The words of a header that are quotients outside brackets, such as `it/s`, and names of token rates such as `tps`."""
+    """The words of a header that are quotients outside brackets, such as `it/s`,
+    and names of token rates such as `tps`.
+    """
     text = re.sub(r"[(\[][^)\]]*[)\]]", " ", header).strip().lower()
     text = re.sub(r"(?<![a-z])(thousand|million|[km])[ _-](?=t\w*(?:/| ?per))", r"\1", text)
     text = re.sub(r"[ _-]per[ _-]| ?/ ?", "/", text)
@@ -221,7 +227,9 @@ def require_whole_step(header: str) -> None:
 
 
 def _require_same_scope(our_column: str, header: str) -> None:
-    """Raises ConfigError if a header says that its rate is of another number of GPUs than that of the column of results."""
+    """Raises ConfigError if a header says that its rate is of another number of GPUs than that of the
+    column of results.
+    """
     if our_column not in SCOPED_COLUMNS:
         return
     is_per_gpu = is_of_one_gpu(our_column)

@@ -37,12 +37,14 @@ class Node(NamedTuple):
 
 
 _RESULT_COLUMNS = (
-    "status", "cause", "suspect_hosts", "began_on", "hostnames", "throttled", "gpu_name", "torch_version", "cuda_version",
+    "status", "cause", "suspect_hosts", "began_on", "hostnames", "throttled", "gpu_name", "torch_version",
+    "cuda_version",
     "started_at",
 )  # fmt: skip
 """Columns that are fields of a RunResult."""
 COLUMNS = (
-    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES, *LINK_RATES,
+    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES,
+    *LINK_RATES,
     *_RESULT_COLUMNS,
 )  # fmt: skip
 """The columns of results that say something about nodes."""
@@ -75,8 +77,11 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     """
     sweep, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn, _DECODERS))
     sweep_columns = {
-        "sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name, "kernel": sweep.kernel.name,
-    }  # fmt: skip
+        "sweep": str(folder.path),
+        "cluster": sweep.cluster,
+        "hardware": sweep.hardware.name,
+        "kernel": sweep.kernel.name,
+    }
     columns_by_allocation = {
         name: sweep_columns | _allocation_columns(allocation, sweep.cluster)
         for name, allocation in state.allocations.items()
@@ -107,7 +112,9 @@ def _unix_seconds(moment: datetime | None) -> float | None:
 
 
 def _allocation_columns(allocation: AllocationState, cluster: str | None) -> Row:
-    """The columns of an allocation, and the time and findings by host of its latest preflight, which only journals have."""
+    """The columns of an allocation, and the time and findings by host of its latest preflight,
+    which only journals have.
+    """
     nodes = allocation.preflight.get("nodes")
     node_facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
     return {

@@ -46,7 +46,8 @@ class NodeReport:
     starts_s: list[float] = field(default_factory=list)
     """Starts of its attempts in seconds since 1970."""
     rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Name of a rate -> its values that were measured on this node alone; without CONTROL_RATE, whose layouts differ."""
+    """Name of a rate -> its values that were measured on this node alone; without CONTROL_RATE,
+    whose layouts differ."""
     speeds: dict[str, RelativeSpeed] = field(default_factory=dict)
     """Name of a rate -> the node's speed relative to other nodes."""
     health: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -78,9 +79,11 @@ class NodeReport:
         first, last = (_time_text(pick(self.starts_s)) if self.starts_s else None for pick in (min, max))
         return {
             **self.node._asdict(), "slow": self.slow_rates, "failing": self.failing, "runs": len(self.run_keys),
-            "attempts": self.num_attempts, "rates": rates, "throttled": self.num_throttled, "xids": self.num_by_failure[XID],
+            "attempts": self.num_attempts, "rates": rates, "throttled": self.num_throttled,
+            "xids": self.num_by_failure[XID],
             "failures": dict(self.num_by_failure.most_common()), "first_seen": first, "last_seen": last,
-            "health": {str(complaint): self.health.get(complaint, {}) for complaint in BAD_HEALTHS} if self.health else None,
+            "health": {str(complaint): self.health.get(complaint,
+                {}) for complaint in BAD_HEALTHS} if self.health else None,
         }  # fmt: skip
 
 

@@ -30,7 +30,8 @@ def cells(report: NodeReport) -> list[object]:
     failures_text = ", ".join(f"{cause} {n}" for cause, n in report.num_by_failure.most_common())
     num_throttled, num_xids = report.num_throttled or None, report.num_by_failure[XID] or None
     return [
-        report.label, "; ".join(mark_texts), len(report.run_keys), report.num_attempts, *speed_texts, num_throttled, num_xids, failures_text,
+        report.label, "; ".join(mark_texts), len(report.run_keys), report.num_attempts, *speed_texts, num_throttled,
+        num_xids, failures_text,
         _day_text(report, min), _day_text(report, max),
     ]  # fmt: skip
 
@@ -42,7 +43,9 @@ def health_text(report: NodeReport) -> str | None:
 
 
 def slowdowns_text(node_reports: Sequence[NodeReport]) -> str:
-    """The line under the table that says how slow a node must be to be marked: one without a mark may be slower than others, too."""
+    """The line under the table that says how slow a node must be to be marked:
+    one without a mark may be slower than others, too.
+    """
     min_slowdown_by_rate = min_slowdowns(report.speeds for report in node_reports)
     rate_names = {name for report in node_reports for name in (*report.rates, *report.speeds)}
     requirement_text = f"this takes {FEWEST_DAYS} days and {FEWEST_NODES} nodes measured in the same way"
@@ -62,7 +65,10 @@ def days_text(node_reports: Sequence[NodeReport]) -> str:
         return "No days: no attempt has started."
     first_day, last_day = (f"{datetime.fromtimestamp(pick(times_s), UTC):%Y-%m-%d}" for pick in (min, max))
     num_days_text = counted(len({*days_of(times_s).values()}), "day")
-    return f"Read {num_days_text}, {first_day} to {last_day}. To exclude older ones, for example after a repair: --since DATE."
+    return (
+        f"Read {num_days_text}, {first_day} to {last_day}. To exclude older ones, "
+        "for example after a repair: --since DATE."
+    )
 
 
 def _day_text(report: NodeReport, pick: Callable[[list[float]], float]) -> str | None:

@@ -13,7 +13,9 @@ _WORKLOAD = ("model", "hardware", "kernel", "source", "precision", "routing", "n
 
 
 def launch_words(row: Mapping[str, Any]) -> str:
-    """The arguments of `sweep plan` and `sweep launch` for a sweep of this row's layout; unknown values are left out."""
+    """The arguments of `sweep plan` and `sweep launch` for a sweep of this row's layout;
+    unknown values are left out.
+    """
     return f"{_workload_words(*map(row.get, _WORKLOAD))[0]} {_axis_words(*map(row.get, AXES))[0]}".strip()
 
 

@@ -25,7 +25,10 @@ def page(document: Mapping[str, Any], *, title: str) -> str:
         title: name of the sweep or file, which a public page leaves out.
     """
     scripts = ["\n".join(map(_file_text, _PAGE_SCRIPTS)), *_bokeh_scripts()]
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {' '.join(map(_csp_hash, scripts))}"
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src {' '.join(map(_csp_hash, scripts))}"
+    )
     own_script, *bokeh_scripts = (f"<script>{script}</script>" for script in scripts)
     return Template(_file_text("page.html")).substitute(
         title=escape("ultrabench report" if document["public"] else f"{title}: ultrabench report"),

@@ -87,11 +87,38 @@ _RUN_NUMBERS = (
 _LEFT_OUT_COLUMNS = ("schema_version", "step_times_s", "bandwidths", "first_values", *NODE_RATES)
 """Columns that stay out of the page, since they are long or the same in all rows; the parquet file has them."""
 
-NAME_COLUMNS = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
-         "driver_version")  # fmt: skip
+NAME_COLUMNS = (
+    "model",
+    "kernel",
+    "kernel_version",
+    "hardware",
+    "gpu_name",
+    "torch_version",
+    "cuda_version",
+    "nccl_version",
+    "driver_version",
+)
 """Columns of names that a public page shows; if a name is a path, only its last part."""
-WORD_COLUMNS = (*TEXT_AXES, "model_id", "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
-         "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
+WORD_COLUMNS = (
+    *TEXT_AXES,
+    "model_id",
+    "scaling",
+    "run_id",
+    "precision",
+    "routing",
+    "status",
+    "rule",
+    "cause",
+    "suspect",
+    "stopped",
+    "dominated_by",
+    "measured_by",
+    "kernel_digest",
+    "flops_formula",
+    "attention",
+    "env_id",
+    "control",
+)
 """Columns of texts that ultrabench itself writes; a public page shows `suspect` as the word suspect alone."""
 PUBLIC_COLUMNS = frozenset(
     {
@@ -195,7 +222,9 @@ def _option_values(values: list[Any]) -> list[Any]:
 
 
 def encoded_column(values: Sequence[Any]) -> dict[str, Any]:
-    """A column as its distinct values and the index of each row's value (-1: null), or as values if most are distinct."""
+    """A column as its distinct values and the index of each row's value (-1: null),
+    or as values if most are distinct.
+    """
     distinct_values = {*values} - {None}
     if 2 * len(distinct_values) > len(values) > 8:
         return {"values": [*values]}

@@ -80,7 +80,9 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
 
 
 def measured_features(timed_cases: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
-    """The values of each feature among these runs and those that `base` was fitted to, as `Profile.measured` has them."""
+    """The values of each feature among these runs and those that `base` was fitted to,
+    as `Profile.measured` has them.
+    """
     values_by_feature = {name: {*values} for name, values in base.measured.items()}
     for case in timed_cases:
         for name, value in features(case.run.spec, case.hardware.gpu_at_limit).items():
@@ -119,7 +121,8 @@ def _source_text(num_runs_by_part: dict[str, int], num_runs: int, base: Profile)
 def _better_memory(
     runs: Sequence[MeasuredRun], base: Profile
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]], int]:
-    """The memory constants that are better on runs left out, their errors before and after, and the number of fitted runs.
+    """The memory constants that are better on runs left out, their errors before and after,
+    and the number of fitted runs.
 
     These are those of `base` and 0 where new constants are no better.
     """

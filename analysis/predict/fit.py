@@ -65,7 +65,8 @@ def log_errors(cases: Sequence[Case], constants: TimeConstants) -> list[float]:
 def fit_constants(
     prior: T, names: Sequence[str], errors_of: Callable[[T], Sequence[float]], scale: float, ridge: float
 ) -> T:
-    """The constants, a dataclass, whose logarithmic errors are smallest near `prior`; efficiencies and shares are at most 1.
+    """The constants, a dataclass, whose logarithmic errors are smallest near `prior`;
+    efficiencies and shares are at most 1.
 
     Args:
         names: fields of `prior` that may change; they are positive.

@@ -18,7 +18,8 @@ FITTED_NAMES = (
     "layer_hidden", "work_hidden", "work_ffn", "work_gathered", "work_embedding", "gathered", "run_ahead",
     "backward_slack", "optimizer_slack", "base_bytes",
 )  # fmt: skip
-"""Constants that the fit may change. layer_ffn and logits are known from the code, the limits from which runs failed."""
+"""Constants that the fit may change. layer_ffn and logits are known from the code,
+the limits from which runs failed."""
 ERROR_SCALE = 0.04
 """Error of a prediction, as a logarithm, from which a run pulls the fit less."""
 RIDGE = 0.5
@@ -28,7 +29,8 @@ MAX_UNFILLED_BYTES = 73 * 2**30
 
 
 def nanotron_version(run: MeasuredRun) -> str:
-    """The `version` of NanotronMemory for an imported run; `latest` unless its job id falls into the period of another one.
+    """The `version` of NanotronMemory for an imported run; `latest` unless its job id falls into the
+    period of another one.
 
     The periods were found from the reserved memory of the runs; a pipeline before the fix is marked in the row itself.
     """
@@ -49,13 +51,17 @@ def with_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstant
 
 
 def memory_runs(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """The ok runs whose rank 0 reported a peak below MAX_UNFILLED_BYTES: only these show how much memory a layout needs."""
+    """The ok runs whose rank 0 reported a peak below MAX_UNFILLED_BYTES:
+    only these show how much memory a layout needs.
+    """
     ok_runs = (run for run in runs if run.status == Status.OK)
     return [run for run in ok_runs if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < MAX_UNFILLED_BYTES]
 
 
 def memory_errors(runs: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:
-    """log(measured / predicted) of the memory that rank 0 reserved in runs that `memory_runs` gives, each with its own version."""
+    """log(measured / predicted) of the memory that rank 0 reserved in runs that `memory_runs` gives,
+    each with its own version.
+    """
     constants_by_version = {version: replace(constants, version=version) for version in VERSIONS}
     return [
         math.log(run.peak_mem_reserved_rank0_bytes or 0)
@@ -65,5 +71,7 @@ def memory_errors(runs: Sequence[MeasuredRun], constants: NanotronMemory) -> lis
 
 
 def fit_memory(runs: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
-    """The constants that predict the reserved memory of runs that `memory_runs` gives best without moving far from `prior`."""
+    """The constants that predict the reserved memory of runs that `memory_runs` gives best without
+    moving far from `prior`.
+    """
     return fit_constants(prior, FITTED_NAMES, lambda fitted: memory_errors(runs, fitted), ERROR_SCALE, RIDGE)

@@ -23,7 +23,8 @@ STARTUP_S = 60.0
 RUN_STEPS, FAILED_STEPS, CONFIRM_STEPS = 5, 1, 10
 """Number of steps of a run, of a failed run, and of the two repeats of a contender in one process."""
 RACE_STEP_TIME_RATIO, RACED_STEPS = 1.3, 2
-"""Ratio of step times above which a run is stopped as slower than the best of its cell so far, and after how many steps."""
+"""Ratio of step times above which a run is stopped as slower than the best of its cell so far,
+and after how many steps."""
 TOP_RUNS = 5
 """Number of runs with a step time after which the strategy predicted ends."""
 RANDOM_SHARE = 0.1
@@ -124,8 +125,10 @@ ReplayedCell = tuple[str, int]
 
 _FIXED_ORDERS: dict[str, tuple[Callable[[ReplayedRun], Any], Callable[[Replay], bool]]] = {
     "exhaustive": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost_gpu_s()), lambda cell: False),
-    "random": (lambda run: hashlib.sha256(run.run_id.encode()).digest(), lambda cell: cell.gpu_s >= RANDOM_SHARE * cell.total_gpu_s),
-    "predicted": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.prediction.step_time_s), lambda cell: len(cell.tried().times_s) >= TOP_RUNS),
+    "random": (lambda run: hashlib.sha256(run.run_id.encode()).digest(),
+        lambda cell: cell.gpu_s >= RANDOM_SHARE * cell.total_gpu_s),
+    "predicted": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.prediction.step_time_s),
+        lambda cell: len(cell.tried().times_s) >= TOP_RUNS),
 }  # fmt: skip
 """Strategy that makes runs in a fixed order -> the sort key of a run, and when enough is measured."""
 STRATEGIES = ("adaptive", *_FIXED_ORDERS)

@@ -40,7 +40,8 @@ TOP_LAYOUTS = 5
 PRUNING_P_OOM = 0.9
 """P(OOM) above which these metrics count a layout as pruned."""
 BORDERLINE_SHARES = (46 / 79.11, 92 / 79.11)
-"""Fractions of the device's memory between which predicted allocated memory makes P(OOM) hard to tell: 46 and 92 GiB of an H100."""
+"""Fractions of the device's memory between which predicted allocated memory makes P(OOM) hard to tell:
+46 and 92 GiB of an H100."""
 ALLOCATABLE_SHARE = 0.967
 """Largest fraction of a device's memory that an allocator can hold: 76.5 of 79.1 GiB, CUDA and NCCL need the rest."""
 
@@ -51,7 +52,10 @@ def fp8_priors_warning(cases: Sequence[Case], profile: Profile) -> str | None:
     if not num_rows or "fp8" in profile.measured.get("precision", ()):
         return None
     priors_text = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(FP8_NAMES))
-    return f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, so {priors_text} are priors"
+    return (
+        f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, "
+        f"so {priors_text} are priors"
+    )
 
 
 def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: str) -> dict[Hashable, Profile]:
@@ -71,7 +75,10 @@ def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: st
     healthy_groups = sorted({str(group_of(case)) for case in timed_cases})
     if len(healthy_groups) < 2:
         groups_text = f"{group_kind}={', '.join(healthy_groups) or 'none'}"
-        problem = f"--leave-out {group_kind} needs healthy runs with at least 2 values of {group_kind}; these have {groups_text}"
+        problem = (
+            f"--leave-out {group_kind} needs healthy runs with at least 2 values of {group_kind}; "
+            f"these have {groups_text}"
+        )
         raise ConfigError(problem, "give results with more values")
     prior_memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group_of(case) for case in cases}, key=str)
@@ -93,7 +100,9 @@ def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: st
 
 
 def table(cases: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.DataFrame:
-    """The table of cases, one row each: its layout, what was measured, and what its profile predicts with its interval."""
+    """The table of cases, one row each: its layout, what was measured, and what its profile predicts
+    with its interval.
+    """
     reasons = exclusions(cases)
     frame = pd.DataFrame([_row(case, profile_of(case)) for case in cases])
     return frame.assign(healthy=[not reason for reason in reasons], exclusion=reasons)
@@ -136,7 +145,8 @@ def _memory_columns(case: Case, profile: Profile) -> dict[str, float]:
 
 
 def error_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """A record of JSON values for each ok run with a step time: RUN_COLUMNS, measured and predicted tokens/s/GPU, and errors.
+    """A record of JSON values for each ok run with a step time: RUN_COLUMNS,
+    measured and predicted tokens/s/GPU, and errors.
 
     `step_time_error` is predicted / measured step time - 1; `inside` says whether the measured step time lies in the
     predicted 80 % interval.
@@ -212,7 +222,9 @@ def _rank_correlation(cell_rows: pd.DataFrame) -> float:
 
 
 def _oom_metrics(frame: pd.DataFrame) -> dict[str, float | None]:
-    """How often P(OOM) > LIKELY_OOM is right, overall and near the limit, and which share of each outcome P(OOM) > PRUNING_P_OOM prunes."""
+    """How often P(OOM) > LIKELY_OOM is right, overall and near the limit, and which share of each outcome P(OOM) >
+    PRUNING_P_OOM prunes.
+    """
     is_oom, is_pruned = frame.status == Status.OOM, frame.p_oom > PRUNING_P_OOM
     is_right = (frame.p_oom > LIKELY_OOM) == is_oom
     return {

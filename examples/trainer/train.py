@@ -1,6 +1,7 @@
 """A training program built on transformers' Trainer, which ultrabench reads by its log alone.
 
-torchrun --nproc_per_node=2 train.py --output_dir out --max_steps 10 --logging_steps 1 --save_strategy no --report_to none
+torchrun --nproc_per_node=2 train.py --output_dir out --max_steps 10 --logging_steps 1 --save_strategy
+no --report_to none
 """
 
 import sys

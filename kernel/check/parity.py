@@ -5,12 +5,12 @@ torch but never computes and never uses a GPU: children that are forked after a 
 and CUDA does not work in a child of a process that has used it.
 
 How much of a difference is allowed: in fp64 at most FP64_TOLERANCE. In fp32 and bf16 rounding alone makes differences
-that depend on the model, so they are measured. The single process trains the plain model in that precision as
-well, and for each tensor a layout may differ from fp64 by ALLOWED_ROUNDINGS times what this differs from it. Both are L2
-norms over the elements of the tensor: rounding errors of many elements are independent, so that their norm hardly
-depends on the order of sums, in which layouts differ, while the largest error of a single element does. The
-parameters after AdamW are taken together: where a gradient is nearly 0, rounding decides about the sign of a
-whole update, and a tensor may have one such element or none.
+that depend on the model, so they are measured. The single process trains the plain model in that precision as well,
+and for each tensor a layout may differ from fp64 by ALLOWED_ROUNDINGS times what this differs from it.
+Both are L2 norms over the elements of the tensor: rounding errors of many elements are independent,
+so that their norm hardly depends on the order of sums, in which layouts differ, while the largest error of a single
+element does. The parameters after AdamW are taken together: where a gradient is nearly 0,
+rounding decides about the sign of a whole update, and a tensor may have one such element or none.
 """
 
 import json

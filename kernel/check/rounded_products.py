@@ -11,7 +11,9 @@ from ultrabench.kernel.model import Block, Decoder
 
 
 def round_rows(matrix: Tensor) -> Tensor:
-    """The values that 8 bits hold of a matrix, in fp32, if each row has the largest power of two as its scale with which it fits."""
+    """The values that 8 bits hold of a matrix, in fp32, if each row has the largest power of two as its scale
+    with which it fits.
+    """
     dtype = fp8_dtype(matrix.device)
     dtype_max, row_max = torch.finfo(dtype).max, matrix.double().abs().amax(1, keepdim=True)
     exponent = torch.where(row_max > 0, torch.log2(dtype_max / row_max), 0).floor()

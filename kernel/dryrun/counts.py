@@ -42,7 +42,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Lets DTensor turn its operators into operators on plain tensors, which then arrive here as those of ours do."""
+        """Lets DTensor turn its operators into operators on plain tensors,
+        which then arrive here as those of ours do.
+        """
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}

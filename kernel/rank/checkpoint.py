@@ -46,8 +46,8 @@ def sharded_state(trainer: TrainStep) -> dict[str, Tensor]:
     """The parameters, moments and steps of the optimizer and biases of routers on this rank, in the trainer's memory.
 
     A name is that of the parameter and its place in the full one, so that ranks have a name in common only if they
-    hold copies, which one of them saves. With tp the copies of norms, routers and key/value heads may differ by rounding
-    (see `replicas.py`), so that each rank saves its own.
+    hold copies, which one of them saves. With tp the copies of norms, routers and key/value heads may differ by
+    rounding (see `replicas.py`), so that each rank saves its own.
     """
     tensors = {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
     shape, tp = trainer.spec.shape, trainer.layout.tp

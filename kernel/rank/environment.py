@@ -19,7 +19,8 @@ PEAK_S = 3.0
 CPU_NAME_SOURCE = ("/proc/cpuinfo", r"^model name[^:]*: *(.*\S)")
 """The file with the name and a pattern for its line."""
 DRIVER_VERSION_SOURCE = ("/proc/driver/nvidia/version", r"^NVRM version:.*? (\d+\.\S+)")
-"""The file with the version of the NVIDIA driver and a pattern for its line, such as NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."""
+"""The file with the version of the NVIDIA driver and a pattern for its line, such as NVRM version:
+NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."""
 LIBRARY_PREFIXES = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH")
 """Beginnings of the variables that configure CUDA, NCCL, Transformer Engine and torch."""
 EXCLUDED_FROM_ENV_ID = re.compile(

@@ -98,7 +98,9 @@ def _mean_call_s(device: torch.device, call: Call, num_calls: int) -> float:
 
 
 def _gemm_rates_and_clock(device: torch.device, measuring_s: float) -> dict[str, list[float]]:
-    """FLOP/s of a matrix product (its median time counts) and the clock of GPUs meanwhile, by rank, as `probe` returns them."""
+    """FLOP/s of a matrix product (its median time counts) and the clock of GPUs meanwhile, by rank,
+    as `probe` returns them.
+    """
     num_rows = GEMM_ROWS[device.type]
     # The values are random, since a product of zeros takes less power and so runs at a higher clock.
     left_matrix, right_matrix = torch.randn(2, num_rows, num_rows, device=device).to(GEMM_DTYPE[device.type])

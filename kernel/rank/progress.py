@@ -11,7 +11,8 @@ POLL_S = 0.02
 
 
 def device_progress(device: torch.device, count_microbatch: Callable[[], None]) -> Callable[[], None]:
-    """A function to call after each launch of a micro-batch; it calls `count_microbatch` when the device has finished it.
+    """A function to call after each launch of a micro-batch; it calls `count_microbatch` when the
+    device has finished it.
 
     A CPU has finished at once. On a GPU an event is recorded, and another thread watches for it, since the
     training thread could launch nothing while it waits.

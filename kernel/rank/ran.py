@@ -162,7 +162,8 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
         "dp": _common_value(s.num_ranks // cp_degrees[0] for s in shard_states),
         "dp_shard": _common_value(s.num_shards if 1 < s.num_shards < s.num_ranks else 0 for s in shard_states),
         "zero_stage": _common_value(3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states),
-        "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes, s.dtypes) for s in shard_states), observations, len(shard_states)),
+        "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes,
+            s.dtypes) for s in shard_states), observations, len(shard_states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compile_value(observations.num_graph_calls, len(shard_states)),
         "attention": _common_value(args[-1] for args in fixed_args),
@@ -171,7 +172,9 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
 
 
 def _pp_layout_of(trainer: TrainStep) -> str:
-    """The requested pp_layout if the stages of this rank have the layers that it gives them, else how many they have."""
+    """The requested pp_layout if the stages of this rank have the layers that it gives them,
+    else how many they have.
+    """
     stages = stages_by_rank(trainer.spec.shape, trainer.layout)[trainer.coordinates.pp]
     layer_counts = [len(model.layers) for model in trainer.models]
     if layer_counts == [stage.num_layers for stage in stages]:
@@ -197,7 +200,10 @@ def _precision_of_products(precision: str, observations: StepObservations, num_f
     num_layer_outputs = NUM_LINEAR_LAYERS * num_forwards
     if precision == "bf16" and num_outputs >= num_layer_outputs and num_gradients == 2 * num_layer_outputs:
         return "fp8"
-    counts_text = f" with {num_outputs} of {num_layer_outputs} outputs and {num_gradients} of {2 * num_layer_outputs} gradients in fp8"
+    counts_text = (
+        f" with {num_outputs} of {num_layer_outputs} outputs and {num_gradients} of "
+        f"{2 * num_layer_outputs} gradients in fp8"
+    )
     return precision + counts_text * bool(num_outputs or num_gradients)
 
 

@@ -45,7 +45,8 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
     for span in spans:
         us_by_name[span.name] += span.end_us - span.start_us
     return {
-        "steps": len(step_events), "step_time_s": step_time_s, "compute_s": compute_s, "communication_s": communication_s,
+        "steps": len(step_events), "step_time_s": step_time_s, "compute_s": compute_s,
+        "communication_s": communication_s,
         "exposed_communication_s": exposed_s, "idle_s": max(0.0, step_time_s - compute_s - exposed_s),
         "top": [
             {"name": name, "calls": calls_by_name[name] / max(1, len(step_events)), "seconds": kernel_us * s_per_us}

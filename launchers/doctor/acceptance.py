@@ -64,5 +64,8 @@ def acceptance_warning(config: SweepConfig) -> str | None:
             failed_checks = [check["name"] for check in document["checks"] if check["status"] == FAIL]
             problem = f"failed its acceptance run ({', '.join(failed_checks)})"
     cluster_text = f"cluster={config.cluster} hardware={config.hardware.name}"
-    remedy = f"to make one, with at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {cluster_text}"
+    remedy = (
+        "to make one, with at most 3 GPU hours on two nodes: ultrabench doctor --deep "
+        f"launcher=slurm {cluster_text}"
+    )
     return f"sweep.nodes up to {max_nodes}, and {cluster_text} {problem} in {folder}; {remedy}"

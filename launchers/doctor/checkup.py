@@ -63,7 +63,8 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
     is_claim_lost = not report["won_own_claim"] or not report["own_claim_seen"]
     return first_problem(
         f"{report['results_dir']}, tried from {node_name}",
-        (not report["same_folder"], FAIL, f"{shared_remedy}; on NFS, mount it without nocto and with lookupcache=positive",
+        (not report["same_folder"], FAIL, f"{shared_remedy}; on NFS, mount it without nocto and with "
+        "lookupcache=positive",
          "it does not see files written here"),
         (report["won_taken_claim"], FAIL, links_remedy, "it could claim a run that was already claimed here"),
         (is_claim_lost, FAIL, links_remedy, "its own claim of a run was lost"),
@@ -121,14 +122,20 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
     no_gpu_remedy = f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{cuda_hint}"
     return first_problem(
         f"{finding}; hardware={hardware.name} has {num_needed_gpus} {hardware.gpu}; they are {gpu_name or 'unknown'}",
-        (num_visible_gpus < num_needed_gpus <= num_driver_gpus and not cuda_version, FAIL, f"this torch is built without CUDA: {build_remedy}"),
-        (num_visible_gpus < num_needed_gpus <= num_driver_gpus, FAIL, f"torch does not see the GPUs of the driver: {build_remedy}"),
-        (0 < num_visible_gpus < num_needed_gpus, FAIL, f"set hardware.gpus_per_node={num_visible_gpus}, or ask for more with launcher.gres="),
+        (num_visible_gpus < num_needed_gpus <= num_driver_gpus and not cuda_version, FAIL,
+            f"this torch is built without CUDA: {build_remedy}"),
+        (num_visible_gpus < num_needed_gpus <= num_driver_gpus, FAIL,
+            f"torch does not see the GPUs of the driver: {build_remedy}"),
+        (0 < num_visible_gpus < num_needed_gpus, FAIL, f"set hardware.gpus_per_node={num_visible_gpus}, "
+        "or ask for more with launcher.gres="),
         (not num_visible_gpus, FAIL, f"{no_gpu_remedy}, or the hardware= of this node (hardware=cpu needs no GPU)"),
-        (gpu_name not in hardware.reported_as, FAIL, f"set the hardware= of this node (this one expects {expected_names}), "
+        (gpu_name not in hardware.reported_as, FAIL, "set the hardware= of this node (this one expects "
+        f"{expected_names}), "
          "otherwise results are invalid"),
-        (report["foreign"], WARN, "have these processes ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
-        (num_visible_gpus > num_needed_gpus, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={num_visible_gpus}"),
+        (report["foreign"], WARN, "have these processes ended, or keep launcher.exclusive=true",
+            "; ".join(report["foreign"])),
+        (num_visible_gpus > num_needed_gpus, WARN, "the other GPUs stay idle; to use all: "
+        f"hardware.gpus_per_node={num_visible_gpus}"),
         (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_TOLERANCE, WARN,
          f"for predictions with the real memory, set hardware.mem_bytes={mem_bytes}",
          f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
@@ -206,7 +213,8 @@ _SBATCH_REMEDIES = {
 
 _LOG_REMEDIES = {
     r"No module named .?ultrabench":
-        "the nodes need the same ultrabench: set launcher.python= to a Python that has it, or load it with launcher.setup=",
+        "the nodes need the same ultrabench: set launcher.python= to a Python that has it, "
+        "or load it with launcher.setup=",
     r"No such file|not found|execve|Permission denied":
         "a program is missing on the nodes: set launcher.python=, launcher.setup= or launcher.srun=",
     "": "check launcher.setup=, launcher.srun= and launcher.python=, which decide what runs there",
@@ -387,7 +395,10 @@ class CheckupJob:
         self._folder.is_kept = True
         exit_code = self._exit_code()
         finding = f"{reason}{self._job.nodes_suffix}; exit code {exit_code}, no report"
-        share_remedy = f"{self._folder.results_dir} is not shared by all nodes: choose a shared one with results_dir=FOLDER"
+        share_remedy = (
+            f"{self._folder.results_dir} is not shared by all nodes: choose a shared one with "
+            "results_dir=FOLDER"
+        )
         try:
             log_text = self._log.read_text(errors="replace")
         except OSError:

@@ -46,7 +46,8 @@ def check_programs(site: Site) -> Check:
         "; ".join(f"{', '.join(programs)} {version}" for version, programs in programs_by_version.items()),
         (missing_programs, WARN, f"install {', '.join(missing_programs)} here",
          "; ".join(f"without {p}, {OPTIONAL_PROGRAMS[p]}" for p in missing_programs)),
-        (len(programs_by_version) > 1, WARN, "two versions of Slurm are mixed here: put the folder of one first on PATH"),
+        (len(programs_by_version) > 1, WARN, "two versions of Slurm are mixed here: "
+        "put the folder of one first on PATH"),
     )  # fmt: skip
 
 
@@ -129,9 +130,11 @@ def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     gpus_setting = f"hardware.gpus_per_node={num_gpus}"
     return first_problem(
         f"hardware={hardware.name} has {num_needed} {hardware.gpu} per node; {finding}",
-        (num_requested != num_needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={num_needed}, or leave it out",
+        (num_requested != num_needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={num_needed}, "
+        "or leave it out",
          f"launcher.gres={gres} asks for {num_requested}"),
-        (num_gpus < num_needed, FAIL, f"set {f'{gpus_setting}, ' if num_gpus else ''}another hardware= or launcher.partition="),
+        (num_gpus < num_needed, FAIL, f"set {f'{gpus_setting}, ' if num_gpus else ''}another hardware= or "
+        "launcher.partition="),
         (gpu_models and not gpu_models & _gpu_models(hardware.gpu, *hardware.reported_as), FAIL,
          "set the hardware= of these nodes, or another launcher.partition= or launcher.gres="),
         (num_gpus > num_needed, WARN, f"the other GPUs stay idle; to use all: {gpus_setting}"),
@@ -152,7 +155,8 @@ def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     mem_match = re.match(r"(\d+)([KMGT]?)", (settings.mem or "0").upper())
     assert mem_match, "the rule of launcher.mem allows only such texts"
     return first_problem(
-        f"{num_cpus} CPUs, {mem_mb} MB per node; launcher.mem={settings.mem or 'null'}, launcher.cpus={settings.cpus or 'null'}",
+        f"{num_cpus} CPUs, {mem_mb} MB per node; launcher.mem={settings.mem or 'null'}, "
+        f"launcher.cpus={settings.cpus or 'null'}",
         (int(mem_match[1]) * _MB_PER_UNIT[mem_match[2]] > mem_mb, FAIL,
          f"no node has that much memory: set at most launcher.mem={mem_mb}M, or 0 for all"),
         ((settings.cpus or 0) > num_cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={num_cpus}"),
@@ -174,8 +178,10 @@ def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
         remedies.append(f"at most {max_queued_jobs} jobs may be queued at a time: lower launcher.max_jobs=")
     return first_problem(
         f"MaxArraySize {limits.max_array_size}; per user: jobs queued {_limit_text(max_queued_jobs)}, running "
-        f"{_limit_text(limits.max_jobs)}, nodes {_limit_text(limits.max_nodes_per_user)}; per job: nodes {_limit_text(limits.max_nodes)}, "
-        f"minutes {_limit_text(max_minutes)}; the sweep: jobs {launcher_config.max_jobs}, nodes per job up to {max(config.axes.nodes)}",
+        f"{_limit_text(limits.max_jobs)}, nodes {_limit_text(limits.max_nodes_per_user)}; per job: "
+        f"nodes {_limit_text(limits.max_nodes)}, "
+        f"minutes {_limit_text(max_minutes)}; the sweep: jobs {launcher_config.max_jobs}, "
+        f"nodes per job up to {max(config.axes.nodes)}",
         (remedies, WARN, "; ".join(remedies)),
     )
 

@@ -224,8 +224,8 @@ class SlurmLauncher:
     def _spare_enough(self, bad_hosts: Sequence[str], num_nodes: int, say: Say) -> Sequence[str]:
         """The first of `bad_hosts`, as far as the partition has enough other nodes for a job of `num_nodes`.
 
-        sbatch would refuse a job that excludes too many, or the job would wait for ever. Nodes that Slurm does not list are
-        left out.
+        sbatch would refuse a job that excludes too many, or the job would wait for ever.
+        Nodes that Slurm does not list are left out.
         """
         if not bad_hosts:
             return ()
@@ -428,15 +428,17 @@ class SlurmLauncher:
         ]
 
     def _held_s(self, job: SlurmJob) -> float:
-        """Seconds for which a job held nodes, with those after its end, such as in an epilog, as squeue has shown them."""
+        """Seconds for which a job held nodes, with those after its end, such as in an epilog,
+        as squeue has shown them.
+        """
         first_at, last_at = self._completing_times.get(job.job_id, (0.0, 0.0))
         return job.elapsed_s + (last_at - first_at)
 
     def _end_late_jobs(self, late_jobs: Mapping[str, SlurmJob], asked_at: float) -> None:
         """Ends the jobs of allocations that have ended, if they still run after `grace_s`.
 
-        The time counts from the first answer in which a job runs: a job that was requeued may have started again, and its
-        agents need some seconds to say so.
+        The time counts from the first answer in which a job runs: a job that was requeued may have started again,
+        and its agents need some seconds to say so.
         """
         self._late_since = {name: self._late_since.get(name, asked_at) for name in late_jobs}
         grace_s = self._config.launcher.grace_s

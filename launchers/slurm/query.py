@@ -173,8 +173,8 @@ class SlurmQuery:
     def accounting(self, identities: Mapping[str, JobIdentity]) -> dict[str, SlurmJob]:
         """Jobs that squeue no longer lists, by sacct, in answers at most `poll_s` old.
 
-        Rows about other jobs with the same ids are left out. The result is empty while sacct does not answer; after a failure it is asked again every 5 minutes.
-        sacct shows changes some seconds later than squeue.
+        Rows about other jobs with the same ids are left out. The result is empty while sacct does not answer;
+        after a failure it is asked again every 5 minutes. sacct shows changes some seconds later than squeue.
         """
         now_s = time.monotonic()
         # The query is for whole arrays, since sacct does not know an element that has not started.
@@ -198,7 +198,8 @@ class SlurmQuery:
         job = find_job({row.job_id: row for row in rows if not identity.difference(row, now_s)}, job_id)
         if job is None and (other_job := find_job({row.job_id: row for row in rows}, job_id)):
             self.foreign_job_notes[job_id] = (
-                f"sacct shows another job {job_id}, which {identity.difference(other_job, now_s)}: its state and hours do not"
+                f"sacct shows another job {job_id}, which {identity.difference(other_job, now_s)}: "
+                "its state and hours do not"
                 f" count, because Slurm reuses job ids. If it is {identity.name} after all, correct the clocks: those"
                 f" of this host and of Slurm may differ by at most {CLOCKS_DIFFER_S / 60:g} minutes"
             )
@@ -259,8 +260,8 @@ def unstarted_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:
 def failed_hosts(log_path: Path, nodes: str) -> tuple[str, ...]:
     """The nodes that a job has lost; empty where that is unknown.
 
-    The last line of srun about a failed node names them. Where srun itself ran on that node, they are the nodes that are
-    down now.
+    The last line of srun about a failed node names them. Where srun itself ran on that node,
+    they are the nodes that are down now.
 
     Args:
         log_path: the log of the job.

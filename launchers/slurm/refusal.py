@@ -32,7 +32,8 @@ _SILENT = re.compile(
 )
 """Troubles of the connection, after some of which slurmctld may have taken the job."""
 _PASSING = re.compile(
-    r"temporar|try again|retry|queue full|standby mode|rate limit|(presently|submissions) disabled|nodes are busy|immediate execution|"
+    r"temporar|try again|retry|queue full|standby mode|rate limit|(presently|submissions) disabled|nodes "
+    r"are busy|immediate execution|"
     r"violates accounting/qos policy|partition not available|partition in down state|not available now|"
     r"required node not available|down, drained or reserved|reservation (is in use|not usable)|usage threshold|"
     r"licenses currently|burst buffer resource limit|ports are in use|writing script|authentication|"

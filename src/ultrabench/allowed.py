@@ -44,7 +44,9 @@ def _number_text(number: float) -> str:
 
 
 def matching(pattern: str, description: str, extra: dict[str, Any] | None = None) -> Meta:
-    """All texts that match the regular expression `pattern` as a whole; the message says `must be` and `description`."""
+    """All texts that match the regular expression `pattern` as a whole;
+    the message says `must be` and `description`.
+    """
     return Meta(pattern=rf"\A(?:{pattern})\Z", description=description, extra=extra)
 
 
@@ -83,7 +85,9 @@ def require_allowed(record: Any, where: str = "") -> None:
 
 @functools.cache
 def _struct_of_ruled_fields(cls: type) -> type[Struct]:
-    """A struct type with those fields of the record type `cls` whose types have rules; msgspec checks it in one call."""
+    """A struct type with those fields of the record type `cls` whose types have rules;
+    msgspec checks it in one call.
+    """
     return defstruct(cls.__name__, [(n, hint) for n, hint in field_types(cls).items() if _has_rule(hint)])
 
 

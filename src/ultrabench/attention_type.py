@@ -1,4 +1,5 @@
-"""The kinds of attention that a layer may have: sizes, and the parameters, FLOPs and kept numbers that follow from them.
+"""The kinds of attention that a layer may have: sizes, and the parameters,
+FLOPs and kept numbers that follow from them.
 
 Field names are those of a Hugging Face `config.json` where it has them. h is the hidden size of the model.
 """
@@ -15,13 +16,14 @@ FLOPS_FORMULAS = ("palm", "megatron", "masked")
 """Which positions a formula counts for the attention of a token.
 
 palm counts all (PaLM, arXiv 2204.02311, appendix B), as torchtitan and nanotron do. megatron counts the half that the
-causal mask leaves (num_floating_point_operations of Megatron-LM). masked counts those that the mask of each layer leaves:
-causal, and within its window, its chunk or the choice of its index.
+causal mask leaves (num_floating_point_operations of Megatron-LM). masked counts those that the mask of each layer
+leaves: causal, and within its window, its chunk or the choice of its index.
 """
 KV_HEADS = "num_key_value_heads"
 """Name of the size of grouped-query attention that ranks of tensor parallelism need not divide: they may copy heads."""
 CHUNK = 64
-"""Tokens of a chunk in the fused operators of linear attention (flash-linear-attention), which keep a matrix for each."""
+"""Tokens of a chunk in the fused operators of linear attention (flash-linear-attention),
+which keep a matrix for each."""
 
 
 def doubled_positions(seq_len: int, formula: str, num_masked: float) -> float:
@@ -376,8 +378,9 @@ class Linear:
         return float(state_flops + 2 * self.linear_conv_kernel_dim * self.conv_width)
 
     def kept(self, h: int) -> Channels:
-        """Inputs and outputs of the convolution, queries and keys of each head, gates, a row of the matrix of a chunk for
-        each head, and the output before and after its norm."""
+        """Inputs and outputs of the convolution, queries and keys of each head, gates, a row of the matrix of a chunk
+        for each head, and the output before and after its norm.
+        """
         num_heads, value_width = self.linear_num_value_heads, self.value_width
         of_heads = num_heads * (2 * self.linear_key_head_dim + 4 + CHUNK)
         return Channels(2 * self.conv_width + of_heads + 3 * value_width)

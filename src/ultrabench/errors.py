@@ -160,7 +160,9 @@ def _is_one_edit(name: str, other: str) -> bool:
 
 
 def most_similar(value: str, known_names: Iterable[str]) -> str | None:
-    """The one of a few `known_names` that `value` is most similar to; None where it is far from all, or two are equally near."""
+    """The one of a few `known_names` that `value` is most similar to; None where it is far from all,
+    or two are equally near.
+    """
     scored_names = sorted(
         ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in known_names), reverse=True
     )

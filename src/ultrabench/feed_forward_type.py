@@ -40,7 +40,9 @@ class FeedForwardBlock(Protocol):
         """Its parameters beside the weights of products, without those of the experts."""
 
     def kept(self, h: int) -> Channels:
-        """The numbers of a token that it keeps for backward, without those of the experts among which a router chooses."""
+        """The numbers of a token that it keeps for backward, without those of the experts among
+        which a router chooses.
+        """
 
     def tp_sizes(self) -> dict[str, int]:
         """Name -> each size that the ranks of tensor parallelism divide among them."""
@@ -183,7 +185,9 @@ class Experts:
 
     @property
     def kept_of_experts(self) -> int:
-        """Numbers that an expert keeps for each of its channels: gate, up and their product, or up and its activation."""
+        """Numbers that an expert keeps for each of its channels: gate, up and their product,
+        or up and its activation.
+        """
         return 3 if self.gated else 2
 
     def row_channels(self, h: int) -> int:

@@ -18,8 +18,8 @@ UNMEASURED_CPU_FLOPS_PER_S = 5e10
 CPU_FLOPS_PER_S_RANGE = (1e9, 1e11)
 """Rates of a CPU core, also of a busy one, between which that of an unmeasured machine is."""
 CLOCK_POWER_EXPONENT = 1 / 3
-"""The compute rate is proportional to (power_limit_w / rated_power_w) to the power of this. It is an assumption: power grows
-as clock * voltage**2, and voltage in proportion to the clock. No run under a limit was measured."""
+"""The compute rate is proportional to (power_limit_w / rated_power_w) to the power of this. It is an assumption:
+power grows as clock * voltage**2, and voltage in proportion to the clock. No run under a limit was measured."""
 ARCHITECTURE_RULE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
@@ -80,7 +80,9 @@ def peak_suffix(precision: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """What distinguishes the types of devices; modules outside the kernel ask for these properties, not for the type."""
+    """What distinguishes the types of devices; modules outside the kernel ask for these
+    properties, not for the type.
+    """
 
     has_gpus: bool
     """Whether each rank has a GPU of its own, which a driver lists and a batch system allocates."""
@@ -118,7 +120,8 @@ class Hardware:
     peak_flops_per_s: dict[str, PeakRate]
     """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
     mem_bytes: Memory
-    """Bytes of memory of one accelerator as torch reports them; on CPUs those that a rank may use, which is enforced."""
+    """Bytes of memory of one accelerator as torch reports them; on CPUs those that a rank may use,
+    which is enforced."""
     hbm_bytes_per_s: MemoryRate
     """Bytes per second between an accelerator and its memory."""
     link_bytes_per_s: LinkRate
@@ -159,7 +162,10 @@ class Hardware:
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
             raise ConfigError(fact, "add rated_power_w from the data sheet", setting="hardware.power_limit_w")
         if (self.power_limit_w or 0) > (self.rated_power_w or math.inf):
-            fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} above rated_power_w={self.rated_power_w:g}"
+            fact = (
+                f"hardware={self.name} has power_limit_w={self.power_limit_w:g} above "
+                f"rated_power_w={self.rated_power_w:g}"
+            )
             raise ConfigError(fact, "give a lower limit, or leave it out", setting="hardware.power_limit_w")
 
     @property
@@ -200,7 +206,9 @@ class Hardware:
 
     @property
     def prefers_cudnn(self) -> bool | None:
-        """Whether cuDNN has the faster attention, as on Hopper and Blackwell; None where the architecture is unknown."""
+        """Whether cuDNN has the faster attention, as on Hopper and Blackwell;
+        None where the architecture is unknown.
+        """
         return None if self.architecture is None else (self.compute_capability or 0) // 10 in (9, 10)
 
     @property

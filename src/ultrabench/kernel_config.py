@@ -35,7 +35,8 @@ ROUTING_RULE = matching(
 )
 ATTENTION_NAMES = (AUTO, "cudnn", "flash", "flash3", "math")
 AUTO_NEEDS = "flash"
-"""The implementation of attention that a GPU must have for attention=auto in 16 bits, as `auto_attention` falls back to it."""
+"""The implementation of attention that a GPU must have for attention=auto in 16 bits,
+as `auto_attention` falls back to it."""
 
 
 def auto_attention(device: str, in_16_bits: bool, prefers_cudnn: bool | None) -> str:
@@ -68,8 +69,10 @@ ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
 
 RANK_VARIABLES = frozenset({
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "ULTRABENCH_SPEC", "ULTRABENCH_REPORT", "ULTRABENCH_STORE", "ULTRABENCH_TAG",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "ULTRABENCH_SPEC", "ULTRABENCH_REPORT", "ULTRABENCH_STORE",
+    "ULTRABENCH_TAG",
 })  # fmt: skip
 """Names of the variables that the agent sets for each rank: those of torchrun, numbers of threads, and its own."""
 
@@ -172,8 +175,8 @@ class KernelConfig:
     flops_per_token: Annotated[
         int | float | str | None, Meta(description="a number or a regular expression")
     ] = None
-    """The FLOPs of a token in the program's model, forward and backward, or a regular expression for its log; None means
-    that they follow from the parameters."""
+    """The FLOPs of a token in the program's model, forward and backward, or a regular expression for its log;
+    None means that they follow from the parameters."""
     step_rank: Annotated[
         int | Literal["any", "last_stage"], Meta(description="the number of a rank, any or last_stage")
     ] = "any"
@@ -186,7 +189,10 @@ class KernelConfig:
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
         if isinstance(self.step_rank, int) and self.step_rank < -1:
-            fact = f"kernel.step_rank={self.step_rank}; must be the number of a rank, -1 (the last rank), any or last_stage"
+            fact = (
+                f"kernel.step_rank={self.step_rank}; must be the number of a rank, "
+                "-1 (the last rank), any or last_stage"
+            )
             raise ConfigError(fact, setting="kernel.step_rank")
         self._require_rank_order()
         for option in LOG_PATTERNS:
@@ -232,7 +238,10 @@ class KernelConfig:
         setting = f"kernel.rank_order=[{','.join(self.rank_order)}]"
         require_known("degree in kernel.rank_order", DEGREES, *self.rank_order, setting="kernel.rank_order")
         if sorted(self.rank_order) != sorted(DEGREES):
-            rule = f"it must name each of {', '.join(RANK_ORDER)} once, first the one in which neighbouring ranks differ"
+            rule = (
+                f"it must name each of {', '.join(RANK_ORDER)} once, "
+                "first the one in which neighbouring ranks differ"
+            )
             raise ConfigError(f"{setting}; {rule}", setting="kernel.rank_order")
 
     def _require_size(self, option: str) -> None:
@@ -344,7 +353,9 @@ MAX_NAME_BYTES = 255
 
 
 def _require_file_names(names: Iterable[str]) -> None:
-    """Raises ConfigError for a path of kernel.files that is not below the folder of the files, or for two that exclude each other."""
+    """Raises ConfigError for a path of kernel.files that is not below the folder of the files,
+    or for two that exclude each other.
+    """
     paths = {name: PurePosixPath(name) for name in names}
     folders = {parent: name for name, path in paths.items() for parent in path.parents if parent.name}
     for name, path in paths.items():

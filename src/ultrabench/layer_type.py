@@ -122,7 +122,9 @@ class LayerType:
         return ProductFlops(6 * self.matmul_params(h), 3 * core_flops)
 
     def norm_channels(self, h: int) -> int:
-        """Numbers of a token that its norms and the residual stream keep for backward: what each block and its norms get."""
+        """Numbers of a token that its norms and the residual stream keep for backward:
+        what each block and its norms get.
+        """
         return self.num_blocks * h * (3 if self.norms == "both" else 2)
 
     def kept(self, h: int) -> Channels:

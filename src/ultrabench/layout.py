@@ -27,7 +27,8 @@ RECOMPUTE = matching(
     "none, attention, selective, full or every2 to every99",
     {CHOICES_KEY: ("none", "attention", "selective", "full")},
 )
-"""What backward computes again; docs/reference/kernel.md says what each word keeps. everyN is full for each N-th layer."""
+"""What backward computes again; docs/reference/kernel.md says what each word keeps.
+everyN is full for each N-th layer."""
 
 PP_LAYOUT = matching(
     r"auto|cost|even|[0-9]+(-[0-9]+)+",
@@ -46,7 +47,8 @@ AUTO = "auto"
 EpInSweep = Annotated[
     Annotated[int, at_least(1)] | Annotated[str, one_of(AUTO)], Meta(description="auto or a number >= 1")
 ]
-"""Type of a value of ep in a sweep: auto, which is 1 and the powers of two that fit the experts of the model, or a number."""
+"""Type of a value of ep in a sweep: auto, which is 1 and the powers of two that fit the experts of the
+model, or a number."""
 
 
 class SweepValues(NamedTuple):
@@ -72,7 +74,8 @@ POWERS_OF_TWO = tuple(2**n for n in range(8))
 
 
 def axis(
-    label: str, meaning: str, *, kind: str, title: str = "", default: Any = MISSING, implied: tuple[int | str, ...] = (),
+    label: str, meaning: str, *, kind: str, title: str = "", default: Any = MISSING,
+    implied: tuple[int | str, ...] = (),
     usual: tuple[int | str, ...] = (), divides: tuple[str, ...] = (), detail_of: str = "",
     sweep_values: SweepValues | None = None, added_later: bool = False, text_by_value: Mapping[int, str] | None = None,
 ) -> Any:  # fmt: skip
@@ -138,21 +141,25 @@ class Layout:
         detail_of="pp_schedule", sweep_values=SweepValues(Annotated[int, at_least(2)], 2, first=2),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
-        "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th layer in full).",
+        "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th "
+        "layer in full).",
         kind=CHOICE, title="recomputation", default="none", implied=("none",),
         usual=("none", "attention", "selective", "every2", "full"),
     )  # fmt: skip
     sequence_parallel: Annotated[str, one_of("on", "off")] = axis(
         "sp-", "Between blocks, tp ranks split the tokens (on) or each rank holds all of them (off).", kind=CHOICE,
-        title="sequence parallelism", default="on", implied=("on",), usual=("on", "off"), detail_of="tp", added_later=True,
+        title="sequence parallelism", default="on", implied=("on",), usual=("on", "off"), detail_of="tp",
+        added_later=True,
     )  # fmt: skip
     cp_exchange: Annotated[str, one_of("ring", "allgather")] = axis(
         "cp-", "How cp ranks exchange keys and values: ring (during attention) or allgather (before it).",
-        kind=CHOICE, title="exchange of keys and values", default="ring", implied=("ring",), usual=("ring", "allgather"),
+        kind=CHOICE, title="exchange of keys and values", default="ring", implied=("ring",),
+        usual=("ring", "allgather"),
         detail_of="cp", added_later=True,
     )  # fmt: skip
     ep: Count = axis(
-        "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.", kind=CHOICE,
+        "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.",
+        kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS_OF_TWO, divides=("dp", "cp", "tp"),
         sweep_values=SweepValues(EpInSweep, AUTO, first=1, is_several=True), added_later=True,
     )  # fmt: skip
@@ -162,8 +169,10 @@ class Layout:
         added_later=True,
     )  # fmt: skip
     pp_layout: Annotated[str, PP_LAYOUT] = axis(
-        "stages-", "Layers of pipeline stages: auto (as the program divides them), cost, even, or those of each, such as 8-9-9-6.",
-        kind=CHOICE, title="layers of pipeline stages", default="auto", implied=("auto",), usual=("auto", "cost", "even"),
+        "stages-", "Layers of pipeline stages: auto (as the program divides them), cost, even, or those of each, "
+        "such as 8-9-9-6.",
+        kind=CHOICE, title="layers of pipeline stages", default="auto", implied=("auto",),
+        usual=("auto", "cost", "even"),
         detail_of="pp", added_later=True,
     )  # fmt: skip
 
@@ -171,7 +180,8 @@ class Layout:
         require_allowed(self)
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(
-                f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; pp=1 needs pp_schedule=none, pp > 1 another schedule"
+                f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; pp=1 needs pp_schedule=none, "
+                "pp > 1 another schedule"
             )
         stages_fit_by_schedule = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
         if not stages_fit_by_schedule.get(self.pp_schedule, self.virtual_stages == 1):
@@ -288,7 +298,8 @@ class Layout:
 
 
 GroupAxes = tuple[tuple[int, int], ...]
-"""The axes along which the ranks of a group lie, the innermost first: their number, and how far apart neighbours are."""
+"""The axes along which the ranks of a group lie, the innermost first: their number,
+and how far apart neighbours are."""
 
 
 def ranks_in_node(group_axes: GroupAxes, gpus_per_node: int) -> int:
@@ -365,7 +376,9 @@ def model_parallel_degree(values: Mapping[str, Any]) -> int:
 
 @functools.cache  # checking the rules of a layout asks for each axis
 def details_of(name: str) -> tuple[str, ...]:
-    """The axes that have no effect at the neutral value of another one, such as pp_schedule and virtual_stages of pp."""
+    """The axes that have no effect at the neutral value of another one,
+    such as pp_schedule and virtual_stages of pp.
+    """
     direct_details = tuple(detail for detail in AXES if _DETAIL_OF[detail] == name)
     return (*direct_details, *(further for detail in direct_details for further in details_of(detail)))
 
@@ -425,11 +438,13 @@ def default_virtual_stages(pp_schedule: str) -> int:
 
 
 COMPARABLE_AXES = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
-"""Axes in which two layouts may differ if `dominates` is to compare them; it knows how each of these axes changes memory.
+"""Axes in which two layouts may differ if `dominates` is to compare them;
+it knows how each of these axes changes memory.
 
 This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
 family = operator.attrgetter(*(name for name in AXES if name not in COMPARABLE_AXES))
-"""Gives the values of the other axes, which two layouts must have in common so that `dominates` can compare their memory."""
+"""Gives the values of the other axes, which two layouts must have in common so that `dominates` can
+compare their memory."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:
@@ -437,13 +452,13 @@ def dominates(oom: Layout, other: Layout) -> bool:
 
     This holds when both are of one `family`, and `other` has the same or less recomputation, no higher ZeRO stage,
     the same schedule or AFAB in place of 1F1B, and the same or a larger micro-batch. Full recomputation needs least
-    memory and none needs most, while that of the other words depends on the model. 1F1B keeps min(gas, pp)
-    micro-batches in flight and AFAB keeps gas; as mbs * gas is the same, neither mbs * min(gas, pp) nor mbs * gas
-    gets smaller when mbs grows. But a single micro-batch needs no sums of gradients, so it may need less. Other schedules
-    keep other numbers in flight, so only equal micro-batches are compared. Where gradients are reduced after backward,
-    ZeRO may need more memory, so neither its stages nor micro-batches are compared.
-    Published measurements agree: of the 824 runs of the Ultra-Scale Playbook that ran out of memory, 467 are dominated
-    by another one, and none of the 944 pairs contradicts.
+    memory and none needs most, while that of the other words depends on the model. 1F1B keeps min(gas,
+    pp) micro-batches in flight and AFAB keeps gas; as mbs * gas is the same, neither mbs * min(gas,
+    pp) nor mbs * gas gets smaller when mbs grows. But a single micro-batch needs no sums of gradients,
+    so it may need less. Other schedules keep other numbers in flight, so only equal micro-batches are compared.
+    Where gradients are reduced after backward, ZeRO may need more memory, so neither its stages nor micro-batches are
+    compared. Published measurements agree: of the 824 runs of the Ultra-Scale Playbook that ran out of memory,
+    467 are dominated by another one, and none of the 944 pairs contradicts.
     """
     schedules = (oom.pp_schedule, other.pp_schedule)
     schedule_ok = schedules[0] == schedules[1] or schedules == ("1f1b", "afab")

@@ -26,8 +26,10 @@ _WORD_BY_SPELLING = {
         "ns": ("ns", "nanosecond", "nanoseconds"),
         "min": ("min", "mins", "minute", "minutes"),
         "h": ("hr", "hrs", "hour", "hours"),
-        "step": ("it", "its", "iter", "iters", "iteration", "iterations", "step", "steps", "batch", "batches", "update", "updates"),
-        "sample": ("sample", "samples", "seq", "seqs", "sequence", "sequences", "example", "examples", "sentence", "sentences"),
+        "step": ("it", "its", "iter", "iters", "iteration", "iterations", "step", "steps", "batch", "batches", "update",
+            "updates"),
+        "sample": ("sample", "samples", "seq", "seqs", "sequence", "sequences", "example", "examples", "sentence",
+            "sentences"),
         "token": ("token", "tokens", "tok", "toks", "tks"),
         "gpu": ("gpu", "gpus", "device", "devices", "chip", "chips", "rank", "accelerator"),
         "node": ("node", "nodes", "host"), "replica": ("replica", "replicas"),
@@ -38,7 +40,8 @@ _WORD_BY_SPELLING = {
     }.items()
     for spelling in spellings
 }  # fmt: skip
-"""Spelling of a part of a unit, in small letters -> the word for it. MB and MiB are one word: many programs mix them."""
+"""Spelling of a part of a unit, in small letters -> the word for it. MB and MiB are one word:
+many programs mix them."""
 _RATE_SPELLINGS = {
     "tps": "token/s",
     "tgs": "token/s/gpu",
@@ -122,7 +125,9 @@ def _readings(digits: str, decimal_mark: str | None) -> tuple[str, str | None]:
 
 
 def is_decimal_comma(digits: str) -> bool:
-    """Whether the only comma of a number must stand before decimals, since three digits follow in a group of thousands."""
+    """Whether the only comma of a number must stand before decimals, since three digits follow in a
+    group of thousands.
+    """
     integer_digits, _, decimals = digits.partition(",")
     return (
         "," in digits
@@ -192,7 +197,8 @@ _DURATION = re.compile(r"\d+ ?[hm] ?\d[\d.]*(?: ?m ?\d[\d.]*)? ?s(?![A-Za-z])|\d
 
 
 def uncut_number_text(line: str, start: int, end: int) -> str | None:
-    """The number of which the text at `start:end` of a line is only a part, such as 1,53 for 1; None if it is all of it.
+    """The number of which the text at `start:end` of a line is only a part, such as 1,53 for 1;
+    None if it is all of it.
 
     In a line without spaces, commas separate values.
     """

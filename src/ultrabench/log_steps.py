@@ -1,4 +1,6 @@
-"""The steps of a program that only logs: which lines count, how many steps each is for, and what speaks against them."""
+"""The steps of a program that only logs: which lines count, how many steps each is for,
+and what speaks against them.
+"""
 
 import math
 import re
@@ -108,8 +110,8 @@ class DroppedLine(NamedTuple):
     text: str
     reason: str
     kind: str
-    """repeat (of a step that has counted), unreadable, misread (another quantity than the group says) or no_time (a number
-    that is not the time of a step)."""
+    """repeat (of a step that has counted), unreadable, misread (another quantity than the group says) or no_time (a
+    number that is not the time of a step)."""
     loss: float | None = None
     """The loss of a repeat."""
 
@@ -189,7 +191,9 @@ class StepReader:
 
     @property
     def uncounted_stride(self) -> int:
-        """The number of steps of a line by its counters or words, where a line counts as one step; 1 if it is for one."""
+        """The number of steps of a line by its counters or words, where a line counts as one step;
+        1 if it is for one.
+        """
         has_time = {"seconds", "milliseconds"} & self.pattern.groupindex.keys()
         if self._strides or not (has_time or self.by_arrival):
             return 1
@@ -497,7 +501,8 @@ def log_doubts(
         doubts.setdefault(
             "strided_lines",
             (
-                f"{counted(num_lines, 'line')} for {num_steps_asked} steps, and each counts as one: make the program write a "
+                f"{counted(num_lines, 'line')} for {num_steps_asked} steps, and each counts as one: "
+                "make the program write a "
                 "line for each step, or let a group `step` match their number"
             ),
         )

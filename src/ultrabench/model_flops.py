@@ -43,7 +43,8 @@ def model_flops(
     result: RunResult | None = None,
     num_ranks: int = 1,
 ) -> ModelFlops:
-    """The FLOPs of a token: those that the kernel or its log gives, else those of its parameters, else those of the model.
+    """The FLOPs of a token: those that the kernel or its log gives, else those of its parameters,
+    else those of the model.
 
     Args:
         formula: how the FLOPs follow from the sizes of the model.

@@ -112,8 +112,9 @@ class ModelShape:
     layer_types: tuple[LayerType, ...] = ()
     """The types of layers of a model that the fields above cannot describe; empty: these fields describe all layers."""
     layer_order: Annotated[str, matching(r"[A-Za-z]*(\([A-Za-z]+\)[A-Za-z]*)?", _ORDER_DESCRIPTION)] = ""
-    """A letter for the type of each layer, a for the first of layer_types; what is in parentheses repeats until the layers
-    are complete, such as `aaa(b)` for three layers of another type at the start. Empty: all types repeat in turn."""
+    """A letter for the type of each layer, a for the first of layer_types; what is in parentheses repeats until the
+    layers are complete, such as `aaa(b)` for three layers of another type at the start. Empty:
+    all types repeat in turn."""
     num_nextn_predict_layers: Annotated[int, at_least(0)] = 0
     """Number of modules behind the last layer that predict one more token each (arXiv 2412.19437, section 2.2)."""
     embedding_multiplier: Positive = 1.0
@@ -137,8 +138,9 @@ class ModelShape:
             raise ShapeError(where, rule, {field: field for field in RENAMED.values()})
 
     def __hash__(self) -> int:
-        """The hash of a few sizes, for which caches of predictions ask ten times a layout: with all fields and types, the
-        playbook's predictions took 1.2 times as long."""
+        """The hash of a few sizes, for which caches of predictions ask ten times a layout: with all fields and types,
+        the playbook's predictions took 1.2 times as long.
+        """
         return hash((self.name, self.hidden_size, self.num_hidden_layers, self.vocab_size))
 
     def _broken_attention_rules(self) -> Iterator[str]:
@@ -152,7 +154,10 @@ class ModelShape:
             yield f"num_key_value_heads={self.num_key_value_heads} must divide {heads_text}"
         if self.rotary_width % 2:
             factor_text = f"partial_rotary_factor={self.partial_rotary_factor:g}"
-            yield f"{factor_text} rotates {self.rotary_width} channels of a head; choose a factor that gives an even number"
+            yield (
+                f"{factor_text} rotates {self.rotary_width} channels of a head; "
+                "choose a factor that gives an even number"
+            )
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads=true needs {qk_norm}=true"
 
@@ -190,7 +195,9 @@ class ModelShape:
             yield f"layer_order has {num_letters} letters; num_hidden_layers={self.num_hidden_layers} is less"
 
     def _broken_expert_rules(self) -> Iterator[str]:
-        """A message for each rule that the sizes of the experts break; a size that files may rename stands in braces."""
+        """A message for each rule that the sizes of the experts break;
+        a size that files may rename stands in braces.
+        """
         experts_text = f"{{num_experts}}={self.num_experts}"
         if not self.num_experts:
             needless_sizes = (name for name in _EXPERT_SIZES if getattr(self, name))
@@ -204,7 +211,10 @@ class ModelShape:
         if not self.moe_intermediate_size:
             yield f"moe_intermediate_size=0; {experts_text} needs a width >= 1"
         if not self.num_sparse_layers(0, self.num_hidden_layers):
-            dense_text = f"first_k_dense_replace={self.first_k_dense_replace}, decoder_sparse_step={self.decoder_sparse_step}"
+            dense_text = (
+                f"first_k_dense_replace={self.first_k_dense_replace}, "
+                f"decoder_sparse_step={self.decoder_sparse_step}"
+            )
             yield f"{dense_text} leave no sparse layer among {self.num_hidden_layers}; use smaller values"
 
     @property
@@ -213,7 +223,9 @@ class ModelShape:
         return content_id(self.identity())
 
     def identity(self) -> dict[str, Any]:
-        """The fields that say what is trained: without the name, and without those of ADDED_LATER that have their default."""
+        """The fields that say what is trained: without the name, and without those of ADDED_LATER that
+        have their default.
+        """
         return dict(_identity(self))
 
     @property
@@ -313,7 +325,9 @@ class ModelShape:
         return sum(num * kind.num_params(self.hidden_size) for num, kind in counts)
 
     def matmul_params_of_layers(self, first_layer: int, num_layers: int) -> int:
-        """Number of parameters that take part in the products of one token in `num_layers` layers from `first_layer` on."""
+        """Number of parameters that take part in the products of one token in `num_layers` layers
+        from `first_layer` on.
+        """
         counts = zip(self.num_by_kind(first_layer, num_layers), self.kinds, strict=True)
         return sum(num * kind.matmul_params(self.hidden_size) for num, kind in counts)
 

@@ -62,25 +62,31 @@ CRC_ERRORS_PER_S = 100.0
 """CRC errors per second of an NVLink that its retries hide. Source: dcgm_gpu_hardware_limits.h of NVIDIA's DCGM."""
 CHECKS = {
     "ECC errors": HealthCheck(
-        "no uncorrected errors since the driver was loaded", "have the node drained and the GPU reset", "errors", excludes_node=True),
+        "no uncorrected errors since the driver was loaded", "have the node drained and the GPU reset", "errors",
+        excludes_node=True),
     "ECC errors in its life": HealthCheck(
         "no uncorrected errors in the life of a GPU", "watch the GPU; have it replaced if new errors appear", "errors"),
-    "row remapping failed": HealthCheck("no failure", "have the GPU replaced; it has no spare rows left", excludes_node=True),
+    "row remapping failed": HealthCheck("no failure", "have the GPU replaced; it has no spare rows left",
+        excludes_node=True),
     "row remapping pending": HealthCheck("no rows wait for remapping", "have the GPU reset to activate the spare rows"),
     "NVLink errors": HealthCheck(
         "no new replays or recoveries on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
         "new errors", compared=ComparedQuantity.NEW),
     "NVLink CRC errors": HealthCheck(
-        f"at most {CRC_ERRORS_PER_S:.0f} per second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
+        f"at most {CRC_ERRORS_PER_S:.0f} per second on a link",
+        "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
         "per second", compared=ComparedQuantity.PER_SECOND, bound=CRC_ERRORS_PER_S),
     "power limit": HealthCheck(
-        "not below the GPU's default", "have the default restored, or set hardware.power_limit_w= for predictions", "W below"),
-    "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have the node's cooling and power supply checked"),
+        "not below the GPU's default", "have the default restored, or set hardware.power_limit_w= for predictions",
+        "W below"),
+    "GPU clocks": HealthCheck("no slowdown by heat or power supply",
+        "have the node's cooling and power supply checked"),
     "InfiniBand link lost": HealthCheck(
         "no port is down that was up since the driver was loaded", "have cable, port and switch checked",
         excludes_node=True, multi_node_only=True),
     "InfiniBand ports": HealthCheck(
-        "every port that is not disabled is active", "have cable and subnet manager checked, or disable an unused port"),
+        "every port that is not disabled is active", "have cable and subnet manager checked, "
+        "or disable an unused port"),
     "InfiniBand rate": HealthCheck(
         "as fast as the other ports of the same board type", "have cable and switch port checked", "Gb/s below"),
     "InfiniBand errors": HealthCheck(
@@ -89,11 +95,15 @@ CHECKS = {
         "every adapter has a driver, and its /dev/infiniband/uverbs* can be opened",
         "give the container /dev/infiniband (enroot: the hook 99-mellanox.sh, apptainer: --bind /dev/infiniband)"),
     "locked memory": HealthCheck(
-        "`ulimit -l` is unlimited where InfiniBand is used", "put `ulimit -l unlimited` into launcher.setup=, or ask the site"),
+        "`ulimit -l` is unlimited where InfiniBand is used", "put `ulimit -l unlimited` into launcher.setup=, "
+        "or ask the site"),
     "NUMA": HealthCheck(
-        "the job has cores of each GPU's NUMA node", "set launcher.exclusive=true, or get cores of both sockets with launcher.cpus="),
-    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0, because it halts processes while it moves their memory"),
-    "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance", "cores"),
+        "the job has cores of each GPU's NUMA node", "set launcher.exclusive=true, or get cores of both sockets "
+        "with launcher.cpus="),
+    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0",
+        "have it set to 0, because it halts processes while it moves their memory"),
+    "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance",
+        "cores"),
     "/dev/shm": HealthCheck(
         f"at least {MIN_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
         "(apptainer: without --contain, docker: --ipc=host, enroot: --mount /dev/shm:/dev/shm)",
@@ -103,7 +113,8 @@ CHECKS = {
         "choose another folder for the logs of ranks: launcher.setup=['export TMPDIR=FOLDER']",
         "GiB free", bound=MIN_FREE_GIB, at_least=True),
     "NCCL variables": HealthCheck(
-        "no variable turns off InfiniBand, peer access or shared memory", "unset the variable in launcher.setup= or in the container image"),
+        "no variable turns off InfiniBand, peer access or shared memory",
+        "unset the variable in launcher.setup= or in the container image"),
 }  # fmt: skip
 """The only table of checks: name in the journal and in doctor -> the check. docs/guide/cluster.md shows it."""
 
@@ -156,7 +167,9 @@ def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Fi
 
 
 def _growth(before: float | None, after: float | None, divisor: float) -> float | None:
-    """Growth of a counter from its total `before` to its total `after`, divided by `divisor`; None if unknown, or if it was reset."""
+    """Growth of a counter from its total `before` to its total `after`, divided by `divisor`; None if unknown,
+    or if it was reset.
+    """
     if after == 0:
         return 0.0
     return None if before is None or after is None or after < before else (after - before) / divisor

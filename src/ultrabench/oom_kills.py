@@ -9,10 +9,9 @@ _COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """How many processes Linux has killed for lack of memory in the memory cgroup of this process.
 
-    The ranks of a run, and their children, share the cgroup of their agent, so that kills in other jobs of the host do not
-    count. Where the cgroup has no such counter, that of the whole host is read; without any the answer is 0.
-    Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html
-    (memory.oom_control).
+    The ranks of a run, and their children, share the cgroup of their agent, so that kills in other jobs of the host do
+    not count. Where the cgroup has no such counter, that of the whole host is read; without any the answer is 0.
+    Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html (memory.oom_control).
     """
     entries = [line.split(":", 2) for line in _read_text(proc / "self/cgroup").splitlines()]
     v2_files = [f"{cgroups}{path}/memory.events" for _, controllers, path in entries if not controllers]

@@ -6,7 +6,8 @@ from typing import Any
 from ultrabench.errors import ConfigError
 
 MAX_WORD_BYTES = 131_071
-"""Largest size of a word or of a variable NAME=VALUE: MAX_ARG_STRLEN of Linux, 32 pages of 4 KiB, with the final NUL."""
+"""Largest size of a word or of a variable NAME=VALUE: MAX_ARG_STRLEN of Linux, 32 pages of 4 KiB,
+with the final NUL."""
 MAX_TOTAL_BYTES = 1 << 20
 """Largest size of a command with its variables: half of what Linux takes with the usual stack limit of 8 MiB, since the
 environment of the job needs space, too."""
@@ -15,7 +16,8 @@ environment of the job needs space, too."""
 def require_process_texts(
     settings: Mapping[Any, Any], where: str = "", own_paths: Iterable[str] = ()
 ) -> None:
-    """Raises for the first text in nested settings that no process can take; no message shows a value, which may be secret.
+    """Raises for the first text in nested settings that no process can take; no message shows a value,
+    which may be secret.
 
     Args:
         where: dotted name of the settings, which begins the names in messages.

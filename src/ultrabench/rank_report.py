@@ -219,8 +219,9 @@ _short_text, _long_text = partial(_to_text, 200), partial(_to_text, 2**14)
 _BYTE_FIELDS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes", "data_bytes")
 _BYTE_CONVERTERS: dict[str, Callable[[Any], Any]] = dict.fromkeys((*_BYTE_FIELDS, "limit_bytes"), _to_count)
 CHECKPOINT_NUMBERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("save_s", "load_s", "async_blocking_s", "async_s", "async_lost_steps"), to_float), "bytes": _to_count,
-}  # fmt: skip
+    **dict.fromkeys(("save_s", "load_s", "async_blocking_s", "async_s", "async_lost_steps"), to_float),
+    "bytes": _to_count,
+}
 """Field of the event checkpoint -> function as in FIELDS; result columns have the same names after `checkpoint_`."""
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "phase": {"name": _short_text, "time": to_float},

@@ -105,7 +105,8 @@ def tier(status: str | None) -> int:
 
 
 def outcome_order(status: str | None) -> tuple[int, bool]:
-    """Sort key of a repeat; the status of the run is that of the repeat with the largest key: ok, else oom, else another.
+    """Sort key of a repeat; the status of the run is that of the repeat with the largest key: ok,
+    else oom, else another.
 
     Of repeats with equal keys the latest counts.
     """
@@ -135,7 +136,8 @@ AGENT_GONE = "agent_gone"
 
 CAUSES = (
     "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
-    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
+    "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken",
+    "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", EXITED_EARLY, "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", STOPPED, NODE_FAILURE, AGENT_GONE, "preempted", UNMEASURED,
     "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", DISK_SLOW, "disk_error", "download_failed",
@@ -148,11 +150,14 @@ LOCATED_STATUSES = frozenset({Status.CRASH, Status.HANG, Status.COMM_ERROR, Stat
 """Statuses of failures that a node may have caused; what a program computes or how long it takes is no node's fault."""
 
 _CIRCUMSTANTIAL_CAUSES = frozenset({AGENT_GONE, "gpu_unavailable"})
-"""Causes of a node_fail that do not prove a fault of the node: the run itself may have ended its agent or hidden its GPUs."""
+"""Causes of a node_fail that do not prove a fault of the node: the run itself may have ended its agent
+or hidden its GPUs."""
 
 
 def proves_node_fault(status: str, cause: str | None) -> bool:
-    """Whether a failure with this status and cause proves a fault of its node, whatever other ranks and other nodes do."""
+    """Whether a failure with this status and cause proves a fault of its node,
+    whatever other ranks and other nodes do.
+    """
     return status == Status.NODE_FAIL and cause not in _CIRCUMSTANTIAL_CAUSES
 
 
@@ -216,7 +221,8 @@ class RunResult:
         "arrival (of lines of its log)."
     )
     arrival_error_s: float = 0.0
-    """How much the time of a step may be wrong because its line was seen later than written; 0 unless arrival timed it."""
+    """How much the time of a step may be wrong because its line was seen later than written;
+    0 unless arrival timed it."""
     log_doubts: dict[str, str] = field(default_factory=dict)
     """Code -> sentence of each doubt about how steps were read from a log."""
     source_mfu: float | None = column(

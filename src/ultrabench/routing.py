@@ -17,8 +17,8 @@ def routing_text(routing: str | None) -> str:
 def expert_shares(routing: str, num_experts: int, num_chosen: int) -> tuple[float, ...]:
     """The share of all tokens that each expert gets under a skewed `routing`; the shares add up to `num_chosen`.
 
-    Each token chooses `num_chosen` different experts, so that no share is above 1. With skew=A expert e = 0, 1, ... gets
-    min(1, c (e + 1)**-A) of the tokens, where c makes the shares add up.
+    Each token chooses `num_chosen` different experts, so that no share is above 1. With skew=A expert e = 0, 1, ...
+    gets min(1, c (e + 1)**-A) of the tokens, where c makes the shares add up.
     """
     exponent = float(routing.removeprefix(SKEW_PREFIX))
     powers = [(expert + 1) ** -exponent for expert in range(num_experts)]

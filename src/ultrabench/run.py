@@ -169,8 +169,8 @@ class Task(AttemptRecord):
     best_step_time_s: float | None = None
     """Step time of the best run of the cell when the attempt was submitted; None when there was none."""
     best_control_ratio: float | None = None
-    """Step time of the control run divided by that of this best run, both measured in the allocation of the best run; None
-    where it is unknown."""
+    """Step time of the control run divided by that of this best run, both measured in the allocation of the best run;
+    None where it is unknown."""
     gpu_names: tuple[str, ...] = ()
     """Names that the driver may give the accelerators, or empty for any name. A result on an accelerator with
     another name is invalid."""
@@ -206,7 +206,9 @@ SIZES_BY_WORD = {
 
 
 def words_of(spec: RunSpec) -> dict[str, Any]:
-    """Word that a command may use in braces -> its value in this run; the words are those of a run and those of the user."""
+    """Word that a command may use in braces -> its value in this run; the words are those of a run and
+    those of the user.
+    """
     spec_values = to_dict(spec)
     pipeline_microbatches = spec.layout.gas if spec.layout.pp > 1 else 1
     return {**spec_values["shape"], **spec_values["workload"], **spec_values["layout"], **{
@@ -229,7 +231,8 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 # A plan calls this for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
 @functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
-    """The names of the words that the command and the files of a kernel use, such as `tp`, and of the model sizes that decide them.
+    """The names of the words that the command and the files of a kernel use, such as `tp`,
+    and of the model sizes that decide them.
 
     Args:
         with_tables: whether the keys of `supports` and `flags` are included; otherwise only the words in braces are.
@@ -269,7 +272,8 @@ class ProcessWords(NamedTuple):
 
 
 PROCESS_WORDS = ProcessWords._fields[:-1]
-"""Words that differ between the processes of a run; only a command has them, since the ranks of a node share its files."""
+"""Words that differ between the processes of a run; only a command has them,
+since the ranks of a node share its files."""
 UNKNOWN_PROCESS = ProcessWords(*(f"{{{name}}}" for name in ProcessWords._fields))
 """The words of a process that is not started yet, which stay in their braces."""
 
@@ -284,8 +288,8 @@ def fill_in(
 ) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
-    Each `{word}` is replaced by the value of this run, whole numbers without `.0`; so are words with + - * between them.
-    If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
+    Each `{word}` is replaced by the value of this run, whole numbers without `.0`; so are words with + - * between
+    them. If the first word is `python`, it is replaced by the Python that runs this. `${WORD}` is left as it is,
     because the command may be a shell that replaces it.
 
     Args:

@@ -38,12 +38,16 @@ class Stage:
         return num_embedding_tables * shape.embedding_params + other_params
 
     def num_expert_params(self, shape: ModelShape) -> int:
-        """Number of parameters of the experts of this stage among which routers choose; expert parallelism cuts only these."""
+        """Number of parameters of the experts of this stage among which routers choose;
+        expert parallelism cuts only these.
+        """
         counts = zip(self.num_by_kind(shape), shape.kinds, strict=True)
         return sum(num * kind.num_expert_params(shape.hidden_size) for num, kind in counts)
 
     def num_by_kind(self, shape: ModelShape) -> tuple[int, ...]:
-        """Number of its layers of each of the types of the shape; modules that predict more tokens have the last layer's."""
+        """Number of its layers of each of the types of the shape; modules that predict more tokens
+        have the last layer's.
+        """
         num_by_kind = [*shape.num_by_kind(self.first_layer, self.num_layers)]
         num_by_kind[shape.kind_numbers[-1]] += int(self.has_head) * shape.num_nextn_predict_layers
         return tuple(num_by_kind)
@@ -60,13 +64,13 @@ def split_stages(
 ) -> tuple[Stage, ...]:
     """The `num_stages` stages into which the blocks [embedding, decoder x L, norm, head, cast, loss] are cut.
 
-    By pp_layout=even, and where it lists the layers of each stage, the embedding is in the first stage, and norm, head,
-    cast and loss in the last one; of the stages of even, the first ones have one layer more where they are not equal.
-    By cost and auto, the cost of a decoder layer is the parameters in the matrix products of one token, that of the head V*h, and that of other blocks 0. A
-    block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage
-    begins. This is the rule of nanotron, so results can be compared with its measurements; like nanotron's,
-    stages may be empty. Later versions of nanotron begin the next stage also when the cost equals that part
-    of the total.
+    By pp_layout=even, and where it lists the layers of each stage, the embedding is in the first stage, and norm,
+    head, cast and loss in the last one; of the stages of even, the first ones have one layer more where they are not
+    equal. By cost and auto, the cost of a decoder layer is the parameters in the matrix products of one token,
+    that of the head V*h, and that of other blocks 0. A block goes to the current stage. When the cost so far exceeds
+    total*(stage+1)/num_stages, the next stage begins. This is the rule of nanotron, so results can be compared with
+    its measurements; like nanotron's, stages may be empty. Later versions of nanotron begin the next stage also when
+    the cost equals that part of the total.
 
     Args:
         ties_advance: whether to cut as these later versions do.

@@ -3,11 +3,12 @@
 This is the only rule for "best". The agent that ends slow runs, the launcher that repeats the best ones, status,
 rankings and figures call it with the repeats that they know, and the page has a copy of it in JavaScript.
 
-Rule. A repeat competes if it is ok, was not stopped as slower than the best, and is not suspect; where all of a
-cell are suspect, these compete. If all that compete were measured beside one control layout, in one environment,
-their ratios to the control are compared, since allocations differ; else their rates. A run counts, and is shown, with
-the median of the repeats that compete, which lies between two of an even number. The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their
-95 % intervals overlap.
+Rule. A repeat competes if it is ok, was not stopped as slower than the best, and is not suspect;
+where all of a cell are suspect, these compete. If all that compete were measured beside one control layout,
+in one environment, their ratios to the control are compared, since allocations differ; else their rates. A run counts,
+and is shown, with the median of the repeats that compete, which lies between two of an even number.
+The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their 95 %
+intervals overlap.
 """
 
 import math
@@ -104,7 +105,9 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ci95_rel(self) -> float | None:
-        """Half the 95 % interval of the rate, relative to it: that of the step time of a single repeat; None if unknown."""
+        """Half the 95 % interval of the rate, relative to it: that of the step time of a single
+        repeat; None if unknown.
+        """
         if self.rate_interval is None or not self.rate or not all(self.rate_interval):
             return None
         low, high = self.rate_interval
@@ -178,7 +181,9 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
 
 
 def _control_cis(competing: Iterable[Repeat]) -> dict[Hashable, float]:
-    """Allocation -> half the 95 % interval of the step time of its control runs, relative to it; the median of several."""
+    """Allocation -> half the 95 % interval of the step time of its control runs, relative to it;
+    the median of several.
+    """
     cis_by_allocation = defaultdict[Hashable, list[float]](list)
     for repeat in competing:
         if repeat.run_id == repeat.control:

@@ -40,8 +40,8 @@ def expected_start_s(results: Iterable[RunResult], predicted_s: float) -> float:
 def with_measured_times(task: Task, results: Sequence[RunResult]) -> Task:
     """The task with the start, the duration and the limit that follow from runs in its allocation, if they are longer.
 
-    Its launcher knew no run, or only those that had ended before. A run that is measured to its end is expected to take as
-    long as the middle one of those before it, so that the end of the allocation does not cut it off.
+    Its launcher knew no run, or only those that had ended before. A run that is measured to its end is expected to
+    take as long as the middle one of those before it, so that the end of the allocation does not cut it off.
     """
     start_s = max(task.predicted_start_s, expected_start_s(results, task.predicted_start_s))
     whole_runs_s = [

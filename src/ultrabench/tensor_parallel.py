@@ -34,7 +34,9 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def kv_copies(num_key_value_heads: int, tp: int) -> int:
-    """Number of neighbouring ranks of tp that hold the same key/value head; 1 unless there are more ranks than heads."""
+    """Number of neighbouring ranks of tp that hold the same key/value head;
+    1 unless there are more ranks than heads.
+    """
     return max(1, tp // num_key_value_heads)
 
 
@@ -74,7 +76,9 @@ def adds_params(shape: ModelShape, tp: int) -> bool:
 
 
 def added_params(shape: ModelShape, stage: Stage, tp: int) -> int:
-    """Number of parameters of a stage that all ranks of tp together hold beyond those of the model: padding and copies."""
+    """Number of parameters of a stage that all ranks of tp together hold beyond those of the model:
+    padding and copies.
+    """
     if not adds_params(shape, tp):
         return 0
     num_tables = int(stage.has_embedding) + int(stage.has_head)

@@ -27,7 +27,8 @@ ENV, FLAGS, WORDS = "env", "flags", "words"
 OPTION = "option"
 """The group of options that imported tables have; no sweep lists them."""
 Runtime = tuple[Value, ...]
-"""The container and the interpreter of an allocation, its values of JOB_OPTIONS; None for an option of which the sweep lists one value at most."""
+"""The container and the interpreter of an allocation, its values of JOB_OPTIONS; None for an option of which the sweep
+lists one value at most."""
 CELL_OPTIONS = ("seq_len", "gbs", "precision")
 """Options that change what is computed, so that runs with other values are in other cells."""
 

@@ -1,9 +1,9 @@
 """The Xid events of NVIDIA's driver: what each number means, and whether it proves that a GPU failed.
 
-Source: the Xid catalogue of docs.nvidia.com/deploy/xid-errors (analyzing-xid-catalog, October 2025). A number is FATAL if
-the catalogue wants the GPU or the node reset or examined, APPLICATION if only the program has to start again, and
-INFORMATIONAL if it can be ignored, or only announces another one. Numbers that the catalogue calls unused are not
-listed; 61 is, since older drivers write it for a halted micro-controller.
+Source: the Xid catalogue of docs.nvidia.com/deploy/xid-errors (analyzing-xid-catalog, October 2025).
+A number is FATAL if the catalogue wants the GPU or the node reset or examined, APPLICATION if only the program has to
+start again, and INFORMATIONAL if it can be ignored, or only announces another one. Numbers that the catalogue calls
+unused are not listed; 61 is, since older drivers write it for a halted micro-controller.
 """
 
 import re
@@ -41,9 +41,11 @@ FATAL_XIDS = MEMORY_XIDS | {
     167,
     169,
 }
-"""Xids after which the GPU or the node needs a reset or a repair. 94 (a contained memory error) is a fault of the GPU too."""
+"""Xids after which the GPU or the node needs a reset or a repair. 94 (a contained memory error) is a
+fault of the GPU too."""
 APPLICATION_XIDS = frozenset({
-    8, 11, 13, 25, 31, 32, 39, 40, 41, 43, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, *range(82, 87), 88, 89, *range(96, 106),
+    8, 11, 13, 25, 31, 32, 39, 40, 41, 43, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, *range(82, 87), 88, 89,
+    *range(96, 106),
     *range(126, 136), 139,
 })  # fmt: skip
 """Xids that a program causes, such as 31 (a page fault) and 13 (an exception in a GPU kernel)."""

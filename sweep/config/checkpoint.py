@@ -34,7 +34,8 @@ from ultrabench.sweep.config.model_types import (
 _LATENT_ATTENTION_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
 """Keys of multi-head latent attention, whose sizes are those of a layer type."""
 _TEXT_CLASSES = ("ForCausalLM", "ForConditionalGeneration")
-"""Ends of the names in `architectures` that mean a model with a head for the next token, of types with readers of their own."""
+"""Ends of the names in `architectures` that mean a model with a head for the next token,
+of types with readers of their own."""
 SIZES_ADVICE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train, but whose sizes are those of a ModelShape."""
 OTHER_MODEL_ADVICE = "choose another model, since ultrabench knows no sizes that stand for this one"
@@ -71,7 +72,8 @@ def _cached_config(name: str) -> Path:
 
 
 def read_checkpoint_config(location: str) -> ModelShape:
-    """The shape of the model in a config.json: the file `location`, in the folder `location`, or of that name on the hub.
+    """The shape of the model in a config.json: the file `location`, in the folder `location`,
+    or of that name on the hub.
 
     The model's name is the last part of `_name_or_path`. Without that key it is the name of the folder
     of config.json, the name of a file that is not called config.json, or the last part of the name on the hub.
@@ -166,7 +168,10 @@ def _shape_of_types(values: Mapping[str, Any], model_type: str, name: str, where
     for class_name in classes if isinstance(classes, list) else [classes]:
         if not str(class_name).endswith(_TEXT_CLASSES):
             fact = f"model={where}: architectures has {abbreviated(class_name)}"
-            rule = f"ultrabench knows {model_type} models only as those with a name that ends in {' or '.join(_TEXT_CLASSES)}"
+            rule = (
+                f"ultrabench knows {model_type} models only as those with a name that ends in "
+                f"{' or '.join(_TEXT_CLASSES)}"
+            )
             raise ConfigError(f"{fact}; {rule}", OTHER_MODEL_ADVICE)
     return shape_from({"name": name, **fields_of(dict(values), model_type, where)}, f"model={where}")
 
@@ -194,7 +199,10 @@ def _remedy(values: Mapping[str, Any], model_type: str, untrained_keys: Collecti
         untrained_keys: the keys for which it is not trained.
     """
     if any(values.get(key) for key in _LATENT_ATTENTION_KEYS):
-        return "choose another model, or write its sizes as layer_types to ./ultrabench/model/NAME.yaml and give model=NAME"
+        return (
+            "choose another model, or write its sizes as layer_types to ./ultrabench/model/NAME.yaml "
+            "and give model=NAME"
+        )
     has_known_sizes = model_type in MODEL_TYPES or model_type in GATED_TYPES
     return (
         SIZES_ADVICE if has_known_sizes and SAME_SIZE_KEYS.issuperset(untrained_keys) else OTHER_MODEL_ADVICE
@@ -222,7 +230,10 @@ def _require_known_class(values: Mapping[str, Any], model_type: str, where: str)
         if json.dumps(values.get(key)) not in ("null", json.dumps(usual))
     ]
     if label_keys and not names:
-        fact = f"model={where}: {label_keys[0]} is {abbreviated(values[label_keys[0]])}, as in models that classify or reward"
+        fact = (
+            f"model={where}: {label_keys[0]} is {abbreviated(values[label_keys[0]])}, "
+            "as in models that classify or reward"
+        )
         rule = f"and architectures does not say that it is {known_text}"
         raise ConfigError(f"{fact}, {rule}", "add architectures if it is, else choose another model")
 

@@ -1,7 +1,8 @@
 """Turns Hydra overrides into plain values; the only module that imports Hydra, and only when it composes.
 
-A mistake is found at one of three places, each with its table of patterns and sentences: in the override itself
-(_OVERRIDE_MISTAKES), in a message of Hydra (_HYDRA_MESSAGES), or in a key that does not exist (_MOVED_SETTINGS, _FILE_ONLY_SETTINGS, _FOREIGN_NAMES).
+A mistake is found at one of three places, each with its table of patterns and sentences:
+in the override itself (_OVERRIDE_MISTAKES), in a message of Hydra (_HYDRA_MESSAGES), or in a key that does not exist
+(_MOVED_SETTINGS, _FILE_ONLY_SETTINGS, _FOREIGN_NAMES).
 """
 
 import functools
@@ -98,23 +99,29 @@ _OVERRIDE_MISTAKES: tuple[tuple[str, Sentence], ...] = (
     (rf"[+~]+(?P<group>{_GROUP_NAMES})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
-     "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: {key}={items}".format),
+     "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: "
+     "{key}={items}".format),
     (r"[^=~]*|=.*", _advice_for_word),
     (rf"{_GROUP_PATTERN}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
     (rf"(?!model){_GROUP_PATTERN}=(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))",
      "{override}: a sweep always has a {group}; choose one (see ultrabench configs {group})".format),
-    (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
-    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
+    (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; "
+    "for several use sweep.models={items}".format),
+    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; "
+    "write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range_override),
     (rf"({_GROUP_NAMES})=\[[\w.,\s-]+\]", _several_values),
-    (r"sweep\.(?!layouts=).*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list needs commas; write {key}={items}".format),
+    (r"sweep\.(?!layouts=).*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]",
+        "{override}: a list needs commas; write {key}={items}".format),
     (rf"{_LIST_OR_VALUE}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
      "{override}: a list needs brackets and commas; write {key}={items}".format),
-    (rf"{_GROUP_PATTERN}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
+    (rf"{_GROUP_PATTERN}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); "
+    "set values with "
      "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
     (rf"(?!model){_GROUP_PATTERN}=(.*/.*|.*\.ya?ml)", _path_of_option),
     (r"[+~]*kernel\.files\.(?P<name>[^=]+)=.*",
-     "{override}: the name of a file has a dot; write kernel.files as a whole: 'kernel.files={{{name}: \"TEXT\"}}'".format),
+     "{override}: the name of a file has a dot; write kernel.files as a whole: "
+     "'kernel.files={{{name}: \"TEXT\"}}'".format),
     (r"hardware\.gpu=.*", "{override}: a file holds the GPU and its rates; choose the file with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
     (r"\+?launcher\.sbatch\.-.*", "{key}; write the option's name without leading dashes".format),
@@ -136,7 +143,10 @@ def _require_usable(overrides: Sequence[str]) -> None:
 
 def in_defaults(group: str, **_: str) -> str:
     """How the file of a sweep chooses an option of a group."""
-    return f"to choose another {group} in a sweep file, write under defaults: '- override /{group}: NAME', with the slash"
+    return (
+        f"to choose another {group} in a sweep file, write under defaults: '- override /{group}: "
+        "NAME', with the slash"
+    )
 
 
 def _list_or_settings(override: str, key: str, **_: str) -> str:
@@ -151,15 +161,18 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
     (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )(?P<group>{_GROUP_NAMES})\b", in_defaults),
     (r"Could not load 'sweep/override /?(?P<group>\w+)", in_defaults),
     (r"Could not load 'sweep/(?P<name>[^']+)'", lambda name, **_: f"defaults: {unknown_option('sweep', name)}"),
-    (rf"Could not find '(?P<group>{_GROUP_NAMES})/(?P<name>[^'/]+)'", lambda group, name, **_: unknown_option(group, name)),
+    (rf"Could not find '(?P<group>{_GROUP_NAMES})/(?P<name>[^'/]+)'", lambda group, name,
+        **_: unknown_option(group, name)),
     (r"Could not override '(?P<key>[^']+)'",
      lambda key, values, **_: _axis_beside_layouts(key, values) or unknown_override(key, values.get(key))),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
     (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _list_or_settings),
-    (r"Could not append to config. An item is already at '(?P<key>[^']+)'", "{key} exists; leave out the + in front of it".format),
+    (r"Could not append to config. An item is already at '(?P<key>[^']+)'",
+        "{key} exists; leave out the + in front of it".format),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
-     "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, as in the files that ultrabench configs lists".format),
+     "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, "
+     "as in the files that ultrabench configs lists".format),
     (r"Sweep parameters '(?P<key>[^'=]+)=(?P<value>[^']*)' requires",
      "{key}={value} is not a list of values; write {key}=[A,B]".format),
 )  # fmt: skip
@@ -273,7 +286,8 @@ def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
-    (r"(?:(?!cluster\.)\w+\.)?price_per_gpu_hour", "{key} is a setting of a cluster; write +cluster.price_per_gpu_hour=VALUE, or "
+    (r"(?:(?!cluster\.)\w+\.)?price_per_gpu_hour", "{key} is a setting of a cluster; "
+    "write +cluster.price_per_gpu_hour=VALUE, or "
      "price_per_gpu_hour: VALUE in its file"),
     (r"kernel\.recompute", "{key} is an axis of layouts; write sweep.recompute=[full]"),
     (r"(?:sweep\.)?dp", "{key} is not an axis; dp follows from the GPUs, dp = GPUs/(tp*pp*cp): change sweep.nodes, "
@@ -286,11 +300,14 @@ _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
-    (r"kernel\.files", "{key}: a new file needs a leading + and a program of your own (kernel=command or your file); write "
+    (r"kernel\.files", "{key}: a new file needs a leading + and a program of your own (kernel=command or your "
+    "file); write "
      "'+{key}={{NAME: \"TEXT\"}}'"),
     *((rf"{parent}\b.*", f"{{key}}: a new {noun} needs a leading +; write +{parent}.NAME=VALUE") for parent, noun in
-      (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"), ("hardware.peak_flops_per_s", "precision"))),
-    *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
+      (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"),
+          ("hardware.peak_flops_per_s", "precision"))),
+    *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: "
+    f"'+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
       for group, example in EXAMPLES.items()),
     (r"cluster\.price_per_gpu_hour", "{key}: the file of the cluster has no price; write +{key}=VALUE"),
     (r"sweep\.(?:env|flags|words)\..*", "{key} is not a setting of the chosen sweep; add it: +{key}=[VALUE,VALUE]"),
@@ -337,7 +354,10 @@ def unknown_override(key: str, value: object = None) -> str:
         return unknown_name("override", key, group_settings or [name for name in settings if "." not in name])
     options = settings.get(probable_key, []) if probable_key.startswith(("kernel.", "launcher.")) else []
     hint = f", with {options[0]}" if len(options) == 1 else ""
-    return f"unknown override {key!r}; {moved_advice(probable_key) or f'did you mean {_override_text(probable_key, value)}{hint}?'}"
+    return (
+        f"unknown override {key!r}; "
+        f"{moved_advice(probable_key) or f'did you mean {_override_text(probable_key, value)}{hint}?'}"
+    )
 
 
 def _axis_beside_layouts(key: str, values: Mapping[str, str]) -> str | None:
@@ -391,7 +411,9 @@ def _require_global(path: Path) -> None:
 
 
 def _require_readable(overrides: Sequence[str], sweep: Path | None) -> None:
-    """Raises ConfigError for a file of the user that cannot be read, if an override or the file of the sweep names it."""
+    """Raises ConfigError for a file of the user that cannot be read, if an override or the file of
+    the sweep names it.
+    """
     words = " ".join((*overrides, read_text(sweep) if sweep else ""))
     for folder in search_path()[:-1]:
         for path in filter(Path.is_file, folder.rglob("*.yaml")):

@@ -51,7 +51,9 @@ def file_of_user(group: str, name: str) -> Path | None:
 
 
 def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
-    """Whether a command is that of a kernel of the package which starts a program of others; it says all that it reads."""
+    """Whether a command is that of a kernel of the package which starts a program of others;
+    it says all that it reads.
+    """
     path = search_path()[-1] / "kernel" / f"{kernel}.yaml"
     is_hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
     return not is_hidden and path.is_file() and _command_in_file(path) == [*command]

@@ -19,8 +19,25 @@ SBATCH_TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *SBATCH_TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
-_SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
-                                "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
+_SET_BY_ULTRABENCH = frozenset(
+    {
+        "array",
+        "chdir",
+        "error",
+        "job-name",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "open-mode",
+        "output",
+        "parsable",
+        "signal",
+        "test-only",
+        "time",
+        "wait",
+        "wrap",
+    }
+)
 """Options of sbatch that ultrabench sets itself and that a user must not change."""
 
 

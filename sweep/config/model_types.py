@@ -19,10 +19,12 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW_DEFAULTS},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, **_WINDOW_DEFAULTS},
-    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": None, "num_experts_per_tok": None},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": None,
+        "num_experts_per_tok": None},
     "olmoe": {"rms_norm_eps": 1e-5, "num_experts": None, "num_experts_per_tok": None, "norm_topk_prob": False},
     "qwen3_moe": {
-        "num_key_value_heads": 4, **_WINDOW_DEFAULTS, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
+        "num_key_value_heads": 4, **_WINDOW_DEFAULTS, "num_experts": None, "num_experts_per_tok": None,
+        "moe_intermediate_size": None,
         "decoder_sparse_step": 1, "norm_topk_prob": False,
     },
     "glm4_moe": {
@@ -65,14 +67,16 @@ TRAINED_VALUES: dict[str, Any] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
     **dict.fromkeys(("shared_expert_intermediate_size", "router_jitter_noise"), 0), "mlp_only_layers": [],
     **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), 1),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "n_embd", "no_rope_layers")), "num_nextn_predict_layers": 0,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "n_embd", "no_rope_layers")),
+    "num_nextn_predict_layers": 0,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv")),
     "quantization_config": {}, "quantization": {}, "use_mrope": False, "rope_interleaved": False,
     **dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace"), 0), "pruned_heads": {},
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
     **dict.fromkeys(("enable_moe_block", "attention_k_eq_v"), False), "share_expert_dim": 0,
 }  # fmt: skip
-"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null, and 0 for null.
+"""Keys that change the model, each with the value that ultrabench can train;
+a key may be absent or null, and 0 for null.
 
 MODEL_TYPES names the types whose models may have other values of some of these keys.
 """
@@ -87,7 +91,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "glm4_moe": ("Glm4MoeForCausalLM",),
     "dots1": ("Dots1ForCausalLM",),
 }
-"""model_type -> the names in `architectures` that mean the model which ultrabench trains: with a head for the next token.
+"""model_type -> the names in `architectures` that mean the model which ultrabench trains:
+with a head for the next token.
 
 Another class of the same type has another head or other layers, such as LlamaForSequenceClassification.
 """
@@ -103,11 +108,13 @@ TEXT_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "dots1": {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
 }
-"""model_type -> key that a file may have although transformers does not read it -> its values that mean the same model."""
+"""model_type -> key that a file may have although transformers does not read it -> its values that
+mean the same model."""
 ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 """Keys of `rope_scaling` or `rope_parameters`, beside those of the rotations that ultrabench trains."""
 EXTRA_ROPE_KEYS = frozenset({
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "mscale",
     "mscale_all_dim", "truncate", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale",
     "max_position_embeddings", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned",
 })  # fmt: skip
@@ -115,33 +122,44 @@ EXTRA_ROPE_KEYS = frozenset({
 
 _TOKENS = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start", "forced_bos", "forced_eos")
 _DROPOUTS = (
-    "attention_dropout", "hidden_dropout", "resid_dropout", "embedding_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop",
+    "attention_dropout", "hidden_dropout", "resid_dropout", "embedding_dropout", "attn_pdrop", "resid_pdrop",
+    "embd_pdrop",
     "classifier_dropout", "dropout",
 )  # fmt: skip
 _GENERATION = (
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature",
-    "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature",
+    "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
     "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
 )  # fmt: skip
 HARMLESS_KEYS = frozenset({
-    "model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range",
-    "max_position_embeddings", "max_sequence_length", "model_max_length", "seq_length", "pretraining_tp", "chunk_size_feed_forward",
-    "output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "return_dict", "torchscript",
-    "use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "use_flash_attention", "use_flash_attn",
+    "model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "initializer_range",
+    "max_position_embeddings", "max_sequence_length", "model_max_length", "seq_length", "pretraining_tp",
+    "chunk_size_feed_forward",
+    "output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "return_dict",
+    "torchscript",
+    "use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "use_flash_attention",
+    "use_flash_attn",
     *LABEL_KEYS, "task_specific_params", "tokenizer_class", "prefix",
-    "is_decoder", "tie_encoder_decoder", "max_window_layers", "cross_attention_hidden_size", "is_llama_config", "rope_scaling", "rope_parameters",
-    "transformers.js_config", "aux_loss_alpha", "seq_aux", "ep_size", "rope_type", "type", "source", "license", "base_model",
+    "is_decoder", "tie_encoder_decoder", "max_window_layers", "cross_attention_hidden_size", "is_llama_config",
+    "rope_scaling", "rope_parameters",
+    "transformers.js_config", "aux_loss_alpha", "seq_aux", "ep_size", "rope_type", "type", "source", "license",
+    "base_model",
     *(f"{token}_token_id" for token in _TOKENS), *_DROPOUTS, *_GENERATION,
 })  # fmt: skip
-"""Keys that change neither sizes nor work, whatever their values: names, tokens, data types, dropout, losses, generation.
+"""Keys that change neither sizes nor work, whatever their values: names, tokens, data types, dropout,
+losses, generation.
 
 Source: PretrainedConfig and the configuration classes of MODEL_TYPES in transformers 4 and 5, and published files.
 """
 HARMLESS_KEY = re.compile(r"_|unsloth_|generation_")
 """Matches the beginning of more harmless keys: those of transformers' own use, and marks of other libraries."""
 SAME_SIZE_KEYS = frozenset({
-    "hidden_act", "rope_type", "partial_rotary_factor", "attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm",
+    "hidden_act", "rope_type", "partial_rotary_factor", "attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm",
+    "qk_norm",
     "n_group", "topk_group", "layer_types", "no_rope_layers", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "clip_qkv", "quantization_config", "quantization", "router_jitter_noise", "use_mrope",
     "rope_interleaved",

@@ -1,4 +1,6 @@
-"""Reads the options that a sweep varies beside layouts: workload, kernel, variables, flags, words, container, python."""
+"""Reads the options that a sweep varies beside layouts: workload, kernel, variables, flags, words,
+container, python.
+"""
 
 import math
 import operator

@@ -18,14 +18,17 @@ _FAULTS: tuple[tuple[str, str, str], ...] = (
      "${{oc.env:{name}}} needs the environment variable {name}, which is not set here; set it, or give a default: "
      "${{oc.env:{name},VALUE}}"),
     (r"Unsupported interpolation type (?P<name>\S+)", r"\$\{{\s*{name}:",
-     "${{{name}:...}} is unknown; write ${{oc.env:NAME}} for a variable of your shell, or \\${{{name}:...}} for a shell on the "
+     "${{{name}:...}} is unknown; write ${{oc.env:NAME}} for a variable of your shell, or \\${{{name}:...}} for "
+     "a shell on the "
      "nodes"),
 )  # fmt: skip
 """Message of OmegaConf -> pattern of the reference in a text, and what a user reads."""
 
 
 def wrong_reference(error: BaseException, overrides: Sequence[str]) -> str | None:
-    """One line about the reference that OmegaConf could not resolve: file, key, cause and remedy; None for other errors."""
+    """One line about the reference that OmegaConf could not resolve: file, key, cause and remedy;
+    None for other errors.
+    """
     from omegaconf.errors import GrammarParseError, InterpolationResolutionError, OmegaConfBaseException
 
     cause = next((e for e in (error, error.__cause__) if isinstance(e, OmegaConfBaseException)), None)

@@ -177,7 +177,10 @@ class SweepConfig:
         for nodes, gbs in product(sorted({*self.axes.nodes}), self.options.values.get("gbs", ())):
             if (scaled := self.gbs_on(nodes, gbs)).denominator > 1:
                 smallest_text = counted(min(self.axes.nodes), "node")
-                problem = f"sweep.scaling=weak with gbs={gbs} on {smallest_text} gives gbs={float(scaled):g} on {nodes} nodes"
+                problem = (
+                    f"sweep.scaling=weak with gbs={gbs} on {smallest_text} gives "
+                    f"gbs={float(scaled):g} on {nodes} nodes"
+                )
                 raise ConfigError(f"{problem}; use a multiple of {scaled.denominator}", setting="sweep.gbs")
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
@@ -200,7 +203,9 @@ class SweepConfig:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether other programs may compute on the devices of runs, as on the cores of a laptop; Slurm may give whole nodes."""
+        """Whether other programs may compute on the devices of runs, as on the cores of a laptop;
+        Slurm may give whole nodes.
+        """
         return self.hardware.shares_host and not self.launcher.has_whole_nodes
 
     def gbs_on(self, nodes: int, gbs: int) -> Fraction:

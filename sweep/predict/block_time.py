@@ -1,6 +1,7 @@
 """The time of each block of a model for one micro-batch in closed form: a layer of each of its types, and the head.
 
-Symbols: c the constants, h hidden size; the others are those of `step_time`. docs/design/prediction.md derives each term.
+Symbols: c the constants, h hidden size; the others are those of `step_time`.
+docs/design/prediction.md derives each term.
 """
 
 import math
@@ -22,8 +23,8 @@ from ultrabench.tensor_parallel import kinds_of_ranks, padded_vocab_size
 WIDE_HEAD = 128
 """Width of a head from which attention reaches its full rate."""
 STATE_RATE = 0.5
-"""Share of the rate of attention that linear attention and state space layers reach, by the FLOPs of their recurrence; an
-estimate, not measured."""
+"""Share of the rate of attention that linear attention and state space layers reach, by the FLOPs of their recurrence;
+an estimate, not measured."""
 GATED_CHANNELS = 4
 """Numbers that a gated feed-forward block keeps for each channel, to which the constant ffn_bytes belongs."""
 HALF = 0.5
@@ -87,8 +88,9 @@ SecondsByBlock = tuple[float, ...]
 def block_counts(
     num_heads: int, num_by_kind: Sequence[int], num_again_by_kind: Sequence[int]
 ) -> tuple[int, ...]:
-    """The numbers of layers of the first type, of those of them that are computed again, of heads, and then of layers of
-    each other type and of those of them that are computed again."""
+    """The numbers of layers of the first type, of those of them that are computed again, of heads,
+    and then of layers of each other type and of those of them that are computed again.
+    """
     first, *others = zip(num_by_kind, num_again_by_kind, strict=True)
     return *first, num_heads, *chain.from_iterable(others)
 
@@ -154,7 +156,8 @@ class _Attention(NamedTuple):
     kept_s: float
     """Seconds of those products that recompute=selective keeps."""
     token_bytes: float
-    """Memory traffic of norms within it and of what surrounds a state, for each token of the rank, forward and backward."""
+    """Memory traffic of norms within it and of what surrounds a state, for each token of the rank,
+    forward and backward."""
 
 
 def _product_s(work: LayerWork, product: Product, flops_per_s: float, c: TimeConstants) -> float:
@@ -194,7 +197,9 @@ def _attention(work: LayerWork, kind: LayerType, rates: Rates, c: TimeConstants)
 
 
 def _inner_bytes(kind: LayerType, h: int, c: TimeConstants) -> float:
-    """Memory traffic within an attention for each token; that of a state is like that of an activation (an estimate)."""
+    """Memory traffic within an attention for each token; that of a state is like that of an
+    activation (an estimate).
+    """
     if (grouped := kind.grouped_query) is not None:
         return c.head_norm_bytes * (grouped.q_width + grouped.kv_width) * (grouped.qk_norm != "none")
     if (latent := kind.latent) is not None:

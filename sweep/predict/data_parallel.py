@@ -1,4 +1,6 @@
-"""The time of the collectives of data parallelism in one optimizer step; docs/design/prediction.md derives the terms."""
+"""The time of the collectives of data parallelism in one optimizer step;
+docs/design/prediction.md derives the terms.
+"""
 
 import math
 from collections.abc import Sequence

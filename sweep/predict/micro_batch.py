@@ -75,7 +75,9 @@ def micro_batch(spec: RunSpec) -> MicroBatch:
 
 
 def rank_tokens(spec: RunSpec) -> int:
-    """T: the tokens of a micro-batch that a group of tp ranks holds together, at least 1: plans predict refused layouts, too."""
+    """T: the tokens of a micro-batch that a group of tp ranks holds together, at least 1:
+    plans predict refused layouts, too.
+    """
     return max(1, spec.layout.mbs * spec.workload.seq_len // spec.layout.cp)
 
 
@@ -153,9 +155,9 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
 def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: _LayerWidths) -> LayerBytes:
     """The bytes of a layer of the type that keeps `of` of a token.
 
-    It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up, silu(gate)
-    and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps the input, gate,
-    up and the product with their weights. A compiled layer computes silu(gate) again.
+    It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up,
+    silu(gate) and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps
+    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again.
     """
     layout, compiled, is_sparse, tp = spec.layout, spec.compiles, of.kept_of_experts > 0, spec.layout.tp
     channel = whole_hidden / spec.shape.hidden_size / tp  # of the tokens of a rank, t*w
@@ -200,8 +202,9 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
 def _gradients_of_attention(spec: RunSpec, element: int, q: float, kv: float) -> float:
     """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too.
 
-    With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the rank,
-    the one at work and the one on its way, and of the sums two; a third one begins to arrive when a part is done.
+    With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the
+    rank, the one at work and the one on its way, and of the sums two; a third one begins to arrive
+    when a part is done.
     """
     layout = spec.layout
     if layout.cp == 1:

@@ -31,7 +31,8 @@ class NanotronMemory:
     """The constants of nanotron's memory; bytes are for each number, token or parameter that the name says."""
 
     layer_hidden: NonNegative
-    """Bytes for each token and hidden channel that a layer keeps for backward: norms, q, k, v, residual, eager copies."""
+    """Bytes for each token and hidden channel that a layer keeps for backward: norms, q, k, v,
+    residual, eager copies."""
     layer_ffn: NonNegative
     """Bytes for each token and feed-forward channel that a layer keeps."""
     work_hidden: NonNegative

@@ -58,7 +58,8 @@ class Network:
         return max(0.0, 2 * PROBE_BYTES * (1 / self.allreduce_bytes_per_s - 1 / node_bytes_per_s) / num_ranks)
 
     def alltoall_s(self, sent_bytes: float, num_ranks: int) -> float:
-        """Seconds in which each of `num_ranks` consecutive ranks sends `sent_bytes` / `num_ranks` bytes to each of the others.
+        """Seconds in which each of `num_ranks` consecutive ranks sends `sent_bytes` / `num_ranks` bytes to
+        each of the others.
 
         What stays in a node travels while the rest leaves it, so that the slower of both counts.
         """

@@ -69,7 +69,8 @@ def _numbered(kinds_and_chunks: Iterator[tuple[str, int]], gas: int) -> Iterator
 
 
 def _alternating_passes(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
-    """Kind and chunk of each pass under afab, 1f1b and interleaved: forwards, then one forward and one backward in turn.
+    """Kind and chunk of each pass under afab, 1f1b and interleaved: forwards,
+    then one forward and one backward in turn.
 
     The number of forwards before is gas under AFAB, pp-1-rank under 1F1B (arXiv 2006.09503), and with v stages on
     each rank 2*(pp-1-rank) + (v-1)*group (arXiv 2104.04473), where stages take turns after each group of micro-batches.
@@ -215,7 +216,8 @@ def timeline(layout: Layout) -> list[TimedPass]:
 
 
 def idle_micro_batches(layout: Layout) -> float:
-    """The time for which a rank waits in a step, in micro-batches, where all stages take the same time; `timeline` has it.
+    """The time for which a rank waits in a step, in micro-batches, where all stages take the same time;
+    `timeline` has it.
 
     It is pp-1 under AFAB and 1F1B; (pp-1)/v with v interleaved stages (arXiv 2104.04473, section 2.2), and more with
     less than pp micro-batches; (pp-1)/6 under ZB-V (arXiv 2401.10241), and more where gas - 1 forwards do not fill the

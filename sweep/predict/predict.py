@@ -68,8 +68,8 @@ class Prediction:
     limited_by: str = column(
         "What costs the layout most: memory, launch, bubble, communication or compute.", default=MISSING
     )
-    """Memory where it is unlikely to fit, or its allocator has to give its reserve back and wait; else launch, bubble or
-    communication, if one of them takes a notable part of the step; else compute."""
+    """Memory where it is unlikely to fit, or its allocator has to give its reserve back and wait; else launch,
+    bubble or communication, if one of them takes a notable part of the step; else compute."""
     duration_s: float = column("Duration predicted for a whole run.", default=MISSING, unit=SECONDS)
     """A run that does not fit into memory has only the seconds of its start."""
 
@@ -87,7 +87,10 @@ def too_large_text(prediction: Prediction, p_oom: float) -> str:
     """Why a layout is not run whose P(OOM) is `p_oom`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
     needed_gib = prediction.peak_mem_bytes / GIB
     limit_gib = prediction.peak_mem_bytes / prediction.memory_share / GIB
-    return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {p_oom_text(p_oom)}"
+    return (
+        f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, "
+        f"P(OOM) {p_oom_text(p_oom)}"
+    )
 
 
 class Occupancy(NamedTuple):
@@ -175,7 +178,9 @@ class Predictor:
         return predict_memory(self.profile.as_divided(spec), self.memory)
 
     def step_time(self, spec: RunSpec, stages: Sequence[StageMemory]) -> StepTime:
-        """The time of one step by part, of a run with this memory of its pipeline ranks; without any, no allocator waits."""
+        """The time of one step by part, of a run with this memory of its pipeline ranks; without any,
+        no allocator waits.
+        """
         memory_share, spec = reserved_share(stages, self.hardware), self.profile.as_divided(spec)
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, memory_share)
 
@@ -213,7 +218,9 @@ class ModelScale(NamedTuple):
 
 
 def model_scale(spec: RunSpec) -> ModelScale:
-    """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token; 1 where they have none."""
+    """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token;
+    1 where they have none.
+    """
     num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
     params_ratio = num_params / spec.shape.num_params if num_params else 1.0
     flops_ratio = flops / spec.shape.flops_per_token(spec.workload.seq_len) if flops else params_ratio

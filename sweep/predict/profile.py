@@ -19,11 +19,14 @@ REGIMES = ("fast", "fast_pipeline", "slow", "slow_pipeline", "slow_many_nodes")
 MANY_NODES = 32
 """Number of nodes from which runs on slow links are a regime of their own."""
 LOG_WIDTH_PER_STEP = 0.09
-"""What a step beyond the runs of a fit adds to each end of the interval of log(measured / predicted), by root of squares.
+"""What a step beyond the runs of a fit adds to each end of the interval of log(measured / predicted),
+by root of squares.
 
-With 0.09 the interval of a fit to the playbook's runs on one node holds 78 to 86 % of the others at each distance up to 8."""
+With 0.09 the interval of a fit to the playbook's runs on one node holds 78 to 86 % of the others at
+each distance up to 8."""
 GPU_STEPS = 6
-"""Steps to another GPU: one H100 is 20 to 32 % slower than constants of another tell, where their power limits differ."""
+"""Steps to another GPU: one H100 is 20 to 32 % slower than constants of another tell,
+where their power limits differ."""
 
 
 class Quantiles(NamedTuple):

@@ -27,8 +27,9 @@ NOISE_SD = 0.03
 MAX_LOG_RATIO = 0.7
 """Largest absolute value of log(measured / predicted) that is believed; what is beyond is an accident.
 
-BIAS_SD, SHAPE_SD and MAX_LOG_RATIO are those of a prediction whose 80 % interval has the width that the first two stand for.
-They are in proportion to the interval of each prediction, but no prediction counts as surer than a measurement.
+BIAS_SD, SHAPE_SD and MAX_LOG_RATIO are those of a prediction whose 80 % interval has the width that the first two
+stand for. They are in proportion to the interval of each prediction, but no prediction counts as surer
+than a measurement.
 """
 MAX_SURPRISE_SDS = 3.0
 """Standard deviations beyond which a measurement is taken for an accident and counts as a less exact one."""
@@ -214,9 +215,9 @@ class _Errors:
 def _oom_chances(runs: Sequence[Run], tried: TriedRuns) -> list[float]:
     """P(OOM) of each run, given which runs of the cell did and did not fit.
 
-    A run does not fit when x + sqrt(r)*s + sqrt(1 - r)*e > 0, with r = SHARED_MEMORY_VARIANCE, x the score from its predicted
-    P(OOM), its own error e and the error s of the cell, both standard normal. Which s are likely follows from the
-    runs tried.
+    A run does not fit when x + sqrt(r)*s + sqrt(1 - r)*e > 0, with r = SHARED_MEMORY_VARIANCE,
+    x the score from its predicted P(OOM), its own error e and the error s of the cell, both standard normal.
+    Which s are likely follows from the runs tried.
     """
     shared_sd, own_sd = math.sqrt(SHARED_MEMORY_VARIANCE), math.sqrt(1 - SHARED_MEMORY_VARIANCE)
     scores = [_NORMAL.inv_cdf(min(max(run.prediction.p_oom, 1e-6), 1 - 1e-6)) for run in runs]

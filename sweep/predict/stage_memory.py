@@ -27,7 +27,8 @@ class MemoryLimit:
     share: Positive
     """The part of the memory of a device at which one half of the runs without a pipeline fail."""
     pipeline_share: Positive
-    """The part at which one half of the runs with a pipeline fail. It is above 1 where the form adds up what is never alive at once."""
+    """The part at which one half of the runs with a pipeline fail. It is above 1 where the form adds up what is
+    never alive at once."""
     sigma: Positive
     """Standard deviation of the logarithm."""
 

@@ -36,7 +36,8 @@ class Size(NamedTuple):
 
 NOTHING = Size(0, 0, 0)
 HEAD, LAYER, EMBEDDING = "head", "layer", "embedding"
-"""Kinds of a group of parameters: norm and head; a layer; the embedding, with norm and head where it is tied to them."""
+"""Kinds of a group of parameters: norm and head; a layer; the embedding,
+with norm and head where it is tied to them."""
 
 
 class Layers(NamedTuple):
@@ -234,7 +235,8 @@ def _stage_params(
         num_dense = sum(num for number, num in enumerate(kept) if number not in sparse_numbers)
         return Layers(tuple(kept), len(full), num_dense)
 
-    # From layer to layer of a type, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
+    # From layer to layer of a type, activations fall and gradients grow by the same number of bytes: the peak is at the
+    # ends.
     peak_layers = {start, shape.first_k_dense_replace, end - 2, end - 1}
     if (
         shape.layer_types

@@ -116,8 +116,8 @@ class _PipelineRank(NamedTuple):
     counts: tuple[int, ...]
     """Numbers of its blocks in the order of `block_counts`; there is one head on the rank of the last stage."""
     num_launches: float
-    """Layers without experts that its host launches: one with a single block is half a layer, a forward that is repeated
-    a third."""
+    """Layers without experts that its host launches: one with a single block is half a layer,
+    a forward that is repeated a third."""
     num_sparse_launches: float
     """The same of layers with experts."""
     num_params: int
@@ -220,7 +220,9 @@ def _rank_times(
 def _micro_batch_work(
     spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, c: TimeConstants
 ) -> tuple[LayerWork, BlockTimes, tuple[_PipelineRank, ...], _GradSums]:
-    """What a layer works on, the times of its blocks, the work of each pipeline rank, and seconds of sums of gradients."""
+    """What a layer works on, the times of its blocks, the work of each pipeline rank,
+    and seconds of sums of gradients.
+    """
     layout, shape, tp, recompute = spec.layout, spec.shape, spec.layout.tp, spec.layout.recompute
     work = LayerWork(
         shape,
@@ -291,8 +293,8 @@ def predict_step_time(
     slowest, slowest_gpu_s, slowest_s, all_ranks_s = _rank_times(ranks, blocks, grad_s, layer_host_s, c)
     mean_rank_s = all_ranks_s / layout.pp  # a rank's share if none waited
     num_busy_passes = gas * (1 - c.wait_shared * (1 - mean_rank_s / slowest_s))
-    # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on average,
-    # and pipeline ranks exchange meanwhile.
+    # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on
+    # average, and pipeline ranks exchange meanwhile.
     exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, links, c)
     waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
     parts_s = [num_busy_passes * slowest.sum_s(block_s) for block_s in blocks[:-1]]

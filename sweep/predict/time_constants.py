@@ -57,8 +57,9 @@ class TimeConstants:
     micro_batch_launch_s: NonNegative
     """Seconds that the host needs for a micro-batch beside its layers."""
     slow_layer_launch_s: NonNegative
-    """Seconds that the host needs at least for a layer where links between nodes are slow (`Network.slow`). The terms of
-    slow_layer_launch_tp_s and of the hops of tp are added to them; the usual launch time counts where it is longer."""
+    """Seconds that the host needs at least for a layer where links between nodes are slow (`Network.slow`).
+    The terms of slow_layer_launch_tp_s and of the hops of tp are added to them; the usual launch time counts
+    where it is longer."""
     slow_layer_launch_tp_s: NonNegative
     """Seconds for each of the tp ranks that are added to slow_layer_launch_s."""
     tp_calls: NonNegative
@@ -81,9 +82,11 @@ class TimeConstants:
     """Share of the links' rate that collectives of data parallelism between nodes reach, before `dp_probe` or
     `dp_gather_probe` makes them slower."""
     dp_probe: NonNegative
-    """Share of the time that the all-reduce of the probe would take for the gradients; it is added to their transfer."""
+    """Share of the time that the all-reduce of the probe would take for the gradients;
+    it is added to their transfer."""
     dp_gather_probe: NonNegative
-    """Share of the time that the all-gather of the probe would take for the parameters; it is added to their transfer."""
+    """Share of the time that the all-gather of the probe would take for the parameters;
+    it is added to their transfer."""
     dp_bucket_bytes: NonNegative
     """Bytes of gradients that ZeRO-0 reduces in one call; 0: calls take no time beside their transfers."""
     dp_bucket_hops: NonNegative
@@ -133,19 +136,20 @@ class TimeConstants:
     router_bytes: NonNegative = 0.0
     """Memory traffic of scores and of the choice among them, for each token and expert."""
     fp8_efficiency: Share = 0.61
-    """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency. A prior,
-    with which 8B gains what torchtitan published of scales for each row."""
+    """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency.
+    A prior, with which 8B gains what torchtitan published of scales for each row."""
     fp8_cast_bytes: NonNegative = 7.0
     """Bytes of memory traffic for scaling one number of an operand and casting it to fp8, in layers that are not
     compiled. A guess: 9 bytes, or 11 if the operand is transposed, which kernels move at 0.85 of the memory's rate;
     7 is the same time at an hbm_efficiency of 0.6."""
     fp8_launch_s: NonNegative = 0.002
-    """Seconds that the host needs in addition for a layer in fp8 that is not compiled. A prior: 36 operands of 11 kernels."""
+    """Seconds that the host needs in addition for a layer in fp8 that is not compiled. A prior:
+    36 operands of 11 kernels."""
     wait_shared: Share = 0.0
     """Share of a pipeline rank's waiting time that other ranks use, because they share its processors; 0 on GPUs."""
     ties_advance: bool = False
-    """Whether a pipeline stage ends when its cost equals its part of the total, as in later versions of nanotron, and not
-    only when it exceeds it; see `split_stages`."""
+    """Whether a pipeline stage ends when its cost equals its part of the total, as in later versions of nanotron,
+    and not only when it exceeds it; see `split_stages`."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "profile.time.")

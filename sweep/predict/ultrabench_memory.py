@@ -12,8 +12,8 @@ Symbols: n parameters of the rank (whole, cut by tp only), D shards, P parameter
 reduced at once, T tokens of a micro-batch on the ranks of tp, t = T/tp. w is the size of a number in forward and
 backward; masters, moments and sums of gradients have 4 bytes. docs/design/prediction.md derives the terms.
 
-Names hold bytes, but whole, shard, size, reduced, finished, gathered, first, last and following count parameters. In the
-functions, m is the micro-batch and p is a stage of the rank.
+Names hold bytes, but whole, shard, size, reduced, finished, gathered, first, last and following count parameters.
+In the functions, m is the micro-batch and p is a stage of the rank.
 """
 
 from collections.abc import Iterator

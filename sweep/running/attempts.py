@@ -152,7 +152,8 @@ class Launch:
     """Seconds since this launch saw each attempt end, by its own monotonic clock, because a run may have to
     wait after a failure. Attempts that ended before this launch are left out, for they waited long enough."""
     excused: frozenset[str] = frozenset()
-    """Allocations that may end without any run: they existed when the sweep was paused or cancelled, or were refused."""
+    """Allocations that may end without any run: they existed when the sweep was paused or
+    cancelled, or were refused."""
 
 
 NO_LAUNCH = Launch()
@@ -313,7 +314,9 @@ def changed_patterns(attempt: AttemptState, kernel: KernelConfig) -> frozenset[s
 
 
 def attempts_to_reread(state: SweepState, kernel: KernelConfig) -> list[AttemptState]:
-    """The attempts whose results other patterns read in their logs than `kernel` has: ok ones, and the latest of each repeat."""
+    """The attempts whose results other patterns read in their logs than `kernel` has: ok ones,
+    and the latest of each repeat.
+    """
     latest_keys = {attempt.key for attempt in final_attempts(state).values()}
     return [
         attempt

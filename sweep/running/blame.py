@@ -48,8 +48,16 @@ MIN_DISJOINT_SETS = 3
 Two are enough if a run was ok on one of these nodes. Else they may be bad alike, and bad nodes are always free.
 """
 EVENTS_OF_BLAME = (
-    "launched", "pause", "cancel", "submitting", "allocation_planned", "allocation_ended", "claimed", "result", "failed",
-)  # fmt: skip
+    "launched",
+    "pause",
+    "cancel",
+    "submitting",
+    "allocation_planned",
+    "allocation_ended",
+    "claimed",
+    "result",
+    "failed",
+)
 """The events of a journal from which the table follows."""
 EVENTS_OF_FAILURES = ("allocation_ended", "failed")
 """The events without which no node is to blame."""
@@ -220,7 +228,9 @@ class NodeRecord:
 
     @property
     def text(self) -> str:
-        """The row in words, such as `2 runs failed there (1a2b, 3c4d), 0 attempts were ok there since; elsewhere ...`."""
+        """The row in words, such as
+        `2 runs failed there (1a2b, 3c4d), 0 attempts were ok there since; elsewhere ...`.
+        """
         names = ", ".join(run_id[:8] for run_id in self.failed_runs[:NUM_NAMED_RUNS])
         names += ", ..." if len(self.failed_runs) > NUM_NAMED_RUNS else ""
         failed_text = f"{counted(len(self.failed_runs), 'run')} failed there ({names})"
@@ -232,7 +242,9 @@ class NodeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """What the table says: which nodes to exclude and why, where not to run next, and which failures are the program's."""
+    """What the table says: which nodes to exclude and why, where not to run next,
+    and which failures are the program's.
+    """
 
     trials: Mapping[str, Sequence[Trial]] = field(default_factory=dict)
     """run_id -> the rows of the run."""
@@ -243,7 +255,8 @@ class Blame:
     start_failures: Mapping[str, str] = field(default_factory=dict)
     """Node on which nothing started, and which is not excluded -> the reason."""
     program_failures: Mapping[str, str] = field(default_factory=dict)
-    """Failure that one run had on disjoint nodes, so that no further nodes are tried -> two such sets of nodes, in words."""
+    """Failure that one run had on disjoint nodes, so that no further nodes are tried -> two such sets
+    of nodes, in words."""
     repeated_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Failure -> nodes on which one run had it twice, since there were no others to try."""
     working: frozenset[str] = frozenset()
@@ -433,7 +446,8 @@ class _Table:
         self.failures = [trial for trial in self._rows if not trial.is_ok]
         self.working = frozenset(self._ok_trials_by_host)
         self._refuted = dict[tuple[str, str], str]()
-        """run_id and a failure that the run had on disjoint nodes, which are not to blame for it -> these nodes, in words."""
+        """run_id and a failure that the run had on disjoint nodes, which are not to blame for it -> these nodes,
+        in words."""
         repeated_on = defaultdict[str, frozenset[str]](frozenset)
         inconstant = set[str]()
         for run_id, trials in trials_by_run.items():
@@ -492,7 +506,9 @@ class _Table:
         return len({t.run_id for t in self._ok_trials_by_host.get(host, ()) if t.started_at >= since})
 
     def _is_confined(self, failure: str) -> bool:
-        """Whether only nodes on which nothing else works had this failure, while others work: then several nodes are bad."""
+        """Whether only nodes on which nothing else works had this failure, while others work:
+        then several nodes are bad.
+        """
         runs_by_host, first_at = defaultdict[str, set[str]](set), dict[str, float]()
         for trial in self.failures:
             for host in trial.began_on if trial.failure == failure else ():
@@ -529,7 +545,9 @@ class _Table:
 
     @cached_property
     def _likely_bad(self) -> frozenset[str]:
-        """Nodes on which several runs failed and none was ok since; they say nothing about how often nodes fail by chance."""
+        """Nodes on which several runs failed and none was ok since; they say nothing about how often
+        nodes fail by chance.
+        """
         return frozenset(
             host
             for host, trials in self._blamed_trials.items()

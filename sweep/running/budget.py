@@ -122,7 +122,9 @@ def _known_of_grid(plan: Plan) -> str:
 
 
 def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
-    """The layouts of a cell that are advised, in the order of what is expected of them; else the likeliest one to fit."""
+    """The layouts of a cell that are advised, in the order of what is expected of them;
+    else the likeliest one to fit.
+    """
     advised_runs = sorted(advised(runs), key=expected_rate_of, reverse=True)
     runs = advised_runs or [min(runs, key=lambda run: run.prediction.p_oom)]
     return [*dict.fromkeys(run.layout for run in runs)]

@@ -14,9 +14,11 @@ from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, plan
 from ultrabench.sweep.running.starts import Starts, keys_by_allocation, starts_of, telling_allocations
 
 MAX_ALLOCATIONS_WITHOUT_REQUESTED = 3
-"""The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts.
+"""The sweep stops after MAX_ALLOCATIONS_WITHOUT_REQUESTED * max_jobs allocations in a row that ran
+only control layouts.
 
-Ends in ENDS_ALLOWED_WITHOUT_RUN count, too, since allocations could end like this for ever where the clocks of nodes differ.
+Ends in ENDS_ALLOWED_WITHOUT_RUN count, too, since allocations could end like this for ever where the
+clocks of nodes differ.
 """
 
 

@@ -92,7 +92,9 @@ def expected_too_few_pairs(
 
 
 def num_option_pairs(runs: Iterable[Candidate], options: Options) -> Counter[tuple[str, Any]]:
-    """Option and value -> number of pairs of runs that differ only in it, one with this value and one with the first."""
+    """Option and value -> number of pairs of runs that differ only in it,
+    one with this value and one with the first.
+    """
     varied = {name: values for name, values in options.values.items() if len(values) > 1}
     values_by_block = defaultdict[tuple[Any, ...], set[Any]](set)
     for run in runs if varied else ():

@@ -26,7 +26,10 @@ def other_shapes(models: Iterable[ModelShape], state: SweepState) -> Iterator[st
         if num_by_shape:
             shape = max(num_by_shape, key=lambda shape: (num_by_shape[shape], shape.model_id))
             changes_text = differences(values_of(shape), values_of(model), "{}: {} -> {}")
-            problem_text = f"model {model.name} has a different shape than in {counted(num_by_shape.total(), 'run')} of earlier launches ({changes_text})"
+            problem_text = (
+                f"model {model.name} has a different shape than in "
+                f"{counted(num_by_shape.total(), 'run')} of earlier launches ({changes_text})"
+            )
             yield f"{problem_text}: those stay in the results as another model; for a separate sweep, add name=NAME"
 
 

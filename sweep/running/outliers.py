@@ -36,7 +36,8 @@ RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE = 0.15, 0.10, 0.25
 """Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
 control run, and between the step times of ranks."""
 SHARED_CORES_FACTOR = 10.0
-"""Factor on RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE and the largest mfu for CPU cores, which other programs may use, too."""
+"""Factor on RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE and the largest mfu for CPU cores,
+which other programs may use, too."""
 
 _Key = TypeVar("_Key")
 
@@ -289,7 +290,8 @@ def for_answers(state: SweepState) -> SweepState:
 
 
 def with_loss_outliers(state: SweepState) -> SweepState:
-    """A copy of `state` in which attempts with an outlying loss are `invalid`, and the suspect ones are in `suspect_losses`.
+    """A copy of `state` in which attempts with an outlying loss are `invalid`,
+    and the suspect ones are in `suspect_losses`.
 
     An outlier differs from most layouts of its model and batch: there are at least three, and two thirds of them
     agree. Where these do not, all of them are in dispute.
@@ -307,7 +309,10 @@ def with_loss_outliers(state: SweepState) -> SweepState:
             assert attempt.result is not None
             step_text = "" if attempt.result.loss_step is None else f" at step {attempt.result.loss_step}"
             num_others = len(majority.run_ids - {key.run_id})
-            reason = f"loss {majority.text(loss)}{step_text}; the other {num_others} layouts of this model and batch have {majority}"
+            reason = (
+                f"loss {majority.text(loss)}{step_text}; the other {num_others} layouts of this "
+                f"model and batch have {majority}"
+            )
             result = replace(attempt.result, status=Status.INVALID, reason=reason)
             attempts[key] = replace(attempt, result=result)
     return replace(state, attempts=attempts, suspect_losses=suspect_losses)

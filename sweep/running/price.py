@@ -43,8 +43,8 @@ LIMIT_ROUNDING_S = 300.0
 CONTROL_SHARE = 0.2
 """Largest share of an allocation's predicted time for its control run; allocations are filled up to that."""
 CONTROL_SPACING = 5
-"""Number of runs after which the control run is repeated where other programs share the devices, whose load changes from
-minute to minute. With a control run every 5 runs a sweep takes about a fifth longer."""
+"""Number of runs after which the control run is repeated where other programs share the devices,
+whose load changes from minute to minute. With a control run every 5 runs a sweep takes about a fifth longer."""
 ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
 """Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 TIME_LIMIT = "time_limit"
@@ -118,8 +118,8 @@ def with_step_factor(run: Candidate, factor: float, measure: Measure) -> Candida
 def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
     """Number of nodes -> seconds by which measured starts are longer than the predicted one.
 
-    On numbers of nodes without an attempt, a start is expected to differ from the predicted one by the same factor as on
-    the others.
+    On numbers of nodes without an attempt, a start is expected to differ from the predicted one by the same factor
+    as on the others.
     """
     nodes_by_run = {run.run_id: run.nodes for run in plan.runs}
     results_by_nodes = defaultdict[int, list[RunResult]](list)
@@ -173,7 +173,8 @@ def allocation_limit_s(attempts: Sequence[PlannedAttempt], config: SweepConfig) 
 def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
     """The shortest time limit of an allocation, in seconds, in which runs of `predicted_s` seconds all begin.
 
-    It holds the start, the runs, and the time before the limit at which the allocation is told to end, perhaps too early.
+    It holds the start, the runs, and the time before the limit at which the allocation is told to end,
+    perhaps too early.
     """
     needed_s = ALLOCATION_START_S[config.hardware.device] + predicted_s + config.launcher.signal_lead_s
     return needed_s + min(90.0, needed_s / 3)
@@ -202,7 +203,10 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     unit = "minutes with its control run" if control_by_key else "minutes"
     if minutes_by_run and len(minutes_by_run) == len(plan.runs):
         advice = "allow more time, or take fewer steps with measure=quick"
-        least_text = f"the shortest of {counted(len(minutes_by_run), 'run')} needs {min(minutes_by_run.values())} {unit}"
+        least_text = (
+            f"the shortest of {counted(len(minutes_by_run), 'run')} needs "
+            f"{min(minutes_by_run.values())} {unit}"
+        )
         raise ConfigError(f"{limit_text}; {least_text}: {advice}")
     reasons = {i: f"a job needs {minutes} {unit}; {limit_text}" for i, minutes in minutes_by_run.items()}
     rejected = [
@@ -220,9 +224,9 @@ def pack(
 ) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
 
-    All attempts of a group have the same number of nodes, the same repeat, the same runtime and the same nodes to avoid,
-    and also the same cell where allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
-    duration with its control run, or launcher.pack runs.
+    All attempts of a group have the same number of nodes, the same repeat, the same runtime and the same nodes to
+    avoid, and also the same cell where allocations have a control run. A group is full when it holds
+    launcher.allocation_minutes of predicted duration with its control run, or launcher.pack runs.
 
     Args:
         control_by_key: the control run of each key; a group is filled at least until its control run takes at most

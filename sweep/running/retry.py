@@ -103,7 +103,8 @@ def proven_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
 def breaker_reason(
     state: SweepState, policy: RetryPolicy, blame: Blame, ages_s: Mapping[AttemptKey, float]
 ) -> str | None:
-    """The reason to stop the sweep: the latest runs of this launch all failed in the same way, or no step of its program is known.
+    """The reason to stop the sweep: the latest runs of this launch all failed in the same way,
+    or no step of its program is known.
 
     Args:
         ages_s: seconds since this launch saw each attempt end. They give the order of the ends, because

@@ -60,9 +60,9 @@ class SearchedCell(NamedTuple):
 def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> Iterator[SearchedCell]:
     """For each cell its runs, and how those that were tried ended, for the adaptive search.
 
-    The step time of a run is the median over all its measurements, also those that were stopped as slower. What is
-    predicted is that of `with_measured_links`. Runs whose container or interpreter has not started in spite of tries are left
-    out, if their cell has others: a search that begins with them would never come to these.
+    The step time of a run is the median over all its measurements, also those that were stopped as slower.
+    What is predicted is that of `with_measured_links`. Runs whose container or interpreter has not started in spite of
+    tries are left out, if their cell has others: a search that begins with them would never come to these.
     """
     attempts_by_run, link_rates = state.by_run(), outliers.preflight_rates(state)
     searched_runs = [*runs]
@@ -108,8 +108,9 @@ def with_measured_links(
 ) -> list[Candidate]:
     """The runs of a cell with the step times that are predicted for the links that allocations have measured.
 
-    The median of the latest allocations of as many nodes counts. Where none of them has measured its links, or the
-    launch was of a version with other constants, the step times are those of the plan, with the links of the data sheet.
+    The median of the latest allocations of as many nodes counts. Where none of them has measured its links,
+    or the launch was of a version with other constants, the step times are those of the plan,
+    with the links of the data sheet.
 
     Args:
         config: the configuration of the latest launch, which holds hardware and profile.
@@ -147,8 +148,8 @@ def worth_trying(
 ) -> list[Candidate]:
     """The runs of other variants to make next; none when all that are worth it have been made.
 
-    First each option is changed alone, with the best layouts of the usual variant. Then the values that made these layouts
-    faster are tried together.
+    First each option is changed alone, with the best layouts of the usual variant. Then the values that made these
+    layouts faster are tried together.
 
     Args:
         usual: the runs of the cell with the variant that most layouts have, whose search is over.

@@ -22,7 +22,8 @@ from ultrabench.sweep.running.outliers import (
 )
 
 FP8_OVER_BF16 = 2.0
-"""Rate of products in fp8 over that of the bf16 products that a preflight measures: the ratio of all published peaks."""
+"""Rate of products in fp8 over that of the bf16 products that a preflight measures:
+the ratio of all published peaks."""
 Suspects = Mapping[AttemptKey, str]
 """Ok attempts whose measurement is suspect -> the reasons."""
 
@@ -137,7 +138,8 @@ def standings_of(
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
                     suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
-                    control_ratio=comparison.ratio, control_ci95_rel=comparison.ci95_rel, ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
+                    control_ratio=comparison.ratio, control_ci95_rel=comparison.ci95_rel,
+                    ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
                     ci_reached=timed_result.ci_reached if timed_result else None,
                 )
             )  # fmt: skip
@@ -154,7 +156,9 @@ def best_of_cells(
 
 
 def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[str, float | None]:
-    """run_id of each run that was ok -> its tokens/s/GPU in its best environment; None where it may not win its cell."""
+    """run_id of each run that was ok -> its tokens/s/GPU in its best environment;
+    None where it may not win its cell.
+    """
     rate_by_run: dict[str, float | None] = {}
     for standing in chain(*standings_of(runs, state, device).values()):
         if standing.outcome == Status.OK:

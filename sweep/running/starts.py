@@ -44,7 +44,9 @@ class UselessRow:
         self.suspect_nodes |= failed_on
 
     def is_enough(self, limits: JobLimits) -> bool:
-        """Whether the nodes are not at fault: the allocations were on disjoint nodes, or are too many for one bad node."""
+        """Whether the nodes are not at fault: the allocations were on disjoint nodes,
+        or are too many for one bad node.
+        """
         max_in_a_row = MAX_ALLOCATIONS_WITHOUT_RUN + limits.max_jobs
         return self.num_telling >= MAX_ALLOCATIONS_WITHOUT_RUN or len(self.allocations) >= max_in_a_row
 
@@ -71,8 +73,9 @@ class Starts:
     def unstartable(self, limits: JobLimits) -> dict[Runtime, str]:
         """Runtime whose container or interpreter is at fault -> the reason.
 
-        Jobs of other runtimes must have run something: after the first of its own failed, or ever, if none of its own and of
-        the others that fail now did. Else all jobs may fail for another reason, such as a file server that does not answer.
+        Jobs of other runtimes must have run something: after the first of its own failed, or ever,
+        if none of its own and of the others that fail now did. Else all jobs may fail for another reason,
+        such as a file server that does not answer.
         """
         new_runtimes = frozenset(self.row_by_runtime) - self.started_runtimes
         reasons = dict[Runtime, str]()
@@ -104,7 +107,10 @@ def _reason(runtime: Runtime, row: UselessRow) -> str:
     hosts, latest_end = row.failed_on, row.allocations[-1].ended
     nodes_text = f" on {','.join(hosts)}" if hosts else ""
     num = len(row.allocations)
-    return f"{runtime_text(runtime)}: {num} jobs in a row ran nothing{nodes_text}, while those of other variants did ({latest_end})"
+    return (
+        f"{runtime_text(runtime)}: {num} jobs in a row ran nothing{nodes_text}, "
+        f"while those of other variants did ({latest_end})"
+    )
 
 
 def starts_of(state: SweepState, launch: Launch) -> Starts:

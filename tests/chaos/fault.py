@@ -36,7 +36,8 @@ BAD_NODES: dict[str, frozenset[str]] = {
     "bad_node": frozenset({"crash"}),
     "no_agent": frozenset({"lost not_started"}),
 }
-"""Kinds of faults of one node that nobody has listed; every crash there, and every job that starts no agent, is explained."""
+"""Kinds of faults of one node that nobody has listed; every crash there, and every job that starts no
+agent, is explained."""
 OWNERSHIP: dict[str, frozenset[str]] = {
     "linked_results": frozenset(), "rename": frozenset(), "hidden_pids": frozenset(), "hanging_sbatch": frozenset(),
     "bad_variant": frozenset(), "full_at_end": frozenset(),

@@ -125,7 +125,9 @@ def _kill_agent_always(campaign: "Campaign", fault: Fault) -> Hit:
 
 
 def _suspended_processes(campaign: "Campaign", fault: Fault) -> Hit:
-    """Suspends the launcher and all processes of an allocation, as on machines that move, for longer than a run may take."""
+    """Suspends the launcher and all processes of an allocation, as on machines that move,
+    for longer than a run may take.
+    """
     leader = one_of(lambda: processes(campaign.bench.folder, "leader"), fault)
     suspended = dict[int, int]()
     for launcher in campaign.living():
@@ -156,7 +158,9 @@ def _stop(pid: int, stopped: dict[int, int]) -> None:
 
 
 def _foreign_accounting(campaign: "Campaign", fault: Fault) -> Hit:
-    """For some seconds sacct answers about other jobs with the ids of ours; in half of the cases a leading agent dies."""
+    """For some seconds sacct answers about other jobs with the ids of ours;
+    in half of the cases a leading agent dies.
+    """
     column = FOREIGN_COLUMNS[fault.share % len(FOREIGN_COLUMNS)]
     kills = fault.share >= 50
     one_of(lambda: jobs(campaign.sweep), fault)

@@ -1,4 +1,6 @@
-"""Faults by which it is unclear whose a sweep is: links, new names, hidden launchers, late answers, and what cannot start."""
+"""Faults by which it is unclear whose a sweep is: links, new names, hidden launchers, late answers,
+and what cannot start.
+"""
 
 import json
 import os
@@ -60,7 +62,9 @@ def _linked_results(campaign: "Campaign", fault: Fault) -> Hit:
 
 
 def _rename(campaign: "Campaign", fault: Fault) -> Hit:
-    """Renames the sweep as soon as it may be renamed, continues it under the new name for a while, and renames it back."""
+    """Renames the sweep as soon as it may be renamed, continues it under the new name for a while,
+    and renames it back.
+    """
     one_of(lambda: jobs(campaign.sweep), fault)
     campaign.kill_launchers()
     name, new_name = campaign.sweep, f"{campaign.sweep}-moved"
@@ -126,7 +130,8 @@ def _require_refused(
 ) -> None:
     """Reports a problem if a command that needs an idle sweep does not find it in use.
 
-    It is not confirmed, so that it harms nothing. The sweep must be alive before and after it, since it may end meanwhile.
+    It is not confirmed, so that it harms nothing. The sweep must be alive before and after it,
+    since it may end meanwhile.
 
     Args:
         why: a part of the message, since jobs would hide that a launcher is not seen.
@@ -140,7 +145,9 @@ def _require_refused(
 
 
 def _hanging_sbatch(campaign: "Campaign", fault: Fault) -> Hit:
-    """While sbatch hangs, another launcher follows the sweep, somebody wants to delete it, or the launcher is killed."""
+    """While sbatch hangs, another launcher follows the sweep, somebody wants to delete it,
+    or the launcher is killed.
+    """
     beside = ("launch", "rm and rename", "kill and launch")[fault.share % 3]
     with Wrappers(campaign, fault, {"sbatch": HANGING_SBATCH}) as wrappers:
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
@@ -169,7 +176,9 @@ def _given_up(campaign: "Campaign") -> set[str]:
 
 
 def _bad_variant(campaign: "Campaign", fault: Fault) -> Hit:
-    """Beside the sweep launches another one with two interpreters, of which one does not start on nodes; judges that, too."""
+    """Beside the sweep launches another one with two interpreters, of which one does not start on nodes; judges that,
+    too.
+    """
     name, is_first = f"variants{fault.number}", fault.share % 2 == 0
     bad_python = campaign.bench.folder / f"python.{fault.number}"
     bad_python.write_text(BAD_PYTHON)

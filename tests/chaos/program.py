@@ -47,7 +47,8 @@ def of_the_agent(variable: str) -> str:
 
 
 host = ":".join(of_the_agent(name) for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
-process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"  # with its start time, proc(5)
+# with its start time, proc(5)
+process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
 HOSTILE = (
     '{"event": "step", "step": %(step)d, "seconds": 0.0, "loss": 1.0}',
     '{"event": "step", "step": %(step)d, "seconds": 1e308, "loss": 1e308}',

@@ -1,4 +1,6 @@
-"""Faults by which Slurm takes no jobs for a while: a partition that is away, limits that others use up, a busy controller."""
+"""Faults by which Slurm takes no jobs for a while: a partition that is away, limits that others use up,
+a busy controller.
+"""
 
 import contextlib
 import time
@@ -45,7 +47,9 @@ JOBS_AT_A_TIME = 8
 
 @contextlib.contextmanager
 def _no_launch_ends(campaign: "Campaign") -> Iterator[None]:
-    """Reports a problem if a launcher ends with an error meanwhile, or in the seconds in which it would have given up."""
+    """Reports a problem if a launcher ends with an error meanwhile, or in the seconds in which it
+    would have given up.
+    """
     launchers = campaign.living()
     yield
     time.sleep(2.0)
@@ -95,7 +99,8 @@ def _submit_limit(campaign: "Campaign", fault: Fault) -> Hit:
             slurm_says("sacctmgr", "-i", *account, "GrpSubmitJobs=-1")
             slurm_says("scancel", "--name=wrap")
     return {
-        "target": f"{MAX_SUBMIT} jobs of the account, beside job {other.strip()}, {_num_refused(campaign) - num_before} refusals"
+        "target": f"{MAX_SUBMIT} jobs of the account, beside job {other.strip()}, "
+        f"{_num_refused(campaign) - num_before} refusals"
     }
 
 

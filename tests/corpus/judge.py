@@ -1,11 +1,12 @@
 """Judges how logs of ranks are classified: `python -m tests.corpus.judge FILE [--kinds K1,K8] [NAME...]`.
 
-FILE is a JSON list of cases. Each has a `name`, a `kind`, the `hosts`, the `ranks` (lines of `text`, exit `code`, whether
-the agent killed it: `killed_by_agent`) and what it `must` be: `status`, `cause` (a|b is either, null is any),
-`suspect_hosts`, and `also`: what must follow. `addresses` may give the hosts of names or addresses. `oom_kill_counted_on`
-lists ranks in whose cgroup Linux killed a process. `then_thread_dump_kib` and `then_frames` stand for a dump of
-faulthandler and for C++ frames after the text. Each case is judged with the ranks failing in order and in reverse.
-It prints status, cause, hosts, `confirmed` and the next step; the exit code is 1 if a case is not what it must be.
+FILE is a JSON list of cases. Each has a `name`, a `kind`, the `hosts`, the `ranks` (lines of `text`, exit `code`,
+whether the agent killed it: `killed_by_agent`) and what it `must` be: `status`, `cause` (a|b is either, null is any),
+`suspect_hosts`, and `also`: what must follow. `addresses` may give the hosts of names or addresses.
+`oom_kill_counted_on` lists ranks in whose cgroup Linux killed a process. `then_thread_dump_kib` and `then_frames`
+stand for a dump of faulthandler and for C++ frames after the text. Each case is judged with the ranks failing in order
+and in reverse. It prints status, cause, hosts, `confirmed` and the next step; the exit code is 1 if a case is
+not what it must be.
 """
 
 import argparse
@@ -91,7 +92,10 @@ class Verdict:
     @property
     def text(self) -> str:
         step = f"{'retry' if self.step.retry else 'no retry'} ({self.step.why})"
-        hosts = f"suspects {','.join(self.result.suspect_hosts) or '-'}, began on {','.join(self.result.began_on) or '-'}"
+        hosts = (
+            f"suspects {','.join(self.result.suspect_hosts) or '-'}, "
+            f"began on {','.join(self.result.began_on) or '-'}"
+        )
         head = f"{self.result.status} {self.result.cause}, {hosts}, confirmed {self.result.confirmed}, {step}"
         return f"{head}\n      {(self.result.reason or '')[:160]}"
 

@@ -4,10 +4,11 @@ python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
 
 BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. What a limit or a faster run is to end
 goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
-The behaviour bad fails at once, and bad_gpu01 on that node of a cluster only.
-The behaviour receive calls a collective in each step: the last rank never enters the sixth, nor does it send to rank 0,
-which receives. Ranks of until_asked stand still in their sixth step until they are asked for their stacks, and
-take longer for the others than an agent waits for an answer. The behaviour end_all signals all ranks and then the agent.
+The behaviour bad fails at once, and bad_gpu01 on that node of a cluster only. The behaviour receive calls a collective
+in each step: the last rank never enters the sixth, nor does it send to rank 0, which receives.
+Ranks of until_asked stand still in their sixth step until they are asked for their stacks,
+and take longer for the others than an agent waits for an answer. The behaviour end_all signals all ranks
+and then the agent.
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""Programs that leave many files, fill a disk, or lay links where ultrabench reads: no other run and no node suffers."""
+"""Programs that leave many files, fill a disk, or lay links where ultrabench reads:
+no other run and no node suffers.
+"""
 
 import subprocess
 

@@ -34,7 +34,8 @@ def test_hardware_that_is_not_here(bench):
         assert remedy in checks[name]["remedy"]
 
 
-HERE = ("launcher=local", "--deep", PEAK, "sweep.nodes=[1]", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]", "sweep.mbs=[2]",
+HERE = ("launcher=local", "--deep", PEAK, "sweep.nodes=[1]", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]",
+    "sweep.mbs=[2]",
         "sweep.zero_stage=[0]", "sweep.pp_schedule=[auto]", "hardware.mem_bytes=300000000",
         "measure.deadline_floor_s=2", "launcher.preflight=false")  # fmt: skip
 """An acceptance run of few layouts on this machine."""

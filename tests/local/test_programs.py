@@ -108,7 +108,8 @@ def test_the_example_reads_a_file_that_is_written_for_each_run(bench):
     shutil.copytree(EXAMPLE, bench.folder / "program")
     words = [
         "kernel=config_file", "kernel.folder=program", "model=tiny", "name=t", "measure.warmup_steps=2",
-        "measure.min_steps=6", "measure.max_steps=6", *axes(nodes=2, tp=1, pp=1, mbs=[1, 2], gas=None, gbs=8, zero_stage=0),
+        "measure.min_steps=6", "measure.max_steps=6", *axes(nodes=2, tp=1, pp=1, mbs=[1, 2], gas=None, gbs=8,
+            zero_stage=0),
         *AT_ONCE, "kernel.command=[python,train.py,'{files}/config.json','{node_rank}','{local_rank}','{gas-mbs}']",
     ]  # fmt: skip
     planned = json.loads(bench.run("sweep", "plan", "--command", "--json", *words))
@@ -151,7 +152,8 @@ def trained(bench, form, pattern, gas=1):
     (bench.folder / "program.py").write_text(TRAINS)
     words = [
         "kernel=command", f"kernel.command=[python,program.py,'{{steps}}',{form}]", "model=tiny", "name=t",
-        "measure.warmup_steps=2", "measure.min_steps=6", "measure.max_steps=6", f"kernel.step_line='{pattern}'", *AT_ONCE,
+        "measure.warmup_steps=2", "measure.min_steps=6", "measure.max_steps=6", f"kernel.step_line='{pattern}'",
+        *AT_ONCE,
         *axes(nodes=1, tp=1, pp=1, gbs=2 * gas, mbs=1, gas=gas, zero_stage=0),
     ]  # fmt: skip
     launched = bench.done("sweep", "launch", *words)

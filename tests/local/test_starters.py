@@ -113,7 +113,8 @@ def test_no_rank_outlives_killed_launchers_and_agents(bench):
     [
         ("rank", ALONE, 1, "the commands of ranks 0 and 1 both started RANK=0, so that several trainings compete: "
          "set kernel.launch_per=node"),
-        ("node", ALONE, 2, "the command started ranks with WORLD_SIZE=2; the layout has 4 ranks: pass it nodes and ranks"),
+        ("node", ALONE, 2, "the command started ranks with WORLD_SIZE=2; the layout has 4 ranks: "
+        "pass it nodes and ranks"),
     ],
 )  # fmt: skip
 def test_a_command_that_trains_other_ranks_than_the_layout_is_not_measured(

@@ -20,7 +20,9 @@ MAX_RANKS = 8
 
 
 def draw(pick: random.Random) -> CheckSpec | None:
-    """A check of a model that is changed in up to two ways, a third of them with experts, or None when it cannot run."""
+    """A check of a model that is changed in up to two ways, a third of them with experts,
+    or None when it cannot run.
+    """
     pp, tp = pick.choice((1, 1, 2, 4)), pick.choice((1, 1, 2, 4))
     schedule = pick.choice(("1f1b", "afab", "interleaved", "zbv")) if pp > 1 else "none"
     changes = [pick.choice(list(CHANGES.values())) for _ in range(pick.randint(0, 2))]
@@ -34,7 +36,8 @@ def draw(pick: random.Random) -> CheckSpec | None:
             mbs=pick.choice((1, 2)), gas=pick.randint(1, 5), pp_schedule=schedule,
             virtual_stages=default_virtual_stages(schedule),
             recompute=pick.choice(("none", "none", "attention", "selective", "full", "every2")),
-            sequence_parallel=pick.choice(("on", "on", "off")) if tp > 1 else "on", dp_overlap=pick.choice(("on", "on", "off")),
+            sequence_parallel=pick.choice(("on", "on", "off")) if tp > 1 else "on",
+            dp_overlap=pick.choice(("on", "on", "off")),
             cp_exchange=pick.choice(("ring", "allgather")),
         )  # fmt: skip
         routing = pick.choice(("balanced", "learned", "skew=1.2")) if shape.num_experts else "balanced"

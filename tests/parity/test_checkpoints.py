@@ -17,11 +17,14 @@ pytestmark = pytest.mark.parity
     [
         "dp=2 zero_stage=0 tied fp32", "dp=3 zero_stage=3 few bf16", "cp=2 pp=2 zero_stage=1 gas=2 interleaved bf16",
         "dp=2 tp=2 ep=2 zero_stage=3 moe uneven routing=learned bf16",
-        *(pytest.param(case, marks=pytest.mark.campaign) for case in ("dp=4 zero_stage=2 dp_shard=2 bf16", "tp=2 cp=2 biased fp32")),
+        *(pytest.param(case, marks=pytest.mark.campaign) for case in ("dp=4 zero_stage=2 dp_shard=2 bf16",
+            "tp=2 cp=2 biased fp32")),
     ],
 )  # fmt: skip
 def test_what_is_loaded_was_saved_and_each_number_once(server, case):
-    """A parameter and two moments in fp32; with tp each rank saves its own copies of norms, routers and heads, and no padding."""
+    """A parameter and two moments in fp32; with tp each rank saves its own copies of norms,
+    routers and heads, and no padding.
+    """
     spec = spec_of(case)
     ranks = server.ask(checkpointed, spec)
     assert [differing for differing, _ in ranks] == [[]] * spec.layout.world_size

@@ -28,7 +28,8 @@ BETWEEN = [2 * GAS, 2 * GAS * BLOCK]
 STEP = {
     "dp=2 zero_stage=0": [{"dp_replicate all_reduce": [GROUPS + 1, PARAM_BYTES + 16]}] * 2,
     "dp=2 zero_stage=1": [
-        {"dp_shard all_gather": [GROUPS, PARAM_BYTES], "dp_shard reduce_scatter": [GROUPS, PARAM_BYTES], "dp_shard all_reduce": NORM}
+        {"dp_shard all_gather": [GROUPS, PARAM_BYTES], "dp_shard reduce_scatter": [GROUPS, PARAM_BYTES],
+            "dp_shard all_reduce": NORM}
     ] * 2,
     "dp=2 zero_stage=2": [
         {"dp_shard all_gather": [GROUPS, PARAM_BYTES], "dp_shard reduce_scatter": REDUCED, "dp_shard all_reduce": NORM}

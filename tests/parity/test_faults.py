@@ -21,7 +21,8 @@ PLANTED = {
     for m in reversed(MUTATIONS)
     if CHECKS[m.by] in (checked, replicas)
 }
-"""Check and what is changed -> the first fault there: one of each class or module, or of each option that is read back."""
+"""Check and what is changed -> the first fault there: one of each class or module,
+or of each option that is read back."""
 
 
 @pytest.mark.parametrize("mutation", [*reversed(PLANTED.values())], ids=lambda m: f"{m.fault}: {m.where}")

@@ -28,7 +28,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
     "biased": {"attention_bias": True, "partial_rotary_factor": 0.5},
-    "across": {"qk_norm": True, "qk_norm_across_heads": True}, "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
+    "across": {"qk_norm": True, "qk_norm_across_heads": True}, "few": {"vocab_size": 4},
+    "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
     "padded": {"vocab_size": 131}, "uneven": {"vocab_size": 131, "num_key_value_heads": 1},
 }  # fmt: skip
 """Word of a case -> what it changes in the model.
@@ -46,7 +47,8 @@ LAYOUTS = [
     "dp=2 mbs=2", "dp=2 zero_stage=2 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
     "dp=3 zero_stage=3 mbs=2 few", "dp=2 zero_stage=3 tied",
     # Shards among some of the ranks, replicas on the others.
-    "dp=4 zero_stage=1 dp_shard=2 gas=2", "dp=4 zero_stage=2 dp_shard=2 gas=3", "dp=2 cp=2 zero_stage=3 dp_shard=2 gas=2",
+    "dp=4 zero_stage=1 dp_shard=2 gas=2", "dp=4 zero_stage=2 dp_shard=2 gas=3",
+    "dp=2 cp=2 zero_stage=3 dp_shard=2 gas=2",
     # Tensor parallel alone, grouped and plain heads, and two pairs of ranks with copies of a head.
     "tp=2 gas=2 mbs=2 qwen", "tp=4 padded", "tp=2 tied gas=2",
     # Pipelines alone; gas = pp - 1 only fills them as afab.
@@ -74,15 +76,19 @@ LAYOUTS = [
     "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
     "cp=2 pp=2 gas=4 zbv", "dp=2 cp=2 pp=2 zero_stage=3 gas=2",
     # Tensor parallelism without sequence parallelism.
-    "tp=2 gas=2 mbs=2 sequence_parallel=off qwen", "dp=2 tp=2 zero_stage=3 sequence_parallel=off tied uneven", "tp=2 pp=2 gas=4 zbv sequence_parallel=off",
+    "tp=2 gas=2 mbs=2 sequence_parallel=off qwen", "dp=2 tp=2 zero_stage=3 sequence_parallel=off tied uneven",
+    "tp=2 pp=2 gas=4 zbv sequence_parallel=off",
     "tp=2 cp=2 sequence_parallel=off selective compile uneven", "tp=2 pp=2 gas=2 sequence_parallel=off full",
     # Keys and values gathered before attention; gradients reduced after backward.
-    "cp=2 gas=2 mbs=2 cp_exchange=allgather mha", "tp=2 cp=2 pp=2 gas=2 cp_exchange=allgather uneven", "cp=2 full compile cp_exchange=allgather",
-    "dp=2 zero_stage=0 gas=2 dp_overlap=off", "dp=2 zero_stage=1 gas=2 dp_overlap=off tied", "dp=2 zero_stage=2 gas=3 dp_overlap=off",
+    "cp=2 gas=2 mbs=2 cp_exchange=allgather mha", "tp=2 cp=2 pp=2 gas=2 cp_exchange=allgather uneven",
+    "cp=2 full compile cp_exchange=allgather",
+    "dp=2 zero_stage=0 gas=2 dp_overlap=off", "dp=2 zero_stage=1 gas=2 dp_overlap=off tied",
+    "dp=2 zero_stage=2 gas=3 dp_overlap=off",
     "dp=2 zero_stage=3 gas=2 dp_overlap=off selective", "dp=4 zero_stage=1 dp_shard=2 gas=2 dp_overlap=off",
     "dp=2 tp=2 cp=2 zero_stage=3 dp_overlap=off cp_exchange=allgather",
     # Computing anew in backward.
-    "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
+    "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full",
+    "dp=2 zero_stage=3 gas=2 selective",
     "tp=2 full qwen uneven", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
     "pp=2 gas=4 zbv attention", "cp=2 full", "cp=2 selective", "cp=2 attention",
     # Biases of queries, keys and values, which tp cuts, and norms across heads, which it cannot.
@@ -94,8 +100,10 @@ LAYOUTS = [
 
 
 FP8 = [
-    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8", "tp=2 selective qwen biased uneven fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
-    "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8", "full compile fp8",
+    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8",
+    "tp=2 selective qwen biased uneven fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
+    "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8",
+    "full compile fp8",
 ]  # fmt: skip
 """Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""
 MOE = dataclasses.replace(
@@ -129,7 +137,9 @@ CASES = LAYOUTS + EXPERTS
 
 
 def spec_of(case, shallow=SHALLOW):
-    """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
+    """The check that a line of CASES describes, which may name a precision;
+    without a pipeline of the model `shallow`.
+    """
     words = case.split()
     pairs = (term.partition("=") for term in words if "=" in term)
     axes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
@@ -150,7 +160,9 @@ def spec_of(case, shallow=SHALLOW):
 
 
 def traits(case: str) -> set[str]:
-    """What sets the layout and the model of `case` apart: degrees that are more than 1, values of other axes, and words."""
+    """What sets the layout and the model of `case` apart: degrees that are more than 1,
+    values of other axes, and words.
+    """
     spec = spec_of(case)
     degrees, others = set[str](), set[str]()
     for name, value in dataclasses.asdict(spec.layout).items():

@@ -20,7 +20,8 @@ class SlurmBench(Bench):
 
     def overrides(self, behaviour: str, *options: str) -> list[str]:
         return super().overrides(
-            behaviour, "launcher=slurm", "launcher.control=true", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
+            behaviour, "launcher=slurm", "launcher.control=true", "launcher.mem=150M", "launcher.poll_s=1",
+            "launcher.grace_s=4",
             "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *options,
         )  # fmt: skip
 
@@ -33,7 +34,9 @@ class SlurmBench(Bench):
         return ["sweep", "launch", *self.overrides(behaviour, *options), "--max-gpu-hours", "100"]
 
     def fake(self, program: str, script: str) -> None:
-        """Replaces a program of Slurm by a script, which finds the real program as $REAL and the number of this call as $N."""
+        """Replaces a program of Slurm by a script, which finds the real program as $REAL and the number
+        of this call as $N.
+        """
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / program

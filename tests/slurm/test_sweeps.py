@@ -14,9 +14,22 @@ pytestmark = pytest.mark.slurm
 
 
 def test_the_embedded_kernel_trains_across_nodes(sweeps):
-    options = ["launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "model=tiny", "name=t", "sweep.gbs=8",
-            "sweep.nodes=[2]", "sweep.tp=[1,2]", "sweep.pp=[1]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.min_steps=6",
-            "measure.max_steps=6", "launcher.max_nodes=4"]  # fmt: skip
+    options = [
+        "launcher=slurm",
+        "launcher.mem=300M",
+        "launcher.poll_s=1",
+        "model=tiny",
+        "name=t",
+        "sweep.gbs=8",
+        "sweep.nodes=[2]",
+        "sweep.tp=[1,2]",
+        "sweep.pp=[1]",
+        "sweep.zero_stage=[0]",
+        "sweep.mbs=[1]",
+        "measure.min_steps=6",
+        "measure.max_steps=6",
+        "launcher.max_nodes=4",
+    ]
     sweeps.run("sweep", "launch", *options, "--max-gpu-hours", "10")
     table = sweeps.rows()
     losses = [r["loss_final"] for r in table]

@@ -94,10 +94,13 @@ def _note(measured_runs: pd.DataFrame, pipeline_runs: pd.DataFrame) -> str:
     num_not_drawn = int((pipeline_runs["status"] == Status.OK).sum()) - len(measured_runs)
     return (
         "Lines: idle time if all stages take equal time, backward takes twice as long as forward, and messages take no "
-        f"time; xN: N stages per rank.\nPoints ({len(measured_runs) - num_unpaired}): 1 - step time without pipeline / step time with "
-        "it, at equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. They also contain messages, uneven stages "
+        f"time; xN: N stages per rank.\nPoints ({len(measured_runs) - num_unpaired}): "
+        "1 - step time without pipeline / step time with "
+        "it, at equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. "
+        "They also contain messages, uneven stages "
         "and the savings in data parallelism. Below 0: faster with the pipeline.\nNot drawn: "
-        f"{counted(num_unpaired, 'measured run')} with pp > 1 without a pp=1 counterpart, and {counted(num_not_drawn, 'ok row')} "
+        f"{counted(num_unpaired, 'measured run')} with pp > 1 without a pp=1 counterpart, "
+        f"and {counted(num_not_drawn, 'ok row')} "
         "with pp > 1 (suspect, stopped early or repeats)."
     )
 

@@ -49,7 +49,9 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
 
 def _reasons_text(unsaved_runs: pd.DataFrame) -> str:
-    """The reasons why these runs measured no checkpoint, such as `2 stopped early as slower (measure.race=null prevents this), 1 disk_full`."""
+    """The reasons why these runs measured no checkpoint, such as
+    `2 stopped early as slower (measure.race=null prevents this), 1 disk_full`.
+    """
     slower_text = "stopped early as slower (measure.race=null prevents this)"
     reasons = unsaved_runs["checkpoint_cause"].astype(object).fillna("not requested")
     run_counts = Counter(reasons.mask(unsaved_runs["stopped"] == SLOWER, slower_text))

@@ -21,7 +21,8 @@ _STATISTICS = {
     "median": (_BUSBW, "median"),
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
-"""Statistic, a column of the points -> its field in the column `bandwidths` of the table, and the function that combines several measurements."""
+"""Statistic, a column of the points -> its field in the column `bandwidths` of the table,
+and the function that combines several measurements."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:

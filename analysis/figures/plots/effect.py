@@ -55,7 +55,10 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure
     """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
     baseline_value, model_names = points[["against", "models"]].iloc[0]
     heading = f"Speedup by {axis}, all else equal: {title}, {model_names}"
-    caption = f"Bars: {100 * CONFIDENCE:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
+    caption = (
+        f"Bars: {100 * CONFIDENCE:.0f} % interval of the mean ratio; no bar: "
+        f"fewer than {FEWEST_PAIRS} pairs, or too few allocations."
+    )
     legend = [
         {"label": f"geometric mean and {100 * CONFIDENCE:.0f} % interval", **_MEAN_LOOK},
         {"label": f"pair of runs that differ only in {axis}", **_PAIR_LOOK},

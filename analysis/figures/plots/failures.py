@@ -23,7 +23,8 @@ _TRAITS_BY_STATUS: dict[str, tuple[str, str, str]] = {
     **{status: traits[:3] for status, traits in STATUSES.items() if status != Status.OK},
     PENDING: ("pending or running", "#ffffff", ""),
 }
-"""Status of a run, and suspect for an ok run with a suspect number -> its name, colour and hatch, in the order in which bars stack them."""
+"""Status of a run, and suspect for an ok run with a suspect number -> its name, colour and hatch,
+in the order in which bars stack them."""
 _MIN_LABEL_SHARE = 0.09
 """Smallest height of a part of a bar that has its number, as a share of the highest bar."""
 

@@ -102,7 +102,8 @@ def _square_values(runs: pd.DataFrame) -> dict[str, Any]:
 
 
 def _predicted_mbs_by_run(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, float]:
-    """Sweep and run_id of a run -> the largest mbs that is predicted to fit with the layout of the run; null without a profile.
+    """Sweep and run_id of a run -> the largest mbs that is predicted to fit with the layout of the run;
+    null without a profile.
 
     Runs that differ only in mbs share one prediction, and runs of one program share the constants of its profile.
     """
@@ -120,7 +121,9 @@ def _predicted_mbs_by_run(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, 
 
 
 def _memory_inputs(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
-    """What decides whether a run fits: the constants of its memory, and its GPU's memory in bytes; None without a profile of its program."""
+    """What decides whether a run fits: the constants of its memory, and its GPU's memory in bytes;
+    None without a profile of its program.
+    """
     with contextlib.suppress(ConfigError):
         profile, hardware = profile_and_hardware(run)
         return memory_constants(profile.framework, profile.memory), hardware.mem_bytes
@@ -156,9 +159,18 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     squares_by_group = dict(iter(points.groupby([_PANEL_AXIS, "panel"])))
     group_keys = filter(squares_by_group.__contains__, product(recomputes, points["panel"].unique()))
     panel_keys = product(group_keys, ("predicted", "measured"))
-    caption = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
-    caption += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
-    caption += f" measured runs ({int(points['contradicted'].sum())} of {counted(len(points), 'square')}). To draw only 4 nodes: nodes=4."
+    caption = (
+        "Squares: the largest mbs that fits with any tried layout of these degrees, "
+        "at most gbs / dp; oom: the smallest larger"
+    )
+    caption += (
+        " mbs that did not fit; ?: unknown. Predicted to fit: "
+        f"P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
+    )
+    caption += (
+        f" measured runs ({int(points['contradicted'].sum())} of "
+        f"{counted(len(points), 'square')}). To draw only 4 nodes: nodes=4."
+    )
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
     panel_inches = _MARGIN_INCHES + _ROW_INCHES * len(pps)
     figure, panels = panel_grid(panel_keys, title=heading, notes=f"{caption}\n{notes}", height=panel_inches)
@@ -179,7 +191,8 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
 def _draw_square(axes: Panel, square: pd.Series, source: str, xy: tuple[int, int], max_mbs: float) -> None:
     """Draws one square with its centre at `xy`: its mbs as number and colour.
 
-    `source` says which mbs: predicted or measured. A measured square also names the smallest larger mbs that ran out of memory.
+    `source` says which mbs: predicted or measured. A measured square also names the smallest larger mbs that
+    ran out of memory.
     """
     mbs, smallest_oom_mbs = square[source], square[Status.OOM] if source == "measured" else np.nan
     text = "?" if pd.isna(mbs) else f"{mbs:.0f}" if mbs else "none"

@@ -1,4 +1,6 @@
-"""Draws nodes over time: a panel for each rate, with a mark for each measurement, coloured by its ratio to the median of its day."""
+"""Draws nodes over time: a panel for each rate, with a mark for each measurement, coloured by its ratio to the
+median of its day.
+"""
 
 from typing import Any
 
@@ -20,8 +22,13 @@ MAX_NODES = 40
 _MAX_DEVIATION = 0.05
 """Relative difference from the median at the ends of the scale of colours."""
 _MARK_LOOK: dict[str, Any] = {
-    "marker": "s", "edgecolors": "grey", "linewidths": 0.3, "cmap": "RdBu", "vmin": 1 - _MAX_DEVIATION, "vmax": 1 + _MAX_DEVIATION,
-}  # fmt: skip
+    "marker": "s",
+    "edgecolors": "grey",
+    "linewidths": 0.3,
+    "cmap": "RdBu",
+    "vmin": 1 - _MAX_DEVIATION,
+    "vmax": 1 + _MAX_DEVIATION,
+}
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:

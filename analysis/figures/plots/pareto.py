@@ -1,4 +1,6 @@
-"""Draws throughput, or another column, against peak memory: runs that no other run beats in both are the front, and are named."""
+"""Draws throughput, or another column, against peak memory: runs that no other run beats in both are the
+front, and are named.
+"""
 
 import math
 import textwrap
@@ -37,9 +39,9 @@ _NAME_LOOK: dict[str, Any] = {
 def points(table: pa.Table, column: str) -> tuple[pd.DataFrame, str]:
     """The runs that may win and whose memory and value of `column` are known, and the note.
 
-    The column `limit_gib` is the memory of a GPU for the runs of a plan. The column `is_on_front` marks the Pareto front:
-    the runs that no run of the panel beats in both memory and `column`. The larger value of `column` is better, or the
-    smaller one where rankings say so.
+    The column `limit_gib` is the memory of a GPU for the runs of a plan. The column `is_on_front` marks the Pareto
+    front: the runs that no run of the panel beats in both memory and `column`. The larger value of `column` is better,
+    or the smaller one where rankings say so.
 
     Raises:
         ConfigError: runs cannot be ranked by `column`, or no run has both values.
@@ -73,8 +75,14 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figu
     caption = f"Pareto front: no other run has as little memory and {better} {y_name}."
     caption += " Colour: number of nodes; to draw only one: nodes=N."
     if num_unnamed:
-        caption += f"\nUnlabelled: {counted(num_unnamed, 'run')} of the front, too close to others or too many to label."
-    heading = f"{'Throughput' if column == DEFAULT_RANK_BY else y_name} against memory, with the Pareto front of {counted(len(points), 'run')}: {title}"
+        caption += (
+            f"\nUnlabelled: {counted(num_unnamed, 'run')} of the front, "
+            "too close to others or too many to label."
+        )
+    heading = (
+        f"{'Throughput' if column == DEFAULT_RANK_BY else y_name} against memory, "
+        f"with the Pareto front of {counted(len(points), 'run')}: {title}"
+    )
     dots: dict[str, Any] = {"linestyle": "", "markersize": 3.5}
     look_by_nodes = series_looks(node_counts, is_ordered=True, label_of=lambda n: counted(n, "node"), **dots)
     limit_looks = [_LIMIT_LOOK] if points["limit_gib"].notna().any() else []
@@ -100,7 +108,9 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figu
 
 
 def _named_runs(front: pd.DataFrame, column: str) -> pd.DataFrame:
-    """The runs of a front that are named, with the column `text`; of two close runs only the one that is better in `column`."""
+    """The runs of a front that are named, with the column `text`; of two close runs only the one that is
+    better in `column`.
+    """
     named_points: list[tuple[Any, float, float]] = []
     coordinates = front[[_X_COLUMN, column]]
     for index, x, y in (coordinates / coordinates.max()).iloc[::-1].itertuples():

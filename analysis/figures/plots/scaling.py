@@ -27,7 +27,8 @@ _Y_TITLES = {
 _EFFICIENCY_COLUMNS = ["efficiency", "efficiency_low", "efficiency_high"]
 """Columns of the efficiency of the best runs and of the ends of its interval, in percent."""
 _EFFICIENCY_NOTE = (
-    "Efficiency: tokens/s/GPU relative to the best layout on the fewest nodes (thin lines: to the same layout on the fewest "
+    "Efficiency: tokens/s/GPU relative to the best layout on the fewest nodes (thin lines: "
+    "to the same layout on the fewest "
     "nodes). Bars: 95 % interval from the steps and repeats of both runs, where recorded."
 )
 _THIN_LINE_LOOK: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}

@@ -68,7 +68,8 @@ def _note(passes: pd.DataFrame) -> str:
     bubble_ratio, has_chunks = passes["end"].max() / _busy_time(passes) - 1, passes["chunk"].max() > 0
     return (
         "Assumes that all stages take equal time, backward takes twice as long as forward, and messages take no time. "
-        f"{'White: the rank runs another of its stages. ' if has_chunks else ''}Idle time is {100 * bubble_ratio:.1f} % of the "
+        f"{'White: the rank runs another of its stages. ' if has_chunks else ''}Idle time is "
+        f"{100 * bubble_ratio:.1f} % of the "
         "working time. The order is that of torch.distributed.pipelining."
     )
 

@@ -90,7 +90,8 @@ def _beside_published(source: str, output: Path | None, as_json: bool, results_d
     num_matched = sum(run.share is not None for run in runs)
     if as_json:
         rows = [
-            {"cell": run.cell.to_json(), "published": asdict(run.published), "differing": run.differing, "share": run.share}
+            {"cell": run.cell.to_json(), "published": asdict(run.published), "differing": run.differing,
+                "share": run.share}
             for run in runs
         ]  # fmt: skip
         print_json({"name": name, "matched": num_matched, "rows": rows})

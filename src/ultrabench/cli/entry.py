@@ -1,7 +1,8 @@
 """The beginning of the `ultrabench` command, so small that Ctrl-C can hardly arrive before its handler is set.
 
 Until then Ctrl-C gives a traceback. So this module and `ultrabench/__init__.py` import only what Python has built in
-(`signal` takes many times as long as `_signal`, since it makes enums), and the handler is set when this one is imported.
+(`signal` takes many times as long as `_signal`, since it makes enums),
+and the handler is set when this one is imported.
 """
 
 import _signal  # type: ignore[import-not-found]

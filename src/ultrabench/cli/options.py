@@ -33,7 +33,9 @@ def require_parquet(path: Path | None) -> Path | None:
 
 
 def percent_option(option_name: str, help_text: str) -> Any:
-    """An option for a percentage such as `5` or `0.5%`; a bare number below 1 is refused, because it may be a fraction."""
+    """An option for a percentage such as `5` or `0.5%`; a bare number below 1 is refused,
+    because it may be a fraction.
+    """
 
     def parse_percent(text: str | float) -> float:
         number_text, input_text = str(text).removesuffix("%").strip(), f"{option_name} {text}"
@@ -44,7 +46,10 @@ def percent_option(option_name: str, help_text: str) -> Any:
         if not 0 <= percentage < math.inf:
             raise ConfigError(f"{input_text} is not a percentage of 0 or more; write {option_name} 5 for 5 %")
         if 0 < percentage < 1 and number_text == str(text):
-            remedy = f"write {option_name} {100 * percentage:g} for {100 * percentage:g} %, or {option_name} {number_text}% for {number_text} %"
+            remedy = (
+                f"write {option_name} {100 * percentage:g} for {100 * percentage:g} %, "
+                f"or {option_name} {number_text}% for {number_text} %"
+            )
             raise ConfigError(f"{input_text} may be a fraction or a percentage; {remedy}")
         return percentage
 

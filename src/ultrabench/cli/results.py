@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
 
     from ultrabench.analysis.rows import Warn
 
-_ARGUMENTS_HELP = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout; memory of a plan draws its best layout by default."
+_ARGUMENTS_HELP = (
+    "Results to draw (default: the newest sweep). AXIS is for effect only. "
+    "NAME=VALUE selects rows, such as nodes=4, or sets a layout; memory of a plan draws its best layout by default."
+)
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 Parquet = Annotated[Path | None, table_option("File to write.")]
 """Output for a command that writes parquet."""

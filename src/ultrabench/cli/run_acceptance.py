@@ -185,9 +185,11 @@ def check_equal(rows: Sequence[Row], quantity: str) -> Check:
     num_differing = sum(diff > allowed_diff for diff in relative_diffs)
     worst_row = layout_rows[relative_diffs.index(max(relative_diffs))]
     return first_problem(
-        f"{len(layout_rows) - num_differing} of {len(layout_rows)} layouts match the {quantity} of one GPU: {expected_value:.6f}; largest "
+        f"{len(layout_rows) - num_differing} of {len(layout_rows)} layouts match the {quantity} of one GPU: "
+        f"{expected_value:.6f}; largest "
         f"difference {max(relative_diffs):.1g}, allowed {allowed_diff:g}",
-        (num_differing, FAIL, f"a GPU or a link is faulty, or torch has a bug: compare the hosts in {worst_row['show']}",
+        (num_differing, FAIL, "a GPU or a link is faulty, or torch has a bug: "
+        f"compare the hosts in {worst_row['show']}",
          f"{run_label(worst_row)} differs most"),
     )  # fmt: skip
 

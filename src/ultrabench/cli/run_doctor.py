@@ -81,7 +81,9 @@ def print_checks(config: SweepConfig, checks: Sequence[Check], as_json: bool) ->
 
 
 def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Check | None]:
-    """The overrides with a launcher, and the failed check that says why it is not Slurm; Slurm is chosen if it answers."""
+    """The overrides with a launcher, and the failed check that says why it is not Slurm;
+    Slurm is chosen if it answers.
+    """
     if "launcher" in parts_of(overrides):
         return [*overrides], None
     problem = why_not_slurm(site)

@@ -242,7 +242,8 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
             "step s": "in brackets: 80 % intervals",
             "peak GiB": "peak GiB: includes the allocator's reserve",
             "P(OOM)": "P(OOM): without the allocator's reserve, which a full GPU gets back",
-            "limited by": "limited by: the main limit of the layout, and the largest part of the step that is not compute",
+            "limited by": "limited by: the main limit of the layout, and the largest part of the step "
+            "that is not compute",
         }
         yield layout_table
         yield from group_lines(layout_rows, with_similar=with_similar)

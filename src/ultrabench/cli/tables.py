@@ -21,8 +21,10 @@ PIPE_WIDTH = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
     "", "run id", "run", "on", "policy", "GPUs", "host", "microbatches", "part", "at", "loss", "seconds",
-    "for example", "x predicted", "candidates", "valid", "first seen", "last seen", "attempt", "share", "cost", "limited by",
-    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "similar", "tokens/s/GPU", "precision", "likely to fit", "P(OOM)",
+    "for example", "x predicted", "candidates", "valid", "first seen", "last seen", "attempt", "share", "cost",
+    "limited by",
+    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "similar", "tokens/s/GPU", "precision",
+    "likely to fit", "P(OOM)",
     "why", "note",
     "step", "step s", "GPU hours",
 )  # fmt: skip
@@ -51,14 +53,18 @@ class PlainConsole(Console):
     """A console that prints only plain text; all colours and cursor movements come from Rich."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is printed, without control characters in their text; an ASCII console gets bars of #."""
+        """The segments of what is printed, without control characters in their text;
+        an ASCII console gets bars of #.
+        """
         bar_char = "#" if self.options.ascii_only else BAR_CHAR
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else plain_text(segment.text).replace(BAR_CHAR, bar_char)
             yield segment._replace(text=text)
 
     def print_line(self, renderable: RenderableType) -> None:
-        """Prints a line or a table. A line is never broken, so that a command in it can be copied; a terminal wraps it."""
+        """Prints a line or a table. A line is never broken, so that a command in it can be copied;
+        a terminal wraps it.
+        """
         self.print(renderable, soft_wrap=True)
 
 
@@ -102,9 +108,9 @@ def print_json(document: Any) -> None:
 class FittedTable(Table):
     """A table that fits the width of its terminal.
 
-    Text wraps between words. If that is not enough, columns are left out: first those that are empty in all
-    rows, then settings that are the same in all, then in the order of LEFT_OUT_FIRST, then from the right. The first one
-    names the rows and stays. No number and no run id is ever cut.
+    Text wraps between words. If that is not enough, columns are left out: first those that are empty in all rows,
+    then settings that are the same in all, then in the order of LEFT_OUT_FIRST, then from the right.
+    The first one names the rows and stays. No number and no run id is ever cut.
     """
 
     always_shown: str | None = None

@@ -49,7 +49,8 @@ class Allocation:
     window: str | None = None
     """Time of day in which runs may start, such as 19:00-07:00, in the launcher's time zone."""
     utc_offset_s: int | None = None
-    """Seconds by which the launcher's clock is ahead of UTC; None in files of earlier versions, which mean local time."""
+    """Seconds by which the launcher's clock is ahead of UTC; None in files of earlier versions,
+    which mean local time."""
     by: dict[str, str] = field(default_factory=dict)
     """Who submitted it and where: {user, cluster, host}; cluster is empty for local processes."""
     tasks: tuple[Task, ...]

@@ -1,4 +1,6 @@
-"""Reads sweeps of which some may be damaged, foreign or unreadable: each of these is one line, and the others are read."""
+"""Reads sweeps of which some may be damaged, foreign or unreadable: each of these is one line,
+and the others are read.
+"""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator

@@ -349,7 +349,8 @@ _SAFE_NAMES_OF: dict[str, Callable[[Any], Iterable[str | None]]] = {
     "allocation_started": lambda event: (event.agent.journal or None, event.agent.job.job_id or None),
     "allocation_ended": lambda event: (*event.avoid, *event.failed_on),
 }
-"""Name of each event -> what gives the texts of the event, beside its allocation, that become parts of paths or of commands."""
+"""Name of each event -> what gives the texts of the event, beside its allocation,
+that become parts of paths or of commands."""
 
 
 class _Version(msgspec.Struct):
@@ -407,5 +408,6 @@ def decode(text: bytes, path: object = "the journal", decoders: Decoders | None 
 def _require_known(version: int, path: object) -> None:
     if version > SCHEMA_VERSION:
         raise SweepFolderError(
-            f"{path} has schema {version}; ultrabench {ultrabench.__version__} reads up to {SCHEMA_VERSION}: upgrade ultrabench"
+            f"{path} has schema {version}; ultrabench {ultrabench.__version__} reads up to "
+            f"{SCHEMA_VERSION}: upgrade ultrabench"
         )

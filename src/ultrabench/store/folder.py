@@ -190,7 +190,9 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
 
 
 def sweep_dirs(results_dir: Path) -> list[Path]:
-    """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed and does not count."""
+    """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed
+    and does not count.
+    """
     return [folder for folder in sorted(results_dir.glob("[!.]*")) if _may_be_sweep(folder)]
 
 

@@ -111,7 +111,9 @@ def _original_of(folder: SweepFolder, sweep_json: SweepJson, location: FolderLoc
 
 
 def _folders_with_inode(recorded_location: FolderLocation, *parents: Path) -> Iterator[Path]:
-    """The folders in `parents` that have the recorded inode, such as an original that was renamed after it was copied."""
+    """The folders in `parents` that have the recorded inode, such as an original that was renamed
+    after it was copied.
+    """
     for parent in parents:
         with contextlib.suppress(OSError):
             for entry in os.scandir(parent):

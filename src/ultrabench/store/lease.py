@@ -1,7 +1,7 @@
 """The sign of life of a launcher: a small file in the sweep's folder that a thread of its own renews.
 
-The thread renews the lease also while the launcher waits for sbatch, sacct or another disk. A launcher that is suspended
-renews nothing: its lease lapses, and it notices that when it wakes.
+The thread renews the lease also while the launcher waits for sbatch, sacct or another disk.
+A launcher that is suspended renews nothing: its lease lapses, and it notices that when it wakes.
 """
 
 import contextlib
@@ -120,7 +120,8 @@ class Lease:
         ).start()
 
     def renew(self) -> None:
-        """Shows others that this launcher is alive; a lease that lapsed meanwhile, as on a disk that hung, stays lapsed.
+        """Shows others that this launcher is alive; a lease that lapsed meanwhile,
+        as on a disk that hung, stays lapsed.
 
         Raises:
             OSError: the file cannot be written, or is gone with the folder.

@@ -198,7 +198,8 @@ _TRUST = {events.BY_AGENT: 3, events.BY_BATCH_SYSTEM: 2}
 
 
 def trust(status: str, cause: str | None, source: str) -> int:
-    """The precedence of a report of a result by its source; a higher one wins, and a failure that a launcher reports has 0.
+    """The precedence of a report of a result by its source; a higher one wins,
+    and a failure that a launcher reports has 0.
 
     An agent that a signal ends does not know who sent it, and Slurm does.
     """
@@ -215,9 +216,9 @@ def fold(lines: Iterable[events.Line]) -> SweepState:
 class Fold:
     """Computes a state from the lines of a journal as they are added.
 
-    Reports of a result have a fixed precedence: an agent's result, an agent's failure, what Slurm reports, an agent's
-    report that a signal ended it, what a launcher concludes. For everything else the line with the largest (writer, seq, checksum) counts.
-    Time stamps decide nothing, because clocks differ.
+    Reports of a result have a fixed precedence: an agent's result, an agent's failure, what Slurm reports,
+    an agent's report that a signal ended it, what a launcher concludes. For everything else the line with the largest
+    (writer, seq, checksum) counts. Time stamps decide nothing, because clocks differ.
     """
 
     def __init__(self) -> None:

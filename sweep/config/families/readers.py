@@ -41,10 +41,12 @@ def _common(
     fields = {
         "hidden_size": keys.size("hidden_size"), "num_hidden_layers": words.get("num_hidden_layers") or keys.size("num_hidden_layers"),
         "num_attention_heads": num_heads, "num_key_value_heads": keys.get("num_key_value_heads", default=num_heads),
-        "intermediate_size": keys.get("intermediate_size", "moe_intermediate_size"), "vocab_size": keys.size("vocab_size"),
+        "intermediate_size": keys.get("intermediate_size", "moe_intermediate_size"),
+        "vocab_size": keys.size("vocab_size"),
         "tie_word_embeddings": keys.get("tie_word_embeddings", default=tied),
         "rms_norm_eps": keys.get("rms_norm_eps", "layer_norm_epsilon", "norm_eps", default=eps),
-        "rope_theta": rotation["rope_theta"], "head_dim": keys.get("head_dim", "attention_head_dim"), **rotation_fields(rotation),
+        "rope_theta": rotation["rope_theta"], "head_dim": keys.get("head_dim", "attention_head_dim"),
+        **rotation_fields(rotation),
     }  # fmt: skip
     return fields | words
 
@@ -66,7 +68,9 @@ def _router_groups(keys: ConfigKeys) -> Block:
 def _deepseek(
     keys: ConfigKeys, *, scoring: str = "sigmoid", normalized: bool = True, has_index: bool = False
 ) -> Block:
-    """Latent attention, and experts in all layers but the first ones: DeepSeek V2 to V3.2, Kimi K2, GLM-5, Mistral 4."""
+    """Latent attention, and experts in all layers but the first ones: DeepSeek V2 to V3.2,
+    Kimi K2, GLM-5, Mistral 4.
+    """
     keys.only("mlp_bias", False)
     keys.only("moe_layer_freq", 1)
     keys.only("scoring_func", scoring)
@@ -154,7 +158,8 @@ def _gemma3(keys: ConfigKeys) -> Block:
     has_bias = keys.get("attention_bias", default=False)
     common = {
         "num_attention_heads": keys.get("num_attention_heads", default=8), "head_dim": head_dim,
-        "num_key_value_heads": keys.get("num_key_value_heads", default=4), "qk_norm": "head", "attention_bias": has_bias,
+        "num_key_value_heads": keys.get("num_key_value_heads", default=4), "qk_norm": "head",
+        "attention_bias": has_bias,
         "output_bias": has_bias, "attention_multiplier": None if scalar == head_dim else scalar**-0.5,
         "attn_logit_softcapping": keys.get("attn_logit_softcapping"),
     }  # fmt: skip
@@ -297,7 +302,8 @@ def _nemotron_h(keys: ConfigKeys) -> Block:
     keys.only("mamba_hidden_act", "silu")
     keys.unused(
         "chunk_size", "expand", "num_logits_to_keep", "rescale_prenorm_residual", "time_step_floor", "time_step_max",
-        "time_step_min", "time_step_limit", "time_step_rank", "use_mamba_kernels", "mamba_ssm_cache_dtype", "sliding_window",
+        "time_step_min", "time_step_limit", "time_step_rank", "use_mamba_kernels", "mamba_ssm_cache_dtype",
+        "sliding_window",
         "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
         "num_hidden_layers", "keep_mtp",
     )  # fmt: skip
@@ -326,7 +332,8 @@ def _nemotron_h(keys: ConfigKeys) -> Block:
     expert_fields: Block = {}
     if "moe" in words:
         block_by_word["moe"] = {"experts": {
-            "num_experts": keys.size("n_routed_experts", "num_local_experts"), "num_experts_per_tok": keys.size("num_experts_per_tok"),
+            "num_experts": keys.size("n_routed_experts", "num_local_experts"),
+            "num_experts_per_tok": keys.size("num_experts_per_tok"),
             "moe_intermediate_size": keys.size("moe_intermediate_size"), "gated": False, "hidden_act": act,
             "expert_bias": False, "moe_latent_size": keys.get("moe_latent_size"), "scoring_func": "sigmoid",
             "shared_expert_intermediate_size": keys.get("moe_shared_expert_intermediate_size", default=0),
@@ -340,7 +347,8 @@ def _nemotron_h(keys: ConfigKeys) -> Block:
 
 
 _EXPERT_KEYS = (
-    "n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size", "n_group",
+    "n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size",
+    "n_group",
     "moe_shared_expert_intermediate_size", "norm_topk_prob", "topk_group", "routed_scaling_factor",
 )  # fmt: skip
 """Keys of experts, which models of a family without experts may have, too."""

@@ -1,6 +1,7 @@
 """One node of an agent, told by lines on stdin what to do: `python -m tests.unit.agent.one_node FOLDER CODE [DEVICE]`.
 
-CODE is the Python file that its one rank runs. Lines are expressions about `node` and `gpus`; what they give comes back as JSON.
+CODE is the Python file that its one rank runs. Lines are expressions about `node` and `gpus`;
+what they give comes back as JSON.
 """
 
 import json

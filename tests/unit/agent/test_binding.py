@@ -35,8 +35,10 @@ DEVICES = {"0000:1b:00.0": 1, "0000:43:00.0": 0, "0001:c3:00.0": -1, "0000:c4:00
         # Without GPUs ranks are spread in order.
         (4, None, [FIRST + THEIRS, LAST], [FIRST, FIRST, LAST, LAST]),
         (3, None, [FIRST + THEIRS, LAST], [FIRST, FIRST, LAST]),
-        # With GPUs they run near them; all our CPUs if the GPU's node is unknown, that of others, not there or not given.
-        (6, ["00000000:1B:00.0", "0000:43:00.0", "00000001:C3:00.0", "0000:C4:00.0", "0000:ff:00.0"], [FIRST, LAST, THEIRS],
+        # With GPUs they run near them; all our CPUs if the GPU's node is unknown, that of others, not there or not
+        # given.
+        (6, ["00000000:1B:00.0", "0000:43:00.0", "00000001:C3:00.0", "0000:C4:00.0", "0000:ff:00.0"],
+            [FIRST, LAST, THEIRS],
          [LAST, FIRST, MINE, MINE, MINE, MINE]),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Where agents of one allocation are, how they meet, and what they tell each other.
 
-Strangers on their port are disconnected and delay nobody; nonsense or an exception ends the allocation, and blames no node.
+Strangers on their port are disconnected and delay nobody; nonsense or an exception ends the allocation,
+and blames no node.
 """
 
 import contextlib
@@ -289,7 +290,8 @@ def group(node, stop, pair):
 
 @pytest.mark.parametrize(
     "message",
-    [{"cleaned": 7}, {"cleaned": {"left": None}}, {"rank_events": 7}, {"rank_events": [7]}, {"rank_events": [{"rank": 99, "line": {}}]},
+    [{"cleaned": 7}, {"cleaned": {"left": None}}, {"rank_events": 7}, {"rank_events": [7]},
+        {"rank_events": [{"rank": 99, "line": {}}]},
      {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"rank_events": [{}]}],
 )  # fmt: skip
 def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(group, pair, message):

@@ -12,7 +12,8 @@ from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.start_up import with_measured_times
 
 CALM = {
-    "started_s": 0.0, "moved_s": 49.0, "first_step_s": 20.0, "slowest_gap_s": 0.5, "phase": "measure", "has_reported": True,
+    "started_s": 0.0, "moved_s": 49.0, "first_step_s": 20.0, "slowest_gap_s": 0.5, "phase": "measure",
+    "has_reported": True,
     "predicted_step_time_s": 0.5, "limit_s": 1000.0,
     "predicted_start_s": 20.0,
 }  # fmt: skip

@@ -66,7 +66,8 @@ CASES = {
                 "7 ranks wait for it in all_reduce #123 of group tp"),
     "many stopped": ([silent(r, "T") for r in range(12)], [*range(12)],
                      "rank 3 on gpu00 and 8 more ranks is stopped"),
-    "stopped, and another has ended": ([silent(0, code=0), silent(1, "T")], [1], "rank 1 on gpu00 is stopped (state T)"),
+    "stopped, and another has ended": ([silent(0, code=0), silent(1, "T")], [1],
+        "rank 1 on gpu00 is stopped (state T)"),
     "zombie": ([*others(5), silent(5, "Z")], [5], "is dead but not reaped"),
     "never entered": ([*others(5), BUSY], [5],
                       "rank 5 on gpu01 never entered all_reduce #123 of group tp; 7 ranks wait for it. "

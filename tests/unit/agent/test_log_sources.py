@@ -116,8 +116,10 @@ def test_a_time_that_is_none_makes_the_run_invalid(tmp_path):
 @pytest.mark.parametrize(
     ("step_line", "text", "seconds"),
     [
-        (r"(?P<samples_per_s>\S+) samples/s", "step {n}: 40 samples/s", 0.25), (r"(?P<tokens_per_s>\S+) tok", "step {n}: 500 tok/s", 2.0),
-        (r"(?P<tokens_per_s_per_gpu>\S+) tok", "step {n}: 500 tok/s", 1.0), (r"(?P<steps_per_s>\S+) it", "step {n}: 4.0 it/s", 0.25),
+        (r"(?P<samples_per_s>\S+) samples/s", "step {n}: 40 samples/s", 0.25),
+        (r"(?P<tokens_per_s>\S+) tok", "step {n}: 500 tok/s", 2.0),
+        (r"(?P<tokens_per_s_per_gpu>\S+) tok", "step {n}: 500 tok/s", 1.0),
+        (r"(?P<steps_per_s>\S+) it", "step {n}: 4.0 it/s", 0.25),
     ],
 )  # fmt: skip
 def test_rates_of_all_gpus_give_times(tmp_path, step_line, text, seconds):
@@ -152,8 +154,13 @@ def with_logs(*texts, ranks_per_log=1, **kernel):
     num_ranks = len(texts) * ranks_per_log
     hosts = [f"n{n}" for n in range(len(texts))] if ranks_per_log > 1 else ["n0"]
     progress = AttemptProgress(num_ranks, hosts, starts_ranks=ranks_per_log > 1)
-    spec = replace(task_of().spec, layout=Layout(dp=num_ranks), workload=Workload(seq_len=64, gbs=num_ranks), nodes=len(hosts),
-                   gpus_per_node=num_ranks // len(hosts))  # fmt: skip
+    spec = replace(
+        task_of().spec,
+        layout=Layout(dp=num_ranks),
+        workload=Workload(seq_len=64, gbs=num_ranks),
+        nodes=len(hosts),
+        gpus_per_node=num_ranks // len(hosts),
+    )
     options = {"launch_per": "node"} if ranks_per_log > 1 else {}
     kernel_task = replace(
         task_of(), spec=replace(spec, kernel=replace(spec.kernel, step_line=STEP_LINE, **kernel, **options))

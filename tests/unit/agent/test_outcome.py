@@ -118,7 +118,8 @@ SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s
         ([SAVED, SAVED], {}, None, None),
         ([FULL, FULL], {}, "disk_full", "Disk quota exceeded"),
         ([replace(DONE, checkpoint_line={"message": "PermissionError: x"})], {}, "exception", "PermissionError: x"),
-        ([replace(DONE, code=None), replace(DONE, code=-9, killed_by_us=True)], {"end": SLOW}, "disk_slow", "within 9 s"),
+        ([replace(DONE, code=None), replace(DONE, code=-9, killed_by_us=True)], {"end": SLOW}, "disk_slow",
+            "within 9 s"),
         ([DONE, replace(DONE, code=-9)], {}, "killed", "killed by SIGKILL, which ultrabench did not send"),
         ([replace(DONE, code=None)] * 3, {"lost": GONE}, "agent_gone", "gpu03"),
         ([replace(DONE, code=None)], {"end": CANCELLED}, "stopped", "by SIGTERM"),
@@ -350,7 +351,8 @@ def test_cause_phase_and_own_frames_count_in_a_fingerprint():
 
 GPU_TASK = replace(
     TASK, device="cuda",
-    spec=replace(TASK.spec, kernel=replace(TASK.spec.kernel, memory_line="(?P<reserved_gib>.)", mfu_line="(?P<percent>.)")),
+    spec=replace(TASK.spec, kernel=replace(TASK.spec.kernel, memory_line="(?P<reserved_gib>.)",
+        mfu_line="(?P<percent>.)")),
 )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ OTHER_BATCH = replace(TASK, spec=replace(TASK.spec, workload=replace(TASK.spec.w
         ([CONTROL, SLOW, ended("fast", 0.3)], {}, 0.3),
         # Runs of another cell, runs that were stopped and runs in doubt are no measure.
         ([SLOW, ended("tiny", 0.1, of=OTHER_MODEL)], {}, 0.8), ([SLOW, ended("short", 0.1, of=OTHER_BATCH)], {}, 0.8),
-        ([SLOW, ended("stopped", 0.1, stopped=SLOWER)], {}, 0.8), ([SLOW, ended("hot", 0.1, throttled="power")], {}, 0.8),
+        ([SLOW, ended("stopped", 0.1, stopped=SLOWER)], {}, 0.8),
+        ([SLOW, ended("hot", 0.1, throttled="power")], {}, 0.8),
         ([ended("crashed", 0.1, status=Status.CRASH)], {}, None), ([ended("hot", 0.1, throttled="power")], {}, None),
         # The best of another allocation took 0.2 s beside a control of 0.3 s; here the control takes 0.4 s.
         ([CONTROL], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.4 / 1.5),

@@ -37,7 +37,8 @@ NOISE_LINES = [
     "wandb: ERROR Error while calling W&B API: Connection refused",
     "WARNING: CUDA out of memory in the evaluation, which is left out",
 ]
-NOTES_AFTER = [f"gpu01:{n}:99 [0] NCCL INFO comm 0x7f{n:04x} rank 0 nranks 8 - Abort COMPLETE" for n in range(1, 3000)] + [
+NOTES_AFTER = [f"gpu01:{n}:99 [0] NCCL INFO comm 0x7f{n:04x} rank 0 nranks 8 - Abort COMPLETE" for n in range(1,
+    3000)] + [
     "[W1124 10:00:00.1 socket.cpp:697] [c10d] The client socket has failed to connect to [gpu01]:22456 (errno: 22)",
     "wandb: ERROR Error while calling W&B API: Connection refused",
     "WARNING: CUDA out of memory in the evaluation, which is left out",
@@ -102,7 +103,10 @@ def test_every_family_has_a_text():
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 DUMP = 'Thread 0x00007f0000000001 (most recent call first):\n  File "/opt/threading.py", line 359 in wait\n\n'
-FRAME = "frame #1: c10d::ProcessGroupNCCL::watchdogHandler() + 0x233 (0x7f3079fb6f86 in /opt/torch/lib/libtorch_cuda.so)\n"
+FRAME = (
+    "frame #1: c10d::ProcessGroupNCCL::watchdogHandler() + 0x233 (0x7f3079fb6f86 in "
+    "/opt/torch/lib/libtorch_cuda.so)\n"
+)
 WATCHDOG = (
     "[rank3]:[E1124 11:43:02.2 ProcessGroupNCCL.cpp:1899] [PG ID 5 Rank 3] Process group watchdog thread terminated "
     "with exception: CUDA error: {}\nterminate called after throwing an instance of 'c10::DistBackendError'\n"
@@ -116,11 +120,18 @@ WARNED = (
 )
 PROGRESS = "iteration 3/200 | loss 2.5\n"
 LOKY = (
-    f"{STACK}joblib.externals.loky.process_executor.TerminatedWorkerError: A worker process managed by the executor was "
+    f"{STACK}joblib.externals.loky.process_executor.TerminatedWorkerError: A worker process managed by "
+    "the executor was "
     "unexpectedly terminated.\n\nThe exit codes of the workers are {SIGKILL(-9)}\n"
 )
-REMOTE_ERROR = f"{STACK}torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3699, remote process exited\n"
-CHILD_FAILED = f"{STACK}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n{'=' * 60}\ntrain.py FAILED\n"
+REMOTE_ERROR = (
+    f"{STACK}torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3699, "
+    "remote process exited\n"
+)
+CHILD_FAILED = (
+    f"{STACK}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+    f"\n{'=' * 60}\ntrain.py FAILED\n"
+)
 GROUP = """\
   + Exception Group Traceback (most recent call last):
   |   File "/src/train.py", line 7, in <module>
@@ -139,12 +150,14 @@ GROUP = """\
 """
 TABLE = (
     f"{CHILD_FAILED}Failures:\n[1]:\n  time      : 2026-11-24_10:00:00\n  exitcode  : -6 (pid: 11)\n"
-    "  traceback : To enable traceback see: https://pytorch.org\n----------\nRoot Cause (first observed failure):\n[0]:\n"
+    "  traceback : To enable traceback see: https://pytorch.org\n----------\nRoot Cause (first observed "
+    "failure):\n[0]:\n"
     "  rank      : 0 (local_rank: 0)\n  exitcode  : {first} (pid: 10)\n==========\n"
 )
 RECORDED = (
     f"{CHILD_FAILED}Root Cause (first observed failure):\n[0]:\n  exitcode  : 1 (pid: 10)\n"
-    '  traceback : Traceback (most recent call last):\n    File "/src/train.py", line 7, in main\n      step()\n  {}\n  \n==========\n'
+    '  traceback : Traceback (most recent call last):\n    File "/src/train.py", line 7, '
+    "in main\n      step()\n  {}\n  \n==========\n"
 )
 RICH = """\
 \u256d\u2500\u2500 Traceback (most recent call last) \u2500\u2500\u256e
@@ -167,28 +180,36 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
     ("text", "code", "cause"),
     [
         # What follows the exception that ended the program does not count.
-        (f"{STACK}{OOM}\nException ignored in: <function Loader.__del__ at 0x7f>\n{STACK}AssertionError: can only test a child\n",
+        (f"{STACK}{OOM}\nException ignored in: <function Loader.__del__ at 0x7f>\n{STACK}AssertionError: "
+        "can only test a child\n",
          1, "cuda_oom"),
-        (f"{STACK}{OOM}\nException ignored in atexit callback: <function f>\n{STACK}RuntimeError: CUDA error: an illegal "
+        (f"{STACK}{OOM}\nException ignored in atexit callback: <function f>\n{STACK}RuntimeError: "
+        "CUDA error: an illegal "
          "memory access was encountered\n", 1, "cuda_oom"),
-        (f"{STACK}{OOM}\nError in atexit._run_exitfuncs:\n{STACK}OSError: [Errno 28] No space left on device\n", 1, "cuda_oom"),
+        (f"{STACK}{OOM}\nError in atexit._run_exitfuncs:\n{STACK}OSError: [Errno 28] No space left on device\n", 1,
+            "cuda_oom"),
         (f"[rank3]: {STACK}{OOM}\n{CHILD_FAILED}", 1, "cuda_oom"),
         (f"{STACK}{OOM}\n{STACK}ConnectionResetError: [Errno 104] Connection reset by peer\n", 1, "cuda_oom"),
         (f"{STACK}{OOM}\n{PROGRESS * 9}{STACK}BrokenPipeError: [Errno 32] Broken pipe\n", 1, "cuda_oom"),
         (f"{STACK}KeyError: 'lr'\n{PROGRESS * 12}", 1, "exception"),
         (f"{STACK}KeyError: 'lr'\nwandb: Network error (ConnectionError), entering retry loop.\n", 1, "exception"),
         ("".join(f"node7: {line}\n" for line in f"{STACK}{OOM}".splitlines())
-         + "node7: [2026-02-03 04:05:06,7] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4711\n" * 12, 1, "cuda_oom"),
+         + "node7: [2026-02-03 04:05:06,7] [INFO] [launch.py:316:sigkill_handler] Killing subprocess 4711\n" * 12, 1,
+         "cuda_oom"),
         # Whatever a launcher or a progress bar puts before it.
-        ("".join(f"2025-11-24T10:00:0{n}.123Z {line}\n" for n, line in enumerate(f"{STACK}{OOM}".splitlines())), 1, "cuda_oom"),
+        ("".join(f"2025-11-24T10:00:0{n}.123Z {line}\n" for n, line in enumerate(f"{STACK}{OOM}".splitlines())), 1,
+            "cuda_oom"),
         ("".join(f"[1,3]<stderr>: {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
-        ("".join(f"(TrainWorker pid=77, ip=10.0.0.2) {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
+        ("".join(f"(TrainWorker pid=77, ip=10.0.0.2) {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1,
+            "cuda_oom"),
         ("".join(f"trainer-1  | {line}\n" for line in f"{STACK}{OOM}".splitlines()), 1, "cuda_oom"),
-        ("".join(f"[default{n % 2}]:{line}\n" for line in f"{STACK}{OOM}".splitlines() for n in range(2)), 1, "cuda_oom"),
+        ("".join(f"[default{n % 2}]:{line}\n" for line in f"{STACK}{OOM}".splitlines() for n in range(2)), 1,
+            "cuda_oom"),
         (f" 5%|#    | 12/200 [00:10<02:40,  1.17it/s]{STACK}{OOM}\n", 1, "cuda_oom"),
         (f"\r 5%|#    | 12/200 [00:10<02:40, 1.17it/s, loss: {STACK}\x1b[31m{OOM}\x1b[0m\n", 1, "cuda_oom"),
         ("".join(f"  | {line}\n" for line in f"  + Exception Group {STACK}{OOM}".splitlines()), 1, "cuda_oom"),
-        (f'2025-11-24 10:00:00.1 | ERROR | __main__:main:8 - An error has been caught\n{STACK}\n> File "x.py", line 3, in f\n'
+        (f'2025-11-24 10:00:00.1 | ERROR | __main__:main:8 - An error has been caught\n{STACK}\n> File "x.py", '
+        'line 3, in f\n'
          f"    g()\n{OOM}\n", 1, "cuda_oom"),
         # Exceptions that were caught do not count.
         (f"{STACK}{OOM}\n{PROGRESS * 30}{STACK}KeyError: 'lr'\n", 1, "exception"),
@@ -197,18 +218,23 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (f"{STACK}{OOM}\n{PROGRESS * 30}", 3, "exit_code"),
         (f"{STACK}{OOM}\nreducing to mbs=4\n{PROGRESS * 300}early stop\n", 1, "exit_code"),
         (f"{STACK}ImportError: No module named 'apex'\nusing torch\n{PROGRESS * 99}diverged\n", 1, "exit_code"),
-        (f"{STACK}ConnectionResetError: [Errno 104] Connection reset by peer\n{PROGRESS * 99}diverged\n", 1, "exit_code"),
+        (f"{STACK}ConnectionResetError: [Errno 104] Connection reset by peer\n{PROGRESS * 99}diverged\n", 1,
+            "exit_code"),
         (f"{STACK}{OOM}\n", -11, "cuda_oom"), (f"{STACK}{OOM}\n{PROGRESS}", -11, "segfault"),
         (f"{STACK}{OOM}\nWARNING: retrying with a smaller batch\n", -11, "segfault"),
         (f"{STACK}{OOM}\ntraining failed, bye\n", 3, "cuda_oom"),
-        (f"E0423 09:14:43.3 13 triton_heuristics.py:780] [0/5] {STACK.splitlines()[0]}\n{STACK}KeyError: 'lr'\n", 1, "exception"),
+        (f"E0423 09:14:43.3 13 triton_heuristics.py:780] [0/5] {STACK.splitlines()[0]}\n{STACK}KeyError: 'lr'\n", 1,
+            "exception"),
         # Causes that led to each other.
-        (f"{STACK}{OOM}\n\nThe above exception was the direct cause of the following exception:\n\n{STACK}RuntimeError: x\n",
+        (f"{STACK}{OOM}\n\nThe above exception was the direct cause of the following "
+        f"exception:\n\n{STACK}RuntimeError: x\n",
          1, "cuda_oom"),
-        (f"{STACK}RuntimeError: Caught OutOfMemoryError in DataLoader worker process 0.\nOriginal {STACK}{OOM}\n", 1, "cuda_oom"),
+        (f"{STACK}RuntimeError: Caught OutOfMemoryError in DataLoader worker process 0.\nOriginal {STACK}{OOM}\n", 1,
+            "cuda_oom"),
         (f"{STACK}torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following "
          f"error:\n{STACK}{OOM}\n", 1, "cuda_oom"),
-        (f"Exception in thread Thread-2 (_pin_memory_loop):\n{STACK}{OOM}\n{STACK}RuntimeError: Pin memory thread exited "
+        (f"Exception in thread Thread-2 (_pin_memory_loop):\n{STACK}{OOM}\n{STACK}RuntimeError: "
+        "Pin memory thread exited "
          "unexpectedly\n", 1, "cuda_oom"),
         (f"{STACK}{OOM}\n{PROGRESS}Exception in thread QueueFeederThread:\n{STACK}ValueError: closed\n", 1, "cuda_oom"),
         # The exceptions of a group are its cause.
@@ -216,20 +242,25 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         # Tables of torchrun: the first observed failure counts, and what the program recorded of it.
         (f"{CHILD_FAILED}  exitcode  : -15 (pid: 6135) (SIGTERM)\n", 1, "exit_code"),
         (f"{STACK}RuntimeError: Connection reset by peer\n{TABLE.format(first=-9)}", 1, "killed"),
-        (f"{STACK}{OOM}\n{TABLE.format(first=-9)}", 1, "cuda_oom"), (f"{STACK}KeyError: 'lr'\n{TABLE.format(first=1)}", 1, "exception"),
-        (TABLE.format(first=3), 1, "exit_code"), (TABLE.format(first=-9), 1, "killed"), (TABLE.format(first=-11), 1, "segfault"),
+        (f"{STACK}{OOM}\n{TABLE.format(first=-9)}", 1, "cuda_oom"),
+        (f"{STACK}KeyError: 'lr'\n{TABLE.format(first=1)}", 1, "exception"),
+        (TABLE.format(first=3), 1, "exit_code"), (TABLE.format(first=-9), 1, "killed"),
+        (TABLE.format(first=-11), 1, "segfault"),
         (RECORDED.format(OOM), 1, "cuda_oom"), (RECORDED.format("KeyError: 'lr'"), 1, "exception"),
         ("run.sh: line 7: 481 Terminated      python x.py\n", 1, "killed"),
         # Races in compile caches show in paths, or in frames.
         ('Traceback (most recent call last):\n  File "/env/triton/runtime/cache.py", line 70, in get_group\n    x\n'
          "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "compile_cache"),
         (f"{STACK}json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n", 1, "exception"),
-        (f"{STACK}ImportError: /scratch/.triton/cache/x/__triton_launcher.so: cannot open shared object file\n", 1, "compile_cache"),
-        (f"{STACK}RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9223372036854775807 bytes.\n",
+        (f"{STACK}ImportError: /scratch/.triton/cache/x/__triton_launcher.so: cannot open shared object file\n", 1,
+            "compile_cache"),
+        (f"{STACK}RuntimeError: DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 9223372036854775807 bytes.\n",
          1, "exception"),
         # Source lines count for nothing.
         (f"{RICH}KeyError: 'lr'\n", 1, "exception"),
-        ('Traceback (most recent call last):\n  File "x.py", line 1, in f\n    raise OutOfMemoryError("CUDA out of memory")\n'
+        ('Traceback (most recent call last):\n  File "x.py", line 1, in f\n    raise OutOfMemoryError("CUDA out '
+        'of memory")\n'
          "KeyError: 'lr'\n", 1, "exception"),
         # Dumps of stacks hide nothing.
         (WATCHDOG.format("an illegal memory access was encountered") + "Fatal Python error: Aborted\n\n" + DUMP * 300,
@@ -240,14 +271,17 @@ def cause_of(text, code=1, *, killed_by_us=False, oom_killed=False):
         (WARNED + PROGRESS * 30, -11, "segfault"), (WARNED, -11, "segfault"), (WARNED, -6, "abort"),
         (WARNED + "train: error: unknown option --foo\n", 2, "exit_code"),
         ("ERROR: Connection refused\ntrainer: validation failed\n", 3, "exit_code"),
-        (REMOTE_ERROR, -11, "segfault"), (REMOTE_ERROR, 139, "segfault"), (f"{REMOTE_ERROR}cleaning up\n", -11, "segfault"),
-        (f"{STACK}RuntimeError: [pair.cc:534] Connection closed by peer\n", -11, "segfault"), (REMOTE_ERROR, -6, "nccl_error"),
+        (REMOTE_ERROR, -11, "segfault"), (REMOTE_ERROR, 139, "segfault"),
+        (f"{REMOTE_ERROR}cleaning up\n", -11, "segfault"),
+        (f"{STACK}RuntimeError: [pair.cc:534] Connection closed by peer\n", -11, "segfault"),
+        (REMOTE_ERROR, -6, "nccl_error"),
         (TIMEOUT, -6, "nccl_timeout"), (TIMEOUT, -11, "nccl_timeout"),
         (f"{TIMEOUT}{STACK}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory.\n", 1,
          "nccl_timeout"),
         # Exit codes of wrappers and the signals of children.
         ("", 139, "segfault"), ("", 134, "abort"), ("", 137, "killed"), ("", 143, "killed"), ("", 135, "bus_error"),
-        ("", 136, "signal"), ("", 245, "segfault"), ("", 247, "killed"), ("", 250, "abort"), ("", 255, "exit_code"), ("", 128, "exit_code"),
+        ("", 136, "signal"), ("", 245, "segfault"), ("", 247, "killed"), ("", 250, "abort"), ("", 255, "exit_code"),
+        ("", 128, "exit_code"),
         ("run.sh: line 7: 481 Segmentation fault      (core dumped) python x.py\n", 1, "segfault"),
         ("Fatal Python error: Segmentation fault\n\n" + DUMP, 1, "segfault"),
         ("[launch.py:325:sigkill_handler] ['python', 'x.py'] exits with return code = -11\n", 245, "segfault"),
@@ -286,7 +320,10 @@ def test_a_counted_kill_for_lack_of_memory_explains_ends_without_a_reason(text, 
 
 @pytest.mark.parametrize(("num_steps", "confirmed"), [(0, True), (3, True), (12, False)])
 def test_a_lack_of_memory_with_steps_behind_it_is_not_confirmed(num_steps, confirmed):
-    sizes = "GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has"
+    sizes = (
+        "GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
+        "Including non-PyTorch memory, this process has"
+    )
     progress = AttemptProgress(1, ["gpu01"])
     text = f"{STACK}{OOM} {sizes} 79.00 GiB memory in use.\n{PROGRESS * num_steps}"
     ended(progress, 0, 1, record_of(text))

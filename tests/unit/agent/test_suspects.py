@@ -56,7 +56,8 @@ FOLLOWERS = {
     "closed_pickle": raised("EOFError: Ran out of input"),
     "reset": raised("ConnectionResetError"),
     "torchrun": raised("torch.distributed.elastic.multiprocessing.api.SignalException: Process 3054 got signal: 15"),
-    "store": raised("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store "
+    "store": raised("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: "
+    "The connection to the C10d store "
                     "has failed. See inner exception for details."),
     "closed": raised("torch.distributed.elastic.rendezvous.api.RendezvousClosedError"),
     "left": raised("torch.distributed.elastic.rendezvous.api.RendezvousGracefulExitError"),

@@ -39,7 +39,10 @@ def test_children_of_ranks_are_no_ranks_and_equal_ranks_show_two_trainings(start
     problem = "the command started ranks with WORLD_SIZE=2; the layout has 4 ranks: pass it nodes and ranks"
     assert wrong_size_text(workers, 4).startswith(problem)
     all_workers = workers_among(descendants(starters[0]) | descendants(starters[1]))
-    problem = "the commands of ranks 4 and 7 both started RANK=0, so that several trainings compete: set kernel.launch_per=node"
+    problem = (
+        "the commands of ranks 4 and 7 both started RANK=0, so that several trainings compete: "
+        "set kernel.launch_per=node"
+    )
     assert repeated_rank_text(all_workers, {starters[0]: 7, starters[1]: 4}) == problem
 
 

@@ -1,4 +1,6 @@
-"""Where a measured number shows that two declarations add: `python -m tests.unit.analysis.new_number FOLDER` prints it."""
+"""Where a measured number shows that two declarations add: `python -m tests.unit.analysis.new_number FOLDER` prints
+it.
+"""
 
 import importlib.machinery
 import json
@@ -8,7 +10,8 @@ from pathlib import Path
 ADDED = {
     "ultrabench.result": (
         "    checkpoint_save_s: float | None = column(\n",
-        '    fan_power_w: float | None = column(\n        "Power of the fans of a node.", unit=WATTS, better=Better.LOWER,'
+        '    fan_power_w: float | None = column(\n        "Power of the fans of a node.", unit=WATTS, '
+        "better=Better.LOWER,"
         ' report=Report("memory", "fan_w")\n    )\n',
     ),
     "ultrabench.rank_report": ('"allocator_retries": _to_count', '"fan_w": to_float, '),

@@ -1,4 +1,6 @@
-"""What a status that is added to its table alone changes: `python -m tests.unit.analysis.new_status FOLDER` prints it."""
+"""What a status that is added to its table alone changes: `python -m tests.unit.analysis.new_status FOLDER` prints
+it.
+"""
 
 import importlib.machinery
 import json
@@ -8,7 +10,8 @@ from pathlib import Path
 
 ADDED = {
     '    REJECTED = "rejected"\n': '    MELTED = "melted"\n',
-    "    Status.SKIPPED: StatusTraits(": 'Status.MELTED: StatusTraits("melted away", "#123456", "", "run", pause=True),\n',
+    "    Status.SKIPPED: StatusTraits(": 'Status.MELTED: StatusTraits("melted away", "#123456", "", '
+    '"run", pause=True),\n',
 }
 """Text of result.py -> what is added after it, or before it if it is no whole line."""
 

@@ -4,7 +4,10 @@ from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.page.page import page as page_of
 from ultrabench.analysis.page.rows import document
 
-EVIDENCE = '{"ranks": [{"rank": 3, "phase": "train", "code": 1, "killed_by_us": false, "error": "boom <b>", "last_line": null}]}'
+EVIDENCE = (
+    '{"ranks": [{"rank": 3, "phase": "train", "code": 1, "killed_by_us": false, "error": '
+    '"boom <b>", "last_line": null}]}'
+)
 
 
 def run(n, **values):
@@ -42,7 +45,8 @@ def small():
     return table_of(
         *(run(10 * index + n, **cell) for index, cell in enumerate(cells) for n in range(9)),
         run(100, status="oom", reason="CUDA out of memory", gpu_hours=None, **cells[0]),
-        run(101, status="crash", reason="<script>alert(1)</script> on n7", is_final=False, evidence=EVIDENCE, **cells[0]),
+        run(101, status="crash", reason="<script>alert(1)</script> on n7", is_final=False, evidence=EVIDENCE,
+            **cells[0]),
         run(101, attempt=1, **cells[0]),
         run(102, suspect="throttled: <b>power</b>", tokens_per_s_per_gpu=1e6, **cells[3]),
         run(103, repeat=None, **rejected, **cells[1]),

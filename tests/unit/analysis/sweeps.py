@@ -44,7 +44,9 @@ PREDICTED = Prediction(
 
 
 def make_sweep(path, specs, why=(), hardware=GPUS, peak=None, precision="bf16", kernel=None, models=(TINY,)):
-    """A sweep that was planned and not begun; `why` has the rule and the reason for which the first specs do not run."""
+    """A sweep that was planned and not begun; `why` has the rule and the reason for which the
+    first specs do not run.
+    """
     candidates = [
         Candidate(
             run_id=spec.run_id, spec=spec, rule=rule, reason=reason, predicted=PREDICTED, flops_formula="palm"

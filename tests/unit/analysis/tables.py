@@ -35,7 +35,8 @@ def piped(run_id, rate=80.0, pp=2, dp=4, **extra):
 
 
 SAVED = {
-    "checkpoint_save_s": 8.0, "checkpoint_load_s": 4.0, "checkpoint_bytes": 96 * 10**9, "checkpoint_bytes_per_s_per_node": 12e9,
+    "checkpoint_save_s": 8.0, "checkpoint_load_s": 4.0, "checkpoint_bytes": 96 * 10**9,
+    "checkpoint_bytes_per_s_per_node": 12e9,
     "checkpoint_async_blocking_s": 0.5, "checkpoint_async_s": 9.0, "checkpoint_async_lost_steps": -0.2,
 }  # fmt: skip
 """The columns of a run that saved its state."""

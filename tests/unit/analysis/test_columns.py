@@ -22,7 +22,8 @@ def test_a_measured_number_that_two_places_declare_appears_everywhere(tmp_path):
         "documentation": ["| `fan_power_w` | number | W | lower | Power of the fans of a node. |"],
         "terminal": "1.5 kW", "rank by": [["cool", "hot"]], "heatmap": [True, True, True], "pareto": True,
         "trackers": [90.0, 52.5],
-        "page": [[52.5, 90.0], [["fan_power_w", "number", "W", "lower", "Power of the fans of a node."]], ["prefixed", "W"]],
+        "page": [[52.5, 90.0], [["fan_power_w", "number", "W", "lower", "Power of the fans of a node."]],
+            ["prefixed", "W"]],
     }  # fmt: skip
 
 

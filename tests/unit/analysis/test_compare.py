@@ -258,9 +258,11 @@ def test_nothing_in_common_names_the_columns():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("compare", "a.parquet", "b.parquet", "--threshold", "0.03"), "write --threshold 3 for 3 %, or --threshold 0.03%"),
+        (("compare", "a.parquet", "b.parquet", "--threshold", "0.03"),
+            "write --threshold 3 for 3 %, or --threshold 0.03%"),
         (("compare", "a.parquet", "b.parquet", "--threshold", "many"), "--threshold many is not a percentage"),
-        (("history", "a.parquet", "--fail-above", "0.5"), "write --fail-above 50 for 50 %, or --fail-above 0.5% for 0.5 %"),
+        (("history", "a.parquet", "--fail-above", "0.5"), "write --fail-above 50 for 50 %, "
+        "or --fail-above 0.5% for 0.5 %"),
         (("history", "a.parquet", "--fail-above", "-1"), "--fail-above -1 is not a percentage of 0 or more"),
     ],
 )  # fmt: skip

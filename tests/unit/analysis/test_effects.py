@@ -105,8 +105,17 @@ def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
 
 
 def test_two_pairs_give_no_interval_and_a_table_says_how_many_do():
-    rows = [row(f"{mbs} {zero}", rate, mbs=mbs, gas=32 // mbs, zero_stage=zero)
-            for mbs, zero, rate in ((1, 0, 100.0), (1, 1, 150.0), (2, 0, 100.0), (2, 1, 20.0), (4, 0, 100.0), (4, 1, 110.0))]  # fmt: skip
+    rows = [
+        row(f"{mbs} {zero}", rate, mbs=mbs, gas=32 // mbs, zero_stage=zero)
+        for mbs, zero, rate in (
+            (1, 0, 100.0),
+            (1, 1, 150.0),
+            (2, 0, 100.0),
+            (2, 1, 20.0),
+            (4, 0, 100.0),
+            (4, 1, 110.0),
+        )
+    ]
     two, three = (only("zero_stage", *rows[:number]) for number in (4, 6))
     assert cells("zero_stage", two)[4:] == ["too few pairs (need 3)", "2"]
     assert three.low < three.ratio < three.high
@@ -249,7 +258,10 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
     assert (len(measured.runs), measured.num_left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
     assert "a slow value may look better than it is" in measured.note
     load = {"suspect": "other programs used 40 % of the cores", "suspect_codes": ["foreign_load"]}
-    fact = "3 runs, none can win: 2 suspect (other programs used 40 % of the cores), 1 oom; to accept these runs, launch again"
+    fact = (
+        "3 runs, none can win: 2 suspect (other programs used 40 % of the cores), 1 oom; "
+        "to accept these runs, launch again"
+    )
     with refused(f"{fact} with measure.max_foreign_load=null"):
         competing(table_of(row("a", **load), row("b", mbs=2, gas=16, **load), rows[3]))
     with refused("1 run, none can win: 1 suspect (x); correct hardware.peak_flops_per_s and launch again"):
@@ -257,7 +269,8 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
     with refused("1 run, none can win: 1 suspect (x); to measure them again, launch under another name="):
         competing(table_of(row("a", suspect="x")))
     with refused(
-        "1 run, none can win: 1 stopped early as slower; to measure every run in full, launch under another name= with measure.race=null"
+        "1 run, none can win: 1 stopped early as slower; to measure every run in full, "
+        "launch under another name= with measure.race=null"
     ):
         competing(table_of(rows[4]))
     with refused("1 run, none can win: 1 oom; see why: ultrabench plot failures"):

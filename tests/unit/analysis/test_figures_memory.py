@@ -66,7 +66,8 @@ def test_a_value_of_the_axis_that_is_given_is_drawn_alone_or_refused_with_its_ru
     ("axis", "layout", "names", "same_as"),
     [
         ("dp", {"tp": 8}, ["1", "2", "4", "8", "16", "32", "64", "128"], {"tp": 8, "nodes": 128}),
-        ("pp", {"tp": 2, "gas": 4, "pp_schedule": "zbv"}, ["1", "2", "4"], {"tp": 2, "pp": 4, "gas": 4, "pp_schedule": "zbv"}),
+        ("pp", {"tp": 2, "gas": 4, "pp_schedule": "zbv"}, ["1", "2", "4"],
+            {"tp": 2, "pp": 4, "gas": 4, "pp_schedule": "zbv"}),
         ("recompute", {"tp": 8}, ["none", "attention", "selective", "every2", "full"], {"tp": 8, "recompute": "full"}),
         ("mbs", {"tp": 8}, ["1", "2", "4", "8", "16", "32"], {"tp": 8, "mbs": 32}),
         ("ep", {"model": "tiny-moe", "tp": 2}, ["1", "2", "4", "8"], {"model": "tiny-moe", "tp": 2, "ep": 8}),
@@ -90,8 +91,10 @@ def of_layout(run_id, **columns):
 
 
 RUNS = [
-    of_layout("same", peak_mem_reserved_bytes=50 * GIB), of_layout("more gas", gas=128, peak_mem_reserved_bytes=51 * GIB),
-    of_layout("less gas", gas=2), of_layout("doubt", suspect="mfu 1.2 is above 1"), of_layout("oom", tp=1, dp=4, status="oom"),
+    of_layout("same", peak_mem_reserved_bytes=50 * GIB), of_layout("more gas", gas=128,
+        peak_mem_reserved_bytes=51 * GIB),
+    of_layout("less gas", gas=2), of_layout("doubt", suspect="mfu 1.2 is above 1"),
+    of_layout("oom", tp=1, dp=4, status="oom"),
     of_layout("rank 0", tp=4, dp=1, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=20 * GIB),
     of_layout("other kernel", kernel="nanotron"), of_layout("other nodes", nodes=2, dp=4),
 ]  # fmt: skip
@@ -101,8 +104,12 @@ def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
     shown, _, texts = drawn("memory", *RUNS, axis="tp", **OVER_TP)
     measured = shown[shown["shown"] != "predicted"]
     assert {*zip(measured["value"], measured["shown"], measured["bytes"].fillna(0) / GIB, strict=True)} == {
-        ("2", "measured", 50), ("2", "measured", 51), ("1", "oom", GPU_GIB), ("4", "measured_rank0", 20), ("2", "suspect", 0),
-    }  # fmt: skip
+        ("2", "measured", 50),
+        ("2", "measured", 51),
+        ("1", "oom", GPU_GIB),
+        ("4", "measured_rank0", 20),
+        ("2", "suspect", 0),
+    }
     assert "4 runs among 8 rows" in texts
     assert "1 more are suspect" in texts
     assert "; measured: s" in texts
@@ -121,7 +128,10 @@ def test_what_is_not_given_is_that_of_the_rows():
     small = {"model": "1B", "num_params": 10**9, "hardware": "a100-80x8", "kernel": "nanotron"}
     rows = [large, *(row("b", nodes=2, tp=2, dp=8, mbs=4, gas=gas, **small) for gas in (4, 8))]
     shown, note = points({}, table_of(*rows), axis="tp")
-    defaults = "model=1B hardware=a100-80x8 profile=nanotron nodes=2 seq_len=4096 mbs=4 gas=8 zero_stage=0 recompute=none"
+    defaults = (
+        "model=1B hardware=a100-80x8 profile=nanotron nodes=2 seq_len=4096 mbs=4 gas=8 "
+        "zero_stage=0 recompute=none"
+    )
     assert note.startswith(f"Defaults: {defaults}.\nThe rows have 2 values of model,")
     assert [*shown["shown"]].count("measured") == 2
     note = points({"model": "8B"}, table_of(*rows), axis="tp")[1]
@@ -164,8 +174,10 @@ def test_the_legend_tells_parts_that_are_too_thin_to_be_seen():
     ("layout", "passes", "bubble"),
     [
         ({"pp": 4, "gas": 8}, 64, "schedule 1f1b, 8 micro-batches on 4 ranks: the bubble is 27.3 %"),
-        ({"pp": 4, "pp_schedule": "interleaved"}, 128, "schedule interleaved, 8 micro-batches on 4 ranks: the bubble is 15.8 %"),
-        ({"pp": 4, "gas": 8, "pp_schedule": "zbv"}, 192, "schedule zbv, 8 micro-batches on 4 ranks: the bubble is 5.9 %"),
+        ({"pp": 4, "pp_schedule": "interleaved"}, 128, "schedule interleaved, 8 micro-batches on 4 ranks: "
+        "the bubble is 15.8 %"),
+        ({"pp": 4, "gas": 8, "pp_schedule": "zbv"}, 192, "schedule zbv, 8 micro-batches on 4 ranks: "
+        "the bubble is 5.9 %"),
         ({"pp": 4, "gas": 3}, 24, "schedule afab, 3 micro-batches on 4 ranks: the bubble is 50.0 %"),
         ({"pp": 1, "gas": 1}, 2, "schedule none, 1 micro-batch on 1 rank: the bubble is 0.0 %"),
     ],

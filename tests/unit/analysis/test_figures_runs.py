@@ -81,18 +81,22 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
 @pytest.mark.parametrize(
     ("kind", "rows", "words"),
     [
-        ("scatter", SEVERAL, ["MFU and throughput of 5 runs over nodes: sweep", "nodes (largest marker: 14.4 ktokens/s)",
+        ("scatter", SEVERAL, ["MFU and throughput of 5 runs over nodes: sweep",
+            "nodes (largest marker: 14.4 ktokens/s)",
                      "cannot win", "80B", f"Drawn as crosses: {CANNOT_WIN}"]),
         ("scaling", SEVERAL, [f"Not drawn: {CANNOT_WIN}"]),
         ("pareto", SEVERAL, [f"Not drawn: {CANNOT_WIN}", "1 node: dp8 tp1 pp1 z0 mbs1 gas32",
                              "2 nodes: dp16 tp1 pp1 z0 mbs1 gas16", "the Pareto front of 3 runs"]),
-        ("predicted", SEVERAL, [f"Not drawn: {CANNOT_WIN}", "Predicted against measured, 3 runs: sweep", "not predicted",
+        ("predicted", SEVERAL, [f"Not drawn: {CANNOT_WIN}", "Predicted against measured, 3 runs: sweep",
+            "not predicted",
                                 "measured step time (s)", "predicted peak memory (GiB)",
                                 "The predictions were made before the runs. For those of the current profile"]),
-        ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok but suspect", "pending or running"]),
+        ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok but suspect",
+            "pending or running"]),
         ("largest-batch", SEVERAL, ["Predicted: 80B", "Measured: 8B", "at most gbs / dp", "(0 of 2 squares)"]),
         ("checkpoint", [row("a", **SAVED), row("b", nodes=2, **SAVED), *SEVERAL],
-         ["Checkpoints over node counts: sweep", "GB/s per node", "steps lost during", "5 runs without checkpoint: 4 not requested, 1 stopped early as slower"]),
+         ["Checkpoints over node counts: sweep", "GB/s per node", "steps lost during",
+             "5 runs without checkpoint: 4 not requested, 1 stopped early as slower"]),
         ("bubble", PIPELINES, ["Points (2)", "1 measured run with", "and 1 ok row with pp", "measured, interleaved"]),
     ],
 )  # fmt: skip
@@ -110,7 +114,8 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
         ("scaling", {}, {"suspect": "x"}, "1 run, none can win: 1 suspect"),
         ("scaling", {"axis": "tp"}, {"tp": None}, "1 run, none with tp"),
         ("failures", {"axis": "tp"}, {"tp": None}, "1 run, none with tp"),
-        ("checkpoint", {}, {}, "1 run, none with checkpoint; measure it with: ultrabench sweep launch measure.checkpoint=true"),
+        ("checkpoint", {}, {}, "1 run, none with checkpoint; measure it with: "
+        "ultrabench sweep launch measure.checkpoint=true"),
         ("pareto", {}, {"peak_mem_reserved_bytes": None}, "1 run, none with peak memory"),
         ("pareto", {"by": "power_w_mean"}, {}, "1 run, none with power_w_mean; choose another --by"),
         ("predicted", {}, {"predicted_step_time_s": None}, "ultrabench predict validate FILE.parquet -o"),
@@ -289,7 +294,8 @@ def test_pareto_marks_the_runs_that_no_other_beats():
 
 def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
     rows = [
-        row("saves", energy_j_per_step=50.0, tokens_per_j=4.0), row("small", energy_j_per_step=70.0, tokens_per_j=3.0, peak_mem_reserved_bytes=2**30),
+        row("saves", energy_j_per_step=50.0, tokens_per_j=4.0),
+        row("small", energy_j_per_step=70.0, tokens_per_j=3.0, peak_mem_reserved_bytes=2**30),
         row("worse", energy_j_per_step=80.0, tokens_per_j=2.0), row("unknown"),
     ]  # fmt: skip
     for by, words in (("energy_j_per_step", " (lower is better)"), ("tokens_per_j", "")):
@@ -311,7 +317,8 @@ def test_pareto_says_how_many_runs_of_a_front_have_no_name():
 
 def test_predicted_has_the_runs_that_may_win_and_have_a_prediction():
     rows = [
-        row("a", rate=200.0, predicted_peak_mem_bytes=2**36), row("b", rate=150.0), row("c", predicted_step_time_s=None),
+        row("a", rate=200.0, predicted_peak_mem_bytes=2**36), row("b", rate=150.0),
+        row("c", predicted_step_time_s=None),
         row("d", suspect="x"), row("e", status="oom", predicted_step_time_s=1.0),
     ]  # fmt: skip
     predicted_gib = by_run("predicted", *rows)["predicted_gib"]

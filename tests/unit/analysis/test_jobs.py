@@ -56,7 +56,8 @@ PREFLIGHTS = (
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        *(([*planned(control=None, facts=facts), *ended(OTHER, 0.1)], UNKNOWN | {"status": "ok"}) for facts in PREFLIGHTS),
+        *(([*planned(control=None, facts=facts), *ended(OTHER, 0.1)],
+            UNKNOWN | {"status": "ok"}) for facts in PREFLIGHTS),
         ([submitted(job_id="57_0"), Claimed(**CLAIMED, job=Start(job_id="61_0", restart=1))], {"job_id": "61_0"}),
         ([submitted(job_id="57_0"), Claimed(**CLAIMED)], {"job_id": "57_0"}),
         ([submitted(job_id=57), Claimed(**CLAIMED)], {"job_id": "57"}),

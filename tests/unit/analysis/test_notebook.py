@@ -100,7 +100,8 @@ def test_the_query_of_the_page_finds_the_runs_that_best_finds():
     draw = random.Random(3)
     rows = [
         row(
-            f"{n}{run}", draw.choice((90.0, 100.0, 110.0, 111.0)), nodes=n, repeat=repeat, control=f"c{n}" if n % 3 else None,
+            f"{n}{run}", draw.choice((90.0, 100.0, 110.0, 111.0)), nodes=n, repeat=repeat,
+            control=f"c{n}" if n % 3 else None,
             control_ratio=draw.randint(90, 110) / 100 if n % 3 else None, gbs=256 if n % 2 else 512,
             status=draw.choice(("ok", "ok", "crash")), stopped=draw.choice((None, None, "slower_than_best")),
             suspect=draw.choice((None, None, "hot")),

@@ -1,4 +1,6 @@
-"""Every answer names the same best run of a cell, with the same speed: status, top, heatmap, the page, and what is repeated."""
+"""Every answer names the same best run of a cell, with the same speed: status, top, heatmap, the page,
+and what is repeated.
+"""
 
 import tempfile
 from collections import Counter
@@ -29,7 +31,8 @@ from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.progress import progress_of
 
 CELLS = {
-    nodes: tuple(spec_of(Layout(dp=8 * nodes, zero_stage=z, mbs=m, gas=4 // m), nodes=nodes) for z in (0, 1) for m in (1, 2))
+    nodes: tuple(spec_of(Layout(dp=8 * nodes, zero_stage=z, mbs=m, gas=4 // m), nodes=nodes) for z in (0,
+        1) for m in (1, 2))
     for nodes in (1, 2)
 }  # fmt: skip
 """Number of nodes -> the runs of a cell, the control first."""

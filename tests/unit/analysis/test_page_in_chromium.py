@@ -234,10 +234,13 @@ def test_a_print_is_light_and_has_all_figures_and_no_controls(opened):
 def test_texts_of_numbers_are_those_of_the_terminal(opened):
     tab = opened(table_of())
     numbers = {
-        "mfu": (0.4321, 0.00512, 1.2), "peak_mem_reserved_bytes": (2**30, 3 * 2**33, 10**8, 2**30 - 1, 2**30 * 9.996), "step_time_s": (2, 0.123456),
-        "allreduce_busbw_bytes_per_s": (4.2e11, 123.0, 9.996e8, 9.994e8, 999.7), "tokens_per_s_per_gpu": (12345.6,), "sm_clock_hz": (1.98e9,), "power_w_mean": (611.2,), "energy_j_per_step": (48_000.0,),
+        "mfu": (0.4321, 0.00512, 1.2), "peak_mem_reserved_bytes": (2**30, 3 * 2**33, 10**8, 2**30 - 1, 2**30 * 9.996),
+        "step_time_s": (2, 0.123456),
+        "allreduce_busbw_bytes_per_s": (4.2e11, 123.0, 9.996e8, 9.994e8, 999.7), "tokens_per_s_per_gpu": (12345.6,),
+        "sm_clock_hz": (1.98e9,), "power_w_mean": (611.2,), "energy_j_per_step": (48_000.0,),
         "tokens_per_j": (12.3456,), "checkpoint_bytes_per_s_per_node": (12e9,), "foreign_load": (0.25,),
-        "model_flops_per_s_per_gpu": (3.88e14, 1.5e15), "loss_final": (6.048331,), "nodes": (1024,), "p_oom": (0, 1e-19, 0.0001),
+        "model_flops_per_s_per_gpu": (3.88e14, 1.5e15), "loss_final": (6.048331,), "nodes": (1024,),
+        "p_oom": (0, 1e-19, 0.0001),
         "dp_shard": (0, 8),
     }  # fmt: skip
     pairs = [(name, number) for name, several in numbers.items() for number in several]
@@ -278,7 +281,8 @@ def drawn_cell(seed):
     for n, repeat in itertools.product(range(draw.randint(2, 7)), range(3)):
         job, ok = draw.choice("abc"), draw.random() < 0.75
         yield run(
-            9 * seed + n, repeat=repeat, allocation=job, control=allocations[job], model=f"m{seed:03}", num_params=seed + 1,
+            9 * seed + n, repeat=repeat, allocation=job, control=allocations[job], model=f"m{seed:03}",
+            num_params=seed + 1,
             status="ok" if ok else draw.choice(("oom", "crash", "skipped", None)),
             tokens_per_s_per_gpu=draw.randint(90, 110) if ok else None,
             control_ratio=draw.randint(90, 110) / 100 if ok and allocations[job] else None,

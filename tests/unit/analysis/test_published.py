@@ -47,7 +47,10 @@ def test_the_nearest_rate_says_what_differs(columns, differing):
 
 def test_rates_of_the_user_and_their_mistakes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "gpu: H100-SXM\nruns: [{model: mine, precision: bf16, seq_len: 4096, gbs: 256, nodes: 1, tokens_per_s_per_gpu: 77890, what: we, source: x}]"
+    text = (
+        "gpu: H100-SXM\nruns: [{model: mine, precision: bf16, seq_len: 4096, gbs: 256, nodes: 1, "
+        "tokens_per_s_per_gpu: 77890, what: we, source: x}]"
+    )
     write_config("mine", text, "ultrabench/published")
     assert beside(model="mine").share == pytest.approx(0.5)
     write_config("mine", text.replace("gbs: 256, ", ""), "ultrabench/published")

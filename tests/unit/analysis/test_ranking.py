@@ -29,7 +29,8 @@ def test_json_is_flat_and_holds_the_layout():
         ([row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1), row("c", status="oom")], {}, "b"),
         ([row("a", 5.0, mfu=0.9), row("b", 6.0, mfu=0.1)], {"rank_by": "mfu"}, "a"),
         ([row("a", 5.0, loss_final=1.0), row("b", 6.0, loss_final=2.0)], {"rank_by": "loss_final"}, "a"),
-        ([row("a", 5.0, checkpoint_save_s=2.0), row("b", 6.0, checkpoint_save_s=20.0)], {"rank_by": "checkpoint_save_s"}, "a"),
+        ([row("a", 5.0, checkpoint_save_s=2.0), row("b", 6.0, checkpoint_save_s=20.0)],
+            {"rank_by": "checkpoint_save_s"}, "a"),
         ([row("a", 5.0), row("b", 6.0, suspect="hot"), row("c", 7.0, stopped="slower_than_best")], {}, "a"),
         ([row("a", 5.0), row("b", 6.0, suspect="hot")], {"include_suspects": True}, "b"),
         ([row("a", 9.0, is_final=False), row("b", 1.0)], {}, "b"),
@@ -88,7 +89,8 @@ def test_a_repeated_run_counts_with_its_median():
 
 def test_a_cell_counts_runs_by_their_best_repeat_and_names_axes_that_vary():
     rows = [
-        row("a", 5.0), row("a", status="crash", repeat=1), row("b", status="oom", recompute=None), row("b", 4.0, repeat=1),
+        row("a", 5.0), row("a", status="crash", repeat=1), row("b", status="oom", recompute=None),
+        row("b", 4.0, repeat=1),
         row("c", status="oom", dp=4), row("c", status="crash", repeat=1, dp=4), row("d", status="hang", dp=None),
         row("e", suspect="hot"), row("waits", status=None), row("never", status="rejected", tp=3),
         row("left", status="skipped"),
@@ -202,8 +204,11 @@ def test_order_is_by_parameters_then_nodes():
 
 def test_compare_takes_the_same_work_and_prefers_the_same_machine():
     ours = cells_of(
-        row("a", 10.0, recompute=None), row("b", 10.0, nodes=2), row("c", 10.0, nodes=4), row("d", status="oom", nodes=8),
-    )  # fmt: skip
+        row("a", 10.0, recompute=None),
+        row("b", 10.0, nodes=2),
+        row("c", 10.0, nodes=4),
+        row("d", status="oom", nodes=8),
+    )
     theirs = cells_of(
         row("a", 5.0), row("a", 50.0, hardware="h200x8"), row("b", 8.0, nodes=2, kernel="megatron", dp=8, tp=2),
         row("d", 8.0, nodes=8), row("c", 5.0, nodes=4, gbs=77),

@@ -1,4 +1,6 @@
-"""A result table that is written in any form that `ultrabench import` reads comes back with its rows, cells and winners."""
+"""A result table that is written in any form that `ultrabench import` reads comes back with its rows,
+cells and winners.
+"""
 
 import csv
 import io
@@ -57,7 +59,8 @@ def result_rows(draw):
     row = sizes_of(load_model(model)) | {
         "schema_version": 1, "sweep": draw(st.sampled_from(["may", "june"])), "kernel": "own", "kernel_version": "3",
         "hardware": "h100x8", "model": model, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpus": gpus, "dp": dp,
-        "tp": tp, "pp": pp, "cp": 1, "mbs": mbs, "gas": gas, "gbs": dp * mbs * gas, "seq_len": 4096, "precision": "bf16",
+        "tp": tp, "pp": pp, "cp": 1, "mbs": mbs, "gas": gas, "gbs": dp * mbs * gas, "seq_len": 4096,
+        "precision": "bf16",
         "zero_stage": draw(st.sampled_from([0, 1])), "zero_shards": 1, "pp_schedule": "none" if pp == 1 else "1f1b",
         "virtual_stages": 1, "recompute": draw(st.sampled_from(["none", "full"])), "compile": draw(st.booleans()),
         "variant": variant, "peak_flops_per_s": 989e12, "peak_source": "a data sheet", "is_final": True,

@@ -1,6 +1,8 @@
-"""Exports a sweep in one process, again after it was renamed, and prints as JSON what the tracker's own reader then finds.
+"""Exports a sweep in one process, again after it was renamed, and prints as JSON what the tracker's own
+reader then finds.
 
-`python -m tests.unit.cli.read_back KIND`, in a process of its own, since these libraries leave threads and connections behind.
+`python -m tests.unit.cli.read_back KIND`, in a process of its own, since these libraries leave threads and
+connections behind.
 """
 
 import contextlib

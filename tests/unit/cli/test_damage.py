@@ -171,7 +171,8 @@ def test_a_folder_that_may_not_be_read_is_a_warning(sweep, bad, mode):
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("variant", "{"), ("variant", "[1]"), ("variant", '{"env.A": [1]}'), ("variant", "a\nb"), ("nodes", 0), ("nodes", None), ("dp", 0), ("dp", None),
+    [("variant", "{"), ("variant", "[1]"), ("variant", '{"env.A": [1]}'), ("variant", "a\nb"), ("nodes", 0),
+        ("nodes", None), ("dp", 0), ("dp", None),
      ("gbs", -1), ("run_id", None), ("pp_schedule", "?"), ("zero_stage", 9)],
 )  # fmt: skip
 def test_a_damaged_row_of_the_plan_is_a_warning(ultrabench, sweep, column, value):

@@ -36,7 +36,9 @@ def measured(sweep):
 
 
 def read_back(kind, folder):
-    """What the tracker's own reader finds after two exports under two names, by run: the part of its id that is the run_id."""
+    """What the tracker's own reader finds after two exports under two names, by run:
+    the part of its id that is the run_id.
+    """
     for package in PACKAGES[kind]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'ultrabench[{kind}]'")

@@ -21,7 +21,8 @@ OK = {
     "batch_accum": "8.0", "gbs": "256.0", "tok/s/gpu": "32768", "AllReduce (GB/s)": "425.5", "AllGather (GB/s)": "241",
     "ReduceScatter (GB/s)": "242", "AR Intra-node (GB/s)": "424", "AG Intra-node (GB/s)": "243",
     "RS Intra-node (GB/s)": "240", "Mem Res (GB)": "41.5", "dp": "4", "pp": "2", "tp": "1", "hidden_size": "2048",
-    "num_layers": "16", "num_heads": "32", "num_kv_heads": "32.0", "vocab_size": "131072", "tie_word_embeddings": "True",
+    "num_layers": "16", "num_heads": "32", "num_kv_heads": "32.0", "vocab_size": "131072",
+    "tie_word_embeddings": "True",
     "zero_stage": "1", "status": "Success", "mfu": "32.0", "after_pp_fix": "True",
 }  # fmt: skip
 UNKNOWN = (
@@ -79,13 +80,15 @@ def test_a_row_of_nanotron_in_our_columns(ultrabench):
         ({"num_kv_heads": "8"}, ["different architecture: num_key_value_heads=8 (GQA), 1B has 32"]),
         ({"vocab_size": "49152"}, ["different vocabulary: vocab_size=49152, 1B has 131072"]),
         ({"status": "Other", "after_pp_fix": "False", "AR Intra-node (GB/s)": ""}, []),
-        ({"num_kv_heads": "", "name": "1.34G_dp4_gqa8"}, ["different architecture: num_key_value_heads=8 (GQA), 1B has 32"]),
+        ({"num_kv_heads": "", "name": "1.34G_dp4_gqa8"}, ["different architecture: "
+        "num_key_value_heads=8 (GQA), 1B has 32"]),
         ({"num_layers": "12", "batch_accum": "4"},
          ["different architecture: num_hidden_layers=12, 1B has 16", "other batch than 1,048,576 tokens"]),
         ({"tok/s/gpu": "-5"}, ["impossible value: tokens_per_s_per_gpu=-5", "unknown step time"]),
         ({"tok/s/gpu": "0"}, ["impossible value: tokens_per_s_per_gpu=0", "unknown step time"]),
         ({"tok/s/gpu": "400000"},
-         ["tokens_per_s_per_gpu=400,000 may be of all GPUs or per node: MFU is then 48.9 % instead of 390.8 % in 1 row; write "
+         ["tokens_per_s_per_gpu=400,000 may be of all GPUs or per node: MFU is then 48.9 % instead of 390.8 % in "
+         "1 row; write "
           "per: all or per: node into the map if so, certain: true if not",
           "mfu 3.91 is above 1: the step time or the peak is measured wrongly"]),
         ({"Mem Res (GB)": "500"}, ["more memory than a GPU has: 500 of 79 GiB"]),
@@ -134,7 +137,8 @@ columns:
 constants: {tp: 1, pp: 1, cp: 1, precision: bf16, kernel: other, hardware: h100x8, peak_flops_per_s: 8e14}
 """
 ROW = {
-    "name": "m", "nodes": "1", "ranks": "", "gpus": "8", "mbs": "2", "batch": "64", "seq": "1,024", "step": "500", "per": "8",
+    "name": "m", "nodes": "1", "ranks": "", "gpus": "8", "mbs": "2", "batch": "64", "seq": "1,024", "step": "500",
+    "per": "8",
     "sharding": "none", "redo": "none", "acc": "2", "many": "9e30", "big": "9e18",
     "comma": "700,5", "commas": "7,0,0",
 }  # fmt: skip
@@ -154,7 +158,8 @@ ODD = {"sharding": "NONE", "nodes": "3", "batch": "63", "per": ""}
     ("columns", "change", "expected"),
     [
         ({}, {"sharding": "fsdp"},
-         {"dp": 8, "gas": 4, "zero_stage": 3, "zero_shards": 8, "step_time_s": 0.5, "tokens_per_s_per_gpu": 16384.0, "gpus": 8,
+         {"dp": 8, "gas": 4, "zero_stage": 3, "zero_shards": 8, "step_time_s": 0.5, "tokens_per_s_per_gpu": 16384.0,
+             "gpus": 8,
           "peak_flops_per_s": 8e14, "status": "ok", "kernel": "other", "precision": "bf16", "pp_schedule": "none"}),
         ({}, {"sharding": "?", "batch": "-"},
          {"zero_stage": None, "gas": None, "gbs": None, "tokens_per_s_per_gpu": None, "step_time_s": 0.5}),
@@ -191,8 +196,10 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
         ("columns", {"compile": "name"}, "table.csv, line 2: unknown truth value of name 'm'"),
         ("columns", {"status": "name"}, "table.csv, line 2: unknown status 'm'"),
         ("columns", {"status": {"column": "name", "values": {"x": "ok"}}}, "line 2: unknown value of name 'm'"),
-        ("columns", {"zero_stage": {"column": "name", "values": {"m": "three"}}}, "zero_stage='three' is not an integer"),
-        ("doubts", {"a": ["pp is 1"]}, "condition 'pp is 1'; write COLUMN OPERATOR VALUE, with an operator of = != < >"),
+        ("columns", {"zero_stage": {"column": "name", "values": {"m": "three"}}},
+            "zero_stage='three' is not an integer"),
+        ("doubts", {"a": ["pp is 1"]}, "condition 'pp is 1'; write COLUMN OPERATOR VALUE, "
+        "with an operator of = != < >"),
         ("doubts", {"a": "mbs > one"}, "condition 'mbs > one'; mbs holds numbers"),
         ("doubts", {"a": ["ppp > 1"]}, "did you mean pp?"),
         ("doubts", {"a": {"code": "b"}, "c": {"where": "pp > 1"}}, "map.yaml: "),
@@ -213,10 +220,13 @@ def test_what_a_map_cannot_say(ultrabench, part, change, message):
         ("--map runs.csv runs.csv", "runs.csv: `columns` is missing"),
         ("nanotron empty.csv", "empty.csv has no rows below the header"),
         ("nanotron image.csv", "cannot read image.csv: 'utf-8' codec can't decode byte 0x89"),
-        ("nanotron long.csv", "cannot read long.csv: Error tokenizing data. C error: Expected 1 fields in line 2, saw 2; give"),
-        ("nanotron german.csv", "german.csv has none of the 27 columns that this format or map reads, such as 'job_id'; its columns: a, b"),
+        ("nanotron long.csv", "cannot read long.csv: Error tokenizing data. C error: Expected 1 fields in line "
+        "2, saw 2; give"),
+        ("nanotron german.csv", "german.csv has none of the 27 columns that this format or map reads, "
+        "such as 'job_id'; its columns: a, b"),
         ("nanotron twice.csv", "twice.csv has several columns 'a'; keep one or rename them"),
-        ("nanotron two.csv", "has none of the 27 columns that this format or map reads, such as 'job_id'; its columns: a, b"),
+        ("nanotron two.csv", "has none of the 27 columns that this format or map reads, such as 'job_id'; "
+        "its columns: a, b"),
     ],
 )  # fmt: skip
 def test_mistakes(ultrabench, words, message):

@@ -157,7 +157,8 @@ def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_unde
 
 @pytest.mark.parametrize(
     ("limit", "yes", "plan", "budget"),
-    [(0.5, False, PLAN, 0.5), (None, True, PLAN, BUDGET_FACTOR * PRICE), (None, False, NOTHING, 0.4), (7.0, False, NOTHING, 7.0)],
+    [(0.5, False, PLAN, 0.5), (None, True, PLAN, BUDGET_FACTOR * PRICE), (None, False, NOTHING, 0.4),
+        (7.0, False, NOTHING, 7.0)],
 )  # fmt: skip
 def test_who_gives_a_number_or_says_yes_or_has_nothing_left_is_not_asked(typed, limit, yes, plan, budget):
     typed("")

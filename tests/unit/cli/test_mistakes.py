@@ -22,8 +22,10 @@ MISTAKES = [
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
     ("kernel check dp=128", "the check runs at most 64"),
     ("kernel check --device gpu", "device='gpu'; must be cpu or cuda"),
-    ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs, not fp64; choose another layout, or precision bf16"),
-    ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
+    ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs, not fp64; "
+    "choose another layout, or precision bf16"),
+    ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, "
+    "torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
     ("kernel check model=llama3-70b", "needs at least 5,257 GiB (70,5"),
     ("kernel check dp=2 --dump FILE/d", "cannot write --dump FILE/d"),
     ("kernel dryrun tp", "'tp' is not NAME=VALUE; write, for example, model=llama3-8b nodes=8 tp=8"),
@@ -42,9 +44,11 @@ MISTAKES = [
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
     ("predict pp=4 pp_schedule=interleaved virtual_stages=4 gas=4",
-        "pp*virtual_stages=16 is too large for num_hidden_layers=32 and a head of the size of 2.4 layers: stage 15 has no parameters"),
+        "pp*virtual_stages=16 is too large for num_hidden_layers=32 and a head of the size of 2.4 layers: "
+        "stage 15 has no parameters"),
     ("predict kernel=megatron cp=8 seq_len=4", "cannot run: cp=8 does not divide seq_len=4; choose another layout"),
-    ("sweep plan sweep.nodes=[8] sweep.tp=[1] sweep.pp=[1] sweep.cp=[16] sweep.mbs=[1] sweep.zero_stage=[0] sweep.gas=null sweep.seq_len=8",
+    ("sweep plan sweep.nodes=[8] sweep.tp=[1] sweep.pp=[1] sweep.cp=[16] sweep.mbs=[1] sweep.zero_stage=[0] "
+    "sweep.gas=null sweep.seq_len=8",
         "1 by kernel (2*cp=32 does not divide seq_len=8)"),
     ("sweep launch --results-dir 'FILE/r, s'", "FILE/r, s"),
     ("sweep launch measure.checkpoint=true measure.checkpoint_folder=lustre/me",
@@ -78,7 +82,8 @@ MISTAKES = [
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
      "unknown word in kernel.command of kernel=command '{tpp}'; did you mean tp?"),
     ("sweep plan -o x.csv", "give a name that ends in .parquet"),
-    ("sweep plan sweep.nodes=[1] model=tiny sweep.nodes=[2]", "sweep.nodes=[1] sweep.nodes=[2]: sweep.nodes is given twice; leave one out"),
+    ("sweep plan sweep.nodes=[1] model=tiny sweep.nodes=[2]",
+        "sweep.nodes=[1] sweep.nodes=[2]: sweep.nodes is given twice; leave one out"),
     ("predict tp=2 tp=4", "tp=2 tp=4: tp is given twice"),
     ("predict profile=mime", "unknown profile 'mime'"),
     ("predict calibrat", "No such command 'calibrat'"),
@@ -107,7 +112,8 @@ WITH_A_SWEEP = [
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o results", "-o results does not end in .png, .svg or .pdf; give a file"),
     ("sweep top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
-    ("heatmap --rank-by dp", "cannot rank by dp: it is unknown whether higher or lower values are better; choose another"),
+    ("heatmap --rank-by dp", "cannot rank by dp: it is unknown whether higher or lower values are better; "
+    "choose another"),
     ("heatmap --rank-by energy_j_per_step", "no ok run has a value in energy_j_per_step; rank by another column of"),
     ("sweep rename quick-cpu x.parquet --yes", "NEW='x.parquet'; must be a text of at most 100 ASCII characters that"),
     ("sweep show 99", "no rank 99 in quick-cpu, which has 29"),
@@ -140,23 +146,30 @@ AXES = "nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: 
 FILES = [
     ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", "sets sweep: and needs this first line"),
     ("sweep/mine.yaml", "nodes: [1]\n", "/sweep/mine.yaml: sweep lacks the keys seq_len, gbs"),
-    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{model: tiny, {AXES}}}\n", "/sweep/mine.yaml: unknown field of sweep 'model'; did you mean models?"),
-    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], dp: [8], {AXES}}}\n", "/sweep/mine.yaml: sweep.dp is not an axis"),
-    ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n", "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{model: tiny, {AXES}}}\n",
+        "/sweep/mine.yaml: unknown field of sweep 'model'; did you mean models?"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], dp: [8], {AXES}}}\n",
+        "/sweep/mine.yaml: sweep.dp is not an axis"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n",
+        "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
     *(("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\n{group}: {name}\n", f"- override /{group}: NAME")
       for group, name in {"hardware": "h100x8", "launcher": "slurm", "kernel": "null", "retry": "default"}.items()),
     *(("sweep/mine.yaml", f"{GLOBAL}defaults: [{line}]\n",
-       "/sweep/mine.yaml: to choose another hardware in a sweep file, write under defaults: '- override /hardware: NAME'")
+       "/sweep/mine.yaml: to choose another hardware in a sweep file, write under defaults: "
+       "'- override /hardware: NAME'")
       for line in ("override hardware: h100x8", "override /hardware h100x8")),
-    ("sweep/mine.yaml", f"{GLOBAL}defaults: [override /hardware: h100]\n", "/sweep/mine.yaml: unknown hardware 'h100'; did"),
-    ("sweep/mine.yaml", f"{GLOBAL}defaults: [playbok]\n", "/sweep/mine.yaml: defaults: unknown sweep 'playbok'; did you mean playb"),
+    ("sweep/mine.yaml", f"{GLOBAL}defaults: [override /hardware: h100]\n",
+        "/sweep/mine.yaml: unknown hardware 'h100'; did"),
+    ("sweep/mine.yaml", f"{GLOBAL}defaults: [playbok]\n", "/sweep/mine.yaml: defaults: unknown sweep 'playbok'; "
+    "did you mean playb"),
     ("hardware/mine.yaml", "gpu: H100-SXM\nmem: 4\n", "/hardware/mine.yaml: unknown field of hardware 'mem'"),
     ("model/mine.yaml", "hidden: 4\n", "/ultrabench/model/mine.yaml: unknown field of model mine 'hidden'"),
     ("model/mine.yaml", "hidden_size: [", "/ultrabench/model/mine.yaml is not valid YAML: while parsing"),
     ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml holds no settings; write them as in configs/model/"),
     ("model/mine.yaml", "", "model mine lacks the keys hidden_size"),
     ("model/mine.yaml", "\xff\xfe", "cannot read "),
-    *((f"{group}/mine.yml", "a: 1\n", f"/ultrabench/{group}/mine.yml is not read, because its name does not end in .yaml")
+    *((f"{group}/mine.yml", "a: 1\n", f"/ultrabench/{group}/mine.yml is not read, "
+    "because its name does not end in .yaml")
       for group in ("sweep", "model")),
 ]  # fmt: skip
 """A file of the user's, its text, and a part of the line that refuses it."""
@@ -193,7 +206,8 @@ def test_a_mistake_beside_a_sweep_is_one_line(ultrabench, sweep, command, line):
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [("sweep.json", "{", "sweep.json is damaged (Expecting"), ("sweep.json", "[]", "sweep.json has no schema_version"),
-     ("sweep.json", '{"schema_version": 2}', "sweep.json is damaged (sweep.json lacks the keys sweep"), ("plan.parquet", "no parquet", "; to write it again, launch the sweep again"),
+     ("sweep.json", '{"schema_version": 2}', "sweep.json is damaged (sweep.json lacks the keys sweep"),
+     ("plan.parquet", "no parquet", "; to write it again, launch the sweep again"),
      ("journal/new.jsonl", '{"v":3,"writer":"w","seq":0,"event":"cancel"}\n', "has schema 3")],
 )  # fmt: skip
 def test_a_file_of_a_sweep_that_cannot_be_read(ultrabench, sweep, name, text, line):

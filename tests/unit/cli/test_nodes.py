@@ -177,7 +177,8 @@ def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
 @pytest.mark.parametrize(
     ("status", "cause", "num_days", "is_failing"),
     [
-        (Status.NODE_FAIL, "xid", 3, True), (Status.NODE_FAIL, "ecc_error", 3, True), (Status.NODE_FAIL, NODE_FAILURE, 3, True),
+        (Status.NODE_FAIL, "xid", 3, True), (Status.NODE_FAIL, "ecc_error", 3, True),
+        (Status.NODE_FAIL, NODE_FAILURE, 3, True),
         (Status.NODE_FAIL, "xid", 1, False), (Status.NODE_FAIL, AGENT_GONE, 3, False),
         (Status.NODE_FAIL, "gpu_unavailable", 3, False), (Status.CRASH, "segfault", 3, False),
     ],
@@ -188,7 +189,8 @@ def test_only_failures_that_prove_a_fault_mark_a_node_and_all_are_counted(
     """Twelve nodes run once a day for four days, and one of them fails on some days."""
     failure = {"status": status, "cause": cause, "suspect_hosts": ["n00"]}
     rows = [
-        dict.fromkeys(COLUMNS) | {"sweep": f"day{day}", "run_id": "r", "started_at": 1.7e9 + day * NIGHT_S, "status": Status.OK}
+        dict.fromkeys(COLUMNS) | {"sweep": f"day{day}", "run_id": "r", "started_at": 1.7e9 + day * NIGHT_S,
+            "status": Status.OK}
         | {"hostnames": [f"n{number:02}"]} | (failure if number == 0 and day < num_days else {})
         for day in range(4) for number in range(12)
     ]  # fmt: skip

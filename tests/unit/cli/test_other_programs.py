@@ -22,7 +22,8 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     assert "precision=fp32: its command sets precision=bf16" in " ".join(shown["not_expressed"])
     out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
     assert out.startswith(
-        f"# run {OK}, tiny {run.layout.label()}, as torchtitan\n# written from the sources of torchtitan 0.3.0\n# not expressed: "
+        f"# run {OK}, tiny {run.layout.label()}, as torchtitan\n# written from the sources of torchtitan "
+        "0.3.0\n# not expressed: "
     )
     assert "the model, because --config=llama3_8b selects another; register one with hidden_size=64" in out
     assert "None" not in out
@@ -108,7 +109,8 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     assert "kernel.step_line: 8 steps in train.log, the first 5:" in out
     log.write_text("mfu 0.40%\n mfu 0.41\n")
     for group, form in {
-        "0.4(?P<fraction>0)": "the number is read as a fraction of 1, but a % follows it: name the group (?P<percent>...)",
+        "0.4(?P<fraction>0)": "the number is read as a fraction of 1, but a % follows it: "
+        "name the group (?P<percent>...)",
         "(?P<fraction>0.41)": "the number is read as a fraction of 1; for percent, name the group (?P<percent>...)",
         "(?P<percent>0.40)": "the number is divided by 100; for a fraction of 1, name the group (?P<fraction>...)",
         "(?P<percent>0.41)": "every number is below 1 percent; for a fraction of 1, name the group (?P<fraction>...)",

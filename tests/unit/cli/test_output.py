@@ -366,7 +366,10 @@ def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultr
     create_sweep_json(folder, sweep_json_of(config, {"core_flops_per_s": 1e9, "cores": 2}))
     write(folder, Launched(generation=1, config=config.resolved))
     assert "would refuse this plan" not in ultrabench("sweep", "plan", *words, flags)[2]
-    line = "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that was launched before; give these"
+    line = (
+        "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that was "
+        "launched before; give these"
+    )
     assert line in " ".join(ultrabench("sweep", "plan", *words, flags.replace("-x", "-y"))[2].split())
     assert "plan: sweep.env" not in ultrabench("sweep", "plan", *words, flags, "+sweep.env={A: [null, 1]}")[2]
     changed = " ".join(ultrabench("sweep", "plan", *words, flags, "+kernel.env={A: '1'}")[2].split())

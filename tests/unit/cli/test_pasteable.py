@@ -25,9 +25,12 @@ COMMAND = re.compile(r"\bultrabench((?: (?:'[^']*'|[\w./=\[\]{},:+@%-]+))+)")
 GROUPS = {"sweep", "kernel", "predict"}
 SMALL = ("model=llama3-8b", "tp=[1,2]", "pp=1", "cp=1", "mbs=[1,2]", "gbs=256", "recompute=[none,full]")
 CASES = [
-    (("sweep", "status"), 1), (("sweep", "top"), 1), (("sweep", "show", QUICK.runs[0].run_id), 0), (("sweep", "show", "0000"), 1),
-    (("sweep", "pause"), 1), (("heatmap", "results/quick-cpu/plan.parquet"), 1), (("compare", "published", "a.parquet"), 1),
-    (("plan",), 1), (("recommend", *SMALL), 1), (("recommend", *SMALL, "--write", "best"), 1), (("recommend", "nodes=[1]"), 2),
+    (("sweep", "status"), 1), (("sweep", "top"), 1), (("sweep", "show", QUICK.runs[0].run_id), 0),
+    (("sweep", "show", "0000"), 1),
+    (("sweep", "pause"), 1), (("heatmap", "results/quick-cpu/plan.parquet"), 1),
+    (("compare", "published", "a.parquet"), 1),
+    (("plan",), 1), (("recommend", *SMALL), 1), (("recommend", *SMALL, "--write", "best"), 1),
+    (("recommend", "nodes=[1]"), 2),
     (("sweep", "plan", "--top", "1", "--write", "one"), 1),
     (("sweep", "plan", "hardware=h100x8", "model=llama3-70b", "sweep.tp=[8]", "sweep.pp=[1]", "sweep.mbs=[1]"), 0),
 ]  # fmt: skip

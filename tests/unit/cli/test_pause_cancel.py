@@ -50,7 +50,10 @@ def settle(sweep, *unsettled, config=QUICK.config.resolved, repeats=1):
 
 
 def test_a_pause_is_told_to_agents_and_launchers_and_twice_is_once(ultrabench, sweep):
-    message = "Pausing: current runs will finish, no new ones will start. To continue: ultrabench sweep resume quick-cpu\n"
+    message = (
+        "Pausing: current runs will finish, no new ones will start. To continue: "
+        "ultrabench sweep resume quick-cpu\n"
+    )
     assert ultrabench("sweep", "pause") == (0, "", message)
     assert state_of(sweep).paused
     sweep.pause.unlink()  # an agent must not depend on who was first

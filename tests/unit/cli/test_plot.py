@@ -94,7 +94,8 @@ def test_report_writes_the_page_beside_the_sweep_and_tells_a_script_what_it_wrot
      ("tp t.parquet", "tp did not vary in these runs; axes that varied: pp, mbs, pp_schedule"),
      ("gas t.parquet", "gas follows from the other axes and the batch; choose another axis; axes that varied: pp"),
      ("t.parquet", "no axis given; give one, as in ultrabench plot effect AXIS; axes that varied: pp"),
-     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; to list the axes that have pairs: ultrabench sweep effects")],
+     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; "
+     "to list the axes that have pairs: ultrabench sweep effects")],
 )  # fmt: skip
 def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
     ultrabench, tmp_path, words, message

@@ -1,4 +1,6 @@
-"""`ultrabench predict` and `kernel dryrun`: one layout by part; `validate`, `calibrate` and `replay` on measured runs."""
+"""`ultrabench predict` and `kernel dryrun`: one layout by part; `validate`,
+`calibrate` and `replay` on measured runs.
+"""
 
 import re
 from pathlib import Path
@@ -76,7 +78,8 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
     )
     above = ultrabench(*words, "hardware=b200x8")[1]
     assert re.search(
-        r"MFU \d\d\.\d% by the FLOPs formula \w+ is above 30\.0%, the best published for .*: our own 8B .*https://x\.org",
+        r"MFU \d\d\.\d% by the FLOPs formula \w+ is above 30\.0%, the best published for .*: "
+        r"our own 8B .*https://x\.org",
         above,
     )
     assert "extrapolated, above published" in above
@@ -190,7 +193,8 @@ def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, command):
 @pytest.mark.parametrize(("words", "line"), [
     ("validate runs.parquet --leave-out kernel", "unknown group for --leave-out 'kernel'"),
     ("calibrate runs.parquet -o mine.yml", "mine.yml: a profile is a YAML file; give a name that ends in .yaml"),
-    ("validate runs.parquet --leave-out nodes", "--leave-out nodes needs healthy runs with at least 2 values of nodes; these have nodes=1; give"),
+    ("validate runs.parquet --leave-out nodes", "--leave-out nodes needs healthy runs with at least 2 values of "
+    "nodes; these have nodes=1; give"),
     ("calibrate runs.parquet", "3 healthy runs with a step time; a fit needs at least 5"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(ultrabench, runs, words, line):

@@ -19,8 +19,10 @@ from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import has_old_patterns
 
 OVERRIDES = [
-    "kernel=command", "kernel.command=[x,'{tp}','{mbs}']", "model=tiny", "sweep.nodes=[1]", "sweep.tp=[1]", "sweep.pp=[1]",
-    "sweep.gbs=8", "sweep.zero_stage=[0]", "sweep.mbs=[1,2,4]", "sweep.gas=null", "measure.warmup_steps=2", "measure.max_steps=6", "measure.min_steps=6",
+    "kernel=command", "kernel.command=[x,'{tp}','{mbs}']", "model=tiny", "sweep.nodes=[1]", "sweep.tp=[1]",
+    "sweep.pp=[1]",
+    "sweep.gbs=8", "sweep.zero_stage=[0]", "sweep.mbs=[1,2,4]", "sweep.gas=null", "measure.warmup_steps=2",
+    "measure.max_steps=6", "measure.min_steps=6",
 ]  # fmt: skip
 OLD, NEW = (
     load_config([*OVERRIDES, rf"kernel.step_line='{word} (?P<seconds>\S+) s'"]) for word in ("took", "step")
@@ -67,7 +69,8 @@ def test_whole_logs_are_read_again_and_other_runs_repeated(sweep):
     assert read_again(OLD, folder, state, keep=False).line is None
     rereads = read_again(NEW, folder, state, keep=False)
     assert rereads.line == (
-        "other kernel.step_line than before: 2 results read again in the kept logs; 1 run measured again, since no kept log gives the steps"
+        "other kernel.step_line than before: 2 results read again in the kept logs; "
+        "1 run measured again, since no kept log gives the steps"
     )
     new_state = rereads.apply(state)
     fast, slow, cut = results(new_state)

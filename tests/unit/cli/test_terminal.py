@@ -49,7 +49,8 @@ def cli(*words, how="{}", **environment):
 
 @pytest.mark.parametrize(
     ("how", "name", "code"),
-    [("{} >&-", "quick-cpu", 0), ("{} >/dev/full", "quick-cpu", 3), ("{} 2>&-", "nobody", 2), ("{} 2>/dev/full", "nobody", 2),
+    [("{} >&-", "quick-cpu", 0), ("{} >/dev/full", "quick-cpu", 3), ("{} 2>&-", "nobody", 2),
+        ("{} 2>/dev/full", "nobody", 2),
      ("{} >&- 2>&- <&-", "quick-cpu", 0), ("{} >&- 2>&- <&-", "nobody", 2)],
 )  # fmt: skip
 def test_streams_that_take_nothing_cost_one_line_at_most(sweep, how, name, code):
@@ -156,8 +157,11 @@ def test_tables_break_no_word_and_cut_no_number(width):
     assert set(text.split()) <= whole
     assert max(len(line) for line in text.splitlines()) <= width
     needed = {
-        50: {"17", "0.1234", "1.2", "preempted", *ROW[1].split()}, 80: {"1,234,567", "29.9"}, 120: {"0.1300"}, 200: {RUN_ID},
-    }  # fmt: skip
+        50: {"17", "0.1234", "1.2", "preempted", *ROW[1].split()},
+        80: {"1,234,567", "29.9"},
+        120: {"0.1300"},
+        200: {RUN_ID},
+    }
     assert set().union(*(words for least, words in needed.items() if width >= least)) <= set(text.split())
     assert ("0.1300" in text) == (width >= 120)
 
@@ -170,7 +174,8 @@ def test_columns_that_are_empty_in_all_rows_go_first():
 
 
 RECOMMENDED = (
-    ">nodes", ">precision", "layout", ">MFU", ">tokens/s", ">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", ">days", ">cost",
+    ">nodes", ">precision", "layout", ">MFU", ">tokens/s", ">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", ">days",
+    ">cost",
     "limited by", "note",
 )  # fmt: skip
 RECOMMENDED_ROWS = [
@@ -184,8 +189,10 @@ RECOMMENDED_ROWS = [
     ("width", "last", "first"),
     [
         (60, {"step", "(4.77-8.45)", "extrapolated,", "P(OOM)"}, {"days", "precision", "57.4", "nodes", "MFU"}),
-        (80, {"step", "(4.77-8.45)", "P(OOM)", "1.5", "extrapolated,", "above"}, {"days", "974,365", "57.4", "limited", "nodes"}),
-        (120, {"MFU", "10,691", "(198-350)"}, {"974,365", "limited"}), (230, {"nodes", "(758,000-1,340,000)", "limited"}, set()),
+        (80, {"step", "(4.77-8.45)", "P(OOM)", "1.5", "extrapolated,", "above"},
+            {"days", "974,365", "57.4", "limited", "nodes"}),
+        (120, {"MFU", "10,691", "(198-350)"}, {"974,365", "limited"}),
+        (230, {"nodes", "(758,000-1,340,000)", "limited"}, set()),
     ],
 )  # fmt: skip
 def test_how_sure_a_number_is_is_left_out_last_and_notes_with_their_columns(width, last, first):

@@ -19,11 +19,13 @@ SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 THEIRS = {
     "mixtral": (MixtralSparseMoeBlock, {"num_local_experts": E, "intermediate_size": M}, {}),
     "qwen3_moe": (
-        Qwen3MoeSparseMoeBlock, {"num_experts": E, "moe_intermediate_size": M, "norm_topk_prob": False}, {"norm_topk_prob": False},
+        Qwen3MoeSparseMoeBlock, {"num_experts": E, "moe_intermediate_size": M, "norm_topk_prob": False},
+        {"norm_topk_prob": False},
     ),
     "glm4_moe": (
         Glm4MoeMoE,
-        {"n_routed_experts": E, "moe_intermediate_size": M, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
+        {"n_routed_experts": E, "moe_intermediate_size": M, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+            "n_group": 1, "topk_group": 1},
         {"n_shared_experts": 2, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
     ),
 }  # fmt: skip

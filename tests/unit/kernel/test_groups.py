@@ -84,7 +84,8 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
     monkeypatch.setattr(replicas, "swap", lambda *_: theirs.view(torch.int32).sum())
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(
-        shards=params, spec=SimpleNamespace(shape=TINY), layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
+        shards=params, spec=SimpleNamespace(shape=TINY), layout=Layout(dp=2, tp=tp), device="cpu",
+        mesh=SimpleNamespace(get_group=str),
         ties_across_stages=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if differs:

@@ -68,7 +68,9 @@ def test_an_outlier_costs_the_precision_of_its_own_row():
 
 
 def test_no_range_is_wasted():
-    """The largest number of each row is in the upper half of the range, scales are powers of two, and rounding is to 8 bits."""
+    """The largest number of each row is in the upper half of the range, scales are powers of two,
+    and rounding is to 8 bits.
+    """
     torch.manual_seed(0)
     matrix = numbers(64, 32)
     matrix[0] = 448.0 * 2**-20

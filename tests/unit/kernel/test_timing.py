@@ -138,7 +138,8 @@ class FakeGpu:
     def cuda(self):
         """The module torch.cuda of this GPU."""
         return SimpleNamespace(
-            empty_cache=lambda: None, reset_peak_memory_stats=self.reset_peak, reset_accumulated_memory_stats=lambda: None,
+            empty_cache=lambda: None, reset_peak_memory_stats=self.reset_peak,
+            reset_accumulated_memory_stats=lambda: None,
             memory_allocated=lambda: self.allocated, max_memory_allocated=lambda: self.peak,
             max_memory_reserved=lambda: self.peak, memory_stats=lambda: {"num_alloc_retries": 0},
         )  # fmt: skip
@@ -157,7 +158,8 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "reduce_over_ranks": lambda value, *_: value, "observe_steps": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
+        "reduce_over_ranks": lambda value, *_: value, "observe_steps": lambda _: nullcontext(),
+        "require_requested_options": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():

@@ -31,7 +31,8 @@ PATTERNS = {
     "version of squeue": "squeue:--version", "version": "*:--version", "sbatch": "sbatch:*", "queue": "squeue:*",
     "sacct": "sacct:*", "scancel": "scancel:*", "ping": "scontrol:ping", "config": "scontrol:*config*",
     "partitions": "scontrol:*partition*", "job": "scontrol:*job*", "reasons": "sinfo:*list-reasons*",
-    "hostnames": "scontrol:*hostnames?gpu?06-07?", "nodes": "sinfo:*", "assoc": "sacctmgr:*assoc*", "user": "sacctmgr:*user*", "qos": "sacctmgr:*qos*",
+    "hostnames": "scontrol:*hostnames?gpu?06-07?", "nodes": "sinfo:*", "assoc": "sacctmgr:*assoc*",
+    "user": "sacctmgr:*user*", "qos": "sacctmgr:*qos*",
 }  # fmt: skip
 """An answer of Slurm -> the program that gives it, and its arguments, as a pattern of the shell."""
 

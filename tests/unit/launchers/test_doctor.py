@@ -33,7 +33,10 @@ def test_a_site_without_fault(doctor, programs, alone):
     assert {c["status"] for name, c in checks.items() if name != "job"} == {"pass"}
     assert checks["job"]["status"] == "skip"
     assert "launcher=slurm: Slurm responds here" in stderr
-    expected = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 per job), up to 30 min; "
+    expected = (
+        "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, "
+        "2 nodes (2 per job), up to 30 min; "
+    )
     assert expected in checks["partition"]["finding"]
     assert list(alone.iterdir()) == [], "it leaves nothing behind"
     assert not [line for line in programs.asked if line.startswith("sbatch")]
@@ -60,22 +63,29 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
         ({"ping": ("Slurmctld(primary) at vm is DOWN\n", 1)}, (), {"slurmctld": ("fail", "vm is DOWN")}),
         ({"config": ("slurm_load_ctl_conf error\n", 1)}, (), {"slurmctld": ("fail", "slurm_load_ctl_conf error")}),
         ({"partitions": DOWN}, (),
-         {"partition": ("fail", "launcher.partition= (debug)"), "job": ("skip", "none submitted because partition failed")}),
-        ({"partitions": PARTITIONS.replace("Nodes=8", "Nodes=0")}, ("sweep.nodes=[1]",), {"partition": ("fail", "no nodes")}),
+         {"partition": ("fail", "launcher.partition= (debug)"),
+             "job": ("skip", "none submitted because partition failed")}),
+        ({"partitions": PARTITIONS.replace("Nodes=8", "Nodes=0")}, ("sweep.nodes=[1]",),
+            {"partition": ("fail", "no nodes")}),
         ({}, ("launcher.partition=hoper",), {"partition": ("fail", "did you mean hopper?")}),
         ({"nodes": DRAINED, "reasons": REASONS}, ("launcher.mem=1900M",),
-         {"nodes": ("warn", "3 of 8 up; gpu[04-08] drained (bad fan | in rack 2)", "nothing to do"), "node size": ("pass",)}),
+         {"nodes": ("warn", "3 of 8 up; gpu[04-08] drained (bad fan | in rack 2)", "nothing to do"),
+             "node size": ("pass",)}),
         ({"nodes": SILENT}, ("sweep.nodes=[1,2]", "launcher.mem=0"),
          {"nodes": ("warn", "runs of 2 nodes wait"), "node size": ("pass",)}),
         ({"nodes": "hopper|8|16|2000|drained|gpu:h100:8\n"}, (), {"nodes": ("fail", "0 of 8 up", "sinfo -R")}),
         ({"nodes": ""}, GPUS, dict.fromkeys(("nodes", "GPUs", "node size"), ("warn", "sinfo does not list"))),
         ({}, (GPUS[0], *LARGE),
          {"GPUs": ("pass",), "limits": ("warn", "use fewer nodes", "lower launcher.time_minutes=")}),
-        ({"config": CONFIG}, (), {"account": ("pass", "QOS normal, short"), "GPUs": ("pass", "needs no GPU", "give the hardware=")}),
-        ({"config": CONFIG}, (*GPUS, "hardware.gpus_per_node=16", "launcher.account=Research", "launcher.qos=short", "launcher.mem=3G"),
-         {"GPUs": ("fail", "hardware.gpus_per_node=8"), "account": ("pass",), "node size": ("fail", "launcher.mem=2000M")}),
+        ({"config": CONFIG}, (), {"account": ("pass", "QOS normal, short"),
+            "GPUs": ("pass", "needs no GPU", "give the hardware=")}),
+        ({"config": CONFIG}, (*GPUS, "hardware.gpus_per_node=16", "launcher.account=Research", "launcher.qos=short",
+            "launcher.mem=3G"),
+         {"GPUs": ("fail", "hardware.gpus_per_node=8"), "account": ("pass",),
+             "node size": ("fail", "launcher.mem=2000M")}),
         ({"config": CONFIG}, (*GPUS, "hardware.gpus_per_node=4", "launcher.account=physics", "launcher.mem=1gb"),
-         {"GPUs": ("warn", "hardware.gpus_per_node=8"), "account": ("fail", "launcher.account=physics", "one of research"),
+         {"GPUs": ("warn", "hardware.gpus_per_node=8"), "account": ("fail", "launcher.account=physics",
+             "one of research"),
           "node size": ("pass",)}),
         ({"config": CONFIG}, (*GPUS, "launcher.gres='gpu:h100:4'", "launcher.account=guests", "launcher.cpus=17"),
          {"GPUs": ("fail", "launcher.gres=gpu:h100:4 asks for 4"), "account": ("fail", "one of research"),
@@ -85,9 +95,11 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
         ({"config": CONFIG}, ("hardware=h200x8", "launcher.qos=long"),
          {"GPUs": ("fail", "hardware= of these nodes"), "account": ("fail", "one of normal, short")}),
         ({"config": CONFIG, "assoc": "", "nodes": MIXED}, GPUS,
-         {"GPUs": ("warn", "3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.sbatch.constraint="), "account": ("fail", "ask the site")}),
+         {"GPUs": ("warn", "3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.sbatch.constraint="),
+             "account": ("fail", "ask the site")}),
         ({"config": CONFIG, "assoc": ("No.\n", 1), "sacct": ("", 1)}, (),
-         {"account": ("warn", "ask the site"), "accounting": ("warn", "works without sacct: jobs that squeue no longer lists are judged")}),
+         {"account": ("warn", "ask the site"), "accounting": ("warn",
+             "works without sacct: jobs that squeue no longer lists are judged")}),
         ({"config": UNRECORDED}, (), {"accounting": ("warn", "jobs are not recorded")}),
         ({}, ("results_dir=/dev/null/results",), {"results folder": ("fail", "results_dir=")}),
     ],
@@ -113,7 +125,8 @@ NAME = "ub-.doctor-abcdef01-checkup"
         ({"queue": "7_[0]|7|PENDING|0:00||Priority|NAME\n"}, (), "is pending (Priority)", "the cluster is busy", True),
         ({"queue": "7_[0]|7|PENDING|0:00||PartitionTimeLimit|NAME\n"}, (), "PartitionTimeLimit",
          "lower launcher.time_minutes=", True),
-        ({"queue": "7_0|7|RUNNING|0:01|gpu01|None|NAME\n"}, (), "is running on gpu01", "if the node is only slow", True),
+        ({"queue": "7_0|7|RUNNING|0:01|gpu01|None|NAME\n"}, (), "is running on gpu01", "if the node is only slow",
+            True),
         ({"queue": "7_0|7|FAILED|0:01|gpu01|NonZeroExitCode|NAME\n"}, ("--wait", "9"),
          "FAILED (NonZeroExitCode) on gpu01; exit code 3:0, no report; it wrote no ", "results_dir=", False),
     ],

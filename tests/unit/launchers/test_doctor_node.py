@@ -35,9 +35,11 @@ REPORT = {
     "git_commit": checkout.commit_sha(), "utc_offset": time.strftime("%z"), "gpus": 8, "foreign": [], "cores": 112,
     "numa_nodes": 2, "torch": TORCH, "torch_error": None,
     "began_s": 1000.0, "ended_s": 1004.0,
-    "results_dir": "/shared/results", "same_folder": True, "own_claim_seen": True, "earliest_s": 999.0, "latest_s": 1005.0,
+    "results_dir": "/shared/results", "same_folder": True, "own_claim_seen": True, "earliest_s": 999.0,
+    "latest_s": 1005.0,
 }  # fmt: skip
-"""The job began after 999 s and its report was there before 1005 s by our clock; it ran from 1000 to 1004 by its own."""
+"""The job began after 999 s and its report was there before 1005 s by our clock;
+it ran from 1000 to 1004 by its own."""
 
 
 def torch(**change):
@@ -58,7 +60,8 @@ def clock(off_s):
         ("folder", CPU, {"own_claim_seen": False}, "fail", "its own claim of a run was lost"),
         ("Python", CPU, {}, "pass", "kernel_digest"),
         ("Python", CPU, {"kernel_digest": "bb"}, "fail", "launcher.python="),
-        ("Python", CPU, {"kernel_digest": None, "kernel_error": "ConfigError: unknown"}, "fail", "ConfigError: unknown"),
+        ("Python", CPU, {"kernel_digest": None, "kernel_error": "ConfigError: unknown"}, "fail",
+            "ConfigError: unknown"),
         ("Python", CPU, {"ultrabench_version": "0.0.9"}, "warn", "here it is ultrabench"),
         ("Python", CPU, {"git_commit": "c0ffee" * 7}, "warn", "commit c0ffeec0ffee there"),
         ("torch", CPU, {}, "pass", "torch 2.13.0 (CUDA 12.8, NCCL 2.27, driver 570.1) on NVIDIA H100"),
@@ -82,8 +85,10 @@ def clock(off_s):
         ("room", H100, {}, "pass", "112 cores"),
         ("room", H100, {"cores": 1}, "warn", "launcher.cpus="),
         ("room", CPU, {"cores": 1}, "pass", "1 cores"),
-        ("/dev/shm", CPU, {"health": {"ok": {"/dev/shm": {"/dev/shm": 12.0}}}}, "pass", "12 GiB free; limit: at least 1 GiB"),
-        ("scratch", CPU, {"health": {"warn": {"scratch": {"/tmp": 0.5}}}}, "warn", "/tmp: 0.5 GiB free; limit: at least 1 GiB"),
+        ("/dev/shm", CPU, {"health": {"ok": {"/dev/shm": {"/dev/shm": 12.0}}}}, "pass",
+            "12 GiB free; limit: at least 1 GiB"),
+        ("scratch", CPU, {"health": {"warn": {"scratch": {"/tmp": 0.5}}}}, "warn",
+            "/tmp: 0.5 GiB free; limit: at least 1 GiB"),
         ("row remapping failed", H100, {"health": {"fail": {"row remapping failed": {"GPU 3": 1.0}}}}, "fail",
          "GPU 3; limit: no failure; have the GPU replaced"),
         ("row remapping failed", H100, {}, "unknown", "this node cannot report it"),

@@ -19,17 +19,20 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "/src/a.py", line 3, in 
     [
         ("loading modules\n/var/spool/job77/slurm_script: line 5: module: command not found\n" + SRUN_END,
          "/var/spool/job77/slurm_script: line 5: module: command not found"),
-        (TRACEBACK + "ModuleNotFoundError: No module named 'torch'\n" + SRUN_END, "ModuleNotFoundError: No module named 'torch'"),
+        (TRACEBACK + "ModuleNotFoundError: No module named 'torch'\n" + SRUN_END,
+            "ModuleNotFoundError: No module named 'torch'"),
         ("slurmstepd: error: execve(): python: No such file or directory\n" + SRUN_END,
          "slurmstepd: error: execve(): python: No such file or directory"),
         ("pyxis: importing docker image\nslurmstepd: error: pyxis: failed to import docker image\n" + SRUN_END,
          "slurmstepd: error: pyxis: failed to import docker image"),
-        ("warning: no error so far\nultrabench: cannot use /x: Permission denied; was the results folder moved?\n" + SRUN_END,
+        ("warning: no error so far\nultrabench: cannot use /x: Permission denied; "
+        "was the results folder moved?\n" + SRUN_END,
          "ultrabench: cannot use /x: Permission denied; was the results folder moved?"),
         # Without a line that looks like an error: the last one that is not srun's.
         ("starting\nbye\n" + SRUN_END, "bye"),
         (SRUN_END, "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."),
-        ("0: starting\n1: bash: line 1: python3.12: command not found\n" + SRUN_END, "bash: line 1: python3.12: command not found"),
+        ("0: starting\n1: bash: line 1: python3.12: command not found\n" + SRUN_END,
+            "bash: line 1: python3.12: command not found"),
         (TRACEBACK, "import torch"),
         ("", ""),
     ],

@@ -226,7 +226,10 @@ def test_the_health_of_a_node_is_warned_of_once(watched):
         watched.once()
         return watched.told[before:]
 
-    limit = "limit: no uncorrected errors in the life of a GPU; remedy: watch the GPU; have it replaced if new errors appear"
+    limit = (
+        "limit: no uncorrected errors in the life of a GPU; remedy: watch the GPU; "
+        "have it replaced if new errors appear"
+    )
     assert preflight(0, gpu03=2) == [f"warning: gpu03: ECC errors in its life (GPU 3: 2 errors); {limit}"]
     assert preflight(1, gpu03=4, gpu04=1) == [
         f"warning: gpu04: ECC errors in its life (GPU 3: 1 errors); {limit}"

@@ -52,7 +52,8 @@ def test_a_job_that_did_not_fail_says_nothing_about_the_start_of_agents(slurm, p
     ("usable", "num_nodes", "sent", "said"),
     [
         ("gpu[01-08]", 2, ["a", "gpu01", "gpu02"], None),
-        ("gpu[01-08]", 7, ["a", "gpu01"], "gpu02 cannot be avoided: 8 nodes of the partition can be used, a job needs 7"),
+        ("gpu[01-08]", 7, ["a", "gpu01"], "gpu02 cannot be avoided: 8 nodes of the partition can be used, "
+        "a job needs 7"),
         ("gpu[01-08]", 8, ["a"], "gpu01,gpu02 cannot be avoided"),
         ("gpu01,b", 2, ["a"], "gpu01,gpu02 cannot be avoided"),
         ("", 8, ["a", "gpu01", "gpu02"], None),  # Slurm does not say which nodes there are
@@ -100,7 +101,8 @@ def test_the_nodes_that_jobs_may_get_are_those_of_the_partition_that_are_up_with
     ("text", "hosts"),
     [
         ("", ()), ("gpu01", ("gpu01",)), ("gpu[01-03,07],login1", ("gpu01", "gpu02", "gpu03", "gpu07", "login1")),
-        ("r[1-2]n[9-10]", ("r1n9", "r1n10", "r2n9", "r2n10")), ("a, b,a", ("a", "b")), ("n[1-2]-ib", ("n1-ib", "n2-ib")),
+        ("r[1-2]n[9-10]", ("r1n9", "r1n10", "r2n9", "r2n10")), ("a, b,a", ("a", "b")),
+        ("n[1-2]-ib", ("n1-ib", "n2-ib")),
     ],
 )  # fmt: skip
 def test_lists_of_hosts_are_read_as_slurm_writes_them(text, hosts):

@@ -131,7 +131,8 @@ def test_what_a_sweep_may_hold(nodes, cap, limits, share):
 @pytest.mark.parametrize(
     ("nodes", "cap", "limits", "message"),
     [
-        ((1, 8), None, {}, "sweep.nodes up to 8; partition hopper has 16 nodes, by default a sweep uses 4: set launcher.max_nodes=8"),
+        ((1, 8), None, {}, "sweep.nodes up to 8; partition hopper has 16 nodes, by default a sweep uses 4: "
+        "set launcher.max_nodes=8"),
         ((1, 8), 6, {}, "the sweep may use launcher.max_nodes=6: set launcher.max_nodes=8"),
         ((4, 32), 64, {}, "partition hopper has 16 nodes: use fewer nodes, such as sweep.nodes=[4]"),
         ((8,), 8, {"max_nodes": 4}, ", at most 4 per job: use fewer nodes"),

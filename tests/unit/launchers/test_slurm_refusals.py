@@ -11,7 +11,10 @@ from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.refusal import Failure, failure_of
 
 slurm = played_slurm.slurm
-POLICY = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+POLICY = (
+    "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, "
+    "user's size and/or time limits)"
+)
 PARTITION = "Batch job submission failed: Required partition not available (inactive or drain)"
 WORDS = {
     Failure.PASSING: [
@@ -23,8 +26,10 @@ WORDS = {
         "Batch job submission failed: Requested partition configuration not available now",
         "Batch job submission failed: Unable to contact slurm controller (connect failure)",
         "Batch job submission failed: Resource temporarily unavailable",
-        "Slurm temporarily unable to accept job, sleeping and retrying; Batch job submission failed: Resource temporarily unavailable",
-        "Slurm job queue full, sleeping and retrying; Batch job submission failed: Unable to create job record, try again",
+        "Slurm temporarily unable to accept job, sleeping and retrying; Batch job submission failed: "
+        "Resource temporarily unavailable",
+        "Slurm job queue full, sleeping and retrying; Batch job submission failed: "
+        "Unable to create job record, try again",
         "Batch job submission failed: Slurm backup controller in standby mode",
         "Batch job submission failed: Rate limit exceeded, please retry momentarily",
         "Batch job submission failed: Requested operation is presently disabled",
@@ -34,11 +39,13 @@ WORDS = {
         "Batch job submission failed: Connection refused",
     ],
     Failure.SILENT: [
-        "Batch job submission failed: Socket timed out on send/recv operation", "Socket timed out on send/recv operation",
+        "Batch job submission failed: Socket timed out on send/recv operation",
+        "Socket timed out on send/recv operation",
         "Batch job submission failed: Unable to contact slurm controller (receive failure)",
         "Batch job submission failed: Unable to contact slurm controller",
         "Batch job submission failed: Zero Bytes were transmitted or received",
-        "Slurm temporarily unable to accept job, sleeping and retrying; Batch job submission failed: Socket timed out on send/recv"
+        "Slurm temporarily unable to accept job, sleeping and retrying; Batch job submission failed: "
+        "Socket timed out on send/recv"
         " operation",
         "sbatch: no answer within 60 s",
     ],
@@ -48,7 +55,8 @@ WORDS = {
         "Batch job submission failed: Invalid account or account/partition combination specified",
         "Batch job submission failed: Requested node configuration is not available",
         "Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
-        "Batch job submission failed: Access/permission denied", "Invalid feature specification", "unrecognized option '--nodess'",
+        "Batch job submission failed: Access/permission denied", "Invalid feature specification",
+        "unrecognized option '--nodess'",
         "Batch job submission failed: Node count specification invalid",
         "Batch job submission failed: Requested reservation is invalid",
         "Batch job submission failed: Invalid partition name specified",
@@ -112,7 +120,8 @@ CONFIG = "AccountingStorageEnforce = associations,limits\nClusterName = alps\nMa
 
 @pytest.mark.parametrize(
     ("assoc", "limit"),
-    [("research||||00:05:00||||\n", "limit a job to 5 minutes, it asks for "), ("research|||||node=0|||\n", "limit a job to 0 nodes"),
+    [("research||||00:05:00||||\n", "limit a job to 5 minutes, it asks for "),
+        ("research|||||node=0|||\n", "limit a job to 0 nodes"),
      ("research||||||gres/gpu=0||\n", None)],
 )  # fmt: skip
 def test_a_size_that_known_limits_forbid_is_refused_at_once(submit, assoc, limit):
@@ -151,7 +160,8 @@ BANNER = "Welcome! Your last job 1 was not found: invalid account\n"
 
 @pytest.mark.parametrize(
     "answer",
-    ["Submitted batch job 99\n", f"{BANNER}Submitted batch job 99 on cluster alps\nlogged job 99\n", f"{BANNER}99;alps\n"],
+    ["Submitted batch job 99\n", f"{BANNER}Submitted batch job 99 on cluster alps\nlogged job 99\n",
+        f"{BANNER}99;alps\n"],
 )  # fmt: skip
 def test_a_job_number_is_read_from_no_banner(submit, answer):
     (job,) = submit(answer).values()
@@ -171,7 +181,10 @@ def test_what_sbatch_said_before_it_was_killed_is_quoted(submit, monkeypatch, pr
     """sbatch itself waits for up to two minutes if Slurm takes no jobs; the last try may have been accepted."""
     monkeypatch.setattr("ultrabench.launchers.slurm.launcher.TIMEOUT_S", 0.5)
     submit.programs.write()
-    script = "#!/bin/sh\necho 'sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying' >&2\nexec /bin/sleep 9\n"
+    script = (
+        "#!/bin/sh\necho 'sbatch: error: Slurm temporarily unable to accept job, "
+        "sleeping and retrying' >&2\nexec /bin/sleep 9\n"
+    )
     (programs.folder / "sbatch").write_text(script)
     with pytest.raises(NotTakenError) as raised:
         submit.launcher.submit(submit.allocations, (), pytest.fail)

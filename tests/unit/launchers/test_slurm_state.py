@@ -47,7 +47,8 @@ REMEDIES = {
     "used up": ["QOSGrpWallLimit"],
     "launcher.mem=": ["MaxMemPerLimit"],
     "maintenance": ["ReqNodeNotAvail, Reserved for maintenance"],
-    "drained or reserved": ["ReqNodeNotAvail, UnavailableNodes:gpu[03,07]", "ReqNodeNotAvail, May be reserved for other job",
+    "drained or reserved": ["ReqNodeNotAvail, UnavailableNodes:gpu[03,07]",
+        "ReqNodeNotAvail, May be reserved for other job",
                             "(ReqNodeNotAvail)"],
     "too few nodes are up": [
         "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
@@ -63,7 +64,8 @@ REMEDIES = {
     "cancel it": ["DependencyNeverSatisfied"],
 }  # fmt: skip
 CLEARS = [
-    "None", "", "(null)", "N/A", "Priority", "(Priority)", "Resources", "Dependency", "Reservation", "JobArrayTaskLimit", "BeginTime",
+    "None", "", "(null)", "N/A", "Priority", "(Priority)", "Resources", "Dependency", "Reservation",
+    "JobArrayTaskLimit", "BeginTime",
     "SchedDefer", "Prolog", "Cleaning",
 ]  # fmt: skip
 
@@ -80,7 +82,8 @@ def test_a_reason_as_in_every_queue_has_none(reason):
 
 RESOURCES = ("BB", "Billing", "Cpu", "CPU", "Energy", "GRES", "License", "Mem", "Memory", "Node", "Unknown")
 FAMILIES = (
-    "AssocGrp{}", "AssocGrp{}Limit", "AssocGrp{}Minutes", "AssocGrp{}RunMinutes", "AssocMax{}PerJob", "AssocMax{}PerNode",
+    "AssocGrp{}", "AssocGrp{}Limit", "AssocGrp{}Minutes", "AssocGrp{}RunMinutes", "AssocMax{}PerJob",
+    "AssocMax{}PerNode",
     "AssocMax{}MinutesPerJob", "QOSGrp{}", "QOSGrp{}Limit", "QOSGrp{}Minutes", "QOSGrp{}RunMinutes", "QOSMax{}PerJob",
     "QOSMax{}PerJobLimit", "QOSMax{}PerNode", "QOSMax{}PerUser", "QOSMax{}MinutesPerJob", "QOSMin{}", "Max{}PerAccount",
     "Max{}RunMinsPerAccount", "Max{}RunMinsPerUser",
@@ -165,7 +168,8 @@ SENTENCES = (
     "launch failed requeued held", "Reservation weekend was deleted", "Burst buffer pre_run error",
     "burst_buffer/lua: Stage-out in progress", "Job's account not permitted to use this partition (big allows a not b)",
     "Job's QOS not permitted to use this partition (big denies a including b)", "RaisedSignal:53(Real-time_signal_19)",
-    "Job is at or exceeds QOS long's group max TRES(cpu) minutes of 100 with 99", "current node constraints not satisfied",
+    "Job is at or exceeds QOS long's group max TRES(cpu) minutes of 100 with 99",
+    "current node constraints not satisfied",
     "Job is at or exceeds association (acc=a/user=b/part=(null)) group wall limit 60 with 59",
 )  # fmt: skip
 
@@ -179,8 +183,10 @@ def test_no_reason_of_slurm_22_to_25_is_unknown():
 @pytest.mark.parametrize(
     ("reason", "outlook"),
     [("Priority", Outlook.USUAL), ("PartitionDown", Outlook.PASSES), ("AssocGrpSubmitJobsLimit", Outlook.PASSES),
-     ("QOSGrpNodeLimit", Outlook.PASSES), ("AssocMaxJobsLimit", Outlook.PASSES), ("QOSMaxNodePerJobLimit", Outlook.STAYS),
-     ("AssocMaxWallDurationPerJobLimit", Outlook.STAYS), ("QOSMinGRES", Outlook.STAYS), ("MaxNodePerAccount", Outlook.PASSES)],
+     ("QOSGrpNodeLimit", Outlook.PASSES), ("AssocMaxJobsLimit", Outlook.PASSES),
+     ("QOSMaxNodePerJobLimit", Outlook.STAYS),
+     ("AssocMaxWallDurationPerJobLimit", Outlook.STAYS), ("QOSMinGRES", Outlook.STAYS),
+     ("MaxNodePerAccount", Outlook.PASSES)],
 )  # fmt: skip
 def test_limits_that_are_shared_pass_and_those_of_one_job_stay(reason, outlook):
     assert pending_reason(reason).outlook is outlook

@@ -178,9 +178,12 @@ FAULTS = {
     "lost answers are not looked for": (
         2, IN_TURN, {"launchers.allocation_ends.open_allocations": submitted_only}, r"in two jobs at once|has ended"),
     "a second job that does not leave": (1, IN_TURN | DOUBLE, {"agent.lead.owns": always}, "has ended"),
-    "what is not seen is taken for dead": (2, AT_ONCE | STRANGER, {"launchers.allocation_ends.sees": always}, "has ended"),
-    "the dead are not buried": (2, IN_TURN, {"launchers.allocation_ends.EndRecorder.record_end": lambda *_: None}, "has ended"),
-    "jobs are given up without being told": (2, {"most_kills": 0}, {"launchers.allocation_ends.EndRecorder.give_up": always}, "has ended"),
+    "what is not seen is taken for dead": (2, AT_ONCE | STRANGER, {"launchers.allocation_ends.sees": always},
+        "has ended"),
+    "the dead are not buried": (2, IN_TURN, {"launchers.allocation_ends.EndRecorder.record_end": lambda *_: None},
+        "has ended"),
+    "jobs are given up without being told": (2, {"most_kills": 0},
+        {"launchers.allocation_ends.EndRecorder.give_up": always}, "has ended"),
     "what is under way is forgotten": (
         1, IN_TURN | {"most_kills": 0}, {"launchers.reconcile.decide": without_jobs}, "in two jobs at once"),
 }  # fmt: skip

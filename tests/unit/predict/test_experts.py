@@ -1,4 +1,6 @@
-"""What is predicted of models with experts: bytes by hand, and what makes communication and computing larger or smaller."""
+"""What is predicted of models with experts: bytes by hand, and what makes communication and computing
+larger or smaller.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +26,9 @@ IN_NODE = Layout(dp=8, ep=8, zero_stage=1, gas=2)
 
 
 def test_static_bytes_of_mixtral_are_those_of_a_hand_calculation():
-    """12 bytes a parameter: the rest in 8 shards, and 1 of 8 experts whole; the route of 4096 tokens, biases and counts."""
+    """12 bytes a parameter: the rest in 8 shards, and 1 of 8 experts whole; the route of 4096 tokens,
+    biases and counts.
+    """
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096 + 8 * 4096  # attention, norms and router
     rest, expert = 32 * layer + 2 * 32000 * 4096 + 4096, 3 * 4096 * 14336
     tensors = 32 * (4 + 2 + 1 + 3) + 3

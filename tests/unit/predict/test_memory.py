@@ -72,7 +72,8 @@ def test_our_kernel_allocates_what_dry_runs_of_it_said(model, layout, static, pe
 
 
 SMALL = ModelShape(
-    name="small", hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536,
+    name="small", hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    intermediate_size=1536,
     vocab_size=512, tie_word_embeddings=False,
 )  # fmt: skip
 
@@ -123,7 +124,8 @@ def test_fp64_takes_twice_the_bytes_of_fp32_and_zbv_a_margin():
     narrow, wide, bare, margin = (
         predict_memory(spec_of(layout, "tiny", seq_len=512, precision=precision), constants("ultrabench", **words))[0]
         for layout, precision, words in (
-            (plain, "fp32", {}), (plain, "fp64", {}), (zbv, "bf16", {"zbv_margin": 0.0}), (zbv, "bf16", {"zbv_margin": 0.5}),
+            (plain, "fp32", {}), (plain, "fp64", {}), (zbv, "bf16", {"zbv_margin": 0.0}),
+            (zbv, "bf16", {"zbv_margin": 0.5}),
         )
     )  # fmt: skip
     assert wide.activations == 2 * narrow.activations

@@ -12,7 +12,12 @@ from ultrabench.sweep.predict.pipeline import PASS_TIME, bubble_share, loads, pa
 from ultrabench.sweep.predict.stage_memory import in_flight
 from ultrabench.sweep.refusals import schedule_refusals
 
-KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input", "BACKWARD_WEIGHT": "weight"}  # fmt: skip
+KINDS = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "input",
+    "BACKWARD_WEIGHT": "weight",
+}
 EVERY_SCHEDULE = pytest.mark.parametrize(
     ("schedule", "v"), [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)]
 )

@@ -71,7 +71,8 @@ def test_padding_and_copies_cost_as_much_as_tokens_and_heads_and_do_not_count_in
     [
         ("h100x8", 1, "1B", {}, 0), ("h100x8", 1, "1B", {"recompute": "full"}, 0),
         ("h100x8", 4, "1B", {"tp": 8, "zero_stage": 3}, 2 + 3 + 3), ("h100x8", 1, "1B", {"recompute": "every2"}, 1),
-        ("h100x8", 1, "1B", {"mbs": 32}, 1), ("b200x8", 1, "1B", {}, 6), ("h100x8", 4, "mixtral-8x7b", {"ep": 8}, 2 + 1 + 3),
+        ("h100x8", 1, "1B", {"mbs": 32}, 1), ("b200x8", 1, "1B", {}, 6),
+        ("h100x8", 4, "mixtral-8x7b", {"ep": 8}, 2 + 1 + 3),
     ],
 )  # fmt: skip
 def test_an_interval_is_wider_the_more_steps_a_run_is_beyond_those_of_the_fit(
@@ -137,7 +138,9 @@ def test_a_run_that_is_unlikely_to_fit_lasts_as_long_as_its_start():
 
 
 def test_probes_measure_every_node_count_and_their_price_is_what_crosses_the_links():
-    """One sequence a rank. 8 ranks at 70 % of 450 GB/s, 5 calls of each size of 5.375 = (2+1+1+1) * 7/8 + 1 times its bytes."""
+    """One sequence a rank. 8 ranks at 70 % of 450 GB/s, 5 calls of each size of 5.375 = (2+1+1+1) * 7/8 +
+    1 times its bytes.
+    """
     plan = make_plan(load_config(["sweep=comm", "hardware=h100x8", "sweep.nodes=[1,2,3,64]"]))
     probes = [(c.nodes, c.layout.dp, c.spec.workload.gbs, c.spec.kernel.kind) for c in plan.candidates]
     assert probes == [(nodes, 8 * nodes, 8 * nodes, "probe") for nodes in (1, 2, 3, 64)]

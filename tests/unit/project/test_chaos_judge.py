@@ -36,7 +36,8 @@ CASES = {
         [row()], [*lines(), *lines(pid=2, at_s=1.5, host="gpu02", allocation="n1-2.0")], [],
         ["a.0.0 ran 2 times", "a.0.0 and a.0.0 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
     "two attempts at once": (
-        LOST, [*lines(words="start step step"), *lines(attempt=1, at_s=1.5, host="gpu02", allocation="n1-2.0")], [KILLED],
+        LOST, [*lines(words="start step step"), *lines(attempt=1, at_s=1.5, host="gpu02", allocation="n1-2.0")],
+        [KILLED],
         ["a.0.0 and a.0.1 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
     "an attempt after one that was killed": (
         LOST, [*lines(words="start step"), *lines(attempt=1, at_s=5.0, allocation="n1-2.0")], [KILLED], []),
@@ -47,11 +48,13 @@ CASES = {
         [row("a"), row("b", allocation="n1-2.0")], [*lines("a"), *lines("b", at_s=1.0, allocation="n1-2.0")], [],
         ["a.0.0 and b.0.0 ran at the same time, on gpu01"]),
     "two runs elsewhere": (
-        [row("a"), row("b", allocation="n1-2.0")], [*lines("a"), *lines("b", at_s=1.0, host="gpu02", allocation="n1-2.0")],
+        [row("a"), row("b", allocation="n1-2.0")], [*lines("a"),
+            *lines("b", at_s=1.0, host="gpu02", allocation="n1-2.0")],
         [], []),
     "no end": ([row()], lines(words="start step step"), [], ["a.0.0 is ok and its program never came to its end"]),
     "cut short": ([row(stopped="slower_than_best")], lines(words="start step step"), [], []),
-    "ok twice": ([row(), row(attempt=1)], [*lines(), *lines(attempt=1, at_s=9)], [], ["a.0 is ok 2 times: attempts [0, 1]"]),
+    "ok twice": ([row(), row(attempt=1)], [*lines(), *lines(attempt=1, at_s=9)], [],
+        ["a.0 is ok 2 times: attempts [0, 1]"]),
     "not recorded": ([row()], [*lines(), *lines("b", at_s=9)], [], ["b.0.0 ran and is not recorded"]),
     "never ran": ([row()], [], [], ["a.0.0 is ok and never ran"]),
     "left lost": ([row(status="lost")], lines(), [KILLED], ["a has ended lost after attempt 0 (None) and was left so"]),

@@ -1,4 +1,6 @@
-"""What earlier versions wrote and said: run ids, sweeps and a table of version 0.2.0, and the messages of the configuration."""
+"""What earlier versions wrote and said: run ids, sweeps and a table of version 0.2.0,
+and the messages of the configuration.
+"""
 
 import json
 from collections import Counter
@@ -27,7 +29,8 @@ RUN_IDS = [
     case for number, case in enumerate(fixture("run_ids.json"))
     if number // 5 % 3 == (number // 15 + number) % 3
 ]  # fmt: skip
-"""Of 4 models on 3 kinds of hardware in 5 forms each model in each form, on one of the hardware, which run ids do not hold."""
+"""Of 4 models on 3 kinds of hardware in 5 forms each model in each form, on one of the hardware,
+which run ids do not hold."""
 
 
 @pytest.mark.parametrize("case", RUN_IDS, ids=lambda case: " ".join(case["overrides"]))

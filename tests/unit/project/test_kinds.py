@@ -1,4 +1,6 @@
-"""What a kernel, a launcher or a device is, other modules ask by its properties; every other test has its reason here."""
+"""What a kernel, a launcher or a device is, other modules ask by its properties;
+every other test has its reason here.
+"""
 
 import ast
 import re

@@ -69,15 +69,23 @@ def test_a_kernel_belongs_to_the_part_of_the_operator_that_launched_it():
     document = summary(trace(*KERNELS), SPEC, H100)
     us_by_part = {row["part"]: round(1e6 * 2 * row["seconds"]) for row in document["parts"] if row["seconds"]}
     assert us_by_part == {
-        FEED_FORWARD: 60, ATTENTION_PRODUCTS: 20, HEAD: 30, ATTENTION: 20, POINTWISE: 10, LOSS: 14, OPTIMIZER: 8, REST: 10,
-    }  # fmt: skip
+        FEED_FORWARD: 60,
+        ATTENTION_PRODUCTS: 20,
+        HEAD: 30,
+        ATTENTION: 20,
+        POINTWISE: 10,
+        LOSS: 14,
+        OPTIMIZER: 8,
+        REST: 10,
+    }
     assert (document["steps"], document["step_time_s"]) == (2, 1e-3)
     assert document["idle_s"] == pytest.approx(1e-3 - 172e-6 / 2)  # no kernel runs beside another one
 
 
 BF16, FP8, FP32 = "c10::BFloat16", "c10::Float8_e4m3fn", "float"
 SCALING = (
-    ("reduce_kernel", "linalg_vector_norm", [[128, 64], [], []], BF16), ("elementwise_kernel", "clamp", [[128, 1], [], []], FP32),
+    ("reduce_kernel", "linalg_vector_norm", [[128, 64], [], []], BF16),
+    ("elementwise_kernel", "clamp", [[128, 1], [], []], FP32),
     ("elementwise_kernel", "exp2", [[128, 1]], FP32), ("elementwise_kernel", "mul", [[128, 64], [128, 1]], BF16),
     ("elementwise_kernel", "copy_", [[128, 64], [128, 64], []], FP8),
     ("triton_red_fused__scaled_mm__to_copy_add_clamp_exp2_floor_linalg_vector_norm_log2_mean_mul_pow_reciprocal_rsqrt_t_view_0", "", [], ""),

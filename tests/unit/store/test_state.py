@@ -192,7 +192,8 @@ def test_who_is_believed(stronger, weaker):
 
 def test_what_the_latest_launch_has_read_again_counts():
     reported, first, second = ended("ok"), *(
-        events.Reread(**NAME, generation=n, patterns={"step_line": str(n)}, result=RunResult(status=Status.INVALID, reason=str(n)))
+        events.Reread(**NAME, generation=n, patterns={"step_line": str(n)},
+            result=RunResult(status=Status.INVALID, reason=str(n)))
         for n in (1, 2)
     )  # fmt: skip
     for history in permutations((reported, first, second)):

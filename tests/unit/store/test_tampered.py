@@ -67,7 +67,8 @@ OUT = "../../x"
         AllocationStarted(allocation="n1-a.0", agent=LeadingAgent(journal=OUT)),
         AllocationStarted(allocation="n1-a.0", agent=LeadingAgent(job=Start(job_id="--signal=9"))),
         AllocationEnded(allocation="n1-a.0", reason="", avoid=("gpu01\n#SBATCH --wrap=x",)),
-        Submitted(allocation="n1-a.0", job={"job_id": "-1"}), Claimed(run_id=OUT, repeat=0, attempt=0, allocation="n1-a.0", spec=Raw(b"{}")),
+        Submitted(allocation="n1-a.0", job={"job_id": "-1"}),
+        Claimed(run_id=OUT, repeat=0, attempt=0, allocation="n1-a.0", spec=Raw(b"{}")),
         Failed(run_id="a", repeat=0, attempt=0, result=replace(OK, status=Status.HANG, suspect_hosts=("a b",))),
     ],
 )  # fmt: skip

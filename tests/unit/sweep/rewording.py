@@ -1,4 +1,5 @@
-"""What a sweep decides when all sentences in the code are other ones: `python -m tests.unit.sweep.rewording [--reword] [--plant]`.
+"""What a sweep decides when all sentences in the code are other ones:
+`python -m tests.unit.sweep.rewording [--reword] [--plant]`.
 
 The sources of all rooms that run a sweep are changed as they are imported: every text of several words has other
 words. Then many states of a sweep are decided, whose sentences come from the agent itself, and what is decided is
@@ -108,8 +109,14 @@ def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupt
 
 
 ENDINGS = [
-    {"paused": True}, {"paused": True}, {"paused": True}, {"late": True}, {"unmeasured": True}, {"interrupted": "SIGTERM"}, {},
-]  # fmt: skip
+    {"paused": True},
+    {"paused": True},
+    {"paused": True},
+    {"late": True},
+    {"unmeasured": True},
+    {"interrupted": "SIGTERM"},
+    {},
+]
 
 
 HOSTS = ((), ("gpu01",), ("gpu02",))

@@ -1,4 +1,6 @@
-"""Who is to blame for failures, by the table of runs, nodes and outcomes: single tables, and whole sweeps on a played cluster."""
+"""Who is to blame for failures, by the table of runs, nodes and outcomes: single tables,
+and whole sweeps on a played cluster.
+"""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -80,13 +82,15 @@ SUSPECT = crash("bad", "x", on=("bad",), suspects=("bad",))
         ({"a": [crash("ecc", status="node_fail", suspects=("ecc",))]}, ["ecc"]),
         ({"a": [replace(crash("p", status="node_fail", suspects=("p",)), cause="agent_gone")] * 2}, []),
         # A flaky program fails now and then on any node, also on one twice.
-        ({"a": [crash("p"), ok("q")], "b": [crash("q"), ok("r")], "c": [crash("r"), ok("p")], "d": [crash("p"), ok("r")],
+        ({"a": [crash("p"), ok("q")], "b": [crash("q"), ok("r")], "c": [crash("r"), ok("p")],
+            "d": [crash("p"), ok("r")],
           "e": [ok("p")], "f": [ok("q")], "g": [ok("r")]}, []),
         # A node that was fine and then broke; one that failed twice among many runs since.
         ({**{f"o{n}": [ok("bad")] for n in range(8)}, "x": [BAD, FINE], "y": [BAD, FINE]}, []),
         ({**{f"o{n}": [ok("bad")] for n in range(8)}, "x": [BAD, FINE], "y": [BAD, FINE], "z": [BAD, FINE]}, ["bad"]),
         # Runs that fail elsewhere in the same way, whether or not they are ok somewhere, tell of the program.
-        ({"a": [crash("p", "q", on=("p",)), crash("q", "r", on=("q",))], "b": [crash("p", "q", on=("p",)), crash("q", "r", on=("q",))],
+        ({"a": [crash("p", "q", on=("p",)), crash("q", "r", on=("q",))],
+            "b": [crash("p", "q", on=("p",)), crash("q", "r", on=("q",))],
           "c": [crash("p", "q", on=("p",)), ok("q", "r")], "d": [crash("p", "q", on=("p",)), ok("q", "r")]}, []),
         # The same failure elsewhere clears a node also where nobody knows on which node it began.
         ({run: [replace(SUSPECT, status=Status.COMM_ERROR), replace(crash("y", "z", on=()), status=Status.COMM_ERROR)]
@@ -307,7 +311,8 @@ NAMES = [f"gpu{n:02}" for n in range(1, 9)]
 
 @settings(max_examples=40, deadline=None)
 @given(
-    bad=st.sampled_from(NAMES), word=st.text(max_size=8), num_nodes=st.sampled_from([1, 2, 3]), num_jobs=st.integers(1, 2),
+    bad=st.sampled_from(NAMES), word=st.text(max_size=8), num_nodes=st.sampled_from([1, 2, 3]),
+    num_jobs=st.integers(1, 2),
     order=st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_a_crash_on_one_node_only_ends_ok_elsewhere_and_the_node_is_named_after_two_runs(

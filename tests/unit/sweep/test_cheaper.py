@@ -33,7 +33,8 @@ NEW = SweepState()
 
 
 @pytest.mark.parametrize(
-    ("asked", "count"), [([], 6), (["sweep.strategy=adaptive", "repeats=2"], 5), (["measure=quick", "sweep.gbs=[128,256]"], 4)]
+    ("asked", "count"), [([], 6), (["sweep.strategy=adaptive", "repeats=2"], 5),
+        (["measure=quick", "sweep.gbs=[128,256]"], 4)]
 )  # fmt: skip
 def test_a_saving_is_what_planning_with_its_overrides_says(asked, count):
     plan = make_plan(load_config([*GRID, *asked]))
@@ -88,7 +89,10 @@ def test_more_hours_never_say_less():
 
 
 def test_less_than_the_cheapest_useful_sweep_is_refused_with_its_price():
-    line = r"^--max-gpu-hours 0.1: the cheapest useful sweep, dp\d.* of llama3-8b on 1 node, takes [\d.]+ GPU hours .*; give at least ([\d.]+)$"
+    line = (
+        r"^--max-gpu-hours 0.1: the cheapest useful sweep, dp\d.* of llama3-8b on 1 node, "
+        r"takes [\d.]+ GPU hours .*; give at least ([\d.]+)$"
+    )
     with refused(match=line):
         budget.proposal(ASKED, NEW, 0.1)
     with pytest.raises(ConfigError) as raised:

@@ -1,4 +1,6 @@
-"""configs/framework/: every word of a run is in the file or named beside it, and the parser of each package accepts the file."""
+"""configs/framework/: every word of a run is in the file or named beside it,
+and the parser of each package accepts the file.
+"""
 
 import functools
 import importlib

@@ -213,15 +213,20 @@ MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=3
             (Layout(dp=1, tp=4), None),  # two ranks hold a copy of each key/value head
             (Layout(dp=1, zero_stage=2), ("zero_needs_dp", "zero_stage=2 needs dp*cp > 1; dp=1, cp=1")),
             (Layout(dp=1, pp=4, gas=2, pp_schedule="afab"), ("enough_micro_batches", "gas=2 is less than pp-1=3")),
-            (Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"), ("no_empty_stage", "pp=12 leaves stage 8 empty (4 layers)")),
+            (Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"),
+                ("no_empty_stage", "pp=12 leaves stage 8 empty (4 layers)")),
             (Layout(dp=2, tp=2, zero_stage=1), None),
             (Layout(dp=1, cp=8, zero_stage=3), None),  # ZeRO spans dp*cp
             (Layout(dp=8, zero_stage=3, dp_shard=4), None),
             (Layout(dp=8, dp_shard=3), (SHARD, f"dp_shard=3 {NOTHING}")),
-            (Layout(dp=8, zero_stage=3, dp_shard=3), (SHARD, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); use dp_shard=all")),
-            (Layout(dp=4, cp=2, zero_stage=1, dp_shard=6), (SHARD, "dp_shard=6 does not divide dp*cp=8 (dp=4, cp=2); use dp_shard=2")),
-            (Layout(dp=8, zero_stage=3, dp_shard=8), (SHARD, "dp_shard=8 equals dp*cp=8; leave dp_shard out or use all")),
-            (Layout(dp=2, tp=2, zero_stage=3, dp_shard=1), (SHARD, "dp_shard=1 shards nothing (dp_shard=node means 1 where "
+            (Layout(dp=8, zero_stage=3, dp_shard=3), (SHARD, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); "
+            "use dp_shard=all")),
+            (Layout(dp=4, cp=2, zero_stage=1, dp_shard=6), (SHARD,
+                "dp_shard=6 does not divide dp*cp=8 (dp=4, cp=2); use dp_shard=2")),
+            (Layout(dp=8, zero_stage=3, dp_shard=8), (SHARD, "dp_shard=8 equals dp*cp=8; "
+            "leave dp_shard out or use all")),
+            (Layout(dp=2, tp=2, zero_stage=3, dp_shard=1), (SHARD,
+                "dp_shard=1 shards nothing (dp_shard=node means 1 where "
              "tp=2 fills a node); use a smaller tp or dp_shard=all")),
         ]),
         *((MOE, *row) for row in [  # ranks of one stage share the experts, and fit shard groups
@@ -234,10 +239,13 @@ MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=3
             (Layout(dp=12, ep=4), None),
         ]),
         (TINY, Layout(dp=2, ep=2), ("ep_needs_experts", "ep=2 needs a model with experts; tiny has none")),
-        *((replace(GQA, num_attention_heads=24, num_key_value_heads=4, head_dim=8), Layout(dp=1, tp=tp), broken) for tp, broken in [
-            (6, ("tp_fits_kv_heads", "tp=6 neither divides num_key_value_heads=4 nor is a multiple of it")), (2, None), (12, None)]),
+        *((replace(GQA, num_attention_heads=24, num_key_value_heads=4, head_dim=8), Layout(dp=1, tp=tp), broken) for tp,
+            broken in [
+            (6, ("tp_fits_kv_heads", "tp=6 neither divides num_key_value_heads=4 nor is a multiple of it")), (2, None),
+            (12, None)]),
         *((TYPED, Layout(dp=1, tp=tp), broken) for tp, broken in [  # of windows, not of full or latent attention
-            (8, ("tp_fits_kv_heads", "tp=8 neither divides num_key_value_heads=6 nor is a multiple of it")), (3, None), (12, None)]),
+            (8, ("tp_fits_kv_heads", "tp=8 neither divides num_key_value_heads=6 nor is a multiple of it")), (3, None),
+            (12, None)]),
     ],
 )  # fmt: skip
 def test_the_first_broken_rule_gives_its_reason(shape, layout, broken):
@@ -312,7 +320,8 @@ def test_a_sweep_without_runs_says_why():
     ("overrides", "lost"),
     [
         ([], []),
-        (["nodes=[1,2,3]"], [("nodes", 3, "gbs=8 is not divisible by dp*mbs with dp in [3, 6], mbs in [1, 2] (gbs=9 is)")]),
+        (["nodes=[1,2,3]"], [("nodes", 3, "gbs=8 is not divisible by dp*mbs with dp in [3, 6], mbs in [1, "
+        "2] (gbs=9 is)")]),
         (["tp=[1,2,3]"], [("tp", 3, "2 or 4 GPUs are not divisible by tp=3")]),
         (["tp=[2]", "pp=[1,2]", "cp=[1,4]", "nodes=[2]"],
          [("cp", 4, "4 GPUs are not divisible by tp*pp*cp with tp=2, pp in [1, 2], cp=4")]),

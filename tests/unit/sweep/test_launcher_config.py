@@ -58,7 +58,8 @@ def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
 @pytest.mark.parametrize(
     ("key", "message"),
     [("partion", "unknown key of cluster=mine 'partion'; did you mean partition?"),
-     ("nice", "unknown key of cluster=mine 'nice' (known: "), ("price_per_gpu_hour", "price_per_gpu_hour='hopper'"), ("mem", "launcher.mem='hopper'; must be a whole number with K, M, G or T, such as 500G"),
+     ("nice", "unknown key of cluster=mine 'nice' (known: "), ("price_per_gpu_hour", "price_per_gpu_hour='hopper'"),
+     ("mem", "launcher.mem='hopper'; must be a whole number with K, M, G or T, such as 500G"),
      ("constraint", "write +launcher.sbatch.constraint=VALUE")],
 )  # fmt: skip
 def test_a_key_that_no_launcher_takes_is_told(key, message):
@@ -121,9 +122,11 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *(({key: 0}, f"launcher.{key}=0; must be >= 1") for key in ("pack", "max_jobs", "max_nodes", "cpus", "time_minutes")),
+        *(({key: 0}, f"launcher.{key}=0; must be >= 1") for key in ("pack", "max_jobs", "max_nodes", "cpus",
+            "time_minutes")),
         *(({key: bad}, f"launcher.{key}={bad}; must be") for key, least in (
-            ("heartbeat_s", 0.4), ("poll_s", 0.0), ("grace_s", -1.0), ("allocation_minutes", 0.0)) for bad in (least, NAN, INF)),
+            ("heartbeat_s", 0.4), ("poll_s", 0.0), ("grace_s", -1.0), ("allocation_minutes", 0.0)) for bad in (least,
+            NAN, INF)),
         *(({"window": window}, "must be HH:MM-HH:MM") for window in (
             "7-9", "24:00-07:00", "19:60-07:00", "19:00", "19:00-07:00 ", "19:00 - 07:00", "9:00-17:00",
             "\u0661\u0669:00-07:00")),
@@ -132,9 +135,11 @@ NAN, INF = float("nan"), float("inf")
         *(({"sbatch": {key: "1"}}, "without leading dashes") for key in (
             "--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1")),
         ({"exclude": "a\rb"}, "must be one line"), ({"exclude": "a\0b"}, "launcher.exclude has a NUL as character 2"),
-        *(({key: BREAK}, "must be one line") for key in SBATCH_TEXTS if key != "mem"), ({"mem": BREAK}, "a whole number with"),
+        *(({key: BREAK}, "must be one line") for key in SBATCH_TEXTS if key != "mem"),
+        ({"mem": BREAK}, "a whole number with"),
         *(({key: ("a", BREAK)}, "must be one line") for key in ("setup", "srun", "python", "environment")),
-        ({"sbatch": {"comment": BREAK}}, "must be one line"), ({"constraint": "x"}, "write +launcher.sbatch.constraint=VALUE"),
+        ({"sbatch": {"comment": BREAK}}, "must be one line"),
+        ({"constraint": "x"}, "write +launcher.sbatch.constraint=VALUE"),
         *(({key: value}, f"launcher.{key}=") for key, value in (
             ("partition", True), ("account", 1.5), ("mem", ["1"]), ("qos", {}))),
     ],
@@ -150,7 +155,8 @@ def test_values_that_cannot_be_used(values, message):
     [
         ([], True), (["kernel=command", "kernel.command=[a]"], False),
         (["kernel=command", "kernel.command=[a]", "hardware=h100x8"], True),
-        (["kernel=command", "kernel.command=[a]", "launcher.preflight=true"], True), (["launcher.preflight=false"], False),
+        (["kernel=command", "kernel.command=[a]", "launcher.preflight=true"], True),
+        (["launcher.preflight=false"], False),
     ],
 )  # fmt: skip
 def test_a_local_preflight_is_left_out_where_it_alone_would_need_torch(words, measures):

@@ -1,4 +1,6 @@
-"""Models whose layers are of several types: their config.json compared with the models of transformers, and their names."""
+"""Models whose layers are of several types: their config.json compared with the models of transformers,
+and their names.
+"""
 
 from collections import Counter
 
@@ -16,7 +18,8 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.refusals import refusal
 
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96,
     "vocab_size": 128, "head_dim": 16, "pad_token_id": 0, "attention_bias": False,
 }  # fmt: skip
 LATENT = {
@@ -41,12 +44,14 @@ SHARED = {
     "shared_expert_intermediate_size": 40,
 }
 STATES = {
-    "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 20, "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 56, "num_hidden_layers": None,
     "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp", "moe"],
 }  # fmt: skip
 MODELS = {
-    "deepseek_v2": [LATENT, {**LATENT, "q_lora_rank": None}], "deepseek_v3": [LATENT, {**LATENT, "attention_bias": True}],
+    "deepseek_v2": [LATENT, {**LATENT, "q_lora_rank": None}],
+    "deepseek_v3": [LATENT, {**LATENT, "attention_bias": True}],
     "deepseek_v32": [LATENT | INDEX], "glm_moe_dsa": [LATENT | INDEX], "mistral4": [LATENT],
     "gpt_oss": [{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}],
     "gemma3_text": [{}, {"tie_word_embeddings": False}],
@@ -62,7 +67,8 @@ MODELS = {
     "seed_oss": [{"attention_bias": True}, {"attention_out_bias": True, "mlp_bias": True}],
     "ernie4_5": [{}, {"use_bias": True}],
     "ernie4_5_moe": [{
-        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "moe_layer_end_index": 6,
+        "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
+        "moe_layer_end_index": 6,
     }],
     "granite": [{"head_dim": None}, {"head_dim": None, "mlp_bias": True, "embedding_multiplier": 12.0}],
 }  # fmt: skip
@@ -116,7 +122,8 @@ def test_sizes_of_each_layer_are_read():
     ]
     blocks = [{"no_op": False, "ffn_mult": 2.0}, {"no_op": False, "ffn_mult": 5.25}, {"no_op": True}]
     values = {
-        "model_type": "nemotron-nas", **SIZES, "num_hidden_layers": 3, "num_key_value_heads": None, "intermediate_size": None,
+        "model_type": "nemotron-nas", **SIZES, "num_hidden_layers": 3, "num_key_value_heads": None,
+        "intermediate_size": None,
         "block_configs": [{"attention": a, "ffn": f} for a, f in zip(attention, blocks, strict=True)],
     }  # fmt: skip
     shape = shape_of(values, "m", "m")
@@ -129,7 +136,8 @@ def test_sizes_of_each_layer_are_read():
 
 
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **SIZES, **LATENT, "scoring_func": "sigmoid",
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **SIZES, **LATENT,
+    "scoring_func": "sigmoid",
     "topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 4096},
     "quantization_config": {"quant_method": "fp8"},
@@ -152,16 +160,26 @@ def test_the_text_part_of_a_model_for_images_is_read():
     ("change", "line"),
     [
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2; ultrabench knows deepseek_v3 models only with moe_layer_freq 1"),
-        ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; ultrabench knows deepseek_v3 models only with scoring_func "sigmoid"'),
-        ({"kv_lora_rank": None}, "model=m lacks kv_lora_rank; add it"), ({"hidden_act": "relu"}, 'hidden_act is "relu"'),
-        ({"num_experts_per_token": 2}, "num_experts_per_token is 2; ultrabench knows no such key of deepseek_v3 models"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9; must be in 1..num_experts=8"), ({"topk_group": 3}, "topk_group=3; must be in 1..n_group=2"),
-        ({"num_hidden_layers": "8"}, "num_hidden_layers='8'; must be an integer"), ({"n_group": 3}, "n_group=3 must divide num_experts=8"),
-        ({"layer_types": ["sliding_attention"] * 8}, 'layer_types is ["sliding_attention", '), ({"mlp_layer_types": ["dense"]}, "with at least num_hidden_layers=8 entries"),
-        ({"architectures": ["DeepseekV3ForSequenceClassification"]}, 'architectures has "DeepseekV3ForSequenceClassification"; ultrabench knows deepseek_v3'),
-        ({"rope_scaling": {"type": "yarn", "stretch": 2}}, "rope_scaling has stretch 2; ultrabench knows no such key of rotations"),
-        ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"; must be true or false'), ({"hidden_act": ["silu"]}, 'hidden_act is ["silu"]'),
-        ({"mlp_layer_types": ["moe"] * 8}, 'only with mlp_layer_types "dense" or "sparse" in each layer'), ({"routed_scaling_factor": "x"}, "must be a number"),
+        ({"scoring_func": "softmax"}, 'scoring_func is "softmax"; ultrabench knows deepseek_v3 models only with '
+        'scoring_func "sigmoid"'),
+        ({"kv_lora_rank": None}, "model=m lacks kv_lora_rank; add it"),
+        ({"hidden_act": "relu"}, 'hidden_act is "relu"'),
+        ({"num_experts_per_token": 2}, "num_experts_per_token is 2; ultrabench knows no such key of "
+        "deepseek_v3 models"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9; must be in 1..num_experts=8"),
+        ({"topk_group": 3}, "topk_group=3; must be in 1..n_group=2"),
+        ({"num_hidden_layers": "8"}, "num_hidden_layers='8'; must be an integer"),
+        ({"n_group": 3}, "n_group=3 must divide num_experts=8"),
+        ({"layer_types": ["sliding_attention"] * 8}, 'layer_types is ["sliding_attention", '),
+        ({"mlp_layer_types": ["dense"]}, "with at least num_hidden_layers=8 entries"),
+        ({"architectures": ["DeepseekV3ForSequenceClassification"]},
+            'architectures has "DeepseekV3ForSequenceClassification"; ultrabench knows deepseek_v3'),
+        ({"rope_scaling": {"type": "yarn", "stretch": 2}}, "rope_scaling has stretch 2; ultrabench knows no such "
+        "key of rotations"),
+        ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes"; must be true or false'),
+        ({"hidden_act": ["silu"]}, 'hidden_act is ["silu"]'),
+        ({"mlp_layer_types": ["moe"] * 8}, 'only with mlp_layer_types "dense" or "sparse" in each layer'),
+        ({"routed_scaling_factor": "x"}, "must be a number"),
         ({"model_type": "deepseek_v33"}, "unsupported model_type 'deepseek_v33'"),
     ],
 )  # fmt: skip
@@ -180,9 +198,11 @@ def test_one_model_has_one_identity():
     }
     a, b = {"grouped_query": windowed, **block}, {"grouped_query": full, **block}
     spellings = [
-        {"layer_types": [a, b]}, {"layer_types": [b, a], "layer_order": "(ba)"}, {"layer_types": [a, b], "layer_order": "abababab"},
+        {"layer_types": [a, b]}, {"layer_types": [b, a], "layer_order": "(ba)"},
+        {"layer_types": [a, b], "layer_order": "abababab"},
         {"layer_types": [a, b, a], "layer_order": "cb(ab)"},
-        {"layer_types": [{"grouped_query": {"sliding_window": 8}, "feed_forward": {}}, {"grouped_query": {}, "feed_forward": {}}]},
+        {"layer_types": [{"grouped_query": {"sliding_window": 8}, "feed_forward": {}},
+            {"grouped_query": {}, "feed_forward": {}}]},
     ]  # fmt: skip
     shapes = [shape_from({"name": f"m{n}", **sizes, **words}, "m") for n, words in enumerate(spellings)]
     assert len({shape.model_id for shape in shapes}) == 1
@@ -200,10 +220,14 @@ def test_one_model_has_one_identity():
     ("words", "line"),
     [
         ({"layer_order": "aab"}, "layer_order=aab has the letter b; layer_types has 1 type, a to a"),
-        ({"layer_order": "aaa"}, "layer_order has 3 letters; num_hidden_layers=8"), ({"layer_order": "a)"}, "must be a letter for each layer"),
-        ({"qk_norm": True}, "qk_norm=True has no effect beside layer_types; write it into these"), ({"layer_types": [{}]}, "a layer type has no block"),
-        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, "no type of layer_types has experts"),
-        ({"layer_types": [{"grouped_query": {}, "latent": {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}}]},
+        ({"layer_order": "aaa"}, "layer_order has 3 letters; num_hidden_layers=8"),
+        ({"layer_order": "a)"}, "must be a letter for each layer"),
+        ({"qk_norm": True}, "qk_norm=True has no effect beside layer_types; write it into these"),
+        ({"layer_types": [{}]}, "a layer type has no block"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+            "no type of layer_types has experts"),
+        ({"layer_types": [{"grouped_query": {}, "latent": {"kv_lora_rank": 8, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8, "v_head_dim": 8}}]},
          "a layer type has grouped_query and latent; give one of"),
         ({"layer_types": [{"grouped_query": {"sinks": 3}}]}, "sinks=3 is not a boolean"),
         ({"layer_types": [{"grouped_query": {"window": 3}}]}, "window"),

@@ -60,7 +60,8 @@ def test_listed_layouts_are_the_runs_of_axes_and_a_stored_sweep_keeps_them(liste
         ("[{tp: null}]", "tp has no value"), ("[{ep: auto}]", "ep has several values"),
         ("[{tp: 0}]", "sweep.layouts[0] {tp: 0}: tp=0; must be >= 1"),
         ("[{tp: 2}, {tp: 2, pp: 1}]", "sweep.layouts[1] {tp: 2, pp: 1} is the same layout as sweep.layouts[0] {tp: 2}"),
-        ("[{tp: 2}], tp: [1]", "sweep.layouts beside sweep.tp; a sweep either lists layouts or combines values of axes"),
+        ("[{tp: 2}], tp: [1]", "sweep.layouts beside sweep.tp; a sweep either lists layouts or combines "
+        "values of axes"),
     ],
 )  # fmt: skip
 def test_an_entry_that_cannot_be_used_is_named(listed, layouts, line):
@@ -71,8 +72,10 @@ def test_an_entry_that_cannot_be_used_is_named(listed, layouts, line):
 @pytest.mark.parametrize(
     ("layouts", "line"),
     [
-        ("[{tp: 1}, {tp: 3}]", "sweep.layouts[1] {tp: 3} cannot run for tiny on 1 node: 2 GPUs are not divisible by tp=3; change"),
-        ("[{mbs: 3}]", "gbs=8 is not divisible by dp*mbs"), ("[{gas: 3}]", "gbs=8 is not dp*mbs*gas with dp=2, mbs=1, gas=3"),
+        ("[{tp: 1}, {tp: 3}]", "sweep.layouts[1] {tp: 3} cannot run for tiny on 1 node: 2 GPUs are not divisible "
+        "by tp=3; change"),
+        ("[{mbs: 3}]", "gbs=8 is not divisible by dp*mbs"), ("[{gas: 3}]",
+            "gbs=8 is not dp*mbs*gas with dp=2, mbs=1, gas=3"),
         ("[{tp: 2, zero_stage: 1}]", "zero_stage=1 needs dp*cp > 1"),
         ("[{pp: 2}, {pp: 2, pp_schedule: 1f1b}]", "is the same layout as sweep.layouts[0] {pp: 2} for tiny on 1 node"),
         ("[{nodes: 2, tp: 1}]", "sweep.layouts[0] {nodes: 2, tp: 1}: the sweep has no cell of nodes=2; add it"),
@@ -99,9 +102,12 @@ def test_an_axis_of_a_sweep_that_lists_layouts_is_answered_with_a_list_that_work
     "overrides",
     [
         ["sweep=recommend", "model=llama3-8b", "sweep.nodes=[1,2]", "sweep.gbs=64", "kernel.precision=[bf16,fp8]"],
-        ["sweep=recommend", "sweep.models=[llama3-8b,qwen3-30b-a3b]", "sweep.nodes=[2]", "sweep.gbs=32", "sweep.pp=[1,4]"],
-        ["sweep=playbook", "model=llama3-8b", "sweep.nodes=[1,2]", "sweep.scaling=weak", "measure.max_steps=7", "max_p_oom=1"],
-        ["sweep=moe", "sweep.nodes=[1]", "kernel.env={A: b}", "launcher=slurm", "launcher.mem=100G", "+launcher.sbatch.constraint=x"],
+        ["sweep=recommend", "sweep.models=[llama3-8b,qwen3-30b-a3b]", "sweep.nodes=[2]", "sweep.gbs=32",
+            "sweep.pp=[1,4]"],
+        ["sweep=playbook", "model=llama3-8b", "sweep.nodes=[1,2]", "sweep.scaling=weak", "measure.max_steps=7",
+            "max_p_oom=1"],
+        ["sweep=moe", "sweep.nodes=[1]", "kernel.env={A: b}", "launcher=slurm", "launcher.mem=100G",
+            "+launcher.sbatch.constraint=x"],
         ["model=tiny", "+sweep.env.NCCL_ALGO=[Ring,Tree]", "profile=nanotron", "repeats=2"],
     ],
 )  # fmt: skip
@@ -124,8 +130,10 @@ def test_a_written_sweep_runs_exactly_the_chosen_runs_with_the_same_settings(alo
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("playbook", "sweep=playbook is part of ultrabench; choose another name"), ("mine", "mine.yaml exists; choose another"),
-        ("../x", "a name starts with a letter"), ("a.yaml", "without .yaml"), ("null", "choose another name"), ("1e3", "letter"),
+        ("playbook", "sweep=playbook is part of ultrabench; choose another name"),
+        ("mine", "mine.yaml exists; choose another"),
+        ("../x", "a name starts with a letter"), ("a.yaml", "without .yaml"), ("null", "choose another name"),
+        ("1e3", "letter"),
     ],
 )  # fmt: skip
 def test_a_file_is_not_written_over_another_or_under_a_name_that_no_override_takes(listed, name, line):

@@ -22,12 +22,14 @@ from ultrabench.sweep.config.model_types import (
 )
 
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96,
     "vocab_size": 128, "head_dim": 16,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 COUNTS = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
     "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},

@@ -110,7 +110,8 @@ def test_control_runs_have_the_first_variant_and_share_the_allocations_of_others
 
 def test_places_have_allocations_of_their_own_whose_agents_run_there():
     places = plan(
-        "+sweep.container=[a.sqsh,b.sqsh]", 'launcher.srun=["--container-image={container}"]', "+sweep.python=[/a/python]",
+        "+sweep.container=[a.sqsh,b.sqsh]", 'launcher.srun=["--container-image={container}"]',
+        "+sweep.python=[/a/python]",
         *WORDS,
     )  # fmt: skip
     groups = pack(next_attempts(places, SweepState()).todo, places.config, controls(places))
@@ -199,7 +200,8 @@ def test_a_value_without_candidates_lacks_them_in_all_batches_of_weak_scaling():
         (("sweep.nodes=[2,4]", "sweep.gbs=8"), None), (("sweep.nodes=[4,8]", "sweep.gbs=16"), None),
         (("sweep.nodes=[1,2,4]", "sweep.gbs=4"), None),
         (("sweep.nodes=[1,2,4]", "sweep.gbs=8"), "(workload.gbs on 2 nodes: 8 -> 16); use sweep.gbs=4, that of 1 node"),
-        (("sweep.nodes=[2,4]", "sweep.gbs=8", "sweep.scaling=strong"), "(workload.gbs on 4 nodes: 16 -> 8); start a new"),
+        (("sweep.nodes=[2,4]", "sweep.gbs=8", "sweep.scaling=strong"),
+            "(workload.gbs on 4 nodes: 16 -> 8); start a new"),
     ],
 )  # fmt: skip
 def test_a_launch_keeps_the_batch_of_each_number_of_nodes(words, change, tmp_path):
@@ -267,11 +269,13 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.env={A: []}"], "sweep.env.A is empty; list at least one value"),
         (["+sweep.env={A: [[1]]}"], "sweep.env.A=[1]"),
         (["+sweep.env=[A]"], "sweep.env=['A'] is not a mapping; write one, such as {NCCL_ALGO: [null, Ring]}"),
-        (["sweep.env=[A]"], "sweep.env is not a setting of the chosen sweep; add it: '+sweep.env={NCCL_ALGO: [null, Ring]}'"),
+        (["sweep.env=[A]"], "sweep.env is not a setting of the chosen sweep; add it: '+sweep.env={NCCL_ALGO: "
+        "[null, Ring]}'"),
         (["sweep.rule=[a]"], "unknown override 'sweep.rule'; did you mean sweep.rules?"),
         (["+sweep.env={A: [1, '1']}"], "sweep.env.A: 1 and '1' are the same for the program; leave one out"),
         (["+sweep.env={A: [null, null]}"], "sweep.env.A: null and null are the same for the program"),
-        (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name consists of letters, digits and '_' and does not start with a digit"),
+        (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name consists of letters, digits and '_' and does not "
+        "start with a digit"),
         (["sweep.strategy=adaptiv"], "did you mean adaptive?"),
         (["sweep.cp_exchange=[rings]"], "sweep.cp_exchange='rings'; must be ring or allgather; did you mean ring?"),
         (["+sweep.env={A: [1, true]}"], "sweep.env.A: 1 and True are the same for the program"),
@@ -280,7 +284,8 @@ def test_losses_of_different_programs_are_not_compared():
         ([WORDS[0].replace("2", "'1'")], "sweep.words.etp: 1 and '1' are the same for the program"),
         (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A are both set; give only one"),
         (["+sweep.flags={q: [1]}"], "write {VALUE: [ARGUMENT, ...]}, such as sweep.flags: {overlap: {on: "),
-        ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap are both set; give only one"),
+        ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap are both set; "
+        "give only one"),
         (["+sweep.words={zz: [1]}"], "sweep.words.zz has no effect: the command does not contain {zz}; use {zz}"),
         (["+sweep.words={tp: [1]}"], "tp is already a word of every run; choose another name"),
         ([WORDS[0], "+sweep.rules=['etp divide dp']"], "write NAME divides NAME, or use <=, >= or =="),
@@ -291,7 +296,8 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.rules=['precision == 2']"], "unknown numeric word in sweep.rules 'precision == 2': 'precision'"),
         (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp: tp is already a word of every run; choose another name"),
         (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),
-        (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own kernel supports"),
+        (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own "
+        "kernel supports"),
         (["+sweep.container=[a,b]"], "sweep.container has no effect: no command contains {container}"),
         (["kernel.precision=[fp32,fp16]"], "kernel.precision='fp16'"),
         (["sweep.seq_len=[]"], "sweep.seq_len is empty; list at least one value"),

@@ -22,7 +22,8 @@ from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import same_commands
 
 SWEEP = [
-    "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
+    "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2",
+    "sweep.pp=[1,2]",
     "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=1", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=4096",
 ]  # fmt: skip
 CHOICES = {name: values for name, values in USUAL.items() if name in TEXT_AXES}
@@ -90,8 +91,10 @@ def test_megatron_is_told_layout_and_model():
     assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
     spec = next(s for s in runs if s.layout.pp == 2 and s.shape.name == "llama3-70b")
     expected = {
-        "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2, "seq-length": 4096,
-        "pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 8, "use-distributed-optimizer": "",
+        "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2,
+        "seq-length": 4096,
+        "pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 8,
+        "use-distributed-optimizer": "",
     }  # fmt: skip
     flags = told_to(spec, plan.config)
     assert {name: flags[name] for name in expected} == {name: str(value) for name, value in expected.items()}
@@ -249,7 +252,8 @@ OTHER = {
     "tie_word_embeddings": True, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "head_dim": 64, "qk_norm": True,
     "rope_scaling": replace(LONG, factor=32.0), "sliding_window": 128, "seq_len": 8192, "seed": 5, "precision": "fp32",
     "compile": True, "attention": "flash3", "sequence_parallel": "off", "dp_overlap": "off", "attention_bias": True,
-    "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+    "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
     "logits_scaling": 2.0, "final_logit_softcapping": 30.0, "rope_type": "yarn",
 }  # fmt: skip
 SINKS = GroupedQuery(num_attention_heads=32, num_key_value_heads=8, head_dim=128, sinks=True)
@@ -259,9 +263,11 @@ TYPES = tuple(
 )
 OTHER_VALUES = {name: {name: value} for name, value in OTHER.items()} | {
     "dp": {"dp": 4, "gbs": 16}, "pp": {"pp": 2, "pp_schedule": "1f1b"}, "pp_schedule": {"pp": 2, "pp_schedule": "afab"},
-    "cp_exchange": {"cp": 2, "cp_exchange": "allgather"}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
+    "cp_exchange": {"cp": 2, "cp_exchange": "allgather"}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16},
+    "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
     "virtual_stages": {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}, "gbs": {"gbs": 16, "gas": 8},
-    "num_experts": EXPERTS, "pp_layout": {"pp": 2, "pp_schedule": "1f1b", "pp_layout": "even"}, "layer_types": {"layer_types": TYPES},
+    "num_experts": EXPERTS, "pp_layout": {"pp": 2, "pp_schedule": "1f1b", "pp_layout": "even"},
+    "layer_types": {"layer_types": TYPES},
 }  # fmt: skip
 OF_EXPERTS = {
     "ep": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,

@@ -101,8 +101,10 @@ SCALED = to_dict(replace(SPEC, shape=replace(TINY, rope_scaling=LONG)))
         *(({"spec": to_dict(replace(SPEC, **other))}, set()) for other in (
             {"shape": replace(TINY, num_hidden_layers=3)}, {"workload": replace(SPEC.workload, seed=1)},
             {"workload": replace(SPEC.workload, seq_len=64)})),
-        *(({"spec": spec}, set()) for spec in ({}, {"kernel": 7}, {"kernel": {"kind": "x"}}, {"shape": [], "kernel": {}})),
-        ({"env_id": "other"}, set()), ({"loss_step": 6}, set()), ({"status": Status.CRASH}, set()), ({"loss_final": None}, set()),
+        *(({"spec": spec}, set()) for spec in ({}, {"kernel": 7}, {"kernel": {"kind": "x"}},
+            {"shape": [], "kernel": {}})),
+        ({"env_id": "other"}, set()), ({"loss_step": 6}, set()), ({"status": Status.CRASH}, set()),
+        ({"loss_final": None}, set()),
     ],
 )  # fmt: skip
 def test_only_losses_of_one_workload_are_compared(other, outliers):

@@ -86,7 +86,9 @@ def test_measured_starts_price_the_runs_that_are_left_on_all_numbers_of_nodes():
 
 
 def test_measured_steps_price_the_runs_that_are_left_in_all_cells_and_change_no_prediction():
-    """The median ratio of a cell counts for its runs, and that of all cells elsewhere; the steps of a run alone grow."""
+    """The median ratio of a cell counts for its runs, and that of all cells elsewhere;
+    the steps of a run alone grow.
+    """
     state, elsewhere = SweepState(), next(r for r in PLAN.runs if r.nodes > 1 and r.fits)
     for run, factor in zip(ONE, (3.0, 4.0, 50.0), strict=False):
         told(state, run, Status.OK, step_times_s=(factor * run.prediction.step_time_s,) * 6)

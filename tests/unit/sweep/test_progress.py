@@ -153,7 +153,8 @@ def test_status_and_standings_name_one_status_of_a_run(ends):
         # Of a run that vanished with its nodes nobody told how long it took.
         (held(2), None, 2.0),
         # An end that nobody timed counts to the limit if agents had started.
-        (held(starts_s=(None,), limit_s=7200), None, 0.0), (held(starts_s=(None,), limit_s=7200, agents=AGENTS), None, 2.0),
+        (held(starts_s=(None,), limit_s=7200), None, 0.0), (held(starts_s=(None,), limit_s=7200, agents=AGENTS), None,
+            2.0),
         # An allocation was never shorter than its runs.
         (held(starts_s=()), HOUR, 0.0), (held(starts_s=(0.0,)), HOUR, 0.0), (held(starts_s=(10.0,)), HOUR, 0.0),
         # Every start of a job holds nodes, and the batch system counts the setup before the agents, too.
@@ -186,7 +187,8 @@ def test_the_health_of_nodes_is_warned_of_once_for_each_check():
     old, new = preflighted("b", 1.0, n1=limit, n2=ecc), preflighted("a", 2.0, n1=ecc, n3=limit, n4=None)
     now = progress_of("s", PLANNED, SweepState(allocations={"a": new, "b": old}), "cuda")
     lines = [
-        "n1 and 1 other node: ECC errors in its life (GPU 0: 2 errors); limit: no uncorrected errors in the life of a GPU; "
+        "n1 and 1 other node: ECC errors in its life (GPU 0: 2 errors); limit: no uncorrected errors in "
+        "the life of a GPU; "
         "remedy: watch the GPU; have it replaced if new errors appear",
         "n3: power limit (GPU 0: 2 W below); limit: not below the GPU's default; "
         "remedy: have the default restored, or set hardware.power_limit_w= for predictions",

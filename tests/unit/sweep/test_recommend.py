@@ -44,15 +44,18 @@ def rate_of(run):
     "overrides",
     [
         ["model=llama3-8b", "sweep.tp=[1,2]", "sweep.cp=[1,2]", "sweep.mbs=[1,2]"],
-        ["model=llama3-8b", "sweep.nodes=[4]", "sweep.pp=[1,4]", "sweep.cp=[1]", "sweep.mbs=[1]", "kernel.precision=fp8"],
+        ["model=llama3-8b", "sweep.nodes=[4]", "sweep.pp=[1,4]", "sweep.cp=[1]", "sweep.mbs=[1]",
+            "kernel.precision=fp8"],
         ["model=llama3-70b", "sweep.nodes=[2]", "sweep.pp=[1,2,4]", "sweep.cp=[1]", "sweep.mbs=[1]"],
         ["model=mixtral-8x7b", "sweep.nodes=[4]", "sweep.pp=[1,2]", "sweep.cp=[1]", "sweep.mbs=[1]", "sweep.tp=[1]"],
-        ["model=llama3-8b", "profile=nanotron", "kernel.compile=[true,false]", "sweep.cp=[1]", "sweep.pp=[1,2]", "sweep.mbs=[2]"],
+        ["model=llama3-8b", "profile=nanotron", "kernel.compile=[true,false]", "sweep.cp=[1]", "sweep.pp=[1,2]",
+            "sweep.mbs=[2]"],
         # A single micro-batch accumulates no gradients, so it may need less memory than two smaller ones.
         ["model=qwen3-32b", "sweep.gbs=16", "sweep.tp=[1]", "sweep.cp=[1]", "sweep.mbs=[1,2]"],
         ["model=llama3-70b", "hardware=h200x8", "sweep.nodes=[2]", "sweep.gbs=64", "sweep.seq_len=512", "sweep.pp=[2]",
          "sweep.cp=[1]", "sweep.tp=[8]", "sweep.mbs=[1,3,8]", "kernel.precision=fp8"],
-        ["model=qwen3-30b-a3b", "hardware=l40s-x8", "sweep.nodes=[2]", "sweep.gbs=16", "sweep.pp=[2,4]", "sweep.cp=[1,2]",
+        ["model=qwen3-30b-a3b", "hardware=l40s-x8", "sweep.nodes=[2]", "sweep.gbs=16", "sweep.pp=[2,4]",
+            "sweep.cp=[1,2]",
          "sweep.tp=[1,8]", "sweep.mbs=[1,3,4]"],
     ],
 )  # fmt: skip
@@ -133,12 +136,15 @@ def test_a_cell_in_which_only_the_reserve_has_no_room_still_names_a_layout():
     ("overrides", "reason"),
     [
         (["model=llama3-70b", "sweep.tp=[8]", "sweep.pp=[1]"], "try sweep.nodes=[2]"),
-        (["model=llama3-8b", "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[0]"], "sweep.zero_stage=[3]"),
+        (["model=llama3-8b", "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[0]"],
+            "sweep.zero_stage=[3]"),
         (["model=mixtral-8x7b", "kernel.precision=fp8"], "expert layers do not support fp8"),
         (["model=qwen3-30b-a3b", "sweep.nodes=[2]", "kernel.precision=fp8"], "expert layers do not support fp8"),
-        (["model=llama3-8b", "sweep.gbs=7", "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]"], "gbs=7 is not divisible by dp*mbs"),
+        (["model=llama3-8b", "sweep.gbs=7", "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]"],
+            "gbs=7 is not divisible by dp*mbs"),
         (["model=llama3-8b", "sweep.seq_len=8191", "kernel.precision=fp8"], "mbs*seq_len/cp=8191: use precision=bf16"),
-        (["model=llama3-8b", "max_p_oom=0"], "P(OOM) of at most max_p_oom=0; the best layout has 8.9e-14: use max_p_oom=0.1"),
+        (["model=llama3-8b", "max_p_oom=0"], "P(OOM) of at most max_p_oom=0; the best layout has 8.9e-14: "
+        "use max_p_oom=0.1"),
         (["model=llama3-8b", "sweep.tp=[16]"], "8 GPUs are not divisible by tp=16"),
     ],
 )  # fmt: skip

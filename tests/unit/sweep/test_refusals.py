@@ -19,8 +19,10 @@ def configured(hardware):
 @pytest.mark.parametrize(
     ("attention", "precision", "cp", "device", "architecture", "reason"),
     [
-        ("auto", "fp64", 2, "cpu", None, None), ("flash", "fp32", 2, "cpu", None, None), ("math", "fp32", 1, "cpu", None, None),
-        ("auto", "bf16", 2, "cuda", None, None), ("cudnn", "bf16", 2, "cuda", None, None), ("auto", "fp32", 1, "cuda", None, None),
+        ("auto", "fp64", 2, "cpu", None, None), ("flash", "fp32", 2, "cpu", None, None),
+        ("math", "fp32", 1, "cpu", None, None),
+        ("auto", "bf16", 2, "cuda", None, None), ("cudnn", "bf16", 2, "cuda", None, None),
+        ("auto", "fp32", 1, "cuda", None, None),
         ("cudnn", "bf16", 1, "cpu", None, "attention=cudnn needs an NVIDIA GPU; on CPUs use auto, flash or math"),
         ("flash3", "bf16", 1, "cpu", None, "attention=flash3 needs an NVIDIA GPU; on CPUs use auto, flash or math"),
         ("math", "bf16", 2, "cuda", None, "attention=math cannot combine the chunks of cp=2"),
@@ -29,7 +31,8 @@ def configured(hardware):
         ("auto", "bf16", 2, "cuda", "sm_90", "use math and cp=1"),
         ("flash", "fp8", 2, "cuda", None, None), ("auto", "fp8", 2, "cuda", "sm_90", "use math and cp=1"),
         ("flash3", "bf16", 2, "cuda", "sm_70", "needs sm_90; H100-SXM is sm_70, head_dim=264: use math and cp=1"),
-        ("auto", "bf16", 2, "cuda", "sm_70", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: use math and cp=1"),
+        ("auto", "bf16", 2, "cuda", "sm_70", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: "
+        "use math and cp=1"),
     ],
 )  # fmt: skip
 def test_attention_that_a_device_or_a_ring_lacks_is_refused(
@@ -46,14 +49,17 @@ def test_attention_that_a_device_or_a_ring_lacks_is_refused(
 @pytest.mark.parametrize(
     ("layout", "changes", "architecture", "reason"),
     [
-        ({"tp": 2}, {}, "sm_90", None), ({"tp": 2}, {}, "sm_89", None), ({"tp": 2}, {}, "gfx942", None), ({"cp": 2}, {}, None, None),
+        ({"tp": 2}, {}, "sm_90", None), ({"tp": 2}, {}, "sm_89", None), ({"tp": 2}, {}, "gfx942", None),
+        ({"cp": 2}, {}, None, None),
         ({}, {}, "sm_80", "needs sm_89 or newer, or gfx942, gfx950 or gfx12; H100-SXM is sm_80: use precision=bf16"),
         ({}, {}, "gfx90a", "H100-SXM is gfx90a: use precision=bf16"),
         ({"tp": 4}, {}, "sm_90", None),  # each rank has a key/value head, which another one has, too
         ({"tp": 4}, {"num_key_value_heads": 4, "head_dim": 8, "num_attention_heads": 8}, "sm_90",
          "sizes that are multiples of 16; num_key_value_heads*head_dim/tp=8: use precision=bf16"),
-        ({"tp": 4}, {"head_dim": 8, "num_attention_heads": 8}, "sm_90", "multiples of 16; head_dim=8: use precision=bf16"),
-        ({"tp": 2}, {"intermediate_size": 144}, "sm_90", "multiples of 16; intermediate_size/tp=72: use precision=bf16"),
+        ({"tp": 4}, {"head_dim": 8, "num_attention_heads": 8}, "sm_90",
+            "multiples of 16; head_dim=8: use precision=bf16"),
+        ({"tp": 2}, {"intermediate_size": 144}, "sm_90", "multiples of 16; intermediate_size/tp=72: "
+        "use precision=bf16"),
         ({}, {"hidden_size": 72, "head_dim": 16}, "sm_90", "multiples of 16; hidden_size=72: use precision=bf16"),
         ({"cp": 4}, {"num_key_value_heads": 4}, "sm_90", "multiples of 16; mbs*seq_len/cp=8: use precision=bf16"),
         ({"cp": 4, "mbs": 2}, {"num_key_value_heads": 4}, "sm_90", None),
@@ -68,7 +74,8 @@ def test_products_that_fp8_lacks_are_refused(layout, changes, architecture, reas
     )  # fmt: skip
     seq_len = 32 if layout.get("cp") == 4 else 64
     refusals = [
-        refusal(KernelConfig(name="embedded", precision=precision), Layout(dp=1, **layout), shape, seq_len, "cuda", hardware)
+        refusal(KernelConfig(name="embedded", precision=precision), Layout(dp=1, **layout), shape, seq_len, "cuda",
+            hardware)
         for precision in ("fp8", "bf16")
     ]  # fmt: skip
     assert (refusals[0] is None) == (reason is None)

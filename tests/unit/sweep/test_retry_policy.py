@@ -56,11 +56,13 @@ HERE, THERE, FAR = (result(fingerprint="f", hosts=(host,)) for host in "abc")
     ("results", "share", "retried"),
     [
         # A known cause counts instead of the status.
-        ([KILLED], 1.0, True), ([KILLED, KILLED], 1.0, False), ([result("crash", ("a", "b"), cause="assertion")], 1.0, False),
+        ([KILLED], 1.0, True), ([KILLED, KILLED], 1.0, False),
+        ([result("crash", ("a", "b"), cause="assertion")], 1.0, False),
         ([result("invalid", cause="wrong_gpu")], 1.0, True),
         ([result("invalid", cause="unmeasured")], 1.0, False),  # it reports none again
         # The same failure on other nodes is deterministic.
-        ([HERE, HERE], 1.0, True), ([HERE, THERE, FAR], 1.0, False), ([HERE, replace(THERE, fingerprint="g")], 1.0, True),
+        ([HERE, HERE], 1.0, True), ([HERE, THERE, FAR], 1.0, False),
+        ([HERE, replace(THERE, fingerprint="g")], 1.0, True),
         # An OOM is an answer when it is confirmed and predicted.
         ([SURE], 0.9, False), ([SURE], 0.8, True), ([result("oom")], 0.9, True), ([SURE, SURE], 0.1, False),
     ],
@@ -118,7 +120,8 @@ def test_what_happened_before_this_launch_and_was_not_its_fault_is_forgotten():
 
 
 ENDS_ON_A_HOST = {
-    "silent": {"status": "node_fail", "cause": "agent_gone"}, "hang": {"status": "hang"}, "comm": {"status": "comm_error"},
+    "silent": {"status": "node_fail", "cause": "agent_gone"}, "hang": {"status": "hang"},
+    "comm": {"status": "comm_error"},
     "killed": {"status": "crash", "cause": "killed"}, "ecc": {"status": "node_fail", "cause": "ecc_error"},
     "ok": {"status": "ok"},
 }  # fmt: skip

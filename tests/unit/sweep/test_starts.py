@@ -102,5 +102,6 @@ def test_the_reason_names_the_variant_its_nodes_and_what_its_latest_job_said():
         state.attempts[key] = AttemptState(key=key, allocation=name, result=result)
     [reason] = starts_of(state, LAUNCH).unstartable(JobLimits(max_jobs=1)).values()
     assert reason == (
-        "container=b: 3 jobs in a row ran nothing on gpu01,gpu02,gpu03, while those of other variants did (FATAL: no image)"
+        "container=b: 3 jobs in a row ran nothing on gpu01,gpu02,gpu03, while those of other variants "
+        "did (FATAL: no image)"
     )

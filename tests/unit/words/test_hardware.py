@@ -43,7 +43,8 @@ RATES = {
     "b200x8": (2.25e15, 178.4, 900e9), "gb200x4": (2.5e15, 184.3, 900e9), "l40s-x8": (362.05e12, 44.5, 32e9),
     "mi300x-x8": (1307.4e12, 192, 448e9),
 }  # fmt: skip
-"""Of one GPU the dense bf16 products in FLOP/s and the links in bytes/s of the data sheets, and the GiB that torch reports."""
+"""Of one GPU the dense bf16 products in FLOP/s and the links in bytes/s of the data sheets,
+and the GiB that torch reports."""
 
 
 @pytest.mark.parametrize("name", [name for name in files("hardware") if name != "cpu"])
@@ -119,7 +120,8 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("{bf16: 1.0e14}", "{}"), "lacks peak_flops_per_s or reported_as"),
         (("[ACME Toaster 9000]", "[]"), "lacks peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks the key mem_bytes"),
-        (("mem_bytes: 24000000000", "mem_bytes: 24XB"), "hardware.mem_bytes='24XB' is not a number of bytes, such as 80000000000, 80GB or 80GiB"),
+        (("mem_bytes: 24000000000", "mem_bytes: 24XB"), "hardware.mem_bytes='24XB' is not a number of bytes, "
+        "such as 80000000000, 80GB or 80GiB"),
         (("3.2e10", "450"), "link_bytes_per_s=450; must be 1e8 to 1e14 bytes per second, such as 4.5e11"),
         (("node_link_bytes_per_s: 1.0e10", "node_link_bytes_per_s: 50"), "node_link_bytes_per_s=50; must be 1e8"),
         (("1.0e12", "4.0"), "hbm_bytes_per_s=4.0; must be 1e9 to 1e15 bytes per second"),
@@ -127,7 +129,8 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("24000000000", "96"), "mem_bytes=96; must be 268,435,456 to 17,592,186,044,416 bytes, such as 8"),
         (("gpu: ", "architecture: hopper\ngpu: "), "architecture='hopper'; must be a GPU architecture, such as sm_90"),
         (("gpu: ", "power_limit_w: 500.0\ngpu: "), "power_limit_w=500 without rated_power_w; add rated_power_w"),
-        (("gpu: ", "rated_power_w: 700.0\npower_limit_w: 9000.0\ngpu: "), "power_limit_w=9000 above rated_power_w=700; give"),
+        (("gpu: ", "rated_power_w: 700.0\npower_limit_w: 9000.0\ngpu: "),
+            "power_limit_w=9000 above rated_power_w=700; give"),
         (("gpu: ", "device: tpu\ngpu: "), "hardware.device='tpu'; must be cuda or cpu"),
     ],
 )  # fmt: skip

@@ -45,10 +45,12 @@ def test_a_folder_and_files_change_the_digest_only_where_they_are_set(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, f"kernel.files has the name '{name}'; a name is a path below the folder of the files, without a leading")
+        *((name, f"kernel.files has the name '{name}'; a name is a path below the folder of the files, "
+        "without a leading")
           for name in ("/etc/a.json", "../a", "a/../b", "./a", "a/", "a//b", ".", "")),
         ("x" * 256, "kernel.files has a name of 256 bytes, 'xxxxxxxxxxxxxxxxxxxx'...; Linux takes at most 255"),
-        ("conf", "kernel.files has conf and conf/b.json, so that conf would be a file and a folder; rename one of them"),
+        ("conf", "kernel.files has conf and conf/b.json, so that conf would be a file and a folder; "
+        "rename one of them"),
     ],
 )  # fmt: skip
 def test_a_name_of_a_file_stays_in_its_folder(name, message):
@@ -74,7 +76,8 @@ def test_only_what_starts_ranks_changes_the_digest_of_a_command():
     ("option", "line"),
     [
         ("rank_order=[tp,cp,ppp,dp]", "unknown degree in kernel.rank_order 'ppp'; did you mean pp?"),
-        ("rank_order=[tp,pp]", "kernel.rank_order=[tp,pp]; it must name each of tp, cp, dp, pp once, first the one in which neighb"),
+        ("rank_order=[tp,pp]", "kernel.rank_order=[tp,pp]; it must name each of tp, cp, dp, pp once, "
+        "first the one in which neighb"),
         ("launch_per=nodes", "kernel.launch_per='nodes'; must be rank or node; did you mean node?"),
         ("step_rank=last", "kernel.step_rank='last'; must be the number of a rank, any or last_stage"),
         ("step_rank=-2", "kernel.step_rank=-2; must be the number of a rank, -1 (the last rank), any or last_stage"),

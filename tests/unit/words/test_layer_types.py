@@ -18,8 +18,13 @@ from ultrabench.sweep.config.checkpoint import shape_of
 
 TOKENS = 64
 LATENT_SIZES = {
-    "num_attention_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
-}  # fmt: skip
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 
 
 @pytest.mark.parametrize(
@@ -27,8 +32,10 @@ LATENT_SIZES = {
     [
         ("deepseek_v3", {**LATENT, "head_dim": None}), ("deepseek_v32", {**LATENT, **INDEX, "index_topk": TOKENS}),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}), ("gemma3_text", {}),
-        ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size_mlp": 112, "interleave_moe_layer_step": 2}),
-        ("olmo3", {}), ("nemotron_h", {**STATES, "layers_block_type": ["full_attention", "mlp", "moe"], "moe_latent_size": 32}),
+        ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size_mlp": 112,
+            "interleave_moe_layer_step": 2}),
+        ("olmo3", {}), ("nemotron_h", {**STATES, "layers_block_type": ["full_attention", "mlp", "moe"],
+            "moe_latent_size": 32}),
     ],
 )  # fmt: skip
 def test_forward_of_transformers_has_the_flops_of_its_types(model_type, words):
@@ -82,7 +89,8 @@ def test_the_delta_rule_has_the_flops_of_its_loop():
     """Gated delta rule, arXiv 2412.06464, equation 10, for one head of each value head."""
     num_heads, key_dim, value_dim, kernel = 3, 64, 96, 4
     linear = Linear(
-        linear_num_key_heads=3, linear_num_value_heads=num_heads, linear_key_head_dim=key_dim, linear_value_head_dim=value_dim,
+        linear_num_key_heads=3, linear_num_value_heads=num_heads, linear_key_head_dim=key_dim,
+        linear_value_head_dim=value_dim,
         linear_conv_kernel_dim=kernel,
     )  # fmt: skip
     q, k, v = (torch.randn(num_heads, width) for width in (key_dim, key_dim, value_dim))
@@ -129,7 +137,8 @@ GROUPED = GroupedQuery(num_attention_heads=4, num_key_value_heads=2, head_dim=16
 def test_the_formula_masked_counts_the_pairs_of_the_mask(size):
     cases = [
         (replace(GROUPED, sliding_window=size), mean_positions(lambda token, position: token - position < size)),
-        (replace(GROUPED, attention_chunk_size=size), mean_positions(lambda token, position: token // size == position // size)),
+        (replace(GROUPED, attention_chunk_size=size), mean_positions(lambda token,
+            position: token // size == position // size)),
         (GROUPED, mean_positions(lambda token, position: True)),
     ]  # fmt: skip
     for attention, expected in cases:

@@ -1,4 +1,6 @@
-"""Lines of a log end at line feeds and carriage returns, have no codes of terminals, and keep the time of their arrival."""
+"""Lines of a log end at line feeds and carriage returns, have no codes of terminals,
+and keep the time of their arrival.
+"""
 
 import time
 
@@ -10,8 +12,10 @@ from ultrabench.log_lines import LogLines, clock_time, split_log, without_escape
 @pytest.mark.parametrize(
     "text",
     [
-        "\x1b[32mstep:  1\x1b[39m", "\x1b[1;38;5;208mstep:  1\x1b[0m", "\x1b[38:2::1:2:3mstep:  1\x1b[m", "step:  1\x1b[K", "\x1b[Astep:  1",
-        "\x1b]0;title\x07step:  1", "\x1b]8;;http://x\x1b\\step:  1\x1b]8;;\x1b\\", "\x1b(Bstep:  1", "\x1b7step:  1\x1b8", "\x1b[?25lstep:  1\x08",
+        "\x1b[32mstep:  1\x1b[39m", "\x1b[1;38;5;208mstep:  1\x1b[0m", "\x1b[38:2::1:2:3mstep:  1\x1b[m",
+        "step:  1\x1b[K", "\x1b[Astep:  1",
+        "\x1b]0;title\x07step:  1", "\x1b]8;;http://x\x1b\\step:  1\x1b]8;;\x1b\\", "\x1b(Bstep:  1",
+        "\x1b7step:  1\x1b8", "\x1b[?25lstep:  1\x08",
     ],
 )  # fmt: skip
 def test_codes_of_terminals_are_no_text(text):
@@ -28,7 +32,8 @@ def test_a_carriage_return_ends_a_line():
 @pytest.mark.parametrize(
     ("text", "seconds", "resolution_s"),
     [
-        ("[titan] 2026-11-21 16:03:54,469 - root", 54.469, 0.001), ("2026-11-21T16:03:54Z", 54.0, 1.0), ("2026/11/21 16:03:54.5", 54.5, 0.1),
+        ("[titan] 2026-11-21 16:03:54,469 - root", 54.469, 0.001), ("2026-11-21T16:03:54Z", 54.0, 1.0),
+        ("2026/11/21 16:03:54.5", 54.5, 0.1),
     ],
 )  # fmt: skip
 def test_the_clock_of_a_line(text, seconds, resolution_s):

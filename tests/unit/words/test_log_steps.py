@@ -33,12 +33,15 @@ def read(pattern, log):
 
 BAR = r"(?P<seconds>[\d.]+)s/it"
 TRAINER = (
-    "\r  0%|          | 0/30 [00:00<?, ?it/s]\r  3%|# | 1/30 [00:01<00:30,  1.05s/it]\r          \r\r{'loss': 10.5, 'epoch': 0.1}\n"
-    "\r  3%|# | 1/30 [00:01<00:30,  1.05s/it]\r  7%|# | 2/30 [00:02<00:29,  1.04s/it]\x1b[A\r{'loss': 10.1, 'epoch': 0.2}\n"
+    "\r  0%|          | 0/30 [00:00<?, ?it/s]\r  3%|# | 1/30 [00:01<00:30, "
+    " 1.05s/it]\r          \r\r{'loss': 10.5, 'epoch': 0.1}\n"
+    "\r  3%|# | 1/30 [00:01<00:30,  1.05s/it]\r  7%|# | 2/30 [00:02<00:29,  1.04s/it]\x1b[A\r{'loss': "
+    "10.1, 'epoch': 0.2}\n"
     "\r  7%|# | 2/30 [00:02<00:29,  1.04s/it]\r 10%|# | 3/30 [00:03<00:29,  1.03s/it]\n"
 )
 MEGATRON = "".join(
-    f" [2024-05-01 10:00:{n:02}] iteration {n:8}/ 100 | elapsed time per iteration (ms): 1000.{n} | lm loss: 2.{n}E+00 |\n"
+    f" [2024-05-01 10:00:{n:02}] iteration {n:8}/ 100 | elapsed time per iteration (ms): "
+    f"1000.{n} | lm loss: 2.{n}E+00 |\n"
     for n in (10, 20, 30)
 )
 RANKS = "".join(f"[rank{rank}]: step {n} time 0.4{rank} s\n" for n in (1, 2, 3) for rank in (0, 1))
@@ -49,20 +52,28 @@ EPOCHS = "".join(f"epoch {epoch} step {n} time 0.5 s\n" for epoch in (1, 2) for 
     ("pattern", "log", "seconds"),
     [
         (r"\(ms\): (?P<milliseconds>[\d.]+)", "\x1b[32m\x1b[1m(ms)\x1b[0m: 500.5\x1b[0m\n", [0.5005]),  # codes inside
-        (r"step: +\d+ .*took (?P<seconds>\S+)", "step:  1 \x1b[34mtook 0.5\x1b[0m\nstep:  2 took \x1b[1m0.6\x1b[0m", [0.5, 0.6]),
+        (r"step: +\d+ .*took (?P<seconds>\S+)", "step:  1 \x1b[34mtook 0.5\x1b[0m\nstep:  2 took \x1b[1m0.6\x1b[0m",
+            [0.5, 0.6]),
         (BAR, TRAINER, [1.05, 1.04, 1.03]),
-        (BAR, "\r1/2 [00:01<00:01, 0.41s/it]\r1/2 [00:02<00:01, 0.45s/it, loss=3]\r2/2 [00:03<00:00, 0.41s/it]", [0.41, 0.41]),
-        (BAR, "Epoch 0:  33%|#| 1/3 [00:00<00:00,  0.29s/it, v_num=0]\rEpoch 0:  66%|#| 2/3 [00:00<00:00,  0.29s/it, v_num=0]\r", [0.29, 0.29]),
-        (BAR, "1/2 [00:01, 0.4s/it]\r2/2 [00:01, 0.4s/it]\n1/2 [00:01, 0.4s/it]\r1/2 [00:01, 0.4s/it, loss=2]\r2/2 [00:01, 0.4s/it]", [0.4] * 4),
+        (BAR, "\r1/2 [00:01<00:01, 0.41s/it]\r1/2 [00:02<00:01, 0.45s/it, loss=3]\r2/2 [00:03<00:00, 0.41s/it]",
+            [0.41, 0.41]),
+        (BAR, "Epoch 0:  33%|#| 1/3 [00:00<00:00,  0.29s/it, v_num=0]\rEpoch 0:  66%|#| 2/3 [00:00<00:00, "
+        " 0.29s/it, v_num=0]\r", [0.29, 0.29]),
+        (BAR, "1/2 [00:01, 0.4s/it]\r2/2 [00:01, 0.4s/it]\n1/2 [00:01, 0.4s/it]\r1/2 [00:01, 0.4s/it, "
+        "loss=2]\r2/2 [00:01, 0.4s/it]", [0.4] * 4),
         (r"step (?P<step>\d+) time (?P<seconds>\S+)", RANKS, [0.4, 0.4, 0.4]),
         (r"step (?P<step>\d+) time (?P<seconds>\S+)", EPOCHS, [0.5] * 8),
         (r"iteration +(?P<step>\d+).*\(ms\): (?P<milliseconds>\S+)", MEGATRON, [1.0001, 1.00020, 1.0003]),
-        (r"step (?P<step>\d+) time (?P<seconds>\S+)", "step 10 time 4.1 s\nstep 20 time 4.2 s\nstep 30 time 4.0 s", [0.41, 0.42, 0.4]),
-        (r"step (?P<step>\d+) time (?P<seconds>\S+)", "step 1 time 0.4 s\nstep 2 time 0.4 s\nstep 4 time 0.4 s\nstep 5 time 0.4 s", [0.4] * 4),
+        (r"step (?P<step>\d+) time (?P<seconds>\S+)", "step 10 time 4.1 s\nstep 20 time 4.2 s\nstep 30 time 4.0 s",
+            [0.41, 0.42, 0.4]),
+        (r"step (?P<step>\d+) time (?P<seconds>\S+)", "step 1 time 0.4 s\nstep 2 time 0.4 s\nstep 4 time 0.4 "
+        "s\nstep 5 time 0.4 s", [0.4] * 4),
         (r"step (?P<step>\d+) step_time (?P<seconds>\S+)", "step 5 step_time 0.4\nstep 10 step_time 0.4", [0.4, 0.4]),
-        (r"(?P<seconds>\S+) s/step", "0: 0.50 s/step\n1: 0.50 s/step\n0: 0.51 s/step\n1: 0.51 s/step\n", [0.5, 0.51]),  # srun --label
+        # srun --label
+        (r"(?P<seconds>\S+) s/step", "0: 0.50 s/step\n1: 0.50 s/step\n0: 0.51 s/step\n1: 0.51 s/step\n", [0.5, 0.51]),
         (r"took (?P<seconds>\S+) s", "took 0.5 s\ntook 0.5 s\n", [0.5, 0.5]),
-        (r"time (?P<seconds>[\d.,]+) s loss (?P<loss>[\d.,]+)", "time 2,25 s loss 3,141\ntime 0,750 s loss 3,125\n", [2.25, 0.75]),
+        (r"time (?P<seconds>[\d.,]+) s loss (?P<loss>[\d.,]+)", "time 2,25 s loss 3,141\ntime 0,750 s loss 3,125\n",
+            [2.25, 0.75]),
         (r"time (?P<seconds>[\d.,]+) s", "time 2,25 s\ntime 1,125 s\n", [2.25, 1.125]),
         (r"time (?P<seconds>[\d.,]+) s", "loss 2.71 time 1,125 s\nloss 2.72 time 1,126 s\n", [1125, 1126]),
         (r"in (?P<milliseconds>[\d.,]+) ms", "in 1.234,5 ms\nin 987,5 ms\n", [1.2345, 0.9875]),
@@ -76,14 +87,20 @@ def test_the_times_of_steps(pattern, log, seconds):
 @pytest.mark.parametrize(
     ("pattern", "log", "losses"),
     [
-        (r"time (?P<seconds>\S+) loss (?P<loss>\S+)", "time 0.4 loss 3.0\ntime 0.5 loss nan.0\ntime 0.6 loss N/A\ntime 0.7 loss inf", [3.0, math.nan, math.nan, math.inf]),
-        (r"time (?P<seconds>\S+)(?: loss (?P<loss>\S+))?", "time 0.4 loss 3.0\ntime 0.5\ntime 0.6 loss --", [3.0, None, math.nan]),
-        (r"loss=(?P<loss>[^ ,}]+).* (?P<seconds>\S+) s", "loss=None, 0.5 s\nloss=tensor(2.5), 0.6 s", [math.nan, math.nan]),
+        (r"time (?P<seconds>\S+) loss (?P<loss>\S+)", "time 0.4 loss 3.0\ntime 0.5 loss nan.0\ntime 0.6 loss "
+        "N/A\ntime 0.7 loss inf", [3.0, math.nan, math.nan, math.inf]),
+        (r"time (?P<seconds>\S+)(?: loss (?P<loss>\S+))?", "time 0.4 loss 3.0\ntime 0.5\ntime 0.6 loss --",
+            [3.0, None, math.nan]),
+        (r"loss=(?P<loss>[^ ,}]+).* (?P<seconds>\S+) s", "loss=None, 0.5 s\nloss=tensor(2.5), 0.6 s",
+            [math.nan, math.nan]),
         (r"time (?P<seconds>\S+) loss (?P<loss>\S*)", "time 0.4 loss \ntime 0.5 loss 3.125", [None, 3.125]),
         # Groups that want digits, with the loss optional or not, and in a set of brackets.
-        (r"time (?P<seconds>[\d.]+)( loss (?P<loss>[\d.]+))?", "time 0.4 loss 3.0\ntime 0.5 loss nan\ntime 0.6 loss -inf", [3.0, math.nan, -math.inf]),
-        (r"time (?P<seconds>[\d.]+) loss (?P<loss>[\d.]+)", "time 0.4 loss 3.0\ntime 0.5 loss NaN,\ntime 0.6 loss N/A", [3.0, math.nan, math.nan]),
-        (r"loss (?P<loss>\d+[.\])]\d+) time (?P<seconds>[\d.]+)", "loss 3.0 time 0.4\nloss nan time 0.5", [3.0, math.nan]),
+        (r"time (?P<seconds>[\d.]+)( loss (?P<loss>[\d.]+))?",
+            "time 0.4 loss 3.0\ntime 0.5 loss nan\ntime 0.6 loss -inf", [3.0, math.nan, -math.inf]),
+        (r"time (?P<seconds>[\d.]+) loss (?P<loss>[\d.]+)", "time 0.4 loss 3.0\ntime 0.5 loss NaN,\ntime 0.6 loss N/A",
+            [3.0, math.nan, math.nan]),
+        (r"loss (?P<loss>\d+[.\])]\d+) time (?P<seconds>[\d.]+)", "loss 3.0 time 0.4\nloss nan time 0.5",
+            [3.0, math.nan]),
         (r"loss (?P<loss>[\d.]+) time (?P<seconds>[\d.]+)", "loss 3.0 time 0.4\nloss of validation time 0.5", [3.0]),
     ],
 )  # fmt: skip
@@ -96,13 +113,16 @@ def test_a_loss_that_cannot_be_read_is_nan_and_keeps_its_step(pattern, log, loss
 @pytest.mark.parametrize(
     ("pattern", "log", "reason"),
     [
-        (r"(?P<seconds>[\d.]+)it/s", "2.1it/s", "the unit of '2.1' is step/s, which the group seconds does not read; use the group (?P<steps_per_s>...)"),
+        (r"(?P<seconds>[\d.]+)it/s", "2.1it/s", "the unit of '2.1' is step/s, which the group seconds does not "
+        "read; use the group (?P<steps_per_s>...)"),
         (r"(?P<seconds>[\d.]+) steps per second", "12.5 steps per second", "use the group (?P<steps_per_s>...)"),
-        (r"time (?P<seconds>[\d.]+)", "time 123.45ms, mfu 12.3%", "is ms, which the group seconds does not read; use the group (?P<milliseconds>...)"),
+        (r"time (?P<seconds>[\d.]+)", "time 123.45ms, mfu 12.3%",
+            "is ms, which the group seconds does not read; use the group (?P<milliseconds>...)"),
         (r"time (?P<milliseconds>[\d.]+)", "time 0.41 s", "use the group (?P<seconds>...)"),
         (r"(?P<seconds>[\d.]+),", "CurrSamplesPerSec=12.4, MemAllocated=1.0GB", "use the group (?P<samples_per_s>...)"),
         (r"(?P<tokens_per_s>[\d.]+) tok", "12.4 tok/s/gpu", "use the group (?P<tokens_per_s_per_gpu>...)"),
-        (r"(?P<samples_per_s>[\d.]+)", "345.6 tokens/s", "use the group (?P<tokens_per_s>...) or (?P<tokens_per_s_per_gpu>...)"),
+        (r"(?P<samples_per_s>[\d.]+)", "345.6 tokens/s", "use the group (?P<tokens_per_s>...) or "
+        "(?P<tokens_per_s_per_gpu>...)"),
         # Durations of several parts, minutes, and suffixes behind a space.
         (r"time (?P<seconds>[\d.]+)", "time 1m02s", "only a part of '1m02s'"),
         (r"time: (?P<seconds>[\d.]+)", "time: 1 m 2 s", "only a part of '1 m 2 s'"),
@@ -114,10 +134,13 @@ def test_a_loss_that_cannot_be_read_is_nan_and_keeps_its_step(pattern, log, loss
         (r"tgs (?P<tokens_per_s>[\d.]+)", "loss 3 tgs 9000", "use the group (?P<tokens_per_s_per_gpu>...)"),
         (r"ms/step (?P<seconds>[\d.]+)", "ms/step 250.5", "use the group (?P<milliseconds>...)"),
         (r"(?P<seconds>[\d.]+)", "0.5 s/sample", "no group reads it"),
-        (r"time (?P<seconds>[\d.]+)", "time 1,53 s", "the group seconds matches '1', which is only a part of '1,53'; let it match the whole"),
+        (r"time (?P<seconds>[\d.]+)", "time 1,53 s", "the group seconds matches '1', "
+        "which is only a part of '1,53'; let it match the whole"),
         (r"time (?P<milliseconds>[\d.]+)", "time 4.71K", "matches '4.71', which is only a part of '4.71K'"),
-        (r"loss (?P<loss>[\d.]+).*time (?P<seconds>[\d.]+)", "loss 2.5E-01 time 0.4", "the group loss matches '2.5', which is only a part of '2.5E-01'"),
-        (r"time (?P<seconds>[\d.,]+) s", "time 1,530 s", "'1,530' may be 1.53 or 1530, and nothing else in the line shows which"),
+        (r"loss (?P<loss>[\d.]+).*time (?P<seconds>[\d.]+)", "loss 2.5E-01 time 0.4",
+            "the group loss matches '2.5', which is only a part of '2.5E-01'"),
+        (r"time (?P<seconds>[\d.,]+) s", "time 1,530 s", "'1,530' may be 1.53 or 1530, "
+        "and nothing else in the line shows which"),
     ],
 )  # fmt: skip
 def test_a_number_of_another_quantity_is_misread_not_taken(pattern, log, reason):
@@ -129,7 +152,8 @@ def test_a_number_of_another_quantity_is_misread_not_taken(pattern, log, reason)
 @pytest.mark.parametrize(
     ("values", "seconds"),
     [
-        ({"seconds": 0.5}, 0.5), ({"steps_per_s": 4.0}, 0.25), ({"samples_per_s": 16.0}, 0.5), ({"tokens_per_s": 4096.0}, 2.0),
+        ({"seconds": 0.5}, 0.5), ({"steps_per_s": 4.0}, 0.25), ({"samples_per_s": 16.0}, 0.5),
+        ({"tokens_per_s": 4096.0}, 2.0),
         ({"tokens_per_s_per_gpu": 4096.0}, 0.5), ({"loss": 1.0}, None),
     ],
 )  # fmt: skip
@@ -141,10 +165,12 @@ def test_a_rate_gives_the_time_of_a_step(values, seconds):
     ("pattern", "log", "lines_per_step"),
     [
         (r"time (?P<milliseconds>\S+) ms", "".join(f"iter {n} step {n // 4} time 500.{n} ms\n" for n in range(8)), 4),
-        (r"step (?P<step>\d+) .*time (?P<seconds>\S+)", "".join(f"step {n // 3} mb {n % 3} time 0.{51 + n} s\n" for n in range(9)), 3),
+        (r"step (?P<step>\d+) .*time (?P<seconds>\S+)", "".join(f"step {n // 3} mb {n % 3} time "
+        f"0.{51 + n} s\n" for n in range(9)), 3),
         (r"dt (?P<seconds>\S+)", "".join(f"global_step={n // 2} micro={n} dt 0.5\n" for n in range(8)), 2),
         (r"dt (?P<seconds>\S+)", "".join(f"micro-batch {n % 4 + 1}/4 dt 0.5{n}\n" for n in range(12)), 4),
-        (r"Per=(?P<samples_per_s>\S+)", "".join(f"micro_step={8 * n}/global_step={n}, Per=12.{n}\n" for n in range(1, 9)), 1),
+        (r"Per=(?P<samples_per_s>\S+)", "".join(f"micro_step={8 * n}/global_step={n}, Per=12.{n}\n" for n in range(1,
+            9)), 1),
         (r"dt (?P<seconds>\S+)", "".join(f"max step 100 | step {n} | dt 0.5\n" for n in range(8)), 1),
         (BAR, TRAINER, 1), (r"step (?P<step>\d+) time (?P<seconds>\S+)", RANKS, 1),
     ],
@@ -263,14 +289,19 @@ def logged(times_s, seconds, num_together=1):
 @pytest.mark.parametrize(
     ("times_s", "seconds", "facts", "codes"),
     [
-        (range(8), 1.0, {}, []), (range(8), 0.25, {"gas": 4}, ["micro_batches"]), (range(8), 0.25, {"gas": 1}, ["log_pace"]),
-        (range(8), 0.1, {"gas": 4}, ["log_pace"]), (range(8), 153.0, {"gas": 4}, ["log_pace"]), (range(8), 0.8, {"gas": 2}, []),
+        (range(8), 1.0, {}, []), (range(8), 0.25, {"gas": 4}, ["micro_batches"]),
+        (range(8), 0.25, {"gas": 1}, ["log_pace"]),
+        (range(8), 0.1, {"gas": 4}, ["log_pace"]), (range(8), 153.0, {"gas": 4}, ["log_pace"]),
+        (range(8), 0.8, {"gas": 2}, []),
         ([0] * 8, 0.25, {"gas": 4}, []),  # all lines arrived together, so that their distance says nothing
         ([*range(7), 60], 1.0, {}, []),  # a pause for a checkpoint
-        (range(8), 1.0, {"gas": 4, "num_steps_asked": 2}, ["micro_batches"]), (range(8), 1.0, {"gas": 4, "num_steps_asked": 8}, []),
-        (range(8), 1.0, {"gas": 1, "num_steps_asked": 2}, []), (range(8), 1.0, {"lines_per_step": 4.0}, ["micro_batches"]),
+        (range(8), 1.0, {"gas": 4, "num_steps_asked": 2}, ["micro_batches"]),
+        (range(8), 1.0, {"gas": 4, "num_steps_asked": 8}, []),
+        (range(8), 1.0, {"gas": 1, "num_steps_asked": 2}, []),
+        (range(8), 1.0, {"lines_per_step": 4.0}, ["micro_batches"]),
         (range(8), 1.0, {"uncounted_stride": 4}, ["strided_lines"]), (range(8), 0.25, {"uncounted_stride": 4}, []),
-        (range(2), 1.0, {"uncounted_stride": 4}, ["strided_lines"]), (range(8), 1.0, {"num_parts": 2}, ["part_of_step"]),
+        (range(2), 1.0, {"uncounted_stride": 4}, ["strided_lines"]),
+        (range(8), 1.0, {"num_parts": 2}, ["part_of_step"]),
         (range(2), 1.0, {"uncounted_stride": 4, "are_of_one_step": True}, []),
         (range(8), 1.0, {"num_unread": 1}, []), (range(8), 1.0, {"num_unread": 10}, ["unread_lines"]),
     ],
@@ -298,7 +329,8 @@ def test_the_pace_needs_lines_that_are_apart():
 @pytest.mark.parametrize(
     ("times_s", "growth_s"),
     [
-        ([10.1, 20.2, 30.2, 40.3, 50.4], 10.1), ([100, 101, 102, 103.1, 110, 121], None), ([0.5, 0.5001, 0.5002, 0.5003, 0.5004], None),
+        ([10.1, 20.2, 30.2, 40.3, 50.4], 10.1), ([100, 101, 102, 103.1, 110, 121], None),
+        ([0.5, 0.5001, 0.5002, 0.5003, 0.5004], None),
         ([20 + n for n in range(6)], 1), ([1, 2, 3], None), ([5, 1, 1, 1, 1], None),
     ],
 )  # fmt: skip

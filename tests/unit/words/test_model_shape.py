@@ -27,21 +27,25 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560, "olmoe-1b-7b": 6_919_161_856,
     "glm4.5-air": 106_852_245_504, "gemma3-27b": 27_009_346_304,
 }  # fmt: skip
-# Billions of parameters in reports and model cards, which round them: DeepSeek-V3 (arXiv 2412.19437) has 671 without its module
-# for more tokens, Kimi K2 (2507.20534) 1.04 T in its report and 1.026 T in its files, gpt-oss (2508.10925) 20.9 and 116.8. Llama 4
-# Scout has 109 with its part for images.
+# Billions of parameters in reports and model cards, which round them: DeepSeek-V3 (arXiv 2412.19437) has 671 without
+# its module for more tokens, Kimi K2 (2507.20534) 1.04 T in its report and 1.026 T in its files, gpt-oss (2508.10925)
+# 20.9 and 116.8. Llama 4 Scout has 109 with its part for images.
 ROUNDED = {
-    "deepseek-v3": 671, "deepseek-v3.2": 671.9, "kimi-k2": 1026, "glm-5": 744, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+    "deepseek-v3": 671, "deepseek-v3.2": 671.9, "kimi-k2": 1026, "glm-5": 744, "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
     "qwen3-next": 80, "qwen3.5-35b-a3b": 35, "llama4-scout": 107.8, "minimax-m2": 229, "nemotron-3": 31.6,
 }  # fmt: skip
-# Active ones, with the embedding, which some reports leave out: 0.93 of 37 in DeepSeek-V3, 0.58 of 3.6 and of 5.1 in gpt-oss.
+# Active ones, with the embedding, which some reports leave out: 0.93 of 37 in DeepSeek-V3, 0.58 of 3.6 and of 5.1 in
+# gpt-oss.
 ROUNDED_ACTIVE = {
-    "deepseek-v3": 37 + 0.5, "deepseek-v3.2": 37 + 1.4, "kimi-k2": 32 + 0.9, "glm-5": 40 + 1.8, "gpt-oss-20b": 3.6 + 0.58,
+    "deepseek-v3": 37 + 0.5, "deepseek-v3.2": 37 + 1.4, "kimi-k2": 32 + 0.9, "glm-5": 40 + 1.8,
+    "gpt-oss-20b": 3.6 + 0.58,
     "gpt-oss-120b": 5.1 + 0.58, "qwen3-next": 3.9, "qwen3.5-35b-a3b": 3.4, "llama4-scout": 17.2, "minimax-m2": 11,
     "nemotron-3": 3.2 + 0.35,
 }  # fmt: skip
-# Active ones in billions as reports have them: Mixtral (mistral.ai/news/mixtral-of-experts), Qwen3 (arXiv 2505.09388) and
-# OLMoE (2409.02060) count the embedding, GLM-4.5 (2508.06471) neither embedding nor lm_head, which have 1.2 together.
+# Active ones in billions as reports have them: Mixtral (mistral.ai/news/mixtral-of-experts), Qwen3 (arXiv 2505.09388)
+# and OLMoE (2409.02060) count the embedding, GLM-4.5 (2508.06471) neither embedding nor lm_head, which have 1.2
+# together.
 ACTIVE = {
     "mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "olmoe-1b-7b": 1.3, "glm4.5-air": 12 + 1.2,
 }  # fmt: skip
@@ -104,7 +108,8 @@ def test_parameters_and_flops_of_published_experts():
     ("words", "line"),
     [
         *(({name: 0}, f"{name}=0; must be 1 to 1,073,741,824") for name in ("vocab_size", "head_dim")),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; must be 1 to 10,000"), ({"sliding_window": 0}, "sliding_window=0; must be >= 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; must be 1 to 10,000"),
+        ({"sliding_window": 0}, "sliding_window=0; must be >= 1"),
         ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=64; change one"),
         ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1; rotary embeddings need an even head_dim"),
         ({"head_dim": 15}, "head_dim=15; rotary embeddings need an even head_dim: choose another"),

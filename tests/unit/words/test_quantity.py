@@ -8,7 +8,8 @@ from ultrabench.quantity import parsed_number
 @pytest.mark.parametrize(
     ("name", "text", "number"),
     [
-        ("hardware.mem_bytes", "80GB", 80e9), ("hardware.mem_bytes", "80 GiB", 80 * 2**30), ("hardware.mem_bytes", "80Gbit", None),
+        ("hardware.mem_bytes", "80GB", 80e9), ("hardware.mem_bytes", "80 GiB", 80 * 2**30),
+        ("hardware.mem_bytes", "80Gbit", None),
         ("hardware.link_bytes_per_s", "400Gbps", 50e9), ("hardware.link_bytes_per_s", "450GB/s", 450e9),
         ("hardware.peak_flops_per_s.bf16", "989T", 989e12), ("hardware.peak_flops_per_s.bf16", "1PFLOP/s", 1e15),
         ("--tokens", "15T", 15e12), ("--tokens", "300B", 300e9), ("launcher.time_minutes", "2h", 120.0),

@@ -52,7 +52,8 @@ def test_a_result_survives_json(result):
     ("spec", "run_id"),
     [
         (SPEC, "d1c7c1d7e97ee094"), (changed("shape", name="another"), "d1c7c1d7e97ee094"),
-        (changed("kernel", attention="math"), "3561c7e50215b378"), (changed("layout", recompute="full"), "f627087a4ba7bde4"),
+        (changed("kernel", attention="math"), "3561c7e50215b378"),
+        (changed("layout", recompute="full"), "f627087a4ba7bde4"),
     ],
 )  # fmt: skip
 def test_ids_stay_those_of_the_results_that_exist(spec, run_id):
@@ -64,7 +65,8 @@ def test_ids_stay_those_of_the_results_that_exist(spec, run_id):
     "other",
     [
         changed("shape", rope_theta=5e5), changed("shape", num_key_value_heads=4), changed("shape", head_dim=32),
-        changed("shape", qk_norm=True), changed("shape", rope_scaling=LONG), changed("shape", tie_word_embeddings=False),
+        changed("shape", qk_norm=True), changed("shape", rope_scaling=LONG),
+        changed("shape", tie_word_embeddings=False),
         changed("workload", seed=1), changed("workload", seq_len=256), changed("layout", zero_stage=1),
         changed("layout", mbs=4, gas=1), changed("kernel", precision="bf16"), changed("kernel", version=99),
         replace(SPEC, kernel=MINE), replace(SPEC, nodes=1, gpus_per_node=4),

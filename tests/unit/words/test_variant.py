@@ -35,7 +35,8 @@ def test_values_that_are_cut_stay_different():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "unset"), (True, "true"), ("", "''"), (8, "8"), (0.5, "0.5"), ("Ring Tree", "Ring Tree"), ("\u00e9\u6587", "\u00e9\u6587"),
+    [(None, "unset"), (True, "true"), ("", "''"), (8, "8"), (0.5, "0.5"), ("Ring Tree", "Ring Tree"),
+        ("\u00e9\u6587", "\u00e9\u6587"),
      ("x" * MAX_LABEL_LENGTH, "x" * MAX_LABEL_LENGTH)],
 )  # fmt: skip
 def test_usual_values_are_shown_whole(value, text):

@@ -76,7 +76,10 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     needed_gib = 2 * PARAM_STATE_BYTES * shape.num_params / GIB
     ram_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if needed_gib > ram_gib:
-        state_text = f"{shape.num_params:,} parameters, {PARAM_STATE_BYTES} bytes each, in the layout and in one process"
+        state_text = (
+            f"{shape.num_params:,} parameters, {PARAM_STATE_BYTES} bytes each, "
+            "in the layout and in one process"
+        )
         fact = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_text})"
         raise ConfigError(f"{fact}; this machine has {ram_gib:,.0f} GiB: use a smaller model, such as tiny")
     return spec

@@ -27,7 +27,10 @@ def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
     """Prints memory, FLOPs and collectives of a step for the first rank of each pipeline stage."""
     spec, hardware = dryrun_spec(arguments, compiled)
     layout, seq_len = spec.layout, spec.workload.seq_len
-    run_text = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}{', compiled' * spec.compiles}"
+    run_text = (
+        f"{layout.label()} on {counted(layout.world_size, 'rank')}, "
+        f"{spec.kernel.precision}{', compiled' * spec.compiles}"
+    )
     say(f"dry run of {run_text}, seq_len {seq_len}: the first rank of each pipeline stage")
     costs: list[RankCost] = []
     for cost in dry_run(spec):

@@ -227,7 +227,9 @@ def _observation_report(
 def _mfu_form_text(
     pattern: re.Pattern[str], log_lines: list[LogLine], matched_lines: list[dict[str, Any]]
 ) -> str:
-    """A sentence that says whether MFU numbers are read as fractions or percent, and which group gives the other reading."""
+    """A sentence that says whether MFU numbers are read as fractions or percent,
+    and which group gives the other reading.
+    """
     matches = [*filter(None, (search_line(pattern, line.text) for line in log_lines))]
     if "fraction" in pattern.groupindex:
         texts_after = (match.string[match.end("fraction") :] for match in matches if match["fraction"])

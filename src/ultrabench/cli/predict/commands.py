@@ -59,9 +59,13 @@ class _LayoutByDefault(TyperGroup):
 
 predict_app = typer.Typer(
     cls=_LayoutByDefault, no_args_is_help=True, rich_markup_mode=None,
-    help="Predict a layout; validate and calibrate predictions.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
+    help="Predict a layout; validate and calibrate predictions.\n\nFor example: "
+    "ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
-_LAYOUT_HELP = "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, kernel and profile."
+_LAYOUT_HELP = (
+    "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, "
+    "kernel and profile."
+)
 MaxParallelRuns = Annotated[int, number_option("--batch", Count, "Number of concurrent runs.")]
 _LEAVE_OUT_HELP = "Leave out each model or node count, fit to the others, and score on it."
 Arguments = Annotated[list[str], words_argument("[NAME=VALUE]...", _LAYOUT_HELP)]
@@ -113,7 +117,10 @@ def validate(
             if warning := fp8_priors_warning(cases, profile):
                 say(warning)
             if profile.prior:
-                fit_text = f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
+                fit_text = (
+                    f"profile {profile.name}: {profile.source}; for the runs of that fit, "
+                    "the errors are fit errors"
+                )
                 say(f"{fit_text}: for unseen runs, add --leave-out model or nodes")
     else:
         require_known("group for --leave-out", GROUPS, leave_out)
@@ -209,7 +216,8 @@ def _time_texts(metrics: Metrics) -> tuple[str, ...]:
     step_time, planning = metrics["step_time"], metrics["planning"]
     correlation = step_time["spearman_in_cell"]
     return (
-        f"{step_time['rows']:,}", f"{metrics['more_than_twice']:,}", _share_text(step_time["median_error"]), _share_text(step_time["p90_error"]),
+        f"{step_time['rows']:,}", f"{metrics['more_than_twice']:,}", _share_text(step_time["median_error"]),
+        _share_text(step_time["p90_error"]),
         _share_text(metrics["interval"]["coverage"]), "-" if correlation is None else f"{correlation:.3f}",
         _share_text(planning["best_in_top5"]), _share_text(planning["top1_regret"]),
     )  # fmt: skip

@@ -162,7 +162,10 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     peak_text = rank_text + peak_stage["phase"]
     hardware_text = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
     size_text = params_text(prediction["num_params"], prediction["num_active_params"])
-    yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {counted(spec.workload.seq_len, 'token')}"
+    yield (
+        f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, "
+        f"sequences of {counted(spec.workload.seq_len, 'token')}"
+    )
     yield _type_table(prediction, spec)
     yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
@@ -176,7 +179,10 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
         fit_text += ", but the allocator must release its reserve and wait"
-    yield f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {unit_name} of {capacity_text}: {fit_text}, P(OOM) {p_oom_text(prediction['p_oom'])}"
+    yield (
+        f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {unit_name} of {capacity_text}: "
+        f"{fit_text}, P(OOM) {p_oom_text(prediction['p_oom'])}"
+    )
     yield _bar_table("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios, spec.layout.dp_overlap)

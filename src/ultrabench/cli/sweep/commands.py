@@ -54,7 +54,10 @@ ResultsOption = Annotated[
 PlanFile = Annotated[Path | None, table_option("Write all candidates to a parquet file.")]
 Run = Annotated[str, typer.Argument(help="Id of the run, first digits of the id, or rank in sweep top.")]
 SweepArgument = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Same as --sweep.")]
-_AS_HELP = "Print how another framework, such as megatron or deepspeed, trains this layout (see docs/start/your-program.md)."
+_AS_HELP = (
+    "Print how another framework, such as megatron or deepspeed, "
+    "trains this layout (see docs/start/your-program.md)."
+)
 SweepOption = Annotated[
     str | None, typer.Option("--sweep", help="Name or folder of the sweep; default: any sweep.")
 ]

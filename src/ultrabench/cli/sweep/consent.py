@@ -54,7 +54,10 @@ def headline(config: SweepConfig) -> str:
     tokens_text = " to ".join(dict.fromkeys(map(count, step_tokens)))
     nodes_text = counted(min(nodes), "node")
     scaling_text = f" on {nodes_text}, scaled with the number of nodes" if config.scaling == WEAK else ""
-    batch_text = f"sequences of {option_texts['seq_len']} tokens, global batch {option_texts['gbs']}{scaling_text} ({tokens_text} tokens)"
+    batch_text = (
+        f"sequences of {option_texts['seq_len']} tokens, "
+        f"global batch {option_texts['gbs']}{scaling_text} ({tokens_text} tokens)"
+    )
     varied_names = [name for name, values in config.options.of_variants.items() if len(values) > 1]
     varied_text = ", ".join(f"{name} {option_texts[name]}" for name in varied_names)
     setup_text += f"; varied: {varied_text}" if varied_text else ""
@@ -99,7 +102,10 @@ def price_table(
 def interval_line(price: Price) -> str:
     """One line that says how far the price may be off, because step times are predicted with intervals."""
     low, high = map(three_digits, price.interval)
-    return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends of their intervals"
+    return (
+        f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends "
+        "of their intervals"
+    )
 
 
 def cores_line(price: Price) -> str:
@@ -107,7 +113,10 @@ def cores_line(price: Price) -> str:
     low, high = map(three_digits, price.interval)
     slow, fast = (f"{rate / 1e9:g}" for rate in CPU_FLOPS_PER_S_RANGE)
     range_text = f"{low} to {high} on cores of {slow} to {fast} GFLOP/s"
-    return f"{three_digits(price.gpu_hours)} GPU hours, {range_text}: sweep launch measures this machine before it starts"
+    return (
+        f"{three_digits(price.gpu_hours)} GPU hours, {range_text}: sweep launch measures this machine "
+        "before it starts"
+    )
 
 
 def time_text(price: Price, config: SweepConfig, limits: JobLimits) -> str:
@@ -151,7 +160,10 @@ def cost_lines(price: Price, config: SweepConfig) -> Iterator[str]:
         cost, low, high = (three_digits(h * gpu_hour_price) for h in (price.gpu_hours, *price.interval))
         yield f"cost {cost} ({low} to {high}) at {gpu_hour_price:g} per GPU hour"
     elif config.hardware.has_gpus:
-        yield "cost unknown: add +cluster.price_per_gpu_hour=VALUE, or price_per_gpu_hour: VALUE to the file of the cluster"
+        yield (
+            "cost unknown: add +cluster.price_per_gpu_hour=VALUE, or price_per_gpu_hour: "
+            "VALUE to the file of the cluster"
+        )
 
 
 def savings_lines(all_savings: Sequence[Saving], price: Price) -> Iterator[str]:
@@ -180,7 +192,10 @@ def jobs_line(price: Price, config: SweepConfig) -> str:
         reason_text += f"; longer if one run needs it{share_text}"
     limits_text = _minutes_text([job.limit_s / 60 for job in price.jobs])
     source_text = " (launcher.time_minutes)" if launcher.time_minutes else ""
-    return f"{lengths_text} ({reason_text}), {'time limits' if ' to ' in limits_text else 'time limit'} {limits_text}{source_text}"
+    return (
+        f"{lengths_text} ({reason_text}), {'time limits' if ' to ' in limits_text else 'time limit'} "
+        f"{limits_text}{source_text}"
+    )
 
 
 def time_limit_lines(plan: Plan) -> Iterator[str]:
@@ -192,7 +207,9 @@ def time_limit_lines(plan: Plan) -> Iterator[str]:
 
 
 def _minutes_text(minutes: Sequence[float], adjective: str = "") -> str:
-    """The range of these minutes, such as `1 minute` or, with the adjective `predicted `, `4.5 to 18 predicted minutes`."""
+    """The range of these minutes, such as `1 minute` or, with the adjective `predicted `,
+    `4.5 to 18 predicted minutes`.
+    """
     end_texts = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(minutes), max(minutes)))
     return f"{' to '.join(end_texts)} {adjective}{'minute' if [*end_texts] == ['1'] else 'minutes'}"
 

@@ -148,7 +148,10 @@ def run_cancel(folder: SweepFolder) -> None:
     except ClusterError as error:
         launchers = living_launchers(folder, writes=True)
         if not launchers:
-            remedy = "The cancel is recorded, but no launcher carries it out: run this command again where its jobs can be ended"
+            remedy = (
+                "The cancel is recorded, but no launcher carries it out: "
+                "run this command again where its jobs can be ended"
+            )
             raise ClusterError(f"{error}. {remedy}") from error
         say(f"{error}. {launchers[0]} follows this sweep and retries until the jobs have ended")
         return

@@ -262,7 +262,10 @@ def _ask_to_replace_jobs(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     if not hidden_allocations or not can_ask():
         return []
     owners = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in hidden_allocations}
-    question = f"{counted(len(hidden_allocations), 'job')} of {', '.join(sorted(owners))} have not started. Replace them?"
+    question = (
+        f"{counted(len(hidden_allocations), 'job')} of {', '.join(sorted(owners))} have not "
+        "started. Replace them?"
+    )
     return sorted(a.name for a in hidden_allocations) if typer.confirm(question, err=True) else []
 
 

@@ -315,7 +315,10 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
     for shape in plan.config.models:
         if shape.num_experts and AUTO in plan.config.axes.layout["ep"]:
             ep_values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
-            yield f"sweep.ep=auto selects {', '.join(map(str, ep_values))} for the {shape.num_experts} experts of {shape.name}"
+            yield (
+                f"sweep.ep=auto selects {', '.join(map(str, ep_values))} for the {shape.num_experts} "
+                f"experts of {shape.name}"
+            )
 
 
 def _extrapolation_lines(
@@ -332,7 +335,11 @@ def _extrapolation_lines(
     if unmeasured_features:
         num_extrapolated = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
-        yield f"{num_extrapolated:,} of {counted(len(runs), 'run')} {'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), with wider intervals: {'; '.join(unmeasured_features)}"
+        yield (
+            f"{num_extrapolated:,} of {counted(len(runs), 'run')} "
+            f"{'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), "
+            f"with wider intervals: {'; '.join(unmeasured_features)}"
+        )
     best_rate, mfu_by_run = best_published(config, config.kernel.precision), dict[str, float]()
     spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:

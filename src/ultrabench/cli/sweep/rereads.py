@@ -36,7 +36,9 @@ class Rereads:
 
     @property
     def line(self) -> str | None:
-        """One line that says how many results are read again and how many are measured again; None if there are none."""
+        """One line that says how many results are read again and how many are measured again;
+        None if there are none.
+        """
         if not self.events:
             return None
         options_text = ", ".join(f"kernel.{option}" for option in self.changed_options)
@@ -101,7 +103,8 @@ def read_again(config: SweepConfig, folder: SweepFolder, state: SweepState, keep
 def _read(config: SweepConfig, folder: SweepFolder, attempt: AttemptState) -> RunResult | None:
     """The result of an attempt by the patterns of `config`; None if the kept logs do not give it.
 
-    The arrival of lines cannot be read again, nor steps that were in a report, and the log of a rank that failed ends early.
+    The arrival of lines cannot be read again, nor steps that were in a report,
+    and the log of a rank that failed ends early.
     """
     reported, kernel, spec = attempt.reported, config.kernel, _spec_of(attempt)
     if spec is None:

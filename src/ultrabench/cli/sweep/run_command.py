@@ -32,7 +32,8 @@ def start_of(spec: RunSpec, key: AttemptKey, config: SweepConfig) -> ProgramStar
     )
     return {
         "folder": program.kernel.folder, "env": program.kernel.env | variables_of(spec.variant),
-        "command": fill_in(program, key, config.measure, UNKNOWN_PROCESS), "files": fill_in_files(program, key, config.measure),
+        "command": fill_in(program, key, config.measure, UNKNOWN_PROCESS),
+        "files": fill_in_files(program, key, config.measure),
     }  # fmt: skip
 
 

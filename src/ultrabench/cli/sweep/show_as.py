@@ -83,7 +83,8 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
     other_options = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in env}
     document: dict[str, Any] = {
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
-        "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(other_options)],
+        "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere),
+            *option_texts(other_options)],
     }  # fmt: skip
     program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
     process = SHELL_PROCESS if kernel.starts_ranks else UNKNOWN_PROCESS
@@ -271,4 +272,7 @@ def _impossible_shards(layout: Layout) -> Iterator[str]:
     """
     dp_shard, cp = layout.dp_shard, layout.cp
     if cp > 1 and dp_shard and (dp_shard % cp or dp_shard == cp < layout.dp * cp):
-        yield f"dp_shard={dp_shard} with cp={cp}: its groups have a multiple of cp ranks, at least 2*cp={2 * cp}, or all ranks"
+        yield (
+            f"dp_shard={dp_shard} with cp={cp}: its groups have a multiple of cp ranks, "
+            f"at least 2*cp={2 * cp}, or all ranks"
+        )

@@ -35,7 +35,8 @@ REASON_BY_ACTIVITY = {
     "starting": "The launch has not written its plan yet.",
     "paused": "Paused. To continue: ultrabench sweep resume {sweep}",
     "cancelled": "Cancelled. Results are kept; run the launch command again to continue.",
-    "unfollowed": "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: ultrabench sweep resume {sweep}",
+    "unfollowed": "No launcher follows this sweep. Submitted jobs keep running; "
+    "new ones need a launcher: ultrabench sweep resume {sweep}",
     "stopped": "Nothing is running. To continue: ultrabench sweep resume {sweep}",
 }
 """What a sweep does -> why nothing new starts in it; None where it is over, or a launcher submits its jobs."""
@@ -163,7 +164,8 @@ def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) ->
 def disk_problem(path: Path) -> str | None:
     """What keeps files from being written to a folder: a disk that is full, over its quota or read-only; else None.
 
-    A file without a name is written where the file system can do that, since only a write meets a quota. It leaves nothing.
+    A file without a name is written where the file system can do that, since only a write meets a quota.
+    It leaves nothing.
     """
     try:
         statistics = os.statvfs(path)

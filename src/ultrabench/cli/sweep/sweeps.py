@@ -66,7 +66,8 @@ class SweepSummary:
         """The entry of `sweep list --json`; `best` has the best run of every cell, as in `sweep status --json`."""
         document = self.progress.as_json()
         return {
-            "path": str(self.folder.path), "cells": self.num_cells, "activity": self.activity, "age_s": round(self.age_s, 1),
+            "path": str(self.folder.path), "cells": self.num_cells, "activity": self.activity,
+            "age_s": round(self.age_s, 1),
             **{key: document[key] for key in ("sweep", "runs", "settled", "by_status", "best")},
         }  # fmt: skip
 

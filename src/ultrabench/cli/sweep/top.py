@@ -27,7 +27,8 @@ COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "susp
 _TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
 CELL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "routing"), "num_params"]
-"""Columns that the title of a table names, besides the routing, where they distinguish its cell from others of its model."""
+"""Columns that the title of a table names, besides the routing, where they distinguish its cell from
+others of its model."""
 DEFAULT_LIMIT = 10
 """Number of runs of each cell that a table shows by default."""
 
