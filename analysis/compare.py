@@ -130,7 +130,8 @@ def compare(
         threshold: relative difference of step times up to which it is no finding, such as 0.05.
 
     Raises:
-        ConfigError: a table is a plan, no layout was tried in both, or none of them was measured in both, failed or ran again.
+        ConfigError: a table is a plan, no layout was tried in both, or none of them was measured in both,
+            failed or ran again.
     """
     if plans := [side for side, table in zip("AB", (table_a, table_b), strict=True) if is_predicted(table)]:
         fact = (

@@ -145,8 +145,8 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
     """The sweeps that these sources name, in the order of their first runs.
 
     Args:
-        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights;
-            of a folder without sweeps, its parquet files are the nights.
+        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several
+            nights; of a folder without sweeps, its parquet files are the nights.
 
     Raises:
         SweepFolderError: no source can be read, or a folder holds none.

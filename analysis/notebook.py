@@ -70,8 +70,8 @@ def plot(kind: str, rows: pd.DataFrame | None = None, *, title: str | None = Non
         kind: `heatmap`, or a kind of `ultrabench plot --list`.
         rows: result rows, such as those of `read`; a figure of a layout needs none.
         title: what the rows are; None for the name of the sweep or file that `read` was given.
-        options: `axis` of a kind that has several; `by`, the column that is up in pareto; `layout` of a figure of a layout, such as {"pp": 4};
-            `rank_by` and `include_suspects` of the heatmap.
+        options: `axis` of a kind that has several; `by`, the column that is up in pareto; `layout` of a figure of a
+            layout, such as {"pp": 4}; `rank_by` and `include_suspects` of the heatmap.
 
     Raises:
         ConfigError: no such kind or axis, or the rows have nothing to draw.

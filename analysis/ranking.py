@@ -345,8 +345,8 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     counts with the median of its repeats.
 
     Raises:
-        ConfigError: runs cannot be ranked by `rank_by`, no ok run has a value in it although it is not the default, or MFU
-            follows from several formulas.
+        ConfigError: runs cannot be ranked by `rank_by`, no ok run has a value in it although it is not the default,
+            or MFU follows from several formulas.
     """
     return Ranking(table, rank_by=rank_by, include_suspects=include_suspects).cells()
 
@@ -361,7 +361,8 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     is the number of repeats that have ended, and `num_repeats_failed` the number of these that were not ok.
 
     Raises:
-        ConfigError: runs cannot be ranked by `rank_by`, no ok run has a value in it, or MFU follows from several formulas.
+        ConfigError: runs cannot be ranked by `rank_by`, no ok run has a value in it, or MFU follows from several
+            formulas.
     """
     return Ranking(table, rank_by=rank_by).leaderboards()
 

@@ -19,16 +19,16 @@ How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kern
   those whose `better` is higher or lower.
 - Rows of a plan are ranked by `tokens_per_s_per_gpu` * (1 - `p_oom`), as `sweep plan --top` and `recommend` rank them.
   Those without room for the allocator's reserve are suspect where others have room.
-- The value of a run is the median of its repeats (of an even number, between the two middle ones); so are the speeds and
-  step times that answers show. Its interval covers the 95 % intervals of their step times;
+- The value of a run is the median of its repeats (of an even number, between the two middle ones);
+  so are the speeds and step times that answers show. Its interval covers the 95 % intervals of their step times;
   for `control_ratio` these include the control's. A run is as good as the best if their intervals overlap.
 - An environment is what was chosen (`env`, the program) and observed (GPU, versions, `variables`); `env_id` hashes it.
   Measurements of a run in one environment are repeats; in two, they compete. Within a sweep, a driver update makes no
   new environment.
 - Models with one name and different `model_id` have separate cells, named with the first digits of the id.
 - GPUs that fill no whole number of nodes, such as 4 of 8, have a cell of their own.
-- An imported row (with a `source`) that is suspect for its sizes or batch belongs to the cell of its source's other rows
-  for that model.
+- An imported row (with a `source`) that is suspect for its sizes or batch belongs to the cell of its source's other
+  rows for that model.
 """
 
 import pyarrow as pa

@@ -7,8 +7,8 @@ model, and once more without its number of nodes. For each of the two, the table
 - all cells: hours of the exhaustive sweep, cells that end within 2 % of their best, and the largest regret;
 - halves: how many random parts of the cells, with a half of their layouts each, end within 2 % of their best, which is
   another layout in most of them;
-- the choice: for each cell, the largest MIN_CHANCE with which all other cells end within 2 %, and what these choices give;
-  and the largest one with which ENOUGH of the halves of all other cells do.
+- the choice: for each cell, the largest MIN_CHANCE with which all other cells end within 2 %,
+  and what these choices give; and the largest one with which ENOUGH of the halves of all other cells do.
 """
 
 import random

@@ -95,7 +95,8 @@ def _events_of(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[
     step_s = spec.tokens_per_step * spec.shape.flops_per_token(spec.workload.seq_len) / gpus / share / 989e12
     steps = tuple(step_s * (1 + 0.002 * math.sin(n + k)) for k in range(10))
     common = {
-        "duration_s": 60.0, "started_at": 1.7e9 + 60 * n, "hostnames": tuple(f"n{(n // PACKED + k) % HOSTS:02}" for k in (1, 2)), "gpu_name": "NVIDIA H100 80GB HBM3",
+        "duration_s": 60.0, "started_at": 1.7e9 + 60 * n,
+        "hostnames": tuple(f"n{(n // PACKED + k) % HOSTS:02}" for k in (1, 2)), "gpu_name": "NVIDIA H100 80GB HBM3",
         "torch_version": "2.13.0", "env_id": "e" * 16, "kernel_digest": "d" * 16, "measured_by": "report",
     }  # fmt: skip
     if n % 6 < 3:

@@ -58,8 +58,8 @@ MANY = 6
 HEAD = """# Messages
 
 This page is generated: `python -m tests.messages` runs the tests of mistakes and writes down the messages that they
-expect. A message is one line that says what was given, the rule with its numbers, and what to do; the exit code is 2, or
-3 if the cluster or a disk could not be used.
+expect. A message is one line that says what was given, the rule with its numbers, and what to do; the exit code is 2,
+or 3 if the cluster or a disk could not be used.
 
 Messages without a command or overrides above them come first in a section; they name what was given. Of messages that
 differ in a few words, one is shown. `(known: ...)` stands for a list of names, `...` for overrides that matter less.

@@ -38,7 +38,8 @@ def _family(name: str, cause: str, *patterns: str) -> Family:
 _OUT_OF_MEMORY = r"[Oo]ut of memory"
 _CACHE_PATH = (
     r"\.triton/|triton[_-]?cache|torchinductor_|torch/?_?inductor|torch_extensions|/inductor_cache|ComputeCache"
-    r"|\btmp\.pid_|triton/runtime/cache\.py|_inductor/(?:codecache|runtime|cpp_builder|triton_bundler)|utils/cpp_extension\.py|/triton/\d+/"
+    r"|\btmp\.pid_|triton/runtime/cache\.py|_inductor/(?:codecache|runtime|cpp_builder|triton_bundler)"
+    r"|utils/cpp_extension\.py|/triton/\d+/"
 )
 """Paths and source files of the compile caches of Triton, TorchInductor, CUDA and torch's extensions."""
 _CACHE_RACE = (
@@ -81,7 +82,8 @@ FAMILIES = (
             rf"(?:CUDA|HIP|XPU|MPS backend) {_OUT_OF_MEMORY}",
             r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|cudaMalloc\w* failed: "
             r"out of memory"),
-    _family("torch, memory of a GPU", "cuda_oom", r"(?:torch|cuda|cupy\.cuda\.memory)\.OutOfMemoryError|^OutOfMemoryError\b",
+    _family("torch, memory of a GPU", "cuda_oom",
+            r"(?:torch|cuda|cupy\.cuda\.memory)\.OutOfMemoryError|^OutOfMemoryError\b",
             r"NVML_SUCCESS == .*INTERNAL ASSERT FAILED at .*CUDACachingAllocator",
             r"would exceed allowed memory\. \(out of memory\)"),
     _family("CUDA libraries, memory of a GPU", "cuda_oom",
@@ -104,7 +106,8 @@ FAMILIES = (
     _family("network file system, stale file", "stale_file", r"Stale (?:NFS )?file handle"),
     _family("downloads", "download_failed",
             r"HTTPS?ConnectionPool\(|Max retries exceeded with url|NewConnectionError|NameResolutionError|gaierror",
-            r"\b(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|gcsfs|s3fs|google\.api_core|google\.auth"
+            r"\b(?:requests|urllib3|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|gcsfs|s3fs"
+            r"|google\.api_core|google\.auth"
             r"|azure|wandb|mlflow|modelscope|datasets)\.[\w.]*(?:Error|Exception|Timeout)\b",
             r"EndpointConnectionError|SSL(?:CertVerification)?Error|ProxyError|ConnectTimeout|ReadTimeoutError",
             r"urllib\.error\.URLError|HTTPError\b|We couldn't connect to "
@@ -154,7 +157,8 @@ FAMILIES = (
             r"Broken pipe|DistBackendError|No route to host|Network is unreachable|[Ss]ocket Timeout",
             r"client socket has (?:failed|timed out)",
             r"^(?:BrokenPipe|Connection(?:Aborted|Refused|Reset)?)Error\b"),
-    _family("torchrun, rendezvous", "connection_error", r"\.Rendezvous(?:Closed|Connection|GracefulExit|Timeout)Error\b"),
+    _family("torchrun, rendezvous", "connection_error",
+            r"\.Rendezvous(?:Closed|Connection|GracefulExit|Timeout)Error\b"),
     _family("JAX, distributed service", "connection_error",
             r"Terminating process because the (?:JAX|coordinat\w+)|distributed service detected fatal errors",
             r"(?:JAX|[Cc]oordination|distributed) service.{0,60}(?:heartbeat|timed? ?out|unavailable|disconnect)"),

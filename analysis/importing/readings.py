@@ -116,13 +116,16 @@ def column_doubts(
     readings: list[Reading],
     names_scope: bool = False,
 ) -> pd.Series:
-    """For each row whose number is probably of another reading of its column a sentence with both; other rows are absent.
+    """For each row whose number is probably of another reading of its column a sentence with both;
+    other rows are absent.
 
     Args:
         speeds: what the column says of one GPU, in tokens/s or FLOP/s; null in rows that are not to be judged.
-        mfu: columns `usual` and `least`: the MFU that follows, by the usual formula and by the one with the fewest FLOPs.
+        mfu: columns `usual` and `least`: the MFU that follows, by the usual formula and by the one with the fewest
+            FLOPs.
         is_confirmed: rows in which another number of the table says the same.
-        names_scope: whether the map or the header says of how many GPUs the rate is; only impossible rows speak against it.
+        names_scope: whether the map or the header says of how many GPUs the rate is; only impossible rows speak
+            against it.
     """
     groups = frame.groupby(_GROUP_COLUMNS, dropna=False, sort=False).ngroup()
     likely: list[tuple[float, Reading, pd.Series]] = []

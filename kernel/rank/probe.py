@@ -61,7 +61,8 @@ def probe(
     Returns:
         gemm_flops_per_s: rate of square matrix products by rank, all ranks at once (bf16 on GPUs, fp32 on
         CPUs); gemm_sm_clock_hz: the clock of GPUs while they multiply, by rank, left out where unknown;
-        memory_copy_bytes_per_s: bytes per second read and written by a copy in the device's memory, by rank; collectives: operation -> {all, intra_node}, lists of {bytes, seconds, busbw_bytes_per_s,
+        memory_copy_bytes_per_s: bytes per second read and written by a copy in the device's memory, by rank;
+            collectives: operation -> {all, intra_node}, lists of {bytes, seconds, busbw_bytes_per_s,
         busbw_p5_bytes_per_s, busbw_p95_bytes_per_s} in order of size. `all` is over all ranks, and empty if
         there is only one rank. `intra_node` is over the ranks of each node, with all nodes at once, and has
         the values of the slowest node; it is null if a node has only one rank. With one node both are the

@@ -161,7 +161,9 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
         "cp": _common_value(cp_degrees),
         "dp": _common_value(s.num_ranks // cp_degrees[0] for s in shard_states),
         "dp_shard": _common_value(s.num_shards if 1 < s.num_shards < s.num_ranks else 0 for s in shard_states),
-        "zero_stage": _common_value(3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states),
+        "zero_stage": _common_value(
+            3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states
+        ),
         "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes,
             s.dtypes) for s in shard_states), observations, len(shard_states)),
         "recompute": recompute_of(trainer.models, trainer.layout),

@@ -349,7 +349,8 @@ def fill_in_files(
         folder: the folder of the files.
 
     Raises:
-        ConfigError: a word is one edit from a known one or differs between ranks, or a word of a calculation is no number.
+        ConfigError: a word is one edit from a known one or differs between ranks, or a word of a calculation is no
+            number.
     """
     words = _words_of_attempt(spec, key, measure) | {FILES_WORD: folder}
     json_words = {name: _as_json(value) for name, value in words.items()}

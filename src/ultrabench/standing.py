@@ -311,7 +311,8 @@ def merge_environments(
     Two environments count as one if they differ in the driver, and in nothing else that is known.
 
     Args:
-        environments: for each repeat all that is known of its environment except the driver, its env_id, and the driver.
+        environments: for each repeat all that is known of its environment except the driver, its env_id,
+            and the driver.
     """
     drivers_by_facts: dict[Hashable, dict[str, str]] = defaultdict(dict)
     representative_by_id: dict[str, str] = {}

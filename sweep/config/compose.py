@@ -38,7 +38,10 @@ _GROUP_NAMES = "|".join(CONFIG_GROUPS)
 _GROUP_PATTERN = rf"(?P<group>{_GROUP_NAMES})"
 _LIST_KEY = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
 """Pattern of the keys whose values are lists."""
-_LIST_OR_VALUE = rf"(?:{_LIST_KEY}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
+_LIST_OR_VALUE = (
+    rf"(?:{_LIST_KEY}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})"
+    rf"|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
+)
 """Pattern of the keys whose values are lists or single values."""
 
 

@@ -30,7 +30,8 @@ def require_writable_name(name: str, *, force: bool) -> Path:
     """The path of ./ultrabench/sweep/NAME.yaml.
 
     Raises:
-        ConfigError: the name cannot be used, is that of a sweep of the package, or there is such a file without `force`.
+        ConfigError: the name cannot be used, is that of a sweep of the package, or there is such a file without
+            `force`.
     """
     if not re.fullmatch(FILE_NAME, name):
         raise ConfigError(f"--write {name}: {FILE_NAME_RULE}", "choose another name")

@@ -232,7 +232,8 @@ def _accounted(view: SlurmView, twice: bool) -> list[str]:
     """Problems with the rule that the journal names the jobs that Slurm ran, and possible times of theirs.
 
     Args:
-        twice: whether jobs were submitted twice; accounting has no row of the second one, which was cancelled in the queue.
+        twice: whether jobs were submitted twice; accounting has no row of the second one, which was cancelled in the
+            queue.
     """
     problems = []
     for event in view.journal:

@@ -21,7 +21,8 @@ if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         print(f" iteration {step:8d}/{8:8d} | {time} | lm loss: {10 / step:.6E} | grad norm: 1.4 |", flush=True)
         print(f"utilization {step}%", flush=True)
 mib = 100 * (1 + int(os.environ["RANK"]))
-print(f"[Rank 0] (after 1 iterations) memory (MB) | allocated: 1 | max allocated: {mib} | reserved: 1 | max reserved: {mib + 1}.5")
+print(f"[Rank 0] (after 1 iterations) memory (MB) | allocated: 1 | max allocated: {mib} | reserved: 1 | "
+      f"max reserved: {mib + 1}.5")
 """
 
 

@@ -383,7 +383,8 @@ def decode(text: bytes, path: object = "the journal", decoders: Decoders | None 
     """The line that `text` holds; None for an event that only later versions know, or that is not in `decoders`.
 
     Args:
-        decoders: name of each event that is read -> what decodes it, such as an entry of `DECODERS`; None means DECODERS.
+        decoders: name of each event that is read -> what decodes it, such as an entry of `DECODERS`;
+            None means DECODERS.
 
     Raises:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.

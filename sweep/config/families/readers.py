@@ -39,7 +39,8 @@ def _common(
     )
     num_heads = keys.count("num_attention_heads")
     fields = {
-        "hidden_size": keys.size("hidden_size"), "num_hidden_layers": words.get("num_hidden_layers") or keys.size("num_hidden_layers"),
+        "hidden_size": keys.size("hidden_size"),
+        "num_hidden_layers": words.get("num_hidden_layers") or keys.size("num_hidden_layers"),
         "num_attention_heads": num_heads, "num_key_value_heads": keys.get("num_key_value_heads", default=num_heads),
         "intermediate_size": keys.get("intermediate_size", "moe_intermediate_size"),
         "vocab_size": keys.size("vocab_size"),
@@ -358,9 +359,9 @@ def _decoder(keys: ConfigKeys, **settings: Any) -> Block:
     """A dense decoder whose layers differ only in windows and rotations.
 
     Args:
-        settings: words of the attention (`attention`), of the feed-forward block (`block`), of the layers (`norms`), of the
-            shape (`shape`), of rotations (`rotation`), the rule of layers with a window (`windowed`), the usual window, and
-            whether layers without a window are not rotated (`global_nope`).
+        settings: words of the attention (`attention`), of the feed-forward block (`block`), of the layers (`norms`),
+            of the shape (`shape`), of rotations (`rotation`), the rule of layers with a window (`windowed`),
+            the usual window, and whether layers without a window are not rotated (`global_nope`).
     """
     rotation, num_layers = keys.rotation(**settings.get("rotation", {})), keys.count("num_hidden_layers")
     windowed: Callable[[int], bool] = settings.get("windowed", lambda n: False)

@@ -419,7 +419,8 @@ for n in range(20_000):
     print(f"iteration {n} | loss 2.5", flush=n % 1000 == 0)
     if n == 10_000:
         sys.stdout.flush()
-        print('Traceback (most recent call last):\\n  File "x.py", line 1, in f\\nValueError: in the middle', file=sys.stderr)
+        print('Traceback (most recent call last):\\n  File "x.py", line 1, in f\\nValueError: in the middle',
+              file=sys.stderr)
 print("SLURM_CONF", os.environ.get("SLURM_CONF"), os.environ.get("SLURM_NTASKS"), flush=True)
 print("oom_score_adj", open("/proc/self/oom_score_adj").read(), flush=True)
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)

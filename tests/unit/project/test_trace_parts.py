@@ -88,7 +88,8 @@ SCALING = (
     ("elementwise_kernel", "clamp", [[128, 1], [], []], FP32),
     ("elementwise_kernel", "exp2", [[128, 1]], FP32), ("elementwise_kernel", "mul", [[128, 64], [128, 1]], BF16),
     ("elementwise_kernel", "copy_", [[128, 64], [128, 64], []], FP8),
-    ("triton_red_fused__scaled_mm__to_copy_add_clamp_exp2_floor_linalg_vector_norm_log2_mean_mul_pow_reciprocal_rsqrt_t_view_0", "", [], ""),
+    ("triton_red_fused__scaled_mm__to_copy_add_clamp_exp2_floor_linalg_vector_norm_log2_mean_mul_pow_reciprocal_rsqrt_t"
+     "_view_0", "", [], ""),
 )  # fmt: skip
 """Operators with sizes and dtypes of a trace on a CPU, and a name that inductor makes of them."""
 OTHERS = (

@@ -152,7 +152,8 @@ def test_a_damaged_field_breaks_nothing(event):
     b'{"v":2,"writer":"w","seq":Infinity,"time":0,"event":"cancel","generation":1}',
     b'{"v":1e999,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1}',
     b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel"}', b"[" * 100_000 + b"]" * 100_000,
-    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1,"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"v":2,"writer":"w","seq":0,"time":0,"event":"cancel","generation":1,"more":'
+    + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"v":2,"writer":"w","seq":0,"time":0,"event":"allocation_ended","allocation":"n1","reason":"x","held_s":-1}',
 ])  # fmt: skip
 def test_a_corrupt_line_is_skipped_with_a_warning(corrupt):

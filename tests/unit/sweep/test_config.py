@@ -195,7 +195,8 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["launcher=slurm", "+launcher.sbatch.qos=[a]"], "launcher.sbatch.qos=['a'] is not a text; give one value"),
         (["sweep.env.ALGO=[a,b]"], "sweep.env.ALGO is not a setting of the chosen sweep; add it: "
         "+sweep.env.ALGO=[VALUE,VALUE]"),
-        (["+sweep.rules=[etp divides dp]"], """a rule contains spaces and needs quotes; write '+sweep.rules=["etp divides dp"]'"""),
+        (["+sweep.rules=[etp divides dp]"],
+         """a rule contains spaces and needs quotes; write '+sweep.rules=["etp divides dp"]'"""),
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
         (["kernel=command", "kernel.command=[]"], "kernel.command is empty; give the program"),
         (["retry.attempts.hung=3"], "did you mean retry.attempts.hang?"), (["sweep.nodes=[1"], "sweep.nodes=[1"),

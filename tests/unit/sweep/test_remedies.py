@@ -18,7 +18,8 @@ CASES = [
     ["name=ünï"], ["name=a:b"], ["kernel=command", "kernel.command=[x]", "kernel.env={A: b:c}"],
 ]  # fmt: skip
 OVERRIDE = re.compile(
-    r"""(?:write|did you mean|add|it:|, with|such as|them:|quotes:|each:) ('[^']*=(?:[^']|'"[^"]*"')*'|[+\w][\w./]*=[^\s;?]+)"""
+    r"(?:write|did you mean|add|it:|, with|such as|them:|quotes:|each:) "
+    r"""('[^']*=(?:[^']|'"[^"]*"')*'|[+\w][\w./]*=[^\s;?]+)"""
 )
 """A remedy in a message: a word or two that announce it, and the override as a shell reads it."""
 PLACEHOLDER = re.compile(r"NAME|VALUE|PATH|PROGRAM|=\.\.\.|\[A,B\]")
