@@ -16,6 +16,7 @@ from ultrabench.sweep.plan import Plan, ReportProgress
 from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
 from ultrabench.sweep.running.cheaper import BRIEFER, Change, changed_in_turn, searched_adaptively
 from ultrabench.sweep.running.price import Price, price_of
+from ultrabench.sweep.similar_layouts import groups_of
 from ultrabench.variant import CELL_OPTIONS
 
 NUMS_OF_LAYOUTS = (64, 48, 32, 24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
@@ -122,11 +123,12 @@ def _known_of_grid(plan: Plan) -> str:
 
 
 def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
-    """The layouts of a cell that are advised, in the order of what is expected of them;
-    else the likeliest one to fit.
+    """The best layouts of the groups of similar ones of a cell that are advised, in the order of what is
+    expected of them; else the likeliest one to fit.
     """
     advised_runs = sorted(advised(runs), key=expected_rate_of, reverse=True)
-    runs = advised_runs or [min(runs, key=lambda run: run.prediction.p_oom)]
+    best_runs = [group[0] for group in groups_of(advised_runs)]
+    runs = best_runs or [min(runs, key=lambda run: run.prediction.p_oom)]
     return [*dict.fromkeys(run.layout for run in runs)]
 
 
@@ -138,7 +140,9 @@ def _list_of(
     runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
     chosen_plan = replace(plan, config=_listing(plan.config, runs), candidates=runs)
     cells_text = counted(len(layouts_by_cell), "cell")
-    known = f"which of the {num_layouts} layouts predicted fastest is the fastest, in each of {cells_text}"
+    known = (
+        f"which of up to {num_layouts} layouts that are not similar is the fastest, in each of {cells_text}"
+    )
     others_text = f"whether a layout outside these {counted(len(runs), 'run')} is faster"
     if num_layouts == 1:
         known = f"how fast the layout predicted fastest is, in each of {cells_text}"

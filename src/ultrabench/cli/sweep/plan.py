@@ -223,8 +223,9 @@ def proposal_lines(choice: Proposal, max_gpu_hours: float) -> Iterator[str]:
     """What the sweep is that fits the budget, and what will be known after it."""
     sweep_text = "the sweep as asked"
     if choice.num_layouts:
-        layouts_text = "the layout" if choice.num_layouts == 1 else f"the {choice.num_layouts} layouts"
-        sweep_text = f"{layouts_text} predicted fastest of each cell"
+        sweep_text = "the layout predicted fastest of each cell"
+        if choice.num_layouts > 1:
+            sweep_text = f"up to {choice.num_layouts} layouts of each cell, the fastest that are not similar"
     if choice.overrides:
         sweep_text += f", with {' '.join(choice.overrides)}"
     (low, high), gpu_hours = map(three_digits, choice.price.interval), three_digits(choice.price.gpu_hours)
@@ -248,13 +249,12 @@ def _launch_lines(
     choice: Proposal, overrides: Sequence[str], config: SweepConfig, arguments: str
 ) -> Iterator[str]:
     """The command that launches the proposed sweep; where it lists layouts, the one that writes it first."""
+    words = redact_arguments(overrides, config.secrets)
     if choice.num_layouts:
         yield "\nto measure these layouts, write them as a sweep first:"
-        words = redact_arguments(sys.argv[1:], config.secrets)
-        yield shlex.join(["ultrabench", *words, "--write", "within-budget"])
+        yield shlex.join(["ultrabench", "sweep", "plan", *words]) + f"{arguments} --write within-budget"
         return
     yield "\nto launch this sweep:"
-    words = redact_arguments(overrides, config.secrets)
     yield shlex.join(["ultrabench", "sweep", "launch", *words]) + arguments
 
 
