@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +51,7 @@ def test_other_sentences_in_the_code_change_no_decision():
     assert decided_by_code("--reword") == decisions()
 
 
+@pytest.mark.campaign  # it tests the test above, in two more interpreters
 def test_a_decision_that_reads_a_sentence_of_the_agent_is_found():
     assert decided_by_code("--plant") == decisions()
     assert decided_by_code("--plant", "--reword") != decisions()
