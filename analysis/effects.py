@@ -105,7 +105,8 @@ class CompetingRuns:
     stopped_runs: pd.DataFrame
     """Rows like those of `runs` for the runs that were stopped early as slower than the best."""
     unmade_runs: pd.DataFrame
-    """The same for the runs that the adaptive search left out, and that are likely to fit into memory."""
+    """Rows like those of `runs` for the runs that the adaptive search left out although they are likely to fit into
+    memory."""
 
     @property
     def axes(self) -> list[str]:

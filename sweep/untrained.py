@@ -41,8 +41,8 @@ _OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
     "rotations of its rope_type": lambda shape: shape.rope_type != "default",
     "layers of these types": lambda shape: shape.layer_types,
 }
-"""The same of a whole model. The last one is of layers that differ in what the kernel takes from one
-field, such as sizes."""
+"""What the embedded kernel does not train of a whole model -> whether the model has it. The last one is of layers
+that differ in what the kernel takes from one field, such as sizes."""
 
 
 def _activation(layer_type: LayerType) -> str | None:

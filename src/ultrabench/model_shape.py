@@ -503,7 +503,9 @@ def _sparse_type(shape: ModelShape) -> LayerType:
 
 
 def described_by_fields(shape: ModelShape) -> ModelShape:
-    """The same model without layer_types if the other fields can describe all its layers, else the shape itself."""
+    """The shape of this model without layer_types if its other fields can describe all layers, else the shape as it
+    is.
+    """
     if not shape.layer_types:
         return shape
     dense_type = next((kind for kind in shape.kinds if kind.feed_forward), None)

@@ -235,7 +235,7 @@ class RunResult:
     source_num_params: int | None = column(
         "Number of parameters that the program printed; see kernel.params."
     )
-    """Of several numbers the nearest to that of the model."""
+    """If the program prints several numbers, the one that is nearest to the number of parameters of the model."""
     source_flops_per_token: float | None = None
     """FLOPs of a token that the program prints."""
     stopped: str | None = column(

@@ -119,7 +119,7 @@ class _PipelineRank(NamedTuple):
     """Layers without experts that its host launches: one with a single block is half a layer,
     a forward that is repeated a third."""
     num_sparse_launches: float
-    """The same of layers with experts."""
+    """Layers with experts that its host launches, counted as those without experts."""
     num_params: int
     """Number of parameters of these stages, before tp divides them, without experts and with what tp adds to them."""
     num_expert_params: int

@@ -89,7 +89,7 @@ def layers_of(
 
 
 def short_order(order: str) -> str:
-    """The same order of layers with the part that repeats in parentheses; the part at the start is the shortest one."""
+    """An order of layers with the part that repeats in parentheses, after the shortest part that does not repeat."""
     for start in range(len(order)):
         rest = order[start:]
         for period in range(1, len(rest) // 2 + 1):

@@ -24,6 +24,9 @@ def test_the_sweep_that_fits_is_written_and_costs_what_was_said(ultrabench, hour
     assert re.search("^you will know .*\n(you will not know .*\n)+", out, re.M)
     words = shlex.split(out.strip().splitlines()[-1])
     assert words[:3] == ["ultrabench", "sweep", "plan" if lists_layouts else "launch"]
+    assert shlex.split(ultrabench(*PLAN, *budget, "--top", "1")[1].strip().splitlines()[-1]) == words
+    if lists_layouts:
+        assert ultrabench(*words[1:])[0] == 0
     document = as_json(ultrabench, *PLAN, *budget, "--write", "fits")
     proposal, said_hours = document["proposal"], document["predicted_gpu_hours"]
     assert (proposal["layouts_per_cell"] is not None) == lists_layouts
