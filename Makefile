@@ -8,15 +8,19 @@ TORCH ?= torch==2.13.0
 FAULTS ?= 200
 SEED ?= 7
 KINDS ?=
-# Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
+# Options of `make gpu-check`, such as GPU_CHECK="--only memory", GPU_CHECK=--cpu or GPU_CHECK=--nine.
 GPU_CHECK ?=
+# Of `make gpu-wheels`: what benchmarks/nine_minutes.py imports beside torch, numpy, rich and pynvml.
+GPU_WHEELS ?= antlr4-python3-runtime hydra-core msgspec omegaconf
+empty :=
+space := $(empty) $(empty)
 # The parts of `make test`: first those that wait for processes and deadlines, then those that compute.
 PARTS := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z parity-l-to-w unit-a-to-c parity-c-to-f unit-k-to-w check
 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart gallery docs test unit env format slurm-test parity chaos mutations bench gpu-check slurm-bench clean $(PARTS)
+.PHONY: quickstart gallery docs test unit env format slurm-test parity chaos mutations bench gpu-check gpu-wheels slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -100,6 +104,18 @@ bench: env
 # The first hour with GPUs; see benchmarks/first-gpu-hour.md.
 gpu-check: env
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)
+
+# Packages for a machine with GPUs, Python 3.12 and torch but no network, in the versions of this environment.
+WHEELS := build/gpu-wheels
+gpu-wheels: env
+	mkdir -p $(WHEELS)
+	$(BIN)/pip freeze --exclude-editable | grep -E "^($(subst $(space),|,$(GPU_WHEELS)))==" > $(WHEELS)/versions.txt
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEELS) -r $(WHEELS)/versions.txt
+	rm -f $(WHEELS)/msgspec-*.whl
+	grep "^msgspec" $(WHEELS)/versions.txt | xargs $(BIN)/pip download --quiet --no-deps --only-binary=:all: \
+		--python-version 3.12 --implementation cp --dest $(WHEELS) \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+	ls $(WHEELS)
 
 # The pictures of examples/gallery/README.md, from results in examples/gallery.
 gallery: env

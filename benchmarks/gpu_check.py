@@ -4,6 +4,7 @@ python benchmarks/gpu_check.py                 # everything, in order; the same 
     python benchmarks/gpu_check.py --minutes 9     # as many lines as fit; the same command continues it
     python benchmarks/gpu_check.py --only memory   # one step again, or one line: --only "compile: tp=2"
     python benchmarks/gpu_check.py --cpu           # what processes of a machine without GPUs can show
+    python benchmarks/gpu_check.py --nine          # instead, the twelve lines of benchmarks/nine_minutes.py
 
 benchmarks/first-gpu-hour.md explains each step and what to look at when it fails.
 Every line is a command of ultrabench; the results go to a table and to a JSON file, which keeps the lines that passed
@@ -24,14 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError, require_gpus
+from gpu_facts import hardware_name, require_gpus
+from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError
 from gpu_rows import FIRST as FIRST_ROWS
 from gpu_rows import row_lines, write_rows
 from rich.text import Text
 
 from ultrabench import checkout
 from ultrabench.cli.tables import duration_text, say, show, style_of, table
-from ultrabench.errors import ConfigError, UltrabenchError, counted, require_known
+from ultrabench.errors import UltrabenchError, counted, require_known
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import CheckSpec, dry_run
 from ultrabench.layout import Layout
@@ -39,7 +41,7 @@ from ultrabench.processes import run_python, thread_variables
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
-from ultrabench.sweep.config.files import files, read_yaml, usable
+from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config
 
 PRECISIONS = {"cuda": ("fp32", "bf16"), "cpu": ("fp64",)}
@@ -353,6 +355,10 @@ def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line],
 
 
 def main() -> int:
+    if "--nine" in sys.argv:
+        nine_minutes = str(Path(__file__).with_name("nine_minutes.py"))
+        words = [word for word in sys.argv[1:] if word != "--nine"]
+        os.execv(sys.executable, [sys.executable, nine_minutes, *words])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -377,15 +383,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     require_known("step", LOOK, *(name.partition(":")[0] for name in arguments.only))
     facts = json.loads(run_python("-m", "ultrabench.kernel.rank.environment", timeout_s=300))
-    names = {path.stem: values.get("reported_as", []) for path, values in usable("hardware").items()}
-    hardware_name = (
-        "cpu" if arguments.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)
-    )
     if not arguments.cpu:
         require_gpus(facts)
-    if (hardware := arguments.hardware or hardware_name) is None:
-        unknown = f"no file in configs/hardware/ names {facts['gpu_name']!r} in reported_as"
-        raise ConfigError(f"{unknown}; nothing was measured or written. Give --hardware NAME")
+    hardware = arguments.hardware or ("cpu" if arguments.cpu else hardware_name(facts))
     ranks, device = (2, "cpu") if arguments.cpu else (facts["gpus"], "cuda")
     end_s = time.monotonic() + 60 * arguments.minutes
     machine = Machine(device, ranks, facts, hardware, arguments.results_dir, end_s)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ultrabench.agent.ranks.gpus import CLOCK_SM, ask_nvml, visible_gpus
 from ultrabench.cli.tables import say
-from ultrabench.errors import ConfigError, UltrabenchError
+from ultrabench.errors import UltrabenchError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import SweepFolder
@@ -171,20 +171,3 @@ def limits() -> dict[str, float | None]:
             power_mw = ask_nvml("nvmlDeviceGetEnforcedPowerLimit", handle)
             clock_mhz = ask_nvml("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM)
     return {"power_limit_w": power_mw and power_mw / 1e3, "max_sm_clock_hz": clock_mhz and clock_mhz * 1e6}
-
-
-def require_gpus(facts: dict[str, Any]) -> None:
-    """Raises if torch sees no GPU on this machine.
-
-    Raises:
-        ConfigError: it tells why, as far as the facts do.
-    """
-    if facts["gpus"]:
-        return
-    why = "a driver is loaded, but gives this process no GPU (CUDA_VISIBLE_DEVICES, the job, or another version)"
-    if facts["cuda_version"] is None:
-        why = f"torch {facts['torch_version']} is built without CUDA"
-    elif facts["driver_version"] is None:
-        why = "no NVIDIA driver is loaded"
-    problem = f"torch sees no GPU here: {why}; nothing was measured or written"
-    raise ConfigError(f"{problem}. Run it on a machine with GPUs, or add --cpu for two processes of this one")

@@ -122,6 +122,16 @@ class Staged(dist.ProcessGroup):
     ) -> dist.Work:
         return self._run(self._gloo._reduce_scatter_base, outs, ins, opts or c10d.ReduceScatterOptions())
 
+    def alltoall_base(
+        self, out: Tensor, local: Tensor, out_sizes: list[int], in_sizes: list[int], opts: Any = None
+    ) -> dist.Work:
+        host, options = torch.empty(out.shape, dtype=out.dtype), opts or c10d.AllToAllOptions()
+        self._gloo.alltoall_base(
+            host, local.detach().to("cpu", copy=True), out_sizes, in_sizes, options
+        ).wait()
+        out.detach().copy_(host)
+        return done()
+
     def barrier(self, opts: Any = None) -> dist.Work:
         self._gloo.barrier().wait()
         return done()
