@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.analysis.predict.cases import Case
-from ultrabench.analysis.predict.replay import Replay, ReplayedRun, cells_of, replay
-from ultrabench.analysis.predict.validate import GROUPS, profiles_without_group
+from replay import Replay, ReplayedRun, cells_of, replay
+
+from ultrabench.analysis.results.cases import Case
+from ultrabench.analysis.studies.predictions.validate import GROUPS, profiles_without_group
 from ultrabench.cli.predict.cases import open_cases
 from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config, load_profile

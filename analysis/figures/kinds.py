@@ -88,7 +88,13 @@ def prepare_figure(
         raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
     if axis is not None and not traits.takes_any_axis:
         require_known(f"axis of the figure {kind}", traits.axes, axis)
-    plot_module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
+    study_by_kind = {"effect": "effects", "nodes": "nodes", "predicted": "predictions"}
+    plot_path = (
+        f"studies.{study_by_kind[kind]}.figure"
+        if kind in study_by_kind
+        else f"figures.plots.{kind.replace('-', '_')}"
+    )
+    plot_module = import_module(f"ultrabench.analysis.{plot_path}")
     options: dict[str, Any] = {}
     if traits.axes or traits.takes_any_axis:
         options["axis"] = axis or next(iter(traits.axes), None)

@@ -13,8 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis import schema
-from ultrabench.analysis.cells import (
+from ultrabench.analysis.page.commands import launch_words, predict_words
+from ultrabench.analysis.results import schema
+from ultrabench.analysis.results.cases import profile_and_hardware
+from ultrabench.analysis.results.cells import (
     OUTCOMES,
     Cell,
     foreign_load,
@@ -26,27 +28,25 @@ from ultrabench.analysis.cells import (
     repeats_failed,
     set_apart,
 )
-from ultrabench.analysis.columns import BOOL, GROUPS, RESULT_TABLE
-from ultrabench.analysis.effects import COLUMNS as EFFECT_COLUMNS
-from ultrabench.analysis.effects import HEADS, competing_in, effects_by_axis, notes
-from ultrabench.analysis.effects import cells as effect_cells
-from ultrabench.analysis.environments import Environments
-from ultrabench.analysis.knobs import in_order
-from ultrabench.analysis.measured import measured_runs
-from ultrabench.analysis.nodes.measurements import table_rows
-from ultrabench.analysis.nodes.nodes import reports
-from ultrabench.analysis.nodes.table import HEADS as NODE_HEADS
-from ultrabench.analysis.nodes.table import NOTE as NODE_NOTE
-from ultrabench.analysis.nodes.table import cells as node_cells
-from ultrabench.analysis.nodes.table import slowdowns_text
-from ultrabench.analysis.numbers import scale_end
-from ultrabench.analysis.options import in_rows, variant_in, varied_options
-from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.planned import NOTE, is_predicted
-from ultrabench.analysis.predict.cases import profile_and_hardware
-from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
-from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import SCHEMA
+from ultrabench.analysis.results.columns import BOOL, GROUPS, RESULT_TABLE
+from ultrabench.analysis.results.environments import Environments
+from ultrabench.analysis.results.knobs import in_order
+from ultrabench.analysis.results.measured import measured_runs
+from ultrabench.analysis.results.numbers import scale_end
+from ultrabench.analysis.results.options import in_rows, variant_in, varied_options
+from ultrabench.analysis.results.planned import NOTE, is_predicted
+from ultrabench.analysis.results.ranking import PANEL_COLUMNS, Ranking
+from ultrabench.analysis.results.rows import Row
+from ultrabench.analysis.results.schema import SCHEMA
+from ultrabench.analysis.studies.effects.effects import COLUMNS as EFFECT_COLUMNS
+from ultrabench.analysis.studies.effects.effects import HEADS, competing_in, effects_by_axis, notes
+from ultrabench.analysis.studies.effects.effects import cells as effect_cells
+from ultrabench.analysis.studies.nodes.measurements import table_rows
+from ultrabench.analysis.studies.nodes.nodes import reports
+from ultrabench.analysis.studies.nodes.table import HEADS as NODE_HEADS
+from ultrabench.analysis.studies.nodes.table import NOTE as NODE_NOTE
+from ultrabench.analysis.studies.nodes.table import cells as node_cells
+from ultrabench.analysis.studies.nodes.table import slowdowns_text
 from ultrabench.column import NUMBER, NUMERIC_TYPES, Better, Column
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError

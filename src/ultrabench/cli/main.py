@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import typer
 
 import ultrabench
-from ultrabench.cli.compare import compare
+from ultrabench.analysis.studies.compare.command import compare
+from ultrabench.analysis.studies.export.command import export
+from ultrabench.analysis.studies.history.command import history
+from ultrabench.analysis.studies.import_tables.command import import_table
+from ultrabench.analysis.studies.nodes.command import nodes
 from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
-from ultrabench.cli.export import export
-from ultrabench.cli.history import history
-from ultrabench.cli.import_tables import import_table
 from ultrabench.cli.kernel.commands import kernel_app
-from ultrabench.cli.nodes import nodes
 from ultrabench.cli.predict.commands import predict_app
 from ultrabench.cli.recommend import recommend
 from ultrabench.cli.results import collect_sweeps, heatmap, plot, report

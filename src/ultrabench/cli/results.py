@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
     import pyarrow as pa
     from matplotlib.figure import Figure
 
-    from ultrabench.analysis.rows import Warn
+    from ultrabench.analysis.results.rows import Warn
 
 _ARGUMENTS_HELP = (
     "Results to draw (default: the newest sweep). AXIS is for effect only. "
@@ -35,8 +35,8 @@ Sweeps = Annotated[
 
 def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the results of sweeps in one parquet file."""
-    from ultrabench.analysis.cells import caveats
-    from ultrabench.analysis.collect import merged, parquet, readable_tables
+    from ultrabench.analysis.results.cells import caveats
+    from ultrabench.analysis.results.collect import merged, parquet, readable_tables
     from ultrabench.cli.tables import say, warn
 
     given_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
@@ -64,9 +64,9 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout per model and node count."""
-    from ultrabench.analysis.cells import compared_with, left_out, notes, require_comparable
-    from ultrabench.analysis.collect import distinct_names, open_results
-    from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
+    from ultrabench.analysis.results.cells import compared_with, left_out, notes, require_comparable
+    from ultrabench.analysis.results.collect import distinct_names, open_results
+    from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
 
     rank_by = by or rank_by
@@ -118,7 +118,7 @@ def plot(
         _print_kinds()
         return
     require_known("figure", KINDS, kind)
-    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.results.collect import open_results
 
     words_left = [*(arguments or [])]
     if KINDS[kind].takes_any_axis and axis is None:
@@ -154,7 +154,7 @@ def open_rows(
     arguments: Sequence[str] | None, results_dir: Path, warn: "Warn"
 ) -> "tuple[str, str, pa.Table]":
     """What `open_results` returns for the sweep or file among the words, with the rows that COLUMN=VALUE selects."""
-    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.results.collect import open_results
 
     source, value_by_column = source_and_values(arguments or [])
     name, path_prefix, result_table = open_results(source, results_dir, warn)

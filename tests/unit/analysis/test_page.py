@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.analysis.page_tables import decoded, page, repeated, run, shown, small
 from tests.unit.analysis.tables import table_of
-from ultrabench.analysis.effects import cells, competing, effects_by_axis
-from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.page.rows import NAME_COLUMNS, PUBLIC_COLUMNS, WORD_COLUMNS, document, encoded_column
-from ultrabench.analysis.rows import without_doubtful_mfu
-from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA
+from ultrabench.analysis.results.measured import spec_of
+from ultrabench.analysis.results.rows import without_doubtful_mfu
+from ultrabench.analysis.results.schema import BOOL, FLOAT, INT, SCHEMA
+from ultrabench.analysis.studies.effects.effects import cells, competing, effects_by_axis
 from ultrabench.layout import Layout
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.load import load_config, load_profile

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.measured import MeasuredRun, measured_runs
-from ultrabench.analysis.planned import is_predicted
-from ultrabench.analysis.predict.cases import Case, cases, default_profile, usual_profiles, with_memory
+from ultrabench.analysis.results.cases import Case, cases, default_profile, usual_profiles, with_memory
+from ultrabench.analysis.results.collect import open_results
+from ultrabench.analysis.results.measured import MeasuredRun, measured_runs
+from ultrabench.analysis.results.planned import is_predicted
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import Status

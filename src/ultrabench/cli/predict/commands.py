@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ultrabench.allowed import Count
-from ultrabench.cli.options import (
-    RESULTS,
-    Json,
-    ResultsDir,
-    SweepOrFile,
-    number_option,
-    require_parquet,
-    words_argument,
-)
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, SweepOrFile, require_parquet, words_argument
 from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
@@ -27,7 +18,7 @@ if TYPE_CHECKING:
     from ultrabench.sweep.predict.profile import Profile
 
 Metrics = dict[str, Any]
-"""Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
+"""Errors of predictions, as `ultrabench.analysis.studies.predictions.validate.metrics` gives them."""
 
 TIME_COLUMNS = ("runs", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
 """Columns of the errors of step times; `> 2x` counts rows that took more than twice as long as predicted."""
@@ -66,7 +57,6 @@ _LAYOUT_HELP = (
     "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, "
     "kernel and profile."
 )
-MaxParallelRuns = Annotated[int, number_option("--batch", Count, "Number of concurrent runs.")]
 _LEAVE_OUT_HELP = "Leave out each model or node count, fit to the others, and score on it."
 Arguments = Annotated[list[str], words_argument("[NAME=VALUE]...", _LAYOUT_HELP)]
 
@@ -96,14 +86,14 @@ def validate(
     """Compare predictions with measured runs; -o draws a figure."""
     import pandas as pd
 
-    from ultrabench.analysis.predict.validate import (
+    from ultrabench.analysis.studies.predictions.validate import (
         GROUPS,
         error_records,
         fp8_priors_warning,
         metrics,
         profiles_without_group,
     )
-    from ultrabench.analysis.predict.validate import table as predict_table
+    from ultrabench.analysis.studies.predictions.validate import table as predict_table
     from ultrabench.cli.predict.cases import open_cases, open_cases_by_profile
     from ultrabench.cli.tables import print_json, say, show
     from ultrabench.sweep.config.load import load_profile
@@ -139,11 +129,11 @@ def validate(
     if rows_path is not None:
         import pyarrow as pa
 
-        from ultrabench.analysis.collect import parquet
+        from ultrabench.analysis.results.collect import parquet
 
         write_result(rows_path, parquet(pa.Table.from_pandas(predictions, preserve_index=False)))
     if output is not None:
-        from ultrabench.analysis.figures.plots.predicted import validation_figure
+        from ultrabench.analysis.studies.predictions.figure import validation_figure
 
         draw(output, lambda: validation_figure(predictions, profile_names))
     if json_:
@@ -232,7 +222,7 @@ def _memory_texts(metrics: Metrics) -> tuple[str, ...]:
 
 def _share_text(share: float | None) -> str:
     """A share from 0 to 1 as percent; a dash where it is unknown."""
-    from ultrabench.analysis.numbers import percent
+    from ultrabench.analysis.results.numbers import percent
 
     return percent(share) or "-"
 
@@ -252,8 +242,8 @@ def calibrate(
     It shows the errors on runs that were left out of the fit."""
     if output.suffix != ".yaml":
         raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
-    from ultrabench.analysis.predict.calibrate import calibrate as fit_profile
-    from ultrabench.analysis.predict.calibrate import to_yaml
+    from ultrabench.analysis.studies.predictions.calibrate import calibrate as fit_profile
+    from ultrabench.analysis.studies.predictions.calibrate import to_yaml
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show, table
 
@@ -280,51 +270,3 @@ def calibrate(
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
-
-
-@predict_app.command()
-def replay(
-    source: SweepOrFile = None,
-    strategy: str = typer.Option(
-        "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
-    ),
-    max_parallel_runs: MaxParallelRuns = 1,
-    profile_name: ProfileName = None,
-    output: Output = None,
-    json_: Json = False,
-    results_dir: ResultsDir = RESULTS,
-) -> None:
-    """Replay a finished sweep with a search strategy.
-
-    It shows the GPU hours and the regret of the strategy; -o FILE.png draws them."""
-    from ultrabench.analysis.predict.replay import STRATEGIES, cells_of
-    from ultrabench.analysis.predict.replay import replay as replay_cells
-    from ultrabench.cli.predict.cases import open_cases
-    from ultrabench.cli.tables import print_json, say, show, table
-    from ultrabench.sweep.config.load import load_config
-
-    require_known("strategy", STRATEGIES, strategy)
-    source_cases, profile = open_cases([source], profile_name, results_dir)
-    cells = cells_of(source_cases, profile)
-    if not cells:
-        raise ConfigError(f"no layout of {source or 'the sweep'} has an ok run; replay a finished sweep")
-    document = replay_cells(cells, strategy, max_parallel_runs, load_config().max_p_oom)
-    if output is not None:
-        from ultrabench.analysis.figures.replayed import figure
-
-        draw(output, lambda: figure(document, str(source or "sweep")))
-    if json_:
-        print_json(document)
-        return
-    rows = [
-        (c["model"], c["nodes"], c["layouts"], c["runs"], f"{c['gpu_hours_share']:.1%}",
-         "none found" if c["regret"] is None else f"{c['regret']:.1%}")
-        for c in document["cells"]
-    ]  # fmt: skip
-    title = f"strategy {strategy}, batch {max_parallel_runs}, profile {profile.name}"
-    show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
-    num_near_best = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in document["cells"])
-    cost_text = (
-        f"{document['runs']:,} runs, {document['gpu_hours_share']:.1%} of the GPU hours of all layouts"
-    )
-    say(f"{cost_text}; within 2 % of the best in {num_near_best} of {len(rows)} cells")

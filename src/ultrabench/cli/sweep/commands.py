@@ -182,7 +182,7 @@ def effects(rows: SelectedRows = None, json_: Json = False, results_dir: Results
     """Show the effect of each value of each axis, all else equal.
 
     It compares runs that differ in one axis only. The axis with the largest significant effect comes first."""
-    from ultrabench.cli.sweep.effects import show_effects
+    from ultrabench.analysis.studies.effects.command import show_effects
 
     show_effects(rows, json_, results_dir)
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from ultrabench.analysis.export.library import require_library
+from ultrabench.analysis.studies.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress

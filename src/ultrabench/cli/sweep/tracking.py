@@ -25,7 +25,7 @@ def tracked(tracker_kind: str | None, folder: SweepFolder) -> Iterator[None]:
         yield
         return
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ultrabench.analysis.export.live", tracker_kind, str(folder.path)],
+        [sys.executable, "-P", "-m", "ultrabench.analysis.studies.export.live", tracker_kind, str(folder.path)],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     num_earlier_failures, is_complete = len(_failure_lines(folder)), False
