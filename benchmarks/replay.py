@@ -17,10 +17,9 @@ from replay_figure import figure
 
 from ultrabench.allowed import Count
 from ultrabench.analysis.figures.picture import render
-from ultrabench.analysis.results.cases import Case
-from ultrabench.analysis.studies.predictions.nanotron import with_version
-from ultrabench.cli.predict.cases import open_cases
-from ultrabench.cli.tables import print_json, say, show, table
+from ultrabench.analysis.results.cases import Case, open_cases
+from ultrabench.analysis.results.nanotron_version import with_version
+from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, UltrabenchError, require_known
 from ultrabench.layout import Layout, dominates
 from ultrabench.record import value_from
@@ -223,7 +222,7 @@ def show_replay(arguments: argparse.Namespace) -> None:
     """
     require_known("strategy", STRATEGIES, arguments.strategy)
     max_parallel_runs = value_from(Count, arguments.batch, "--batch")
-    cases, profile = open_cases([arguments.source], arguments.profile, arguments.results_dir)
+    cases, profile = open_cases([arguments.source], arguments.profile, arguments.results_dir, say, warn)
     cells = cells_of(cases, profile)
     if not cells:
         raise ConfigError(f"no layout of {arguments.source} has an ok run; replay a finished sweep")

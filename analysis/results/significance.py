@@ -13,6 +13,8 @@ import pandas as pd
 from scipy import stats
 
 from ultrabench.analysis.results.numbers import percent
+from ultrabench.analysis.results.rows import Row
+from ultrabench.result import SLOWER, Status
 
 Runs = Sequence[Sequence[float]]
 """The step times in seconds of each run of one layout."""
@@ -20,6 +22,18 @@ ALPHA = 0.05
 """Share of the findings that may be false: corrected p-values up to this are significant."""
 MIN_DOF = 5
 """Fewest degrees of freedom with which the spread between runs is estimated."""
+
+
+def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
+    """The step times of each measured run in seconds; only the run's step time where single steps are unknown.
+
+    Runs that were stopped early as slower than the best count only where none was measured in full, as in rankings.
+    """
+    measured_rows = [row for row in rows if row["status"] == Status.OK and row["suspect"] is None]
+    in_full = [row for row in measured_rows if row["stopped"] != SLOWER]
+    measured_rows = in_full or measured_rows
+    times_of_runs = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
+    return [times_s for times_s in times_of_runs if all(time_s and time_s > 0 for time_s in times_s)]
 
 
 def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[str]]:

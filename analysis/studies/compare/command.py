@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, percent_option
-from ultrabench.cli.results import draw, write_result
+from ultrabench.cli.output import draw, write_result
 from ultrabench.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -38,11 +38,7 @@ def compare(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Compare results B with A: show slower and failing layouts.
-
-    B can be the word `published`, which compares the best runs of A with published rates.
-
-    The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
+    """Compares two results, or one with published rates; returns 1 if anything is slower or newly failing."""
     if a == PUBLISHED:
         arguments = shlex.join([a, b])
         remedy = "write: ultrabench compare SWEEP published"

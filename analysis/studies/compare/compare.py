@@ -17,11 +17,12 @@ from ultrabench.analysis.results.options import in_rows, variant_in
 from ultrabench.analysis.results.planned import is_predicted
 from ultrabench.analysis.results.ranking import Ranking
 from ultrabench.analysis.results.rows import Row
+from ultrabench.analysis.results.run_label import run_label
 from ultrabench.analysis.results.schema import CHECKPOINT, MODEL
-from ultrabench.analysis.results.significance import ALPHA, Runs, corrected
+from ultrabench.analysis.results.significance import ALPHA, Runs, corrected, run_times_s
 from ultrabench.analysis.studies.compare.other_models import other_models
 from ultrabench.errors import ConfigError, counted
-from ultrabench.layout import AXES, labels
+from ultrabench.layout import AXES
 from ultrabench.result import FAULTS, NOT_TRIED, Status
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 from ultrabench.variant import KERNEL_OPTIONS, option_texts
@@ -263,18 +264,6 @@ def _nothing_comparable(layouts: pd.DataFrame) -> str:
     return f"{fact} ({'; '.join(texts)}); compare sweeps that have ended, or see ultrabench sweep top"
 
 
-def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
-    """The step times of each measured run in seconds; only the run's step time where single steps are unknown.
-
-    Runs that were stopped early as slower than the best count only where none was measured in full, as in rankings.
-    """
-    measured_rows = [row for row in rows if row["status"] == Status.OK and row["suspect"] is None]
-    in_full = [row for row in measured_rows if row["stopped"] != STOPPED_AS_SLOWER]
-    measured_rows = in_full or measured_rows
-    times_of_runs = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
-    return [times_s for times_s in times_of_runs if all(time_s and time_s > 0 for time_s in times_s)]
-
-
 def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     """The row of `Comparison.rows` for one layout."""
     row_a, mark = rows_a[0], rows_a[0]["model_mark"] or rows_b[0]["model_mark"]
@@ -294,12 +283,6 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
         row |= {f"{name}_{side}": median(values) for name, values in values_by_column.items() if values}
     was_stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*rows_a, *rows_b))
     return row | {"stopped": was_stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
-
-
-def run_label(row: Row) -> str:
-    """The layout of a row and its `options` as a short text; of a row without that key, its variant."""
-    options = row["options"] if "options" in row else variant_in(row["variant"])
-    return " ".join((*labels(row), *option_texts(options)))
 
 
 def _usual_status(rows: Sequence[Row]) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, SweepOrFile
-from ultrabench.cli.results import write_result
+from ultrabench.cli.output import write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="csv, mlflow, tensorboard or wandb.")]
@@ -26,9 +26,7 @@ def export(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Export runs to CSV, W&B, MLflow or TensorBoard.
-
-    A repeated export updates the runs."""
+    """Writes the runs of a sweep to a CSV file or to a tracker."""
     from ultrabench.analysis.studies.export.library import PACKAGES, require_library
 
     require_known("kind of export", ("csv", *sorted(PACKAGES)), kind)

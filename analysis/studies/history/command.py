@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, percent_option
-from ultrabench.cli.results import draw
+from ultrabench.cli.output import draw
 from ultrabench.errors import counted
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def history(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Show how the speed of runs changed from night to night.
-
-    The exit code is 1 if the latest significant change of a run is a loss of more than --fail-above."""
+    """Prints the rates of all nights; returns 1 if the latest change of a run is too large a loss."""
     from ultrabench.analysis.studies.history.history import history as build_history
     from ultrabench.analysis.studies.history.history import read_nights
     from ultrabench.cli.tables import print_json, say, warn

@@ -20,9 +20,9 @@ from ultrabench.analysis.results.numbers import percent
 from ultrabench.analysis.results.options import in_rows, varied_options
 from ultrabench.analysis.results.ranking import PANEL_COLUMNS
 from ultrabench.analysis.results.rows import Warn
+from ultrabench.analysis.results.run_label import run_label
 from ultrabench.analysis.results.schema import SIZES
-from ultrabench.analysis.results.significance import ALPHA, corrected, false_discovery, step_time
-from ultrabench.analysis.studies.compare.compare import run_label, run_times_s
+from ultrabench.analysis.results.significance import ALPHA, corrected, false_discovery, run_times_s, step_time
 from ultrabench.analysis.studies.history.change_points import (
     MIN_LENGTH,
     NUM_RECENT,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ultrabench.cli.options import Json, table_option
-from ultrabench.cli.results import write_result
+from ultrabench.cli.output import write_result
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import PENDING, Status
 
@@ -24,12 +24,12 @@ def import_table(
     output: Output = None,
     json_: Json = False,
 ) -> None:
-    """Convert the result table of another program to a parquet file."""
+    """Converts a table, and prints how its rows and columns were understood."""
+    from ultrabench.analysis.results.cases import unusable_lines
     from ultrabench.analysis.results.cells import left_out
     from ultrabench.analysis.results.collect import parquet
     from ultrabench.analysis.results.imported.table_map import built_in, read_map
     from ultrabench.analysis.studies.import_tables.import_table import import_table as import_file
-    from ultrabench.cli.predict.cases import unusable_lines
     from ultrabench.cli.tables import print_json, say, show, table
 
     *format_names, source_path = arguments

@@ -30,10 +30,7 @@ def nodes(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show the nodes of all sweeps, slow and failing ones first.
-
-    A node is marked if it was slower than the others on at least two days, by more than chance and the usual
-    differences between nodes explain."""
+    """Prints all nodes, or the list of those that jobs should exclude."""
     from ultrabench.analysis.studies.nodes.nodes import exclude_list, reports
     from ultrabench.analysis.studies.nodes.relative import min_slowdowns
     from ultrabench.analysis.studies.nodes.table import (

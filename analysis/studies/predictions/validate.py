@@ -1,19 +1,21 @@
 """Compares predictions with measured runs: how far off they are, and what a search that trusts them would lose."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
 from ultrabench.analysis.results.cases import Case, exclusions, healthy_timed
+from ultrabench.analysis.results.nanotron_version import with_version
 from ultrabench.analysis.studies.predictions.fit import FP8_NAMES, fit_time, intervals
-from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_runs, with_version
+from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_runs
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, DEGREES, DIVIDES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
+from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import limit_share, memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.predict import LIKELY_OOM
@@ -56,6 +58,27 @@ def fp8_priors_warning(cases: Sequence[Case], profile: Profile) -> str | None:
         f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, "
         f"so {priors_text} are priors"
     )
+
+
+def fit_notes(cases: Sequence[Case], profile: Profile) -> Iterator[str]:
+    """Lines that say when errors of these predictions are not those of unseen runs."""
+    if warning := fp8_priors_warning(cases, profile):
+        yield warning
+    if profile.prior:
+        fit_text = (
+            f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
+        )
+        yield f"{fit_text}: for unseen runs, add --leave-out model or nodes"
+
+
+def start_profile(profile: Profile) -> Profile:
+    """The profile from which a fit without some of the runs starts.
+
+    It is the one from which `profile` was fitted, with the limits of memory of `profile`, which no fit changes.
+    """
+    prior = load_profile(profile.prior) if profile.prior else profile
+    memory_limits = {name: value for name, value in profile.memory.items() if name.endswith("limit")}
+    return replace(prior, memory=prior.memory | memory_limits)
 
 
 def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: str) -> dict[Hashable, Profile]:

@@ -80,7 +80,7 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     assert "11 tried, 1 oom" in cells.first.inner_text()
     assert "1 suspect" in cells.last.inner_text()
     assert re.search(
-        r"in all rows whatever the filters\s[\s\S]*tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#effects")
+        r"in all rows whatever the filters\s[\s\S]*tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#sections")
     )
     cells.first.focus()
     tab.keyboard.press("Enter")

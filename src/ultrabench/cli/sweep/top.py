@@ -17,7 +17,7 @@ from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.numbers import formula_text, memory, too_wide, with_unit
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
 from ultrabench.analysis.results.rows import Row
-from ultrabench.cli.results import open_rows
+from ultrabench.analysis.results.selected_rows import open_rows
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import SLOWER, Status, state

@@ -9,9 +9,12 @@ import pyarrow as pa
 import pytest
 
 from tests.configs import refused
+from tests.unit.analysis import page_tables
 from tests.unit.analysis.tables import row, table_of
+from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.results.knobs import in_order, knobs
-from ultrabench.analysis.results.ranking import leaderboard
+from ultrabench.analysis.results.ranking import Ranking, leaderboard
+from ultrabench.analysis.studies.effects import page_table
 from ultrabench.analysis.studies.effects.effects import (
     cells,
     competing,
@@ -335,3 +338,22 @@ def test_predictions_of_a_plan_have_effects_without_an_interval():
     assert (effect_of_mbs.pairs, effect_of_mbs.low, effect_of_mbs.predicted) == (4, None, True)
     assert effect_of_mbs.ratio > 1
     assert cells("mbs", effect_of_mbs)[4] == "none: predicted"
+
+
+def test_the_page_has_the_effects_of_the_command():
+    table = page_tables.small()
+    measured = competing(table)
+    expected = [
+        cells(axis, effect) for axis, of_axis in effects_by_axis(measured).items() for effect in of_axis
+    ]
+    section = page_section(table)
+    assert section.rows == expected
+    assert ["tp", "2", "1"] in [row[:3] for row in expected]
+    assert measured.note in section.notes
+    assert document(table, public=True)["sections"][0]["rows"] == expected
+    assert not page_section(table_of(page_tables.run(1, status="oom"))).rows
+
+
+def page_section(table):
+    """The section of the page that this study makes of a table."""
+    return page_table.section(Ranking(table, more_columns=page_table.RANKING_COLUMNS), table, public=True)

@@ -16,6 +16,7 @@ from tests.unit.predict.test_step_time import GPUS, PEAK, spec_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.results.cases import cases, default_profile, exclusions
 from ultrabench.analysis.results.measured import MeasuredRun
+from ultrabench.analysis.results.nanotron_version import nanotron_version
 from ultrabench.analysis.studies.predictions.calibrate import calibrate, to_yaml
 from ultrabench.analysis.studies.predictions.figure import validation_figure
 from ultrabench.analysis.studies.predictions.fit import (
@@ -25,7 +26,7 @@ from ultrabench.analysis.studies.predictions.fit import (
     intervals,
     log_errors,
 )
-from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_runs, nanotron_version
+from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_runs
 from ultrabench.analysis.studies.predictions.validate import (
     fp8_priors_warning,
     metrics,
