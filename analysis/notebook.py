@@ -13,13 +13,13 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.cells import Cell, notes
-from ultrabench.analysis.collect import conform_to_schema, open_results
 from ultrabench.analysis.figures import heatmap
 from ultrabench.analysis.figures.kinds import KINDS, prepare_figure
 from ultrabench.analysis.figures.picture import figure_style
-from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
-from ultrabench.analysis.schema import SCHEMA
+from ultrabench.analysis.results.cells import Cell, notes
+from ultrabench.analysis.results.collect import conform_to_schema, open_results
+from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, rank
+from ultrabench.analysis.results.schema import SCHEMA
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES
 

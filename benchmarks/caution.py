@@ -14,16 +14,16 @@ model, and once more without its number of nodes. For each of the two, the table
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.analysis.predict.cases import Case
-from ultrabench.analysis.predict.replay import Replay, ReplayedRun, cells_of, replay
-from ultrabench.analysis.predict.validate import GROUPS, profiles_without_group
-from ultrabench.cli.predict.cases import open_cases
+from replay import Replay, ReplayedRun, cells_of, replay
+
+from ultrabench.analysis.results.cases import Case, open_cases
+from ultrabench.analysis.studies.predictions.validate import GROUPS, profiles_without_group, start_profile
+from ultrabench.cli.tables import say, warn
 from ultrabench.sweep.candidate import CellKey
-from ultrabench.sweep.config.load import load_config, load_profile
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.predict import search
 from ultrabench.sweep.predict.profile import Profile
 
@@ -40,9 +40,7 @@ Cells = Mapping[CellKey, Sequence[ReplayedRun]]
 
 def cells_without(cases: Sequence[Case], used: Profile, by: str) -> Cells:
     """The cells, each predicted by a profile that is fitted without its model or its number of nodes."""
-    prior = load_profile(used.prior) if used.prior else used
-    limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
-    profiles = profiles_without_group(cases, replace(prior, memory=prior.memory | limits), by)
+    profiles = profiles_without_group(cases, start_profile(used), by)
     group = GROUPS[by]
     cells: dict[CellKey, Sequence[ReplayedRun]] = {}
     for name, profile in profiles.items():
@@ -122,7 +120,7 @@ def choose(
 
 
 def main() -> None:
-    cases, used = open_cases([sys.argv[1]], None, Path("results"))
+    cases, used = open_cases([sys.argv[1]], None, Path("results"), say, warn)
     cells_by_name = {f"without its {by}": cells_without(cases, used, by) for by in GROUPS}
     cells_by_name["profile as it is"] = cells_of(cases, used)
     for name, cells in cells_by_name.items():

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from gpu_machine import Finding, Line, Machine, Sweep, limits
 from trace_parts import markdown, read_trace, summary
 
-from ultrabench.analysis.columns import FLOAT, TEXT
-from ultrabench.analysis.schema import SCHEMA, arrow_field
+from ultrabench.analysis.results.columns import FLOAT, TEXT
+from ultrabench.analysis.results.schema import SCHEMA, arrow_field
 from ultrabench.column import Column
 from ultrabench.hardware import peak_suffix
 from ultrabench.kernel.requests import CheckSpec

@@ -34,7 +34,8 @@ SUBJECTS = {
     "Configuration": ("project/test_fixtures", "sweep/", "words/test_quantity"),
     "Models and hardware": ("sweep/test_checkpoint_config", "sweep/test_layered_models", "words/test_hardware",
         "words/test_model_shape"),
-    "Layouts and predictions": ("cli/test_recommend", "predict/", "sweep/test_grid", "words/test_layout"),
+    "Layouts and predictions": ("analysis/studies/predictions", "cli/test_recommend", "predict/", "sweep/test_grid",
+        "words/test_layout"),
     "Kernels and logs": (
         "agent/test_log_sources", "kernel/", "sweep/test_program_logs", "words/test_kernel_config",
         "words/test_placeholders",
@@ -45,8 +46,8 @@ SUBJECTS = {
         "analysis/test_comm", "analysis/test_figures", "analysis/test_heatmap", "cli/test_plot",
         "cli/test_predicted_figures",
     ),
-    "Import and export": ("cli/test_import", "cli/test_export"),
-    "Cluster": ("cli/test_nodes", "launchers/"),
+    "Import and export": ("analysis/studies/import", "analysis/studies/export"),
+    "Cluster": ("analysis/studies/nodes", "launchers/"),
 }  # fmt: skip
 """Heading -> how the names of its test files in tests/unit begin; the longest beginning of a name counts."""
 OF_PROGRAMS = ("store/", "words/test_run")

@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ultrabench.analysis.cells import Cell, formula_of_cells, layout_words, tried
-from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
-from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
-from ultrabench.analysis.ranking import DEFAULT_RANK_BY
+from ultrabench.analysis.results.cells import Cell, formula_of_cells, layout_words, tried
+from ultrabench.analysis.results.columns import column_of
+from ultrabench.analysis.results.numbers import count, memory, scale_end, too_wide, with_unit
+from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY
 from ultrabench.column import Better, Form
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, peak_suffix

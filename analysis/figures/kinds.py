@@ -1,11 +1,12 @@
-"""The kinds of figures of `ultrabench plot`; each is drawn by the module of `plots` that has its name, with _ for -."""
+"""The kinds of figures of `ultrabench plot`: those of `plots` and those of studies."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ultrabench.errors import MAX_NAMES, ConfigError, counted, nearest_name, require_known
+from ultrabench.analysis.study import Kind, names_in_order, studies
+from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.layout import DEGREES, DIVIDES, TEXT_AXES, USUAL
 
 if TYPE_CHECKING:  # every --help imports this module, so that it loads no pandas
@@ -14,46 +15,64 @@ if TYPE_CHECKING:  # every --help imports this module, so that it loads no panda
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a kind of figure shows, and over which axes it can be drawn."""
-
-    summary: str
-    """What the figure shows, for `ultrabench plot --list`."""
-    axes: tuple[str, ...] = ()
-    """Values of --axis, the default first; empty for a figure without a choice of axis."""
-    default_column: str = ""
-    """The column of the y axis when --by is not given; empty for a figure without a choice of column."""
-    takes_any_axis: bool = False
-    """Whether the x axis can be any axis that varied in the results; its name follows that of the
-    kind in the command."""
-    shows_layout: bool = False
-    """Whether the figure shows a layout, given as NAME=VALUE; results are then optional, or not allowed."""
-
-
-_RATE_COLUMN = "tokens_per_s_per_gpu"
-KINDS = {
-    "comm": Kind("bandwidth of collectives over nodes, from sweep=comm"),
-    "scatter": Kind("MFU and throughput of every measured run over nodes"),
-    "scaling": Kind("best throughput and its memory over nodes or a degree", ("nodes", *DEGREES, *DIVIDES)),
-    "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", takes_any_axis=True),
-    "largest-batch": Kind("largest micro-batch that fits over tp, pp and recompute, predicted and measured"),
-    "pareto": Kind("throughput, energy or cost against peak memory, with the Pareto front", (), _RATE_COLUMN),
-    "predicted": Kind("predicted against measured step time and memory of each run"),
-    "checkpoint": Kind("time and bandwidth of checkpoints over nodes, from measure.checkpoint=true"),
-    "failures": Kind(
-        "how runs ended, over nodes or a degree",
-        ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
+_CORE_KINDS = (
+    Kind(name="comm", summary="bandwidth of collectives over nodes, from sweep=comm"),
+    Kind(name="scatter", summary="MFU and throughput of every measured run over nodes"),
+    Kind(
+        name="scaling",
+        summary="best throughput and its memory over nodes or a degree",
+        axes=("nodes", *DEGREES, *DIVIDES),
     ),
-    "nodes": Kind("rates of each node over time, slow and failing nodes first"),
-    "bubble": Kind("bubble of pipeline schedules over micro-batches, and the measured cost of pipelines"),
-    "schedule": Kind("timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b", shows_layout=True),
-    "memory": Kind(
-        "predicted memory of a layout by part: model=llama3-8b tp=8",
-        (*DEGREES[1:], DEGREES[0], *USUAL, "seq_len", "stage"),
+    Kind(
+        name="largest-batch",
+        summary="largest micro-batch that fits over tp, pp and recompute, predicted and measured",
+    ),
+    Kind(
+        name="pareto",
+        summary="throughput, energy or cost against peak memory, with the Pareto front",
+        default_column="tokens_per_s_per_gpu",
+    ),
+    Kind(
+        name="checkpoint",
+        summary="time and bandwidth of checkpoints over nodes, from measure.checkpoint=true",
+    ),
+    Kind(
+        name="failures",
+        summary="how runs ended, over nodes or a degree",
+        axes=("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
+    ),
+    Kind(
+        name="bubble",
+        summary="bubble of pipeline schedules over micro-batches, and the measured cost of pipelines",
+    ),
+    Kind(
+        name="schedule",
+        summary="timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b",
         shows_layout=True,
     ),
+    Kind(
+        name="memory",
+        summary="predicted memory of a layout by part: model=llama3-8b tp=8",
+        axes=(*DEGREES[1:], DEGREES[0], *USUAL, "seq_len", "stage"),
+        shows_layout=True,
+    ),
+)
+"""The kinds that a module of `plots` draws."""
+_STUDY_BY_KIND = {study.kind.name: study for study in studies() if study.kind}
+"""Name of a kind that a study draws -> the study."""
+_STUDY_KINDS = [study.kind for study in _STUDY_BY_KIND.values() if study.kind]
+_KIND_BY_NAME = {kind.name: kind for kind in (*_CORE_KINDS, *_STUDY_KINDS)}
+KINDS = {
+    name: _KIND_BY_NAME[name] for name in names_in_order((kind.name for kind in _CORE_KINDS), _STUDY_KINDS)
 }
+"""Name of each kind of `ultrabench plot`, in the order of its --list -> the kind."""
+
+
+def _plot_module(kind: str) -> ModuleType:
+    """The module that draws a kind: `figure` of its study, or that of `plots` with its name, with _ for -."""
+    study = _STUDY_BY_KIND.get(kind)
+    module = study.module("figure") if study else None
+    return module or import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
 
 
 def prepare_figure(
@@ -88,7 +107,7 @@ def prepare_figure(
         raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
     if axis is not None and not traits.takes_any_axis:
         require_known(f"axis of the figure {kind}", traits.axes, axis)
-    plot_module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
+    plot_module = _plot_module(kind)
     options: dict[str, Any] = {}
     if traits.axes or traits.takes_any_axis:
         options["axis"] = axis or next(iter(traits.axes), None)
@@ -104,40 +123,3 @@ def runs_drawn(points: "pd.DataFrame") -> str | None:
         if f"{noun}s" in points:
             return counted(int(points[f"{noun}s"].sum()), noun)
     return counted(len(points), "run") if "run_id" in points else None
-
-
-def _number(value: Any) -> float | None:
-    """The number that a text gives; None for other texts."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def rows_where(table: "pa.Table", value_by_column: Mapping[str, Any]) -> "pa.Table":
-    """The rows of a result table whose columns have these values, such as model=8B and nodes=4.
-
-    Raises:
-        ConfigError: there is no such column, or no row has the value.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    for column_name, value in value_by_column.items():
-        require_known("column", table.column_names, column_name)
-        column_values = table[column_name]
-        # Numbers are sorted as numbers, not as texts; null comes last.
-        is_numeric = pa.types.is_integer(column_values.type) or pa.types.is_floating(column_values.type)
-        ordered_values = column_values.combine_chunks().sort() if is_numeric else column_values
-        distinct_values = pc.unique(ordered_values).to_pylist()
-        value_texts = [*map(str, distinct_values)]
-        if is_numeric and (number := _number(value)) in distinct_values:  # 1e3 and 1000 are one number
-            value = distinct_values[distinct_values.index(number)]
-        if str(value) not in value_texts:
-            nearest_value = None if is_numeric else nearest_name(str(value), value_texts)
-            hint = f"did you mean {nearest_value}? " if nearest_value else ""
-            more_text = f" and {len(value_texts) - MAX_NAMES:,} more" if len(value_texts) > MAX_NAMES else ""
-            values_text = f"values of {column_name}: {', '.join(value_texts[:MAX_NAMES])}{more_text}"
-            raise ConfigError(f"no rows have {column_name}={value}", f"{hint}{values_text}")
-        table = table.filter(pc.equal(pc.fill_null(column_values.cast("string"), "None"), str(value)))
-    return table

@@ -7,12 +7,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis import cells
-from ultrabench.analysis.environments import DRIVERLESS, environment_numbers
-from ultrabench.analysis.left_out import none_left
-from ultrabench.analysis.options import in_rows
-from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
-from ultrabench.analysis.schema import CHECKPOINT
+from ultrabench.analysis.results import cells
+from ultrabench.analysis.results.environments import DRIVERLESS, environment_numbers
+from ultrabench.analysis.results.left_out import none_left
+from ultrabench.analysis.results.options import in_rows
+from ultrabench.analysis.results.ranking import PANEL_COLUMNS, Ranking
+from ultrabench.analysis.results.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import kind_by_name

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullFormatter
 
-from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.errors import ConfigError, counted
 
 WIDTH_INCHES = 7.2

@@ -153,7 +153,7 @@ function figureChanged({ target }) {
   figuresChanged();
 }
 
-// What no filter changes: effects, rejected layouts, the origin of the rows and the meaning of the columns.
+// What no filter changes: sections of studies, rejected layouts, the origin of the rows and the meaning of the columns.
 function buildRest() {
   const privacyNote = pageData.public ? " Host names, paths, users, accounts and all free texts are removed." : "";
   const numRejected = pageData.rejected.reduce((sum, rejection) => sum + rejection.number, 0);
@@ -164,12 +164,10 @@ function buildRest() {
   document.getElementById("how").textContent = pageData.cells.length
     ? `Each cell shows ${isPlan ? "the layout predicted to be fastest: its ${speedName} and peak memory, then the predicted outcomes of all layouts" : "the fastest layout, a suspect one only in a cell without other results: its ${speedName}, the interval of its step time if that is wider than its target, its peak memory, then the outcomes of all layouts"}. ${hasMfu ? `Colours show the MFU, from purple (0 %) to yellow (${pageData.mfu_end} %). ` : ""}Select a cell to list its layouts.${pageData.formula ? ` ${pageData.formula}.` : ""}`
     : "No row trains a model, so there is nothing to rank.";
-  const { heads, rows: effects, notes } = pageData.effects;
-  if (effects.length) document.getElementById("effects").append(table("Speed relative to the baseline, in all rows whatever the filters", heads, effects));
-  document.getElementById("effects").append(...notes.map((note) => element("p", {}, note)), ...(effects.length ? [] : [element("p", {}, "No two runs that can win differ in only one axis.")]));
-  const nodes = document.getElementById("nodes");
-  nodes.hidden = !pageData.nodes.rows.length;
-  nodes.append(table("Slow and failing nodes first", pageData.nodes.heads, pageData.nodes.rows), element("p", {}, pageData.nodes.note));
+  document.getElementById("sections").append(...pageData.sections.map(({ title, caption, heads, rows, notes }, index) => {
+    const tables = rows.length ? [table(caption, heads, rows)] : [], id = `section-${index}`;
+    return element("section", { "aria-labelledby": id }, element("h2", { id }, title), ...tables, ...notes.map((note) => element("p", {}, note)));
+  }));
   const rejected = pageData.rejected.map((rejection) => [rejection.model ?? "", text("nodes", rejection.nodes), grouped(rejection.number), rejection.rule ?? "", rejection.example ?? ""]);
   document.getElementById("rejected").append(rejected.length
     ? table("By model, nodes and rule", ["model", "nodes", "layouts", "rule", "for example"], rejected)

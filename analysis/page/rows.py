@@ -8,13 +8,16 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis import schema
-from ultrabench.analysis.cells import (
+from ultrabench.analysis.page.commands import launch_words, predict_words
+from ultrabench.analysis.results import schema
+from ultrabench.analysis.results.cases import profile_and_hardware
+from ultrabench.analysis.results.cells import (
     OUTCOMES,
     Cell,
     foreign_load,
@@ -26,27 +29,17 @@ from ultrabench.analysis.cells import (
     repeats_failed,
     set_apart,
 )
-from ultrabench.analysis.columns import BOOL, GROUPS, RESULT_TABLE
-from ultrabench.analysis.effects import COLUMNS as EFFECT_COLUMNS
-from ultrabench.analysis.effects import HEADS, competing_in, effects_by_axis, notes
-from ultrabench.analysis.effects import cells as effect_cells
-from ultrabench.analysis.environments import Environments
-from ultrabench.analysis.knobs import in_order
-from ultrabench.analysis.measured import measured_runs
-from ultrabench.analysis.nodes.measurements import table_rows
-from ultrabench.analysis.nodes.nodes import reports
-from ultrabench.analysis.nodes.table import HEADS as NODE_HEADS
-from ultrabench.analysis.nodes.table import NOTE as NODE_NOTE
-from ultrabench.analysis.nodes.table import cells as node_cells
-from ultrabench.analysis.nodes.table import slowdowns_text
-from ultrabench.analysis.numbers import scale_end
-from ultrabench.analysis.options import in_rows, variant_in, varied_options
-from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.planned import NOTE, is_predicted
-from ultrabench.analysis.predict.cases import profile_and_hardware
-from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
-from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import SCHEMA
+from ultrabench.analysis.results.columns import BOOL, GROUPS, RESULT_TABLE
+from ultrabench.analysis.results.environments import Environments
+from ultrabench.analysis.results.knobs import in_order
+from ultrabench.analysis.results.measured import measured_runs
+from ultrabench.analysis.results.numbers import scale_end
+from ultrabench.analysis.results.options import in_rows, variant_in, varied_options
+from ultrabench.analysis.results.planned import NOTE, is_predicted
+from ultrabench.analysis.results.ranking import PANEL_COLUMNS, Ranking
+from ultrabench.analysis.results.rows import Row
+from ultrabench.analysis.results.schema import SCHEMA
+from ultrabench.analysis.study import modules
 from ultrabench.column import NUMBER, NUMERIC_TYPES, Better, Column
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
@@ -150,9 +143,10 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     notice = NOTE if is_predicted(table) else ""
     table = _public_table(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _SORT_COLUMNS])
-    ranking = Ranking(table, more_columns=EFFECT_COLUMNS)
+    page_tables = modules("page_table")
+    ranking = Ranking(table, more_columns=[name for module in page_tables for name in module.RANKING_COLUMNS])
     cells, ranks_by_attempt = _cells_and_ranks(ranking)
-    effects = _effects_json(ranking)
+    sections = [module.section(ranking, table, public=public) for module in page_tables]
     del ranking  # its frame is as large as the rows that follow
     shown_columns = _shown_columns(table, public)
     is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
@@ -201,8 +195,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "names": {"ok": Status.OK, "oom": Status.OOM, "slower": SLOWER},
         "parts": [*MEMORY_PARTS],
-        "effects": effects,
-        "nodes": _nodes_json(table, public),
+        "sections": [asdict(section) for section in sections if section],
         "rejected": _rejected_counts(table.filter(is_rejected).select(_REJECTED_COLUMNS).to_pylist()),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
         "schema": {group: _column_meanings(columns, shown_columns) for group, columns in GROUPS.items()},
@@ -439,26 +432,6 @@ def _rejected_counts(rows: Sequence[Row]) -> list[Row]:
             counts.items(), key=lambda item: (*map(str, item[0][::2]), item[0][1] or 0)
         )
     ]
-
-
-def _effects_json(ranking: Ranking) -> Row:
-    """The table of effects of each value of each axis: its heads, rows of texts, and sentences below it."""
-    try:
-        competing_runs = competing_in(ranking)
-    except ConfigError:  # no run may win
-        return {"heads": HEADS, "rows": [], "notes": []}
-    effects = effects_by_axis(competing_runs)
-    rows = [effect_cells(axis, effect) for axis, axis_effects in effects.items() for effect in axis_effects]
-    return {"heads": HEADS, "rows": rows, "notes": notes(competing_runs, effects)}
-
-
-def _nodes_json(table: pa.Table, public: bool) -> Row:
-    """The table of nodes as texts; it has no rows on a public page or if no preflight measured a node."""
-    is_unknown = all(table[name].null_count == len(table) for name in NODE_RATES)
-    node_reports = [] if public or is_unknown else reports(table_rows(table))
-    rows = [["" if value is None else str(value) for value in node_cells(report)] for report in node_reports]
-    note = f"{NODE_NOTE} {slowdowns_text(node_reports)}" if node_reports else NODE_NOTE
-    return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": note}
 
 
 def _column_meanings(columns: Iterable[Column], shown_columns: Sequence[str]) -> list[list[str]]:

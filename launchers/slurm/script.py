@@ -1,4 +1,4 @@
-"""Writes the job script of an array of allocations, with the help of submitit; the script runs our agents."""
+"""Writes the job script of an array of allocations, which runs our agents."""
 
 import math
 import re
@@ -16,6 +16,9 @@ from ultrabench.variant import fill_in_container
 
 SRUN_WAIT_S = 60
 """Seconds that srun gives the other agents after the first one has ended."""
+
+MAX_PARALLEL_JOBS = 256
+"""Number of jobs of an array that run at the same time."""
 
 JOB_PREFIX = "ub-"
 """The beginning of the names of all jobs of ultrabench."""
@@ -57,38 +60,44 @@ def array_script(
         exclude: nodes that must not be used.
         module: the Python module that runs on each node, and its arguments; our agent if empty.
     """
-    from submitit.core.utils import JobPaths  # importing submitit is slow
-    from submitit.slurm.slurm import _make_sbatch_string
-
     allocation, settings = array[0], config.launcher.slurm
     array_path = allocation.folder.parent / array_name(allocation)
     # In Slurm's patterns for file names %% stands for a percent sign.
     log_path = f"{str(array_path).replace('%', '%%')}.%a/{JOB_LOG}"
     # Without --cpu-bind=none many clusters bind the single task of a node to a single core.
-    srun_options = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
-                    "--cpu-bind=none", *([f"--cpus-per-task={settings.cpus}"] if settings.cpus else [])]  # fmt: skip
+    srun_options = [
+        "--unbuffered", "--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
+        "--cpu-bind=none",
+    ]  # fmt: skip
+    if settings.cpus:
+        srun_options.append(f"--cpus-per-task={settings.cpus}")
     variant = allocation.tasks[0].spec.variant if allocation.tasks else {}
     default_python = config.launcher.python or (sys.executable,)
     python = (str(variant["python"]),) if "python" in variant else fill_in_container(variant, default_python)
     sweep_dir = Path(allocation.sweep_dir)
     owner_text = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
     comment = f"{owner_text}; to free the nodes: ultrabench sweep pause {sweep_dir.name}"
-    options = {"comment": comment, "output": log_path, **_sbatch_options(allocation, config, exclude)}
-    script = _make_sbatch_string(
-        command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(array_path)))]),
-        folder=sweep_dir,
-        job_name=job_name(sweep_dir.name, allocation.sweep_id, array_name(allocation)),
-        map_count=len(array),
-        additional_parameters=options,
-        setup=["export PYTHONSAFEPATH=1", *_checked_setup(settings.setup)],
-        srun_args=[*srun_options, *fill_in_container(variant, settings.srun)],
-        signal_delay_s=int(allocation.warning_s),
-        stderr_to_stdout=True,
-        wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
-    )
-    submitit_log = str(JobPaths(folder=sweep_dir).stdout).replace("%j", "%A_%a")
-    # Our log file replaces that of submitit.
-    return script.replace(f"--output {shlex.quote(submitit_log)} ", "")
+    options = {
+        "array": f"0-{len(array) - 1}%{min(len(array), MAX_PARALLEL_JOBS)}",
+        "job-name": job_name(sweep_dir.name, allocation.sweep_id, array_name(allocation)),
+        "signal": f"USR2@{int(allocation.warning_s)}",
+        "open-mode": "append",
+        "output": log_path,
+        "comment": comment,
+        **_sbatch_options(allocation, config, exclude),
+    }
+    srun = shlex.join(["srun", *srun_options, *fill_in_container(variant, settings.srun)])
+    agent = shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(array_path)))])
+    lines = [
+        "#!/bin/bash", "", "# Parameters", *(_header_line(name, options[name]) for name in sorted(options)), "",
+        "# setup", "export PYTHONSAFEPATH=1", *_checked_setup(settings.setup), "", "# command", f"{srun} {agent}", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _header_line(name: str, value: Any) -> str:
+    """The line of the script that gives sbatch an option; True stands for an option without a value."""
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
 
 
 def _checked_setup(setup: Sequence[str]) -> list[str]:
@@ -115,7 +124,7 @@ def _sbatch_options(allocation: Allocation, config: SweepConfig, exclude: Sequen
         "exclusive": settings.exclusive or None,
         "requeue" if settings.requeue else "no-requeue": True,
         **{k: getattr(settings, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},
-        **{k: True if v == "" else v for k, v in settings.sbatch.items()},
+        **{k.replace("_", "-"): True if v == "" else v for k, v in settings.sbatch.items()},
     }
     # sbatch treats a backslash as an escape character even inside single quotes.
     escaped_texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}

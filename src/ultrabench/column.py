@@ -1,7 +1,8 @@
 """A column of results: what its values mean, their unit, which of them are better, and where they come from.
 
 A column is described once. Where a dataclass holds the value, such as `RunResult`, its field does it with `column`;
-analysis/columns.py has the rows of all others. Schema, tables, figures, rankings, exports and the page use these.
+analysis/results/columns.py has the rows of all others. Schema, tables, figures, rankings, exports and the page use
+these.
 """
 
 from dataclasses import field, fields

@@ -9,7 +9,6 @@ import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
-from ultrabench.sweep.config.options import EXAMPLES, NAME_PATTERN, NAME_RULE, SWEEP_KEYS
+from ultrabench.sweep.config.options import EXAMPLES, SWEEP_KEYS
 from ultrabench.sweep.config.references import wrong_reference
-from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY, SWEEP_NAME
+from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
 Sentence = Callable[..., str]
@@ -91,44 +90,29 @@ def _several_values(key: str, value: str, **_: str) -> str:
     return f"{key}={value}: a sweep has one {key}; run the command once for each: {', '.join(overrides)}"
 
 
-def _key_with_space(override: str, key: str, value: str, **_: str) -> str:
-    plain = f"{''.join(key.split())}={' '.join(value.split())}"
-    return f"{override!r}: a key has no spaces or line breaks; write {shlex.quote(plain)}"
-
-
 _OVERRIDE_MISTAKES: tuple[tuple[str, Sentence], ...] = (
-    (r"(?s)[^=\"'\[{]*\s[^=\"'\[{]*=.*", _key_with_space),
-    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME_PATTERN}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
     (rf"[+~]+(?P<group>{_GROUP_NAMES})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
      "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: "
      "{key}={items}".format),
     (r"[^=~]*|=.*", _advice_for_word),
-    (rf"{_GROUP_PATTERN}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
-    (rf"(?!model){_GROUP_PATTERN}=(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))",
-     "{override}: a sweep always has a {group}; choose one (see ultrabench configs {group})".format),
     (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; "
     "for several use sweep.models={items}".format),
-    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; "
-    "write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range_override),
-    (rf"({_GROUP_NAMES})=\[[\w.,\s-]+\]", _several_values),
     (r"sweep\.(?!layouts=).*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]",
         "{override}: a list needs commas; write {key}={items}".format),
     (rf"{_LIST_OR_VALUE}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
      "{override}: a list needs brackets and commas; write {key}={items}".format),
-    (rf"{_GROUP_PATTERN}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); "
-    "set values with "
-     "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
+    (rf"(?!model=\[){_GROUP_PATTERN}=(?:[\[{{].*|(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))|)",
+     "{override}: a sweep has one {group}; choose it by its name, {group}=NAME "
+     "(see ultrabench configs {group})".format),
     (rf"(?!model){_GROUP_PATTERN}=(.*/.*|.*\.ya?ml)", _path_of_option),
     (r"[+~]*kernel\.files\.(?P<name>[^=]+)=.*",
      "{override}: the name of a file has a dot; write kernel.files as a whole: "
      "'kernel.files={{{name}: \"TEXT\"}}'".format),
     (r"hardware\.gpu=.*", "{override}: a file holds the GPU and its rates; choose the file with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
-    (r"\+?launcher\.sbatch\.-.*", "{key}; write the option's name without leading dashes".format),
-    (r"name=.*[^\0-\x7f].*", f"{{override}}: must be {SWEEP_NAME.description}".format),
 )  # fmt: skip
 """Pattern of an override that Hydra would accept or not explain, but ultrabench cannot use -> function that makes one
 line of its parts: the override, its key, its value, this as a list (items), and the groups of the pattern."""
@@ -152,14 +136,6 @@ def in_defaults(group: str, **_: str) -> str:
     )
 
 
-def _list_or_settings(override: str, key: str, **_: str) -> str:
-    """One line for a list that is given settings, or the other way round."""
-    for parent_key in accumulate(key.split("."), "{}.{}".format):
-        if re.fullmatch(_LIST_KEY, parent_key):
-            return f"{override}: {parent_key} is a list; write {parent_key}=[A,B]"
-    return f"{override}: {key} holds settings; write {key}.NAME=VALUE"
-
-
 _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
     (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )(?P<group>{_GROUP_NAMES})\b", in_defaults),
     (r"Could not load 'sweep/override /?(?P<group>\w+)", in_defaults),
@@ -170,9 +146,6 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
      lambda key, values, **_: _axis_beside_layouts(key, values) or unknown_override(key, values.get(key))),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
-    (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _list_or_settings),
-    (r"Could not append to config. An item is already at '(?P<key>[^']+)'",
-        "{key} exists; leave out the + in front of it".format),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
      "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, "
      "as in the files that ultrabench configs lists".format),
@@ -195,13 +168,16 @@ def _error_of_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, yaml.YAMLError):
         fault = " ".join(str(error).split())
         return ConfigError(f"a configuration file is not valid YAML: {fault}; fix it there")
-    text = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
-    return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {text}")
+    text = " ".join(str(error).partition("\n")[0].split()).rstrip(".") or type(error).__name__
+    remedy = "see ultrabench configs for names, and docs/reference/configuration.md for settings"
+    return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {text}", remedy)
 
 
 def _advice_for_unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = " ".join(override.split()).partition("=")
+    if not _is_readable(f"{key}=1"):
+        return f"{override!r}: a key consists of names joined by dots, without spaces; see ultrabench configs"
     rule_text = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
     if re.fullmatch(_LIST_KEY, key):
         rule_text = "a part of a list that is more than letters, digits and ./+- needs its own quotes"
@@ -227,11 +203,11 @@ def _file_for(key: str) -> str:
 def _is_readable(override: str) -> bool:
     """Whether Hydra can parse an override."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     try:
         OverridesParser.create().parse_override(override)
-    except OverrideParseException:
+    except HydraException:  # also if the key has a character that no key has
         return False
     return True
 
@@ -289,31 +265,17 @@ def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
-    (r"(?:(?!cluster\.)\w+\.)?price_per_gpu_hour", "{key} is a setting of a cluster; "
-    "write +cluster.price_per_gpu_hour=VALUE, or "
-     "price_per_gpu_hour: VALUE in its file"),
     (r"kernel\.recompute", "{key} is an axis of layouts; write sweep.recompute=[full]"),
     (r"(?:sweep\.)?dp", "{key} is not an axis; dp follows from the GPUs, dp = GPUs/(tp*pp*cp): change sweep.nodes, "
      "sweep.tp, sweep.pp or sweep.cp"),
     (r"(?:.*\.)?(?:gpus|num_gpus|ngpus|nproc_per_node)",
      "{key} is not a setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]"),
-    (r"(?:launcher\.|cluster\.)?(?P<option>reservation|constraint)",
-     "{key} is an option of sbatch; write +launcher.sbatch.{option}=VALUE, or "
-     "sbatch: {{NAME: VALUE}} in the file of a cluster"),
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
-    (r"kernel\.files", "{key}: a new file needs a leading + and a program of your own (kernel=command or your "
-    "file); write "
-     "'+{key}={{NAME: \"TEXT\"}}'"),
-    *((rf"{parent}\b.*", f"{{key}}: a new {noun} needs a leading +; write +{parent}.NAME=VALUE") for parent, noun in
-      (("launcher.sbatch", "option of sbatch"), ("kernel.env", "variable"),
-          ("hardware.peak_flops_per_s", "precision"))),
-    *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: "
-    f"'+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
-      for group, example in EXAMPLES.items()),
-    (r"cluster\.price_per_gpu_hour", "{key}: the file of the cluster has no price; write +{key}=VALUE"),
-    (r"sweep\.(?:env|flags|words)\..*", "{key} is not a setting of the chosen sweep; add it: +{key}=[VALUE,VALUE]"),
+    (r"kernel\.env\b.*", "{key}: a new variable needs a leading +; write +kernel.env.NAME=VALUE"),
+    (r"(?P<parent>launcher\.sbatch|hardware\.peak_flops_per_s)\b.*",
+     "{key}: a new entry needs a leading +; write +{parent}.NAME=VALUE"),
     (rf"model\b.*|(?!(?:{_GROUP_NAMES})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
      "unknown override '{key}'; the sizes of a model are in its file: write ultrabench/model/NAME.yaml and give "
      "model=NAME, or give model=PATH of a config.json"),

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.local.conftest import AT_ONCE, EMBEDDED, axes
-from ultrabench.analysis.schema import CHECKPOINT
+from ultrabench.analysis.results.schema import CHECKPOINT
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.sweep_json import read_sweep_json
 

@@ -8,10 +8,10 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.picture import DARK, EDGE_LOOK, GREY
 from ultrabench.analysis.figures.runs import final_rows, ok_runs
 from ultrabench.analysis.figures.style import Panel, panel_grid, series_looks
+from ultrabench.analysis.results.cells import made_with
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details_of
 from ultrabench.result import Status

@@ -8,10 +8,10 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.runs import final_rows, runs_with_value
 from ultrabench.analysis.figures.style import drawn, panel_grid, series_looks
+from ultrabench.analysis.results.cells import made_with
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER, Status
 

@@ -7,8 +7,8 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.style import axis_title, drawn, panel_grid, series_looks
+from ultrabench.analysis.results.cells import made_with
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 from ultrabench.result import Status

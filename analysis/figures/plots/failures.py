@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final_rows, noun_of, runs_with_value
 from ultrabench.analysis.figures.style import panel_grid
+from ultrabench.analysis.results.cells import notes
 from ultrabench.errors import counted
 from ultrabench.layout import TITLES
 from ultrabench.result import PENDING, STATUSES, Status

@@ -14,14 +14,14 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.picture import DARK
 from ultrabench.analysis.figures.runs import final_rows, noun_of
 from ultrabench.analysis.figures.style import COLOURS, PALE, Panel, panel_grid
-from ultrabench.analysis.knobs import in_order
-from ultrabench.analysis.left_out import none_left
-from ultrabench.analysis.measured import MeasuredRun, measured_runs
-from ultrabench.analysis.predict.cases import profile_and_hardware
+from ultrabench.analysis.results.cases import profile_and_hardware
+from ultrabench.analysis.results.cells import notes
+from ultrabench.analysis.results.knobs import in_order
+from ultrabench.analysis.results.left_out import none_left
+from ultrabench.analysis.results.measured import MeasuredRun, measured_runs
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import NEUTRAL, default_schedule
 from ultrabench.result import Status

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from ultrabench.analysis.figures.picture import DARK, EDGE_LOOK
 from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.figures.style import COLOURS, WIDTH_INCHES, Panel, panel_grid
-from ultrabench.analysis.planned import is_predicted
+from ultrabench.analysis.results.planned import is_predicted
 from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import (

@@ -10,13 +10,13 @@ import pandas as pd
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.cells import layout_words
-from ultrabench.analysis.columns import column_of
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note, runs_with_value
 from ultrabench.analysis.figures.style import Panel, axis_title, drawn, panel_grid, series_looks
-from ultrabench.analysis.planned import is_predicted
-from ultrabench.analysis.ranking import DEFAULT_RANK_BY, is_lower_better, require_rankable
+from ultrabench.analysis.results.cells import layout_words
+from ultrabench.analysis.results.columns import column_of
+from ultrabench.analysis.results.planned import is_predicted
+from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, is_lower_better, require_rankable
 from ultrabench.column import Better
 from ultrabench.errors import counted
 from ultrabench.hardware import GIB

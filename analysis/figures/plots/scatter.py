@@ -10,11 +10,11 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.columns import unit_of
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final_rows, ok_runs, runs_note, runs_with_value
 from ultrabench.analysis.figures.style import axis_title, drawn, panel_grid
-from ultrabench.analysis.numbers import count
+from ultrabench.analysis.results.columns import unit_of
+from ultrabench.analysis.results.numbers import count
 from ultrabench.errors import counted
 from ultrabench.hardware import peak_suffix
 

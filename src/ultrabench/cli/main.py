@@ -13,28 +13,26 @@ from typing import Any, NoReturn
 import typer
 
 import ultrabench
-from ultrabench.cli.compare import compare
 from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
-from ultrabench.cli.export import export
-from ultrabench.cli.history import history
-from ultrabench.cli.import_tables import import_table
 from ultrabench.cli.kernel.commands import kernel_app
-from ultrabench.cli.nodes import nodes
 from ultrabench.cli.predict.commands import predict_app
 from ultrabench.cli.recommend import recommend
 from ultrabench.cli.results import collect_sweeps, heatmap, plot, report
+from ultrabench.cli.study_commands import add_study_commands, command_names
 from ultrabench.cli.sweep.commands import sweep_app
 from ultrabench.errors import ConfigError, DiskError, UltrabenchError, may_pass
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.add_typer(sweep_app, name="sweep")
-app.add_typer(kernel_app, name="kernel")
-app.add_typer(predict_app, name="predict")
+GROUPS = {"sweep": sweep_app, "kernel": kernel_app, "predict": predict_app}
+"""Name of each group of commands -> the group."""
 app.command("collect")(collect_sweeps)
-app.command("import")(import_table)
-for command in (recommend, heatmap, plot, compare, history, nodes, report, export, doctor, configs):
+for command in (recommend, heatmap, plot, report, doctor, configs):
     app.command()(command)
+add_study_commands(app)
+for group_name, group_app in GROUPS.items():
+    app.add_typer(group_app, name=group_name)
+    add_study_commands(group_app, group_name)
 
 
 @app.callback(invoke_without_command=True)
@@ -85,13 +83,8 @@ def main() -> None:
         unknown_option = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
         if unknown_option and commands_with_settings.intersection(sys.argv):
             hint = "; write settings without dashes: sweep.tp=[2], or tp=2 with kernel"
-        elif unknown_option == "--profile":
-            hint = "; write settings without dashes: profile=NAME"
-        elif unknown_option == "--sweep":
-            hint = "; give the sweep without an option: ultrabench sweep status NAME"
-        for group_name, group_app in (("sweep", sweep_app), ("kernel", kernel_app)):
-            command_names = {c.callback.__name__ for c in group_app.registered_commands if c.callback}
-            if "No such command" in message and sys.argv[1] in command_names:
+        for group_name, group_app in GROUPS.items():
+            if "No such command" in message and sys.argv[1] in command_names(group_app):
                 hint = f"; did you mean: ultrabench {group_name} {sys.argv[1]}?"
         exit_code = _print_failure(f"{message} (see --help{hint})", 2)
     try:

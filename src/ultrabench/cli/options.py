@@ -115,6 +115,7 @@ AllSimilar = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Let --write replace a file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="Folder of the sweeps.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 
 
 def require_write(write: str | None, *, force: bool) -> None:

@@ -1,30 +1,30 @@
 """The commands `ultrabench collect`, `heatmap`, `plot` and `report`: tables, figures and pages of results."""
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, rows_where, runs_drawn
-from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, SelectedRows, table_option
-from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
-from ultrabench.store.folder import find_sweep, write_whole
-
-if TYPE_CHECKING:  # for other commands these would be slow imports
-    from collections.abc import Callable
-
-    import pyarrow as pa
-    from matplotlib.figure import Figure
-
-    from ultrabench.analysis.rows import Warn
+from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, runs_drawn
+from ultrabench.analysis.results.selected_rows import open_rows, rows_where, source_and_values
+from ultrabench.cli.options import (
+    RESULTS,
+    Json,
+    Output,
+    RankBy,
+    RankByAlias,
+    ResultsDir,
+    SelectedRows,
+    table_option,
+)
+from ultrabench.cli.output import draw, write_result
+from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.store.folder import find_sweep
 
 _ARGUMENTS_HELP = (
     "Results to draw (default: the newest sweep). AXIS is for effect only. "
     "NAME=VALUE selects rows, such as nodes=4, or sets a layout; memory of a plan draws its best layout by default."
 )
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 Parquet = Annotated[Path | None, table_option("File to write.")]
 """Output for a command that writes parquet."""
 Sweeps = Annotated[
@@ -35,8 +35,8 @@ Sweeps = Annotated[
 
 def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the results of sweeps in one parquet file."""
-    from ultrabench.analysis.cells import caveats
-    from ultrabench.analysis.collect import merged, parquet, readable_tables
+    from ultrabench.analysis.results.cells import caveats
+    from ultrabench.analysis.results.collect import merged, parquet, readable_tables
     from ultrabench.cli.tables import say, warn
 
     given_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
@@ -64,9 +64,9 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout per model and node count."""
-    from ultrabench.analysis.cells import compared_with, left_out, notes, require_comparable
-    from ultrabench.analysis.collect import distinct_names, open_results
-    from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
+    from ultrabench.analysis.results.cells import compared_with, left_out, notes, require_comparable
+    from ultrabench.analysis.results.collect import distinct_names, open_results
+    from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
 
     rank_by = by or rank_by
@@ -118,7 +118,7 @@ def plot(
         _print_kinds()
         return
     require_known("figure", KINDS, kind)
-    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.results.collect import open_results
 
     words_left = [*(arguments or [])]
     if KINDS[kind].takes_any_axis and axis is None:
@@ -150,31 +150,6 @@ def _print_kinds() -> None:
         typer.echo(f"{kind:<14}{traits.summary}{axes_text}{columns_text}")
 
 
-def open_rows(
-    arguments: Sequence[str] | None, results_dir: Path, warn: "Warn"
-) -> "tuple[str, str, pa.Table]":
-    """What `open_results` returns for the sweep or file among the words, with the rows that COLUMN=VALUE selects."""
-    from ultrabench.analysis.collect import open_results
-
-    source, value_by_column = source_and_values(arguments or [])
-    name, path_prefix, result_table = open_results(source, results_dir, warn)
-    return name, path_prefix, rows_where(result_table, value_by_column)
-
-
-def source_and_values(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """The sweep or file among the words, None for the newest, and the values of columns.
-
-    Raises:
-        ConfigError: two words are no COLUMN=VALUE, or have the same column.
-    """
-    require_once(arguments)
-    sources = [argument for argument in arguments if "=" not in argument or os.path.exists(argument)]
-    if len(sources) > 1:
-        raise ConfigError(f"{' '.join(sources)}: give one sweep or file; write other words as COLUMN=VALUE")
-    value_by_column = dict(argument.split("=", 1) for argument in arguments if argument not in sources)
-    return (sources[0] if sources else None), value_by_column
-
-
 def report(
     rows: SelectedRows = None,
     output: Output = None,
@@ -199,23 +174,3 @@ def report(
         print_json({"path": str(output_path), "bytes": len(html), **counts})
         return
     say(f"wrote a page of {counted(len(result_table), 'row')} ({len(html) / 1e6:.1f} MB) to {output_path}")
-
-
-def draw(path: Path, make_figure: "Callable[[], Figure]", other_suffixes: Sequence[str] = ()) -> None:
-    """Writes the figure that `make_figure` draws; the suffix of `path` gives the format.
-
-    Args:
-        other_suffixes: suffixes for which the command writes another file, which the message names, too.
-    """
-    from ultrabench.analysis.figures.picture import render
-
-    write_result(path, render(make_figure, path, other_suffixes))
-
-
-def write_result(path: Path, content: bytes) -> None:
-    """Writes a file that the user asked for, whole or not at all."""
-    try:
-        write_whole(path, content)
-    except OSError as error:
-        reason = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise SweepFolderError(f"cannot write {path}: {reason}; choose another -o FILE") from error

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import typer
 
-from ultrabench.analysis.collect import collect
-from ultrabench.analysis.compare import run_label
-from ultrabench.analysis.numbers import rate_text
-from ultrabench.analysis.published import PublishedRate, beside_published, published_rates
-from ultrabench.analysis.rows import Row
+from ultrabench.analysis.results.collect import collect
+from ultrabench.analysis.results.numbers import rate_text
+from ultrabench.analysis.results.published import PublishedRate, beside_published, published_rates
+from ultrabench.analysis.results.rows import Row
+from ultrabench.analysis.results.run_label import run_label
 from ultrabench.cli.sweep.launch import follow, ignore_signals
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ClusterError, ConfigError, counted

@@ -9,9 +9,9 @@ from typing import Any
 import typer
 from rich.console import RenderableType
 
-from ultrabench.analysis.columns import RATE, column_of
-from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.page.commands import launch_words
+from ultrabench.analysis.results.columns import RATE, column_of
+from ultrabench.analysis.results.numbers import with_unit
 from ultrabench.cli.sweep.consent import headline
 from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits

@@ -47,14 +47,14 @@ from tests.unit.analysis.page_tables import decoded  # noqa: E402
 from tests.unit.analysis.sweeps import LAYOUTS, attempted, make_sweep, rows_of, spec_of  # noqa: E402
 from tests.unit.analysis.tables import row, table_of  # noqa: E402
 from ultrabench.agent.diagnose.outcome import classify  # noqa: E402
-from ultrabench.analysis.export.tracked_runs import tracked_runs  # noqa: E402
 from ultrabench.analysis.figures import heatmap  # noqa: E402
 from ultrabench.analysis.figures.kinds import prepare_figure  # noqa: E402
 from ultrabench.analysis.figures.picture import render  # noqa: E402
-from ultrabench.analysis.numbers import with_unit  # noqa: E402
 from ultrabench.analysis.page.rows import document  # noqa: E402
-from ultrabench.analysis.ranking import leaderboard, rank  # noqa: E402
-from ultrabench.analysis.schema import SCHEMA, markdown  # noqa: E402
+from ultrabench.analysis.results.numbers import with_unit  # noqa: E402
+from ultrabench.analysis.results.ranking import leaderboard, rank  # noqa: E402
+from ultrabench.analysis.results.schema import SCHEMA, markdown  # noqa: E402
+from ultrabench.analysis.studies.export.tracked_runs import tracked_runs  # noqa: E402
 from ultrabench.rank_report import parse_line  # noqa: E402
 
 NAME = "fan_power_w"

@@ -40,11 +40,11 @@ if __name__ == "__main__":
 from tests.sweep_folder import write  # noqa: E402
 from tests.unit.analysis.sweeps import LAYOUTS, OK, attempted, make_sweep, spec_of  # noqa: E402
 from tests.unit.analysis.tables import row, table_of  # noqa: E402
-from ultrabench.analysis import cells, ranking  # noqa: E402
-from ultrabench.analysis.compare import compare  # noqa: E402
 from ultrabench.analysis.figures.kinds import prepare_figure  # noqa: E402
 from ultrabench.analysis.figures.picture import render  # noqa: E402
 from ultrabench.analysis.page.rows import document  # noqa: E402
+from ultrabench.analysis.results import cells, ranking  # noqa: E402
+from ultrabench.analysis.studies.compare.compare import compare  # noqa: E402
 from ultrabench.cli.sweep.live import counts_line  # noqa: E402
 from ultrabench.cli.tables import style_of  # noqa: E402
 from ultrabench.result import Status  # noqa: E402

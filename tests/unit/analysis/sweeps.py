@@ -6,7 +6,7 @@ import pytest
 
 from tests import sweep_folder
 from tests.sweep_folder import make_folder, write
-from ultrabench.analysis.collect import collect
+from ultrabench.analysis.results.collect import collect
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape

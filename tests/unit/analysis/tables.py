@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from ultrabench.analysis.schema import SCHEMA
+from ultrabench.analysis.results.schema import SCHEMA
 
 USUAL = {
     "schema_version": 1, "is_final": True, "sweep": "s", "repeat": 0, "attempt": 0, "kernel": "embedded",

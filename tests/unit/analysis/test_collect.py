@@ -20,7 +20,7 @@ from tests.unit.analysis.sweeps import (
     swept,
     values,
 )
-from ultrabench.analysis import measured
+from ultrabench.analysis.results import measured
 from ultrabench.errors import SweepFolderError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout

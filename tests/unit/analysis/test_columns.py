@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.columns import RESULT_TABLE
-from ultrabench.analysis.ranking import rank
+from ultrabench.analysis.results.columns import RESULT_TABLE
+from ultrabench.analysis.results.ranking import rank
 from ultrabench.column import NUMBER, NUMERIC_TYPES, Better, ColumnType, Source
 from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES

@@ -9,7 +9,7 @@ from tests.unit.analysis.sweeps import OK, attempted, make_sweep, rows_of, spec_
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.comm import figure, points
-from ultrabench.analysis.ranking import rank
+from ultrabench.analysis.results.ranking import rank
 from ultrabench.device_rates import OPERATIONS, link_measurements
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout

@@ -4,9 +4,9 @@ import pytest
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.compare import compare
 from ultrabench.analysis.page.rows import document
-from ultrabench.analysis.ranking import leaderboard, rank
+from ultrabench.analysis.results.ranking import leaderboard, rank
+from ultrabench.analysis.studies.compare.compare import compare
 
 
 def measured_in(env_id, rate, sweep=None, *, env=None, run_id="a", repeat=0, **parts):

@@ -18,8 +18,8 @@ from ultrabench.analysis.figures.kinds import KINDS, prepare_figure, runs_drawn
 from ultrabench.analysis.figures.picture import figure_style, render
 from ultrabench.analysis.figures.plots.bubble import points as bubble_points
 from ultrabench.analysis.figures.runs import final_rows, ok_runs
-from ultrabench.analysis.measured import spec_of
-from ultrabench.analysis.ranking import rank
+from ultrabench.analysis.results.measured import spec_of
+from ultrabench.analysis.results.ranking import rank
 from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 

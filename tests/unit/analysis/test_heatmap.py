@@ -10,9 +10,9 @@ from matplotlib.text import Text
 
 from tests.configs import refused
 from tests.unit.analysis.test_figures_runs import overlaps
-from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.figures.heatmap import figure, wrap_reason
 from ultrabench.analysis.figures.picture import render
+from ultrabench.analysis.results.cells import Cell
 from ultrabench.layout import AXES
 
 GIB = 2**30

@@ -16,8 +16,8 @@ from tests.sweep_folder import write
 from tests.unit.analysis import tables
 from tests.unit.analysis.sweeps import OK, SPECS, attempted, make_sweep
 from tests.unit.analysis.tables import row
-from ultrabench.analysis.collect import collect
 from ultrabench.analysis.notebook import table_of
+from ultrabench.analysis.results.collect import collect
 from ultrabench.errors import UltrabenchError
 
 PAGE = Path(__file__).parents[3] / "docs/guide/results.md"

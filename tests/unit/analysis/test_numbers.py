@@ -2,7 +2,7 @@
 
 import pytest
 
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.results.numbers import with_unit
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import ultrabench
 from tests.sweep_folder import write
 from tests.unit.analysis.page_tables import shown
 from tests.unit.analysis.sweeps import OK, attempted, make_sweep, spec_of
-from ultrabench.analysis.collect import collect
-from ultrabench.analysis.compare import compare
-from ultrabench.analysis.ranking import leaderboard, rank
+from ultrabench.analysis.results.collect import collect
+from ultrabench.analysis.results.ranking import leaderboard, rank
+from ultrabench.analysis.studies.compare.compare import compare
 from ultrabench.layout import Layout
 from ultrabench.result import SLOWER, Status
 from ultrabench.store.events import AllocationPlanned

@@ -9,12 +9,12 @@ from tests.configs import refused
 from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import OK, SPECS, TINY, attempted, make_sweep, swept
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.cells import compared_with
-from ultrabench.analysis.collect import collect, conform_to_schema
-from ultrabench.analysis.compare import compare
 from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.page.rows import document
-from ultrabench.analysis.ranking import leaderboard, rank
+from ultrabench.analysis.results.cells import compared_with
+from ultrabench.analysis.results.collect import collect, conform_to_schema
+from ultrabench.analysis.results.ranking import leaderboard, rank
+from ultrabench.analysis.studies.compare.compare import compare
 from ultrabench.cli.sweep.top import cell_text
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold

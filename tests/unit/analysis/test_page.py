@@ -9,12 +9,11 @@ import pytest
 
 from tests.unit.analysis.page_tables import decoded, page, repeated, run, shown, small
 from tests.unit.analysis.tables import table_of
-from ultrabench.analysis.effects import cells, competing, effects_by_axis
-from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.page.rows import NAME_COLUMNS, PUBLIC_COLUMNS, WORD_COLUMNS, document, encoded_column
-from ultrabench.analysis.rows import without_doubtful_mfu
-from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA
+from ultrabench.analysis.page.rows import NAME_COLUMNS, PUBLIC_COLUMNS, WORD_COLUMNS, encoded_column
+from ultrabench.analysis.results.measured import spec_of
+from ultrabench.analysis.results.rows import without_doubtful_mfu
+from ultrabench.analysis.results.schema import BOOL, FLOAT, INT, SCHEMA
 from ultrabench.layout import Layout
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.load import load_config, load_profile
@@ -110,18 +109,6 @@ def test_what_is_public_is_a_number_or_a_text_that_was_chosen_by_name():
     assert not [
         name for name in numbers if {"id", "ids", "user", "host", "path", "account"} & {*name.split("_")}
     ]
-
-
-def test_effects_are_those_of_the_command():
-    measured = competing(small())
-    expected = [
-        cells(axis, effect) for axis, of_axis in effects_by_axis(measured).items() for effect in of_axis
-    ]
-    effects = document(small(), public=True)["effects"]
-    assert effects["rows"] == expected
-    assert ["tp", "2", "1"] in [row[:3] for row in expected]
-    assert measured.note in effects["notes"]
-    assert document(table_of(run(1, status="oom")), public=False)["effects"]["rows"] == []
 
 
 def test_memory_by_part_is_that_of_predict():

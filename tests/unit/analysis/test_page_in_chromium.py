@@ -12,10 +12,10 @@ import pytest
 from tests.patience import slowness
 from tests.unit.analysis.page_tables import large, page, repeated, run, small
 from tests.unit.analysis.tables import table_of
-from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.figures.plots import scaling
-from ultrabench.analysis.numbers import with_unit
-from ultrabench.analysis.ranking import leaderboard
+from ultrabench.analysis.results.collect import read_parquet
+from ultrabench.analysis.results.numbers import with_unit
+from ultrabench.analysis.results.ranking import leaderboard
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import write_plan
@@ -80,7 +80,7 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     assert "11 tried, 1 oom" in cells.first.inner_text()
     assert "1 suspect" in cells.last.inner_text()
     assert re.search(
-        r"in all rows whatever the filters\s[\s\S]*tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#effects")
+        r"in all rows whatever the filters\s[\s\S]*tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#sections")
     )
     cells.first.focus()
     tab.keyboard.press("Enter")

@@ -11,9 +11,9 @@ from tests.configs import refused
 from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import OK, SPECS, TINY, attempted, rows_of, spec_of, swept
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.collect import collect, parquet, read_parquet
-from ultrabench.analysis.measured import measured_runs
-from ultrabench.analysis.schema import SCHEMA, VERSION_KEY, markdown
+from ultrabench.analysis.results.collect import collect, parquet, read_parquet
+from ultrabench.analysis.results.measured import measured_runs
+from ultrabench.analysis.results.schema import SCHEMA, VERSION_KEY, markdown
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import SweepFolderError
 from ultrabench.kernel_config import KernelConfig

@@ -7,8 +7,8 @@ import pytest
 from tests.configs import refused, write_config
 from tests.unit.analysis.tables import row, table_of
 from tests.unit.cli.conftest import one_line, ultrabench  # noqa: F401
-from ultrabench.analysis.collect import parquet
-from ultrabench.analysis.published import beside_published, published_rates
+from ultrabench.analysis.results.collect import parquet
+from ultrabench.analysis.results.published import beside_published, published_rates
 from ultrabench.sweep.config.load import load_model
 
 PLAYBOOK = {"model": "1B", "seq_len": 4096, "gbs": 256, "precision": "bf16", "hardware": "h100x8"}

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.cells import caveats, compared_with, layout_words, notes
-from ultrabench.analysis.ranking import leaderboard, rank
-from ultrabench.analysis.rows import without_doubtful_mfu
+from ultrabench.analysis.results.cells import caveats, compared_with, layout_words, notes
+from ultrabench.analysis.results.ranking import leaderboard, rank
+from ultrabench.analysis.results.rows import without_doubtful_mfu
 
 
 def cells_of(*rows, **options):

@@ -13,11 +13,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ultrabench.analysis.importing.import_table import import_table
-from ultrabench.analysis.importing.table_map import TYPE_BY_COLUMN, read_map
-from ultrabench.analysis.ranking import rank
-from ultrabench.analysis.rows import sizes_of
-from ultrabench.analysis.schema import FLOATS, SCHEMA, TEXTS, TIME
+from ultrabench.analysis.results.imported.table_map import TYPE_BY_COLUMN, read_map
+from ultrabench.analysis.results.ranking import rank
+from ultrabench.analysis.results.rows import sizes_of
+from ultrabench.analysis.results.schema import FLOATS, SCHEMA, TEXTS, TIME
+from ultrabench.analysis.studies.import_tables.import_table import import_table
 from ultrabench.record import content_id
 from ultrabench.result import Status
 from ultrabench.sweep.config.load import load_model

@@ -7,8 +7,8 @@ import pytest
 
 from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import OK, SPECS, TINY, attempted, make_sweep
-from ultrabench.analysis.collect import collect
 from ultrabench.analysis.page.rows import document
+from ultrabench.analysis.results.collect import collect
 
 COUNTED = "MFU uses the FLOPs formula palm, counting only the experts that a token passes through"
 MOE = replace(TINY, name="moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.cli.conftest import as_json
-from ultrabench.analysis.effects import competing, pairs
-from ultrabench.analysis.planned import predicted_results
+from ultrabench.analysis.results.planned import predicted_results
+from ultrabench.analysis.studies.effects.effects import competing, pairs
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import FIRST_VALUES_KEY, HARDWARE_KEY, first_values, plan_table

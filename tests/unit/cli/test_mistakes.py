@@ -39,8 +39,6 @@ MISTAKES = [
     ("sweep show 1 --sweep runs.parquet", "ultrabench sweep top runs.parquet, or ultrabench report runs.parquet"),
     ("collect mine", "no sweep 'mine': there is no sweep in results/; start one with: ultrabench sweep launch"),
     ("sweep plan --tensor-model-parallel-size 2", "write settings without dashes: sweep.tp=[2]"),
-    ("sweep status --sweep mine", "give the sweep without an option: ultrabench sweep status NAME"),
-    ("predict tp=2 --profile mine", "write settings without dashes: profile=NAME"),
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
     ("predict pp=4 pp_schedule=interleaved virtual_stages=4 gas=4",

@@ -1,5 +1,5 @@
-"""`ultrabench predict` and `kernel dryrun`: one layout by part; `validate`,
-`calibrate` and `replay` on measured runs.
+"""`ultrabench predict` and `kernel dryrun`: one layout by part; `validate` and
+`calibrate` on measured runs.
 """
 
 import re
@@ -182,7 +182,7 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     assert "the errors are fit errors" in err
 
 
-@pytest.mark.parametrize("command", ["calibrate", "validate", "replay"])
+@pytest.mark.parametrize("command", ["calibrate", "validate"])
 def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, command):
     runs(-1.0, 0.0, -2.0)
     code, _, err = ultrabench("predict", command, "runs.parquet")

@@ -10,12 +10,12 @@ from matplotlib.text import Text
 from pyarrow import parquet
 
 from tests.unit.cli.conftest import one_line
-from ultrabench.analysis.collect import open_results, read_parquet
 from ultrabench.analysis.figures import heatmap
 from ultrabench.analysis.figures.kinds import prepare_figure
 from ultrabench.analysis.figures.plots import memory
 from ultrabench.analysis.page.rows import document
-from ultrabench.analysis.ranking import rank
+from ultrabench.analysis.results.collect import open_results, read_parquet
+from ultrabench.analysis.results.ranking import rank
 
 PLAN = (
     "sweep", "plan", "model=llama3-8b", "hardware=h100x8", "sweep.tp=[1,2]", "sweep.pp=[1]", "-o", "plan.parquet",

@@ -128,7 +128,7 @@ def test_only_setup_lines_are_shell(tmp_path):
     lines = script.splitlines()
     start = lines.index(setup[0])
     assert tuple(lines[start : start + 8 : 2]) == setup
-    assert start < lines.index("export SUBMITIT_EXECUTOR=slurm")
+    assert start < lines.index("# command")
 
 
 def test_a_setup_line_that_fails_ends_the_job_and_is_named(tmp_path):

@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from hypothesis import given
+from replay import STRATEGIES, ReplayedRun, replay
+from replay_figure import figure
 
 from tests.strategies import layouts
 from ultrabench.analysis.figures.picture import render
-from ultrabench.analysis.figures.replayed import figure
-from ultrabench.analysis.predict.replay import STRATEGIES, ReplayedRun, replay
 from ultrabench.layout import AXES, FOLLOWING, Layout
 from ultrabench.sweep.predict import search
 from ultrabench.sweep.predict.predict import Prediction

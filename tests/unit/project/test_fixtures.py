@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sweep.test_config import refusal
-from ultrabench.analysis.collect import collect, read_parquet
+from ultrabench.analysis.results.collect import collect, read_parquet
 from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal

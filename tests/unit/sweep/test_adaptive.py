@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.sweep_folder import attempted, ended, make_folder, write
-from ultrabench.analysis.collect import collect
+from ultrabench.analysis.results.collect import collect
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.sweep.show import show_run
 from ultrabench.hardware import Peak

@@ -1,6 +1,6 @@
 import pytest
 
-from ultrabench.analysis.schema import GROUPS
+from ultrabench.analysis.results.schema import GROUPS
 from ultrabench.device_rates import DEVICE_RATES, OPERATIONS, crossing_share, link_measurements, summary
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from ultrabench.analysis.collect import collect
-from ultrabench.analysis.columns import RATE, column_of
-from ultrabench.analysis.measured import MeasuredRun, measured_runs
-from ultrabench.analysis.numbers import count, formula_text, params_text, rate_text, with_unit
+from ultrabench.analysis.results.collect import collect
+from ultrabench.analysis.results.columns import RATE, column_of
+from ultrabench.analysis.results.measured import MeasuredRun, measured_runs
+from ultrabench.analysis.results.numbers import count, formula_text, params_text, rate_text, with_unit
 from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix

@@ -178,16 +178,6 @@ def top(
 
 
 @sweep_app.command()
-def effects(rows: SelectedRows = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
-    """Show the effect of each value of each axis, all else equal.
-
-    It compares runs that differ in one axis only. The axis with the largest significant effect comes first."""
-    from ultrabench.cli.sweep.effects import show_effects
-
-    show_effects(rows, json_, results_dir)
-
-
-@sweep_app.command()
 def retry(
     sweep: Sweep = None,
     status_list: str | None = typer.Option(None, "--only", help="Statuses to retry, such as crash,timeout."),

@@ -8,7 +8,7 @@ from functools import partial
 
 import typer
 
-from ultrabench.analysis.numbers import count, params_text
+from ultrabench.analysis.results.numbers import count, params_text
 from ultrabench.cli.tables import FittedTable, can_ask, duration_text, say, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE, GIB

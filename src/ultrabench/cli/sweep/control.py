@@ -5,8 +5,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultrabench.cli.sweep.launch import follow, is_settled, require_tracker
+from ultrabench.cli.sweep.launch import follow, is_settled
 from ultrabench.cli.sweep.live import counts_line
+from ultrabench.cli.sweep.tracking import require_tracker
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, require_known
 from ultrabench.launchers.allocation_ends import open_allocations

@@ -10,12 +10,11 @@ from types import FrameType
 
 import typer
 
-from ultrabench.analysis.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import read_again
-from ultrabench.cli.sweep.tracking import tracked
+from ultrabench.cli.sweep.tracking import require_tracker, tracked
 from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.allocation_ends import interrupt
@@ -43,7 +42,6 @@ from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
@@ -123,12 +121,6 @@ def run_launch(
     )
     known_price = price if sweep.plan is plan else None
     return follow(sweep, launcher, folder.display_name, known_price, detach=detach, ask=not yes, stderr=False)
-
-
-def require_tracker(config: SweepConfig) -> None:
-    """Raises ConfigError if the library of the tracker of a launch is not installed."""
-    if config.launcher.track:
-        require_library(config.launcher.track)
 
 
 def is_settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:

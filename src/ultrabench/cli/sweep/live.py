@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.columns import RATE
-from ultrabench.analysis.numbers import formula_text, rate_text, too_wide, with_unit
+from ultrabench.analysis.results.columns import RATE
+from ultrabench.analysis.results.numbers import formula_text, rate_text, too_wide, with_unit
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted

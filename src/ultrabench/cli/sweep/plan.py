@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ultrabench.analysis.columns import RATE, column_of
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.results.columns import RATE, column_of
+from ultrabench.analysis.results.numbers import with_unit
 from ultrabench.cli.sweep.consent import (
     cores_line,
     cost_lines,

@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ultrabench.analysis.collect import collect
-from ultrabench.analysis.numbers import formula_text, params_text, with_unit
-from ultrabench.analysis.ranking import leaderboard
-from ultrabench.analysis.rows import Row
+from ultrabench.analysis.results.collect import collect
+from ultrabench.analysis.results.numbers import formula_text, params_text, with_unit
+from ultrabench.analysis.results.ranking import leaderboard
+from ultrabench.analysis.results.rows import Row
 from ultrabench.cli.predict.layout import ratio_line
 from ultrabench.cli.sweep.run_command import ProgramStart, start_lines, start_of
 from ultrabench.cli.sweep.top import cell_text, number_texts

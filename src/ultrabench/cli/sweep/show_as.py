@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow.compute as pc
 from rich.text import Text
 
-from ultrabench.analysis.collect import read_parquet
-from ultrabench.analysis.measured import spec_of
-from ultrabench.analysis.planned import is_predicted
-from ultrabench.analysis.ranking import leaderboard
+from ultrabench.analysis.results.collect import read_parquet
+from ultrabench.analysis.results.measured import spec_of
+from ultrabench.analysis.results.planned import is_predicted
+from ultrabench.analysis.results.ranking import leaderboard
 from ultrabench.cli.sweep.show import MAX_RANK_DIGITS, find_run
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.errors import SweepFolderError, counted, require_known

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ultrabench.analysis.columns import RATE, column_of
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.results.columns import RATE, column_of
+from ultrabench.analysis.results.numbers import with_unit
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
 from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn

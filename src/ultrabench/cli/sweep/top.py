@@ -5,12 +5,19 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import caveats, layout_words, left_out, model_text, nodes_text, set_apart
-from ultrabench.analysis.columns import column_of
-from ultrabench.analysis.numbers import formula_text, memory, too_wide, with_unit
-from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
-from ultrabench.analysis.rows import Row
-from ultrabench.cli.results import open_rows
+from ultrabench.analysis.results.cells import (
+    caveats,
+    layout_words,
+    left_out,
+    model_text,
+    nodes_text,
+    set_apart,
+)
+from ultrabench.analysis.results.columns import column_of
+from ultrabench.analysis.results.numbers import formula_text, memory, too_wide, with_unit
+from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, PANEL_COLUMNS, leaderboard
+from ultrabench.analysis.results.rows import Row
+from ultrabench.analysis.results.selected_rows import open_rows
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import SLOWER, Status, state

@@ -1,15 +1,42 @@
-"""Starts and ends the process that logs the runs of a launch into a tracker (`launcher.track`)."""
+"""Starts and ends the process that logs the runs of a launch into a tracker (`launcher.track`).
+
+A study does the logging. Its module `live_tracking.py` has `require_library(kind)`, which raises ConfigError if the
+library of a tracker is not installed, and PROGRAM, the module that logs.
+"""
 
 import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 
+from ultrabench.analysis.study import modules
 from ultrabench.cli.tables import say
+from ultrabench.errors import ConfigError
 from ultrabench.store.folder import SweepFolder
+from ultrabench.sweep.config.sweep_config import SweepConfig
 
 USUAL_EXIT_S, EXIT_TIMEOUT_S = 2.0, 20.0
 """Seconds in which the last runs are usually tracked, and after which the launch leaves them to `ultrabench export`."""
+
+
+def _live_tracking() -> ModuleType:
+    """The module `live_tracking` of the study that logs runs.
+
+    Raises:
+        ConfigError: there is no such study.
+    """
+    for module in modules("live_tracking"):
+        return module
+    raise ConfigError(
+        "launcher.track: this ultrabench has no study that logs runs", "leave out launcher.track"
+    )
+
+
+def require_tracker(config: SweepConfig) -> None:
+    """Raises ConfigError if the runs of a launch cannot be logged into the tracker that it names."""
+    if config.launcher.track:
+        _live_tracking().require_library(config.launcher.track)
 
 
 @contextlib.contextmanager
@@ -25,7 +52,7 @@ def tracked(tracker_kind: str | None, folder: SweepFolder) -> Iterator[None]:
         yield
         return
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ultrabench.analysis.export.live", tracker_kind, str(folder.path)],
+        [sys.executable, "-P", "-m", _live_tracking().PROGRAM, tracker_kind, str(folder.path)],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     num_earlier_failures, is_complete = len(_failure_lines(folder)), False

@@ -1,1 +1,0 @@
-"""Reads result tables of other programs into the columns of runs.parquet."""

@@ -1,0 +1,1 @@
+"""What is slower, faster or failing in a second table of results."""

@@ -1,0 +1,1 @@
+"""What each value of each axis is worth, all else equal."""

@@ -1,0 +1,1 @@
+"""Converts result tables of other programs to result files."""

@@ -1,0 +1,170 @@
+"""Makes a user's own profile from measured runs."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+from typing import Any
+
+from ultrabench.analysis.results.cases import Case, healthy_timed
+from ultrabench.analysis.results.measured import MeasuredRun
+from ultrabench.analysis.studies.predictions.fit import fit_time, intervals, left_out_errors, log_errors
+from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_errors, memory_runs
+from ultrabench.errors import ConfigError, counted
+from ultrabench.record import to_dict
+from ultrabench.sweep.predict.memory import memory_constants
+from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
+from ultrabench.sweep.predict.profile import Profile, features
+
+MIN_RUNS = 5
+"""Smallest number of runs with which a fit can be checked on runs left out of it."""
+MAX_MEDIAN_ERROR = 0.5
+"""Largest median error, on runs left out of the fit, of a profile that is worth writing."""
+MAX_MEDIAN_FACTOR = 30.0
+"""Largest median factor between measured and predicted step times; above it the unit of the rows must be wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A fitted profile, and the errors before and after the fit on runs that were left out of it."""
+
+    profile: Profile
+    runs: int
+    before: dict[str, float]
+    """median_error and p90_error of the profile that the fit started from, as fractions."""
+    after: dict[str, float]
+    """median_error and p90_error of constants that were fitted without the run, even if they are not kept."""
+    fitted: dict[str, int]
+    """step_time and memory -> number of runs that the constants of the profile were fitted to; 0 where they are the
+    prior ones, since new ones are no better on runs left out."""
+    memory: dict[str, dict[str, float]]
+    """before and after -> median_error and p90_error of rank 0's reserved memory; empty where it was not fitted."""
+
+
+def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
+    """The profile that fits the healthy runs best, starting from `base`.
+
+    Constants of `base` stay where new ones are no better on runs left out, so that few runs do no harm. Those
+    of memory are fitted for nanotron only, to at least 5 runs. The intervals of the runs left out are mixed with
+    those of `base`.
+
+    Raises:
+        ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.
+    """
+    timed_cases, num_by_reason = healthy_timed(cases)
+    num_timed = len(timed_cases)
+    if num_timed < MIN_RUNS:
+        runs_text = f"{counted(num_timed, 'healthy run')} with a step time"
+        rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or give more files"
+        excluded_text = ", ".join(f"{n:,} {why}" for why, n in num_by_reason.most_common())
+        raise ConfigError(f"{runs_text}; {rule}" + f"; excluded: {excluded_text}" * bool(num_by_reason))
+    old_errors = log_errors(timed_cases, base.time)
+    new_errors = left_out_errors(timed_cases, lambda kept_runs: fit_time(kept_runs, base.time), log_errors)
+    old_quality, new_quality = quality_of(old_errors), quality_of(new_errors)
+    is_better = new_quality["median_error"] < old_quality["median_error"]
+    _require_close(old_errors, new_errors, base)
+    memory, mem_quality, num_memory_runs = _better_memory([case.run for case in cases], base)
+    num_fitted = {"step_time": is_better * num_timed, "memory": num_memory_runs}
+    profile = replace(
+        base, name=name, memory=memory, source=_source_text(num_fitted, num_timed, base), date=date,
+        prior=base.name, time=fit_time(timed_cases, base.time) if is_better else base.time,
+        interval=intervals(timed_cases, new_errors if is_better else old_errors, base.interval),
+        quality={"runs": num_timed, **(new_quality if is_better else old_quality)},
+        measured=measured_features(timed_cases, base),
+    )  # fmt: skip
+    return Calibration(
+        profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
+        memory=mem_quality,
+    )  # fmt: skip
+
+
+def measured_features(timed_cases: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
+    """The values of each feature among these runs and those that `base` was fitted to,
+    as `Profile.measured` has them.
+    """
+    values_by_feature = {name: {*values} for name, values in base.measured.items()}
+    for case in timed_cases:
+        for name, value in features(case.run.spec, case.hardware.gpu_at_limit).items():
+            values_by_feature.setdefault(name, set()).add(value)
+    sorted_values = ((name, sorted(values)) for name, values in values_by_feature.items())
+    return {name: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for name, v in sorted_values}
+
+
+def _require_close(old_errors: Sequence[float], new_errors: Sequence[float], base: Profile) -> None:
+    """Raises ConfigError if neither the constants of `base` nor fitted ones explain the step times.
+
+    Args:
+        old_errors: log(measured / predicted) of each run with the constants of `base`.
+        new_errors: the same with constants that were fitted without the run.
+    """
+    median_factor = math.exp(median(map(abs, old_errors)))
+    best_error = min(quality_of(errors)["median_error"] for errors in (old_errors, new_errors))
+    if median_factor > MAX_MEDIAN_FACTOR or best_error > MAX_MEDIAN_ERROR:
+        limit_text = f"(at most {MAX_MEDIAN_FACTOR:g} allowed)"
+        base_text = f"profile {base.name} is off by a median factor of {median_factor:,.1f} {limit_text}"
+        fit_text = f"a fit by a median of {100 * best_error:,.0f} % (at most {100 * MAX_MEDIAN_ERROR:.0f} %)"
+        remedy = "check the seconds, hardware and model of the rows"
+        raise ConfigError(f"{len(old_errors):,} runs: {base_text}, {fit_text}; {remedy}")
+
+
+def _source_text(num_runs_by_part: dict[str, int], num_runs: int, base: Profile) -> str:
+    """A sentence that says where each part of a profile comes from."""
+    sources = (
+        f"{part.replace('_', ' ')} "
+        + (f"fitted to {counted(num_fitted, 'run')}" if num_fitted else f"from profile {base.name}")
+        for part, num_fitted in num_runs_by_part.items()
+    )
+    return f"{', '.join(sources)}, intervals of {counted(num_runs, 'run')} combined with those of {base.name}"
+
+
+def _better_memory(
+    runs: Sequence[MeasuredRun], base: Profile
+) -> tuple[dict[str, Any], dict[str, dict[str, float]], int]:
+    """The memory constants that are better on runs left out, their errors before and after,
+    and the number of fitted runs.
+
+    These are those of `base` and 0 where new constants are no better.
+    """
+    usable_runs, prior = memory_runs(runs), memory_constants(base.framework, base.memory)
+    if not isinstance(prior, NanotronMemory) or len(usable_runs) < MIN_RUNS:
+        return base.memory, {}, 0
+    new_errors = left_out_errors(usable_runs, lambda kept_runs: fit_memory(kept_runs, prior), memory_errors)
+    old_quality, new_quality = quality_of(memory_errors(usable_runs, prior)), quality_of(new_errors)
+    quality = {"before": old_quality, "after": new_quality}
+    if new_quality["median_error"] < old_quality["median_error"]:
+        return to_dict(fit_memory(usable_runs, prior)), quality, len(usable_runs)
+    return base.memory, quality, 0
+
+
+def quality_of(log_errors: Sequence[float]) -> dict[str, float]:
+    """Median and 90 % quantile of |predicted / measured - 1| of at least two values of log(measured / predicted)."""
+    relative_errors = [abs(math.expm1(-log_error)) for log_error in log_errors]
+    p90 = quantiles(relative_errors, n=10, method="inclusive")[-1]
+    return {"median_error": median(relative_errors), "p90_error": p90}
+
+
+def to_yaml(profile: Profile, base: Profile) -> str:
+    """The text of the profile's file; a comment at each constant of time gives its value in `base`."""
+    fields, base_times = to_dict(profile), to_dict(base)["time"]
+    head_lines = (
+        f"{key}: {_yaml_text(fields[key])}" for key in ("framework", "stages", "source", "date", "prior")
+    )
+    lines = [f"# {profile.source}.", *head_lines]
+    for key in ("time", "memory", "interval", "quality", "measured"):
+        lines += [f"{key}:" if fields[key] else f"{key}: {{}}"]
+        for name, value in fields[key].items():
+            entry = f"  {name}: {_yaml_text(value)}"
+            lines.append(f"{entry:40}# {_yaml_text(base_times[name])} before" if key == "time" else entry)
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_text(value: object) -> str:
+    """A YAML scalar or list; numbers with four digits, and with a point, so that they are read as such."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml_text, value))}]"
+    if isinstance(value, float):
+        number_text = f"{value:.4g}"
+        mantissa, exponent_sign, exponent = number_text.partition("e")
+        return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent_sign + exponent
+    return json.dumps(value)

@@ -1,0 +1,122 @@
+"""The commands `ultrabench predict validate` and `calibrate`, which check predictions against runs and fit them."""
+
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ultrabench.cli.options import RESULTS, Json, Output, ResultsDir, SweepOrFile, require_parquet
+from ultrabench.cli.output import draw, write_result
+from ultrabench.errors import ConfigError, require_known
+
+if TYPE_CHECKING:
+    from ultrabench.sweep.predict.profile import Profile
+
+DEFAULT_PROFILE_FILE = Path("ultrabench/profiles/mine.yaml")
+"""The file that `calibrate` writes without -o."""
+ProfileName = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="NAME", help="Default: the profile of the program of the runs."),
+]
+_LEAVE_OUT_HELP = "Leave out each model or node count, fit to the others, and score on it."
+
+
+def validate(
+    source: SweepOrFile = None,
+    profile_name: ProfileName = None,
+    rows_path: Path | None = typer.Option(
+        None, "--rows", callback=require_parquet, help="Write all rows with their predictions (.parquet)."
+    ),
+    leave_out: str | None = typer.Option(None, metavar="model or nodes", help=_LEAVE_OUT_HELP),
+    output: Output = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Prints how far predictions are from measured runs, writes them, and draws them."""
+    import pandas as pd
+
+    from ultrabench.analysis.results.cases import open_cases, open_cases_by_profile
+    from ultrabench.analysis.studies.predictions.error_tables import show_validation
+    from ultrabench.analysis.studies.predictions.validate import (
+        GROUPS,
+        error_records,
+        fit_notes,
+        metrics,
+        profiles_without_group,
+        start_profile,
+        table,
+    )
+    from ultrabench.cli.tables import print_json, say, warn
+
+    if leave_out is None:
+        case_groups = open_cases_by_profile(source, profile_name, results_dir, say, warn)
+        tables = [table(cases, partial(_same_profile, profile)) for cases, profile in case_groups]
+        predictions = pd.concat(tables, ignore_index=True)
+        profiles = [profile for _, profile in case_groups]
+        say(*(note for group in case_groups for note in fit_notes(*group)))
+    else:
+        require_known("group for --leave-out", GROUPS, leave_out)
+        source_cases, profile = open_cases([source], profile_name, results_dir, say, warn)
+        profiles, start = [profile], start_profile(profile)
+        memory_text = " and memory (not its limits)" if profile.framework == "nanotron" else ""
+        start_text = f"starting from profile {start.name}"
+        say(f"--leave-out {leave_out}: step time{memory_text} refitted without each, {start_text}")
+        profile_by_group = profiles_without_group(source_cases, start, leave_out)
+        predictions = table(source_cases, lambda case: profile_by_group[GROUPS[leave_out](case)])
+    profile_names = ", ".join(profile.name for profile in profiles)
+    metrics_by_scope, run_errors = metrics(predictions), error_records(predictions)
+    if rows_path is not None:
+        import pyarrow as pa
+
+        from ultrabench.analysis.results.collect import parquet
+
+        write_result(rows_path, parquet(pa.Table.from_pandas(predictions, preserve_index=False)))
+    if output is not None:
+        from ultrabench.analysis.studies.predictions.figure import validation_figure
+
+        draw(output, lambda: validation_figure(predictions, profile_names))
+    if json_:
+        profile_records = [
+            {"name": p.name, "source": p.source, "prior": p.prior, "leave_out": leave_out} for p in profiles
+        ]
+        print_json(metrics_by_scope | {"profiles": profile_records, "rows": run_errors})
+        return
+    show_validation(metrics_by_scope, run_errors, profile_names)
+
+
+def _same_profile(profile: "Profile", case: object) -> "Profile":
+    """The profile, whatever the case is."""
+    return profile
+
+
+def calibrate(
+    sources: list[str] | None = typer.Argument(
+        None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
+    ),
+    profile_name: ProfileName = None,
+    output: Path = typer.Option(DEFAULT_PROFILE_FILE, "-o", "--output", help="Profile to write."),
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Writes a profile that is fitted to measured runs, and prints its errors on runs that were left out."""
+    if output.suffix != ".yaml":
+        raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
+    from ultrabench.analysis.results.cases import open_cases
+    from ultrabench.analysis.studies.predictions.calibrate import calibrate as fit_profile
+    from ultrabench.analysis.studies.predictions.calibrate import to_yaml
+    from ultrabench.analysis.studies.predictions.error_tables import show_calibration
+    from ultrabench.cli.tables import print_json, say, warn
+
+    fitted_cases, prior = open_cases(sources or [None], profile_name, results_dir, say, warn)
+    calibration = fit_profile(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_result(output, to_yaml(calibration.profile, prior).encode())
+    if json_:
+        fields = ("runs", "fitted", "before", "after", "memory")
+        values = {name: getattr(calibration, name) for name in fields}
+        print_json({"profile": str(output), "prior": prior.name, **values})
+        return
+    show_calibration(calibration, prior.name)
+    say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")

@@ -1,0 +1,119 @@
+"""The tables of errors that `ultrabench predict validate` and `calibrate` print."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ultrabench.analysis.results.numbers import percent
+from ultrabench.analysis.studies.predictions.calibrate import Calibration
+from ultrabench.cli.tables import show, table
+from ultrabench.errors import counted
+
+Metrics = dict[str, Any]
+"""Errors of predictions, as `validate.metrics` gives them."""
+TIME_COLUMNS = ("runs", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
+"""Columns of the errors of step times; `> 2x` counts rows that took more than twice as long as predicted."""
+MEMORY_COLUMNS = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caught")
+"""Columns of the errors of memory."""
+MAX_LISTED_RUNS = 30
+"""Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
+
+
+def show_validation(
+    metrics_by_scope: Mapping[str, Metrics], run_errors: Sequence[Mapping[str, Any]], profile_names: str
+) -> None:
+    """Prints the errors of a few runs one by one, then those of step times and of memory in all runs.
+
+    Args:
+        metrics_by_scope: what `validate.metrics` returns.
+        run_errors: what `validate.error_records` returns.
+        profile_names: the names of the profiles that predicted.
+    """
+    if len(run_errors) <= MAX_LISTED_RUNS:
+        _show_errors(run_errors)
+    for scope, scope_metrics in metrics_by_scope.items():
+        if scope == "all" and not metrics_by_scope["healthy"]["excluded"]:
+            show("step time of all rows: as above, because no row is excluded", "")
+            continue
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in scope_metrics["excluded_by_reason"].items())
+        runs_text = (
+            f"{counted(scope_metrics['step_time']['rows'], 'run')} ({scope_metrics['excluded']:,} excluded)"
+        )
+        title = f"step time of {scope} rows, profile {profile_names}: {runs_text}"
+        _show_metrics(f"{title}: {reasons}" if reasons else title, TIME_COLUMNS, scope_metrics, _time_texts)
+        share_by_regime = scope_metrics["interval"]["regimes"]
+        shares_text = ", ".join(f"{name} {_share_text(share)}" for name, share in share_by_regime.items())
+        show(f"{scope} rows inside their 80 % interval, by regime: {shares_text or 'none'}", "")
+    title = f"memory and OOM of all rows, profile {profile_names}"
+    _show_metrics(title, MEMORY_COLUMNS, metrics_by_scope["all"], _memory_texts)
+
+
+def _show_errors(run_errors: Sequence[Mapping[str, Any]]) -> None:
+    """Prints what was measured and predicted of each run, in tokens/s/GPU, and the error of its step time."""
+    rows = []
+    for run in run_errors:
+        measured_text, predicted_text, low_text, high_text = (
+            f"{run[f'{prefix}tokens_per_s_per_gpu']:,.0f}" for prefix in ("", "predicted_", "low_", "high_")
+        )
+        run_text = f"{run['model']} {run['precision']}{' compiled' * run['compile']}"
+        nodes_text = f"{counted(run['nodes'], 'node')} {run['hardware']}"
+        interval_text = f"{low_text}-{high_text}{'' if run['inside'] else ' (outside)'}"
+        speed_texts = (measured_text, predicted_text, interval_text)
+        rows.append((run_text, nodes_text, run["layout"], *speed_texts, f"{run['step_time_error']:+.0%}"))
+    columns = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">step time error")
+    show(table("tokens/s/GPU of each run", *columns, rows=rows), "")
+
+
+def _show_metrics(
+    title: str, columns: tuple[str, ...], metrics: Metrics, texts_of: Callable[[Metrics], tuple[str, ...]]
+) -> None:
+    """Prints a table of errors: one row for all runs, and one for each slice of them such as `model tiny`.
+
+    Args:
+        texts_of: gives the texts of `columns` for the errors of one slice.
+    """
+    slices = {"all": metrics}
+    for name, metrics_by_value in metrics["by"].items():
+        slices |= {f"{name} {value}": slice_ for value, slice_ in metrics_by_value.items()}
+    rows = [(name.removeprefix("parallelism "), *texts_of(slice_)) for name, slice_ in slices.items()]
+    show(table(title, "rows of", *(f">{head}" for head in columns), rows=rows), "")
+
+
+def _time_texts(metrics: Metrics) -> tuple[str, ...]:
+    """The texts of one table row about step times, in the order of TIME_COLUMNS."""
+    step_time, planning = metrics["step_time"], metrics["planning"]
+    correlation = step_time["spearman_in_cell"]
+    return (
+        f"{step_time['rows']:,}", f"{metrics['more_than_twice']:,}", _share_text(step_time["median_error"]),
+        _share_text(step_time["p90_error"]),
+        _share_text(metrics["interval"]["coverage"]), "-" if correlation is None else f"{correlation:.3f}",
+        _share_text(planning["best_in_top5"]), _share_text(planning["top1_regret"]),
+    )  # fmt: skip
+
+
+def _memory_texts(metrics: Metrics) -> tuple[str, ...]:
+    """The texts of one table row about memory, in the order of MEMORY_COLUMNS."""
+    memory, oom = metrics["memory"], metrics["oom"]
+    oom_shares = (oom[name] for name in ("accuracy", "borderline_accuracy", "false_prune", "caught"))
+    return (*map(_share_text, (memory["median_error"], memory["p90_error"], *oom_shares)),)
+
+
+def _share_text(share: float | None) -> str:
+    """A share from 0 to 1 as percent; a dash where it is unknown."""
+    return percent(share) or "-"
+
+
+def show_calibration(calibration: Calibration, prior_name: str) -> None:
+    """Prints the errors on runs that were left out of the fit, with the prior's constants and with the fitted ones."""
+    errors_by_quantity = {
+        "step_time": {"before": calibration.before, "after": calibration.after},
+        "memory": calibration.memory,
+    }
+    rows = []
+    for quantity, errors_by_constants in errors_by_quantity.items():
+        fit_text = "fitted" if calibration.fitted[quantity] else "fitted, not used"
+        constants_text = {"before": f"profile {prior_name}", "after": fit_text}
+        for constants, errors in errors_by_constants.items():
+            error_texts = (f"{100 * errors[key]:.1f} %" for key in ("median_error", "p90_error"))
+            rows.append((quantity.replace("_", " "), constants_text[constants], *error_texts))
+    title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
+    show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")

@@ -1,0 +1,1 @@
+from tests.unit.cli.conftest import _elsewhere, sweep, ultrabench  # noqa: F401
