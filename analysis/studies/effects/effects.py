@@ -1,6 +1,6 @@
 """What each value of a knob is worth, all else equal: ratios of speeds of runs that differ only in it.
 
-docs/guide/compare.md says which runs make a pair, how the interval follows, and how often it is right.
+docs/guide/effects.md says which runs make a pair, how the interval follows, and how often it is right.
 """
 
 from collections import Counter

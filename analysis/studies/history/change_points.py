@@ -1,6 +1,6 @@
 """Where the level of a series of numbers changes for good, by Student's test of all its segments.
 
-docs/guide/compare.md says how often a change is found, or seems to be one.
+docs/guide/history.md says how often a change is found, or seems to be one.
 """
 
 from itertools import pairwise

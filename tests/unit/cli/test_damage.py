@@ -14,6 +14,7 @@ import pytest
 
 from tests.sweep_folder import attempted, ended, write
 from tests.unit.cli.conftest import HEAD, QUICK, as_json, content, make_folder, one_line
+from ultrabench.analysis.study import studies
 from ultrabench.store.events import encode, with_checksum
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
@@ -100,10 +101,11 @@ def bad(sweep):
     return folder
 
 
+WORDS_OF_STUDIES = {"history": ("history",), "nodes": ("nodes",), "export": ("export", "csv", "quick-cpu")}
 COMMANDS = {
-    "list": ("sweep", "list"), "history": ("history",), "nodes": ("nodes",), "top": ("sweep", "top", "quick-cpu"),
-    "collect": ("collect", "quick-cpu", "bad", "-o", "out.parquet"), "export": ("export", "csv", "quick-cpu"),
-    "report": ("report", "quick-cpu"),
+    "list": ("sweep", "list"), "top": ("sweep", "top", "quick-cpu"),
+    "collect": ("collect", "quick-cpu", "bad", "-o", "out.parquet"), "report": ("report", "quick-cpu"),
+    **{study.name: WORDS_OF_STUDIES[study.name] for study in studies() if study.name in WORDS_OF_STUDIES},
 }  # fmt: skip
 
 
@@ -162,7 +164,7 @@ def test_a_folder_that_may_not_be_read_is_a_warning(sweep, bad, mode):
         os.chmod(folder, 0o755)
         shutil.copytree(sweep.path.parent, Path(folder) / "results")
         (Path(folder) / "results" / "bad").chmod(mode)
-        for words in (("sweep", "list"), ("history",), ("nodes",)):
+        for words in [COMMANDS[name] for name in ("list", "history", "nodes") if name in COMMANDS]:
             process = subprocess.run([*command, *words], capture_output=True, text=True, cwd=folder)
             assert process.returncode == 0, process.stderr
             assert "warning: bad: cannot read" in process.stderr

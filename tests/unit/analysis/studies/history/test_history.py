@@ -188,6 +188,32 @@ def test_two_and_three_nights_are_tested_as_two_tables_are(ultrabench, tmp_path,
     assert "Fewer than 6 nights: step times are tested as in ultrabench compare." in out
 
 
+def test_runs_with_too_few_steps_to_be_significant_are_not_tested(ultrabench, tmp_path, monkeypatch):  # noqa: F811
+    """As in compare: 3 steps on both sides, here of runs that were stopped early, give a p of 0.1 or more."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(1)
+    for night, factor in (("a", 1.0), ("b", 3.0)):
+        rows = []
+        for n in range(20):
+            is_stopped = n < 12
+            steps_s = (factor * (1 + n / 9) * np.exp(rng.normal(0, 0.03, 3 if is_stopped else 20))).tolist()
+            numbers = {"step_times_s": steps_s, "step_time_s": float(np.median(steps_s))}
+            stopped = "slower_than_best" if is_stopped else None
+            rows.append(row(str(n), 1 / np.median(steps_s), mbs=n + 1, stopped=stopped, **numbers))
+        Path(f"{night}.parquet").write_bytes(parquet(table_of(*rows)))
+    nights = json.loads(ultrabench("history", "a.parquet", "b.parquet", "--json")[1])
+    assert {run["run_id"] for run in nights["runs"] if run["changes"]} == {str(n) for n in range(12, 20)}
+    assert (nights["tested"], len(nights["runs"])) == (8, 20)
+
+
+@pytest.mark.parametrize(("percent", "message"), [
+    ("0.5", "write --fail-above 50 for 50 %, or --fail-above 0.5% for 0.5 %"),
+    ("-1", "--fail-above -1 is not a percentage of 0 or more"),
+])  # fmt: skip
+def test_a_loss_is_given_in_percent(ultrabench, percent, message):  # noqa: F811
+    assert message in one_line(ultrabench, "history", "a.parquet", "--fail-above", percent)
+
+
 def test_the_files_of_a_night_are_ready_to_use(monkeypatch):
     folder = Path(__file__).parents[5] / "examples/nightly"
     monkeypatch.chdir(folder)
