@@ -132,3 +132,21 @@ def test_the_price_of_a_machine_that_is_not_measured_holds_for_slow_and_fast_cor
         measured = price_of(make_plan(PLAN.config, core_flops_per_s=rate, cores=cores))
         assert price.interval[0] <= measured.interval[0] <= measured.interval[1] <= price.interval[1]
     assert sum(job.interval[1] for job in price.jobs) == pytest.approx(price.interval[1])
+
+
+ONCE, FEW_STEPS = ("measure.confirm=1",), ("measure.warmup_steps=2", "measure.max_steps=8")
+
+
+@pytest.mark.parametrize("strategy", ["exhaustive", "adaptive"])
+def test_a_budget_gives_up_no_more_than_it_must(strategy):
+    """Whichever of two savings alone is enough is taken alone, the one that costs less knowledge first."""
+    plan = make_plan(load_config([*GRID, f"sweep.strategy={strategy}"]))
+    ends = [
+        price_of(make_plan(load_config([*GRID, f"sweep.strategy={strategy}", *overrides]))).interval[1]
+        for overrides in ((), ONCE, FEW_STEPS, (*ONCE, *FEW_STEPS))
+    ]
+    assert ends == sorted(ends, reverse=True)
+    proposals = [budget.proposal(plan, NEW, 1.001 * end).overrides for end in ends]
+    assert [{*overrides} for overrides in proposals] == [{*()}, {*ONCE}, {*FEW_STEPS}, {*ONCE, *FEW_STEPS}]
+    few = budget.proposal(plan, NEW, 0.9 * ends[-1])
+    assert few.num_layouts or few.plan.config.strategy != strategy
