@@ -12,7 +12,7 @@ from ultrabench.sweep.candidate import Candidate, CellKey, advised, cell_columns
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 from ultrabench.sweep.config.sweep_file import entries_of
-from ultrabench.sweep.plan import Plan, ReportProgress
+from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells
 from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
 from ultrabench.sweep.running.cheaper import (
     Change,
@@ -74,9 +74,15 @@ def proposal(
         ConfigError: the cheapest sweep that says anything takes more.
     """
     cheapest: Proposal | None = None
+    lost_cells = [
+        cell
+        for _, cell in planned_cells(plan.config)
+        if not any(run.fits for run in plan.cells.get(cell, ()))
+    ]
     for choice in _choices(plan, state, report_progress):
         if used_gpu_hours + choice.gpu_hours <= max_gpu_hours:
-            return choice
+            unfit_losses = _losses_of_cells(plan.config, lost_cells, ", where no layout is likely to fit")
+            return replace(choice, unknown=(*choice.unknown, *unfit_losses))
         cheapest = choice if cheapest is None or choice.gpu_hours < cheapest.gpu_hours else cheapest
     assert cheapest is not None
     run, (low, high) = cheapest.plan.runs[0], cheapest.price.interval
@@ -175,18 +181,23 @@ def _list_of(
     if num_layouts == 1:
         known = f"how fast the layout predicted fastest is, in each of {cells_text}"
     missing_cells = [cell for cell in plan.cells if cell not in layouts_by_cell]
-    columns = cell_columns(plan.cells)
-    names = [cell_label(cell, columns) for cell in sorted(missing_cells)]
-    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
-    missing_text = f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}"
     return Proposal(
         plan=chosen_plan,
         price=price_of(chosen_plan, state),
         overrides=shortlist.overrides,
         num_layouts=num_layouts,
         known=known,
-        unknown=(others_text, *shortlist.losses, *([missing_text] if names else [])),
+        unknown=(others_text, *shortlist.losses, *_losses_of_cells(plan.config, missing_cells)),
     )
+
+
+def _losses_of_cells(config: SweepConfig, cells: Sequence[CellKey], cause: str = "") -> Iterator[str]:
+    """What is not known where these cells of a sweep have no run."""
+    columns = cell_columns(cell for _, cell in planned_cells(config))
+    names = [cell_label(cell, columns) for cell in sorted(cells)]
+    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
+    if names:
+        yield f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}{cause}"
 
 
 def _listing(config: SweepConfig, runs: Sequence[Candidate]) -> SweepConfig:

@@ -127,7 +127,10 @@ def test_conditioning_one_by_one_is_the_gaussian_process():
 
 def test_a_foreseen_search_makes_the_runs_that_are_proposed_one_after_the_other():
     """What a search keeps from one choice to the next changes no choice, also where runs fail or surprise."""
-    cell = [*cell_of(2.5), *(run(f"p{pp}", 1.3, p_oom=0.6, pp=pp, pp_schedule="afab", gas=8) for pp in (2, 4))]
+    cell = [
+        *cell_of(2.5),
+        *(run(f"p{pp}", 1.3, p_oom=0.6, pp=pp, pp_schedule="afab", gas=8) for pp in (2, 4)),
+    ]
     tried = TriedRuns(times_s={"t1m1": 1.9, "t4m2": 1.5}, oom_ids={"p4"}, failed_ids={"t8m4"})
     for count in (1, 3):
         foreseen = [planned.run_id for planned in expected_runs(cell, tried, count)]

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.columns import RATE, column_of
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.numbers import formula_text, with_unit
 from ultrabench.cli.sweep.consent import (
     cores_line,
     cost_lines,
@@ -53,7 +53,16 @@ from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.best_runs import expected_rate_of, tokens_per_s_per_gpu
-from ultrabench.sweep.candidate import NO_ROOM, PRUNED, UNSELECTED, Candidate, CellKey, advised, cell_columns
+from ultrabench.sweep.candidate import (
+    NO_ROOM,
+    PRUNED,
+    UNSELECTED,
+    Candidate,
+    CellKey,
+    advised,
+    cell_columns,
+    cell_label,
+)
 from ultrabench.sweep.config.compose import parts_of, with_overrides
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -63,7 +72,7 @@ from ultrabench.sweep.extrapolation import against_published, best_published, be
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
-from ultrabench.sweep.remedy import nothing_fits, same_commands
+from ultrabench.sweep.remedy import reasons_without_candidates, reasons_without_fit, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.budget import Proposal, proposal
 from ultrabench.sweep.running.cheaper import Saving, savings
@@ -165,7 +174,13 @@ def show_plan(
         price = with_unmeasured_cores(price, plan, state, len(os.sched_getaffinity(0)))
     summary = _summary_document(plan, price, progress) | _cost_document(plan, price, all_savings)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
-    notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
+    reason_by_cell = reasons_without_fit(asked_plan, advised_cells, advised_p_oom)
+    reason_by_cell |= reasons_without_candidates(asked_plan)
+    columns = cell_columns(cell for _, cell in planned_cells(asked_plan.config))
+    notes = [f"{cell_label(cell, columns)}: {reason}" for cell, reason in reason_by_cell.items()]
+    for entry in summary["cells"]:
+        entry["reason"] = reason_by_cell.get(cell_key(entry))
+    notes += other_shapes(config.models, state)
     notes += [*([rereads.line] if rereads.line else []), *same_commands(plan), *starter_warnings(config)]
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
     if not config.kernel.is_predictable:
@@ -414,7 +429,10 @@ def _page(
         )
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
         columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
-        yield table("\nlayouts to try first", *columns, rows=table_rows)
+        layout_table = table("\nlayouts to try first", *columns, rows=table_rows)
+        has_experts = any(shape.num_experts for shape in plan.config.models)
+        layout_table.note_by_column = {"MFU": formula_text([plan.config.measure.flops_formula], has_experts)}
+        yield layout_table
         yield from group_lines(layouts, with_similar=with_similar)
 
 
