@@ -56,10 +56,10 @@ def test_a_cell_without_a_layout_says_why_with_and_without_a_budget(ultrabench):
     assert (
         "\nyou will not know anything about llama3-70b on 1 node, where no layout is likely to fit\n" in out
     )
-    whole = as_json(
-        ultrabench, *models, "sweep.tp=[1]", "sweep.pp=[3,1]", "model=llama3-8b", "sweep.nodes=[1,3]"
-    )
-    assert all(entry["reason"] is None or entry["reason"].startswith("no ") for entry in whole["cells"])
+    batches = (*PLAN[:2], "hardware=h100x8", "model=llama3-8b", "sweep.nodes=[1]", "sweep.gbs=[64,63]")
+    entries = as_json(ultrabench, *batches, "sweep.tp=[1]", "sweep.pp=[1]", "sweep.zero_stage=[3]")["cells"]
+    assert [entry["reason"] is None for entry in entries] == [True, False]
+    assert entries[1]["reason"].startswith("no candidate: gbs=63 is not divisible by dp*mbs with ")
 
 
 def test_what_cannot_be_proposed_is_refused_in_one_line(ultrabench):

@@ -76,7 +76,11 @@ from ultrabench.sweep.remedy import reasons_without_candidates, reasons_without_
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.budget import Proposal, proposal
 from ultrabench.sweep.running.cheaper import Saving, savings
-from ultrabench.sweep.running.early_stopping import all_settings, expected_too_few_pairs, too_few_text
+from ultrabench.sweep.running.early_stopping import (
+    all_settings,
+    expected_too_few_pairs,
+    expected_too_few_text,
+)
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import (
@@ -196,9 +200,7 @@ def show_plan(
     summary["too_few_pairs"] = [asdict(lack) for lack in too_few]
     if too_few:
         settings_text = " ".join(all_settings(too_few))
-        notes.append(
-            f"{too_few_text(too_few, 'will leave')}; to have enough, plan again with {settings_text}"
-        )
+        notes.append(f"{expected_too_few_text(too_few)}; to have enough, plan again with {settings_text}")
     if progress.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
