@@ -69,8 +69,9 @@ def near_by_chance(runs: Sequence[ReplayedRun], max_p_oom: float) -> dict[float,
     search.MIN_CHANCE = min(CHANCES)
     while proposed := search.propose(runs, tried := cell.tried()):
         beliefs = search.beliefs_of(runs, tried)
-        untried = [beliefs[r.run_id] for r in runs if r.run_id not in tried.begun_ids and cell.may_fit(r)]
-        promising = max(b.p_better(cell.best_s) for b in untried if b.p_oom <= tried.max_p_oom)
+        untried = [i for i, r in enumerate(runs) if r.run_id not in tried.begun_ids and cell.may_fit(r)]
+        chances = beliefs.p_better(cell.best_s)
+        promising = max(chances[i] for i in untried if beliefs.p_ooms[i] <= tried.max_p_oom)
         if tried.times_s:
             best_by_chance |= {c: cell.best_s for c in CHANCES if c > promising and c not in best_by_chance}
         cell.make(proposed)

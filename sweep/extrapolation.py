@@ -63,11 +63,11 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
     """
     gpu_and_precision = f"{config.hardware.gpu} in {config.kernel.precision}"
     if best is None:
-        return f"no published rate for {gpu_and_precision} is known, so nothing confirms the predicted MFU of {mfu:.1%}"
+        return f"no published rate for {gpu_and_precision} is known, so nothing confirms the predicted MFU"
     if not best.below(mfu):
         return None
-    comparison = f"predicted MFU {mfu:.1%} by the FLOPs formula {best.flops_formula} is above {best.mfu:.1%}"
-    return f"{comparison}, the best published for {gpu_and_precision}: {best.what} ({best.source})"
+    comparison = f"predicted MFU is {mfu / best.mfu - 1:.1%} above the best published for {gpu_and_precision}"
+    return f"{comparison}, with FLOPs counted alike: {best.what} ({best.source})"
 
 
 def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:

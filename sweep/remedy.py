@@ -23,6 +23,7 @@ from ultrabench.sweep.candidate import (
     cell_label,
 )
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.grid import why_none
 from ultrabench.sweep.plan import Plan, cell_sweep, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
 from ultrabench.variant import variables_of
@@ -59,7 +60,34 @@ def require_runs(plan: Plan) -> Plan:
 def nothing_fits(
     plan: Plan, skipped_cells: Collection[CellKey] = (), advised_p_oom: float = ADVISED_P_OOM
 ) -> Iterator[str]:
-    """A line for each cell in which no layout is predicted to fit: its smallest layout, and what would help.
+    """A line for each cell in which no layout is predicted to fit; see `reasons_without_fit`."""
+    reason_by_cell = reasons_without_fit(plan, skipped_cells, advised_p_oom)
+    columns = cell_columns({c.cell for c in plan.candidates if c.trainable})
+    yield from (f"{cell_label(cell, columns)}: {reason}" for cell, reason in reason_by_cell.items())
+
+
+def reasons_without_candidates(plan: Plan) -> dict[CellKey, str]:
+    """Cell -> why it has no layout that the kernel can train, and what to change."""
+    config, candidates_by_cell = plan.config, by_cell(plan.candidates)
+    reasons = dict[CellKey, str]()
+    for _, cell in planned_cells(config) if config.kernel.trains else ():
+        candidates = candidates_by_cell.get(cell, [])
+        if candidates and not any(c.trainable for c in candidates):
+            ((reason, num_rejected),) = Counter(c.reason for c in candidates).most_common(1)
+            reasons_text = f"{num_rejected:,} of {counted(len(candidates), 'candidate')}: {reason}"
+            reasons[cell] = f"no layout can run, {reasons_text}; change the axes or the model"
+        elif not candidates:
+            workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
+            axes = replace(config.axes, nodes=(cell.nodes,))
+            rule = why_none(axes, config.hardware.gpus_per_node, workload)
+            reasons[cell] = f"no candidate: {rule}; choose divisors"
+    return reasons
+
+
+def reasons_without_fit(
+    plan: Plan, skipped_cells: Collection[CellKey] = (), advised_p_oom: float = ADVISED_P_OOM
+) -> dict[CellKey, str]:
+    """Cell in which no layout is predicted to fit -> its smallest layout, and what would help.
 
     Args:
         skipped_cells: cells to leave out.
@@ -67,17 +95,16 @@ def nothing_fits(
     """
     limit_gib = plan.config.hardware.mem_bytes / GIB
     candidates_by_cell = by_cell(c for c in plan.candidates if c.trainable)
-    columns, remedies = cell_columns(candidates_by_cell), _remedies_of(plan, advised_p_oom)
-    lines = list[str]()
+    remedies, reasons = _remedies_of(plan, advised_p_oom), dict[CellKey, str]()
     for cell, candidates in sorted(candidates_by_cell.items(), reverse=True):  # more nodes may help fewer
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
-            problem = f"{cell_label(cell, columns)}: no layout is likely to fit into {limit_gib:.4g} GiB"
+            problem = f"no layout is likely to fit into {limit_gib:.4g} GiB"
             cell_config = cell_sweep(plan.config, cell)
             changes = " or ".join(remedies.texts(cell_config, smallest.shape, cell.nodes, advised_p_oom))
             advice = f"the smallest is {_layout_text(smallest)}; try {changes or 'a smaller model'}"
-            lines.append(f"{problem}; {advice}")
-    return reversed(lines)
+            reasons[cell] = f"{problem}; {advice}"
+    return dict(reversed(reasons.items()))
 
 
 def _remedies_of(plan: Plan, advised_p_oom: float) -> "Remedies":

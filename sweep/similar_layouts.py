@@ -68,14 +68,16 @@ def group_lines(rows: Sequence[Mapping[str, Any]], *, with_similar: bool) -> Ite
 
 def _is_similar(run: Candidate, best: Candidate, rate_by_run: Mapping[str, float | None]) -> bool:
     """Whether a run is of the group of the best one if its degrees are."""
-    if not run.spec.kernel.is_predictable or run.spec.variant != best.spec.variant:
+    if not run.spec.kernel.is_predictable:
         return False
     rate, best_rate = rate_by_run.get(run.run_id), rate_by_run.get(best.run_id)
     relative_speed = best.prediction.step_time_s / run.prediction.step_time_s
     if rate and best_rate:
         relative_speed = rate / best_rate
+    if abs(relative_speed - 1) > SIMILAR_SPEED:
+        return False
     has_same_limit = run.prediction.limited_by == best.prediction.limited_by
-    return has_same_limit and abs(relative_speed - 1) <= SIMILAR_SPEED
+    return has_same_limit and run.spec.variant == best.spec.variant
 
 
 def _traded_degrees(best: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:

@@ -161,11 +161,14 @@ def _is_one_edit(name: str, other: str) -> bool:
 
 def most_similar(value: str, known_names: Iterable[str]) -> str | None:
     """The one of a few `known_names` that `value` is most similar to; None where it is far from all,
-    or two are equally near.
+    or two are equally near. Names with other digits are those of different things, such as fp4 and fp64.
     """
+    similar_names = [name for name in known_names if not _differ_in_digit(name, value)]
     scored_names = sorted(
-        ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in known_names), reverse=True
+        ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in similar_names), reverse=True
     )
+    if not scored_names:
+        return None
     (similarity, most_similar_name), runners_up = scored_names[0], scored_names[1:2]
     is_unique = not runners_up or runners_up[0][0] < similarity
     return most_similar_name if similarity >= MIN_SIMILARITY and is_unique else None

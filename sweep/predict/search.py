@@ -8,6 +8,8 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
 from statistics import NormalDist
 from typing import Any, Protocol, TypeVar
 
@@ -47,7 +49,7 @@ _NORMAL = NormalDist()
 _STANDARD_LOG_WIDTH = 2 * _NORMAL.inv_cdf(0.9) * math.hypot(BIAS_SD, SHAPE_SD)
 """Width of the 80 % interval of log(measured / predicted) that BIAS_SD and SHAPE_SD stand for."""
 _MIN_SCALE = NOISE_SD / math.hypot(BIAS_SD, SHAPE_SD)
-_SHARED_ERRORS = [step / 4 for step in range(-12, 13)]
+_SHARED_ERRORS = np.arange(-12, 13) / 4
 """Errors of predicted memory that the layouts of a cell may share, in standard deviations."""
 
 
@@ -90,39 +92,6 @@ class TriedRuns:
         return self.times_s.keys() | self.oom_ids | self.failed_ids | self.pending_ids
 
 
-@dataclass(slots=True)
-class Belief:
-    """What is expected of one run. `mean` and `variance` are those of log(measured / predicted) step time.
-
-    `coordinates` and `axis_words` are what the functions `coordinates` and `words` return for its layout.
-    """
-
-    run: Run
-    p_oom: float
-    coordinates: tuple[float, ...]
-    axis_words: tuple[str, ...]
-    scale: float
-    """Factor of BIAS_SD, SHAPE_SD and MAX_LOG_RATIO."""
-    variance: float
-    mean: float = 0.0
-
-    @property
-    def log_time(self) -> float:
-        """Expected logarithm of the step time in seconds."""
-        return math.log(self.run.prediction.step_time_s) + self.mean
-
-    def p_better(self, best_s: float) -> float:
-        """Chance that the run fits and is faster than `best_s` seconds by the share MIN_GAIN."""
-        log_gap = math.log(best_s * (1 - MIN_GAIN)) - self.log_time
-        return (1 - self.p_oom) * _NORMAL.cdf(log_gap / math.sqrt(self.variance))
-
-    def expected_gain(self, best_s: float) -> float:
-        """Expected reduction of the logarithm of the best step time, `best_s` so far."""
-        sd = math.sqrt(self.variance)
-        log_gap = (math.log(best_s) - self.log_time) / sd
-        return (1 - self.p_oom) * sd * (log_gap * _NORMAL.cdf(log_gap) + _NORMAL.pdf(log_gap))
-
-
 _AXIS_COORDINATES: dict[str, Callable[[Layout], float]] = {
     "zero_stage": lambda layout: LENGTH_SCALE * layout.zero_stage,
     # The replicas of each shard, which are 1 without ZeRO.
@@ -162,127 +131,186 @@ def words(layout: Layout) -> tuple[str, ...]:
     return tuple("" if value in _EQUAL_WORDS.get(axis, ()) else value for axis, value in values)
 
 
-def _prior_belief(run: Run, p_oom: float) -> Belief:
-    log_width = math.log(run.prediction.step_time_high_s / run.prediction.step_time_low_s)
-    scale = max(_MIN_SCALE, log_width / _STANDARD_LOG_WIDTH)
-    position, axis_words = coordinates(run.layout), words(run.layout)
-    return Belief(run, p_oom, position, axis_words, scale, scale**2 * (BIAS_SD**2 + SHAPE_SD**2))
+class _Cell:
+    """What is predicted of the runs of a cell, in arrays with one number for each run, in their order."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        predictions = [run.prediction for run in runs]
+        self.run_ids = [run.run_id for run in runs]
+        self.layouts = [run.layout for run in runs]
+        self.index_by_id = {run_id: index for index, run_id in enumerate(self.run_ids)}
+        self.log_times = np.array([math.log(prediction.step_time_s) for prediction in predictions])
+        log_widths = [math.log(p.step_time_high_s / p.step_time_low_s) for p in predictions]
+        self.scales = np.maximum(_MIN_SCALE, np.array(log_widths) / _STANDARD_LOG_WIDTH)
+        """Factor of BIAS_SD, SHAPE_SD and MAX_LOG_RATIO for each run."""
+        self._coordinates = np.array([coordinates(layout) for layout in self.layouts])
+        self._axis_words = np.array([words(layout) for layout in self.layouts])
+        self._covariances_by_index, self._dominated_by_index = dict[int, Any](), dict[int, Any]()
+        p_ooms = [min(max(prediction.p_oom, 1e-6), 1 - 1e-6) for prediction in predictions]
+        distinct_p_ooms, self._score_indices = np.unique(p_ooms, return_inverse=True)
+        scores = np.array([_NORMAL.inv_cdf(p_oom) for p_oom in distinct_p_ooms.tolist()])
+        shared_errors = math.sqrt(SHARED_MEMORY_VARIANCE) * _SHARED_ERRORS
+        own_sd = math.sqrt(1 - SHARED_MEMORY_VARIANCE)
+        self._oom_chances = _cdf((scores[:, np.newaxis] + shared_errors) / own_sd)
+        """P(OOM) for each distinct score and each error that the layouts of a cell may share."""
+
+    def covariances(self, index: int) -> Any:
+        """The covariance of each error with that of one run; a word that differs is as far as LENGTH_SCALE."""
+        if index not in self._covariances_by_index:
+            squared_distances = ((self._coordinates - self._coordinates[index]) ** 2).sum(axis=1)
+            squared_distances += LENGTH_SCALE**2 * (self._axis_words != self._axis_words[index]).sum(axis=1)
+            shape_covariances = SHAPE_SD**2 * np.exp(-squared_distances / (2 * LENGTH_SCALE**2))
+            covariances = self.scales * self.scales[index] * (BIAS_SD**2 + shape_covariances)
+            self._covariances_by_index[index] = covariances
+        return self._covariances_by_index[index]
+
+    def dominated(self, index: int) -> Any:
+        """Whether each run needs at least as much memory as one that did not fit."""
+        if index not in self._dominated_by_index:
+            oom_layout = self.layouts[index]
+            is_dominated = [dominates(oom_layout, layout) for layout in self.layouts]
+            self._dominated_by_index[index] = np.array(is_dominated)
+        return self._dominated_by_index[index]
+
+    def p_ooms(self, tried: TriedRuns) -> Any:
+        """P(OOM) of each run, given which runs of the cell did and did not fit.
+
+        A run does not fit when x + sqrt(r)*s + sqrt(1 - r)*e > 0, with r = SHARED_MEMORY_VARIANCE,
+        x the score from its predicted P(OOM), its own error e and the error s of the cell, both standard normal.
+        Which s are likely follows from the runs tried.
+        """
+        weights = np.exp(-(_SHARED_ERRORS**2) / 2)
+        for run_id in filter((tried.oom_ids | tried.times_s.keys()).__contains__, self.run_ids):
+            oom_chances = self._oom_chances[self._score_indices[self.index_by_id[run_id]]]
+            likelihoods = oom_chances if run_id in tried.oom_ids else 1 - oom_chances
+            weights = weights * np.maximum(likelihoods, 1e-9)
+        likely_weights = weights * (weights > weights.max() / 1000)
+        return (self._oom_chances @ (likely_weights / weights.sum()))[self._score_indices]
 
 
-class _Errors:
-    """The errors of the predictions of a cell's runs: what is expected of each, and how they vary together.
+_Measurement = tuple[int, float | None]
+"""The index of a run and its log(measured / predicted) step time; None where that is taken as expected."""
 
-    Each measurement adds one row to a Cholesky factorisation of the covariance of the measurements (Rasmussen and
-    Williams, Gaussian Processes for Machine Learning, algorithm 2.1).
+
+class Beliefs:
+    """What is expected of the runs of a cell, in arrays with one number for each run, in their order.
+
+    `means` and `variances` are those of log(measured / predicted) step time. Each measurement adds one row to a
+    Cholesky factorisation of the covariance of the measurements (Rasmussen and Williams, Gaussian Processes for
+    Machine Learning, algorithm 2.1).
     """
 
-    def __init__(self, beliefs: Mapping[str, Belief]) -> None:
-        self.beliefs, self._index_by_id = beliefs, {run_id: index for index, run_id in enumerate(beliefs)}
-        self._coordinates = np.array([belief.coordinates for belief in beliefs.values()])
-        self._axis_words = np.array([belief.axis_words for belief in beliefs.values()])
-        self._scales = np.array([belief.scale for belief in beliefs.values()])
-        self._means = np.zeros(len(beliefs))
-        self._variances = np.array([belief.variance for belief in beliefs.values()])
+    def __init__(self, cell: _Cell) -> None:
+        self.index_by_id, self.p_ooms, self._cell = cell.index_by_id, cell.p_ooms(TriedRuns()), cell
+        prior_variances = cell.scales**2 * (BIAS_SD**2 + SHAPE_SD**2)
+        self._moments = [(np.zeros(len(cell.run_ids)), prior_variances)]
+        """Means and variances before the first measurement, and after each one."""
+        self._measurements = list[_Measurement]()
         self._scaled_covariances = list[Any]()
         """Covariance of all errors with each measurement, given those before it, in units of its standard deviation."""
 
-    def learn(self, run_id: str, log_error: float | None = None) -> None:
+    def condition(self, tried: TriedRuns) -> None:
+        """Conditions all errors on the runs that were tried, in place of those on which they were before.
+
+        The measurements with which both begin are not learned again.
+        """
+        cell, measurements = self._cell, list[_Measurement]()
+        for run_id in filter(tried.times_s.__contains__, cell.run_ids):
+            index = cell.index_by_id[run_id]
+            clip = MAX_LOG_RATIO * cell.scales[index]
+            log_error = math.log(tried.times_s[run_id]) - cell.log_times[index]
+            measurements.append((index, max(-clip, min(clip, log_error))))
+        measurements += [(cell.index_by_id[i], None) for i in cell.run_ids if i in tried.pending_ids]
+        num_equal = sum(1 for _ in takewhile(bool, map(eq, self._measurements, measurements)))
+        del (
+            self._measurements[num_equal:],
+            self._scaled_covariances[num_equal:],
+            self._moments[num_equal + 1 :],
+        )
+        for index, log_error in measurements[num_equal:]:
+            self.learn(index, log_error)
+        self.p_ooms = cell.p_ooms(tried)
+
+    def learn(self, index: int, log_error: float | None = None) -> None:
         """Conditions all errors on that of a measured run; without `log_error`, on the one that is expected."""
-        run_index = self._index_by_id[run_id]
-        expected_error = self._means[run_index]
-        surprise = 0.0 if log_error is None else log_error - expected_error
-        sd = max(math.sqrt(self._variances[run_index] + NOISE_SD**2), abs(surprise) / MAX_SURPRISE_SDS)
-        explained = sum(scaled[run_index] * scaled for scaled in self._scaled_covariances)
-        scaled_covariances = (self._covariances(run_index) - explained) / sd
+        means, variances = self._moments[-1]
+        surprise = 0.0 if log_error is None else log_error - means[index]
+        sd = max(math.sqrt(variances[index] + NOISE_SD**2), abs(surprise) / MAX_SURPRISE_SDS)
+        explained = sum(scaled[index] * scaled for scaled in self._scaled_covariances)
+        scaled_covariances = (self._cell.covariances(index) - explained) / sd
+        new_means = means + scaled_covariances * surprise / sd
+        new_variances = np.maximum(0.0, variances - scaled_covariances**2)
+        self._measurements.append((index, log_error))
         self._scaled_covariances.append(scaled_covariances)
-        self._means += scaled_covariances * surprise / sd
-        self._variances = np.maximum(0.0, self._variances - scaled_covariances**2)
+        self._moments.append((new_means, new_variances))
 
-    def _covariances(self, run_index: int) -> Any:
-        """The covariance of each error with that of one run; a word that differs is as far as LENGTH_SCALE."""
-        squared_distances = ((self._coordinates - self._coordinates[run_index]) ** 2).sum(axis=1)
-        squared_distances += LENGTH_SCALE**2 * (self._axis_words != self._axis_words[run_index]).sum(axis=1)
-        shape_covariances = SHAPE_SD**2 * np.exp(-squared_distances / (2 * LENGTH_SCALE**2))
-        return self._scales * self._scales[run_index] * (BIAS_SD**2 + shape_covariances)
+    @property
+    def means(self) -> Any:
+        """Expected errors of the logarithms of the predicted step times."""
+        return self._moments[-1][0]
 
-    def update(self) -> None:
-        """Writes what was learned into the beliefs."""
-        means_and_variances = zip(self._means.tolist(), self._variances.tolist(), strict=True)
-        for belief, (mean, variance) in zip(self.beliefs.values(), means_and_variances, strict=True):
-            belief.mean, belief.variance = mean, variance
+    @property
+    def variances(self) -> Any:
+        """Variances of these errors."""
+        return self._moments[-1][1]
 
+    @property
+    def log_times(self) -> Any:
+        """Expected logarithms of the step times in seconds."""
+        return self._cell.log_times + self.means
 
-def _oom_chances(runs: Sequence[Run], tried: TriedRuns) -> list[float]:
-    """P(OOM) of each run, given which runs of the cell did and did not fit.
+    def p_better(self, best_s: float) -> Any:
+        """Chance of each run that it fits and is faster than `best_s` seconds by the share MIN_GAIN."""
+        log_gaps = math.log(best_s * (1 - MIN_GAIN)) - self.log_times
+        return (1 - self.p_ooms) * _cdf(log_gaps / np.sqrt(self.variances))
 
-    A run does not fit when x + sqrt(r)*s + sqrt(1 - r)*e > 0, with r = SHARED_MEMORY_VARIANCE,
-    x the score from its predicted P(OOM), its own error e and the error s of the cell, both standard normal.
-    Which s are likely follows from the runs tried.
-    """
-    shared_sd, own_sd = math.sqrt(SHARED_MEMORY_VARIANCE), math.sqrt(1 - SHARED_MEMORY_VARIANCE)
-    scores = [_NORMAL.inv_cdf(min(max(run.prediction.p_oom, 1e-6), 1 - 1e-6)) for run in runs]
-    weights = [_NORMAL.pdf(s) for s in _SHARED_ERRORS]
-    for run, score in zip(runs, scores, strict=True):
-        if run.run_id in tried.oom_ids or run.run_id in tried.times_s:
-            sign = 1 if run.run_id in tried.oom_ids else -1
-            likelihoods = (_NORMAL.cdf(sign * (score + shared_sd * s) / own_sd) for s in _SHARED_ERRORS)
-            weights = [weight * max(p, 1e-9) for weight, p in zip(weights, likelihoods, strict=True)]
-    weight_sum, min_weight = sum(weights), max(weights) / 1000
-    likely_errors = [
-        (weight / weight_sum, shared_sd * s)
-        for weight, s in zip(weights, _SHARED_ERRORS, strict=True)
-        if weight > min_weight
-    ]
-    # Phi(z) = (1 + erf(z / sqrt(2))) / 2; written out, because a plan computes hundreds of thousands.
-    divisor, erf = own_sd * math.sqrt(2), math.erf
-    return [sum([w * 0.5 * (1 + erf((x + s) / divisor)) for w, s in likely_errors]) for x in scores]
+    def expected_gains(self, best_s: float) -> Any:
+        """Expected reduction of the logarithm of the best step time, `best_s` so far, by each run."""
+        sds = np.sqrt(self.variances)
+        log_gaps = (math.log(best_s) - self.log_times) / sds
+        densities = np.exp(-(log_gaps**2) / 2) / math.sqrt(2 * math.pi)
+        return (1 - self.p_ooms) * sds * (log_gaps * _cdf(log_gaps) + densities)
 
+    def open_runs(self, tried: TriedRuns) -> Any:
+        """Whether each run was not tried, and no run that did not fit dominates it."""
+        is_open = np.full(len(self._cell.run_ids), True)
+        is_open[[self.index_by_id[i] for i in tried.begun_ids if i in self.index_by_id]] = False
+        for run_id in tried.oom_ids & self.index_by_id.keys():
+            is_open &= ~self._cell.dominated(self.index_by_id[run_id])
+        return is_open
 
-def beliefs_of(runs: Sequence[Run], tried: TriedRuns) -> Mapping[str, Belief]:
-    """run_id -> what is expected of each run of a cell after those that were tried."""
-    return _errors_of(runs, tried).beliefs
+    def best_time_s(self, tried: TriedRuns) -> float:
+        """The best step time of a cell, measured or of a pending run expected, in seconds."""
+        pending_indices = [self.index_by_id[i] for i in tried.pending_ids if i in self.index_by_id]
+        return min((*tried.times_s.values(), *np.exp(self.log_times[pending_indices])), default=math.inf)
 
-
-def _errors_of(runs: Sequence[Run], tried: TriedRuns) -> _Errors:
-    """The errors of a cell's predictions after the runs that were tried."""
-    oom_chances = _oom_chances(runs, tried)
-    beliefs = {run.run_id: _prior_belief(run, p_oom) for run, p_oom in zip(runs, oom_chances, strict=True)}
-    errors = _Errors(beliefs)
-    for run_id in filter(tried.times_s.__contains__, beliefs):
-        belief = beliefs[run_id]
-        log_error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
-        clip = MAX_LOG_RATIO * belief.scale
-        errors.learn(run_id, max(-clip, min(clip, log_error)))
-    for run_id in filter(tried.pending_ids.__contains__, beliefs):
-        errors.learn(run_id)
-    errors.update()
-    return errors
+    def choose(self, is_open: Any, best_s: float, num_successes: int, max_p_oom: float) -> int | None:
+        """The index of the run to make next; None when no run is worth it."""
+        allowed = np.flatnonzero(is_open & (self.p_ooms <= max_p_oom))
+        if not allowed.size or (num_successes and self.p_better(best_s)[allowed].max() < MIN_CHANCE):
+            return None
+        if num_successes:
+            gains = self.expected_gains(best_s)[allowed]
+            return int(max(allowed[gains == gains.max()], key=self._cell.run_ids.__getitem__))
+        likely = allowed[self.p_ooms[allowed] <= LIKELY_OOM]
+        costs = self.log_times[likely] if likely.size else self.p_ooms[allowed]
+        cheapest = (likely if likely.size else allowed)[costs == costs.min()]
+        return int(min(cheapest, key=self._cell.run_ids.__getitem__))
 
 
-def _open_beliefs(beliefs: Mapping[str, Belief], tried: TriedRuns) -> list[Belief]:
-    """The beliefs about runs that were not tried and that no run that did not fit dominates."""
-    oom_layouts = [beliefs[run_id].run.layout for run_id in tried.oom_ids if run_id in beliefs]
-    begun_ids = tried.begun_ids
-    untried = (belief for run_id, belief in beliefs.items() if run_id not in begun_ids)
-    return [b for b in untried if not any(dominates(layout, b.run.layout) for layout in oom_layouts)]
+_erf = np.frompyfunc(math.erf, 1, 1)
 
 
-def _best_time_s(beliefs: Mapping[str, Belief], tried: TriedRuns) -> float:
-    """The best step time of a cell, measured or of a pending run expected, in seconds."""
-    pending_times_s = (math.exp(beliefs[i].log_time) for i in tried.pending_ids if i in beliefs)
-    return min((*tried.times_s.values(), *pending_times_s), default=math.inf)
+def _cdf(values: Any) -> Any:
+    """The cumulative distribution function of the standard normal distribution."""
+    return 0.5 * (1 + _erf(values / math.sqrt(2)).astype(float))
 
 
-def _choose(untried: Sequence[Belief], best_s: float, num_successes: int, max_p_oom: float) -> Belief | None:
-    """The run to make next; None when no run is worth it."""
-    allowed = [belief for belief in untried if belief.p_oom <= max_p_oom]
-    likely = [belief for belief in allowed if belief.p_oom <= LIKELY_OOM]
-    best_chance = max((belief.p_better(best_s) for belief in allowed), default=0.0)
-    if not allowed or (num_successes and best_chance < MIN_CHANCE):
-        return None
-    if not num_successes:
-        return min(likely or allowed, key=lambda b: (b.log_time if likely else b.p_oom, b.run.run_id))
-    return max(allowed, key=lambda b: (b.expected_gain(best_s), b.run.run_id))
+def beliefs_of(runs: Sequence[Run], tried: TriedRuns) -> Beliefs:
+    """What is expected of the runs of a cell after those that were tried."""
+    beliefs = Beliefs(_Cell(runs))
+    beliefs.condition(tried)
+    return beliefs
 
 
 def propose(runs: Sequence[_Run], tried: TriedRuns, count: int = 1) -> list[_Run]:
@@ -294,47 +322,59 @@ def propose(runs: Sequence[_Run], tried: TriedRuns, count: int = 1) -> list[_Run
     Args:
         runs: all runs of the cell, also those that were tried.
     """
-    errors, chosen_runs = _errors_of(runs, tried), list[_Run]()
-    beliefs, run_by_id = errors.beliefs, {run.run_id: run for run in runs}
-    untried, best_s = _open_beliefs(beliefs, tried), _best_time_s(beliefs, tried)
+    return [runs[index] for index in _proposed_indices(Beliefs(_Cell(runs)), tried, count)] if runs else []
+
+
+def _proposed_indices(beliefs: Beliefs, tried: TriedRuns, count: int) -> list[int]:
+    """The indices of the runs of a cell to make next, at most `count`."""
+    beliefs.condition(tried)
+    chosen_indices = list[int]()
+    is_open, best_s = beliefs.open_runs(tried), beliefs.best_time_s(tried)
     num_successes = len(tried.times_s) + len(tried.pending_ids)
-    while len(chosen_runs) < count:
-        if (belief := _choose(untried, best_s, num_successes + len(chosen_runs), tried.max_p_oom)) is None:
+    while len(chosen_indices) < count:
+        index = beliefs.choose(is_open, best_s, num_successes + len(chosen_indices), tried.max_p_oom)
+        if index is None:
             break
-        chosen_runs.append(run_by_id[belief.run.run_id])
-        untried.remove(belief)
-        best_s = min(best_s, math.exp(belief.log_time))
-        errors.learn(belief.run.run_id)
-        errors.update()
-    return chosen_runs
+        chosen_indices.append(index)
+        is_open[index] = False
+        best_s = min(best_s, math.exp(beliefs.log_times[index]))
+        beliefs.learn(index)
+    return chosen_indices
 
 
 def expected_runs(runs: Sequence[_Run], tried: TriedRuns, count: int = 1) -> Iterator[_Run]:
     """The runs that a search is expected to make from now on, if all measurements are as predicted."""
+    if not runs:
+        return
     times_s, oom_ids = dict(tried.times_s), set(tried.oom_ids)
     failed_ids = tried.failed_ids | tried.pending_ids
     tried = replace(tried, times_s=times_s, oom_ids=oom_ids, failed_ids=failed_ids, pending_ids=frozenset())
-    while proposed_runs := propose(runs, tried, count):
-        for run in proposed_runs:
+    beliefs = Beliefs(_Cell(runs))
+    while proposed_indices := _proposed_indices(beliefs, tried, count):
+        for run in (runs[index] for index in proposed_indices):
             if run.prediction.p_oom > LIKELY_OOM:
                 oom_ids.add(run.run_id)
             else:
                 times_s[run.run_id] = run.prediction.step_time_s
-        yield from proposed_runs
+            yield run
 
 
 def reasons(runs: Sequence[Run], tried: TriedRuns) -> dict[str, str]:
     """run_id -> why a run that was not tried is left out, for the runs of which this is known by now."""
+    if not runs:
+        return {}
     beliefs = beliefs_of(runs, tried)
-    untried, best_s = _open_beliefs(beliefs, tried), _best_time_s(beliefs, tried)
-    max_p_oom = tried.max_p_oom
-    is_over = _choose(untried, best_s, len(tried.times_s) + len(tried.pending_ids), max_p_oom) is None
-    return {b.run.run_id: _reason(b, best_s, max_p_oom) for b in untried if is_over or b.p_oom > max_p_oom}
+    is_open, best_s, max_p_oom = beliefs.open_runs(tried), beliefs.best_time_s(tried), tried.max_p_oom
+    num_successes = len(tried.times_s) + len(tried.pending_ids)
+    is_over = beliefs.choose(is_open, best_s, num_successes, max_p_oom) is None
+    left_out = np.flatnonzero(is_open & (is_over | (beliefs.p_ooms > max_p_oom))).tolist()
+    p_ooms, log_times, chances = beliefs.p_ooms, beliefs.log_times, beliefs.p_better(best_s)
 
+    def reason(index: int) -> str:
+        if p_ooms[index] > max_p_oom or best_s == math.inf:
+            return too_large_text(runs[index].prediction, p_ooms[index])
+        slowdown = math.exp(log_times[index]) / best_s - 1
+        slower_text = f"{100 * abs(slowdown):.0f} % {'slower' if slowdown >= 0 else 'faster'} than the best"
+        return f"not promising: {slower_text}, P(better) {100 * chances[index]:.1f} %"
 
-def _reason(belief: Belief, best_s: float, max_p_oom: float) -> str:
-    if belief.p_oom > max_p_oom or best_s == math.inf:
-        return too_large_text(belief.run.prediction, belief.p_oom)
-    slowdown = math.exp(belief.log_time) / best_s - 1
-    slower_text = f"{100 * abs(slowdown):.0f} % {'slower' if slowdown >= 0 else 'faster'} than the best"
-    return f"not promising: {slower_text}, P(better) {100 * belief.p_better(best_s):.1f} %"
+    return {runs[index].run_id: reason(index) for index in left_out}

@@ -12,9 +12,15 @@ from ultrabench.sweep.candidate import Candidate, CellKey, advised, cell_columns
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 from ultrabench.sweep.config.sweep_file import entries_of
-from ultrabench.sweep.plan import Plan, ReportProgress
+from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells
 from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
-from ultrabench.sweep.running.cheaper import BRIEFER, Change, changed_in_turn, searched_adaptively
+from ultrabench.sweep.running.cheaper import (
+    Change,
+    changed_in_turn,
+    measured_briefly,
+    measured_once,
+    searched_adaptively,
+)
 from ultrabench.sweep.running.price import Price, price_of
 from ultrabench.sweep.similar_layouts import groups_of
 from ultrabench.variant import CELL_OPTIONS
@@ -57,6 +63,7 @@ def proposal(
 
     The sweep that was asked for comes first, then searches, then lists of layouts: a search with short runs says more
     than full measurements of a few layouts. Cells are given up last, because then a part of the question has no answer.
+    Of each of these, the most exact measurements that fit are taken.
 
     Args:
         max_gpu_hours: GPU hours of the whole sweep.
@@ -67,9 +74,15 @@ def proposal(
         ConfigError: the cheapest sweep that says anything takes more.
     """
     cheapest: Proposal | None = None
+    lost_cells = [
+        cell
+        for _, cell in planned_cells(plan.config)
+        if not any(run.fits for run in plan.cells.get(cell, ()))
+    ]
     for choice in _choices(plan, state, report_progress):
         if used_gpu_hours + choice.gpu_hours <= max_gpu_hours:
-            return choice
+            unfit_losses = _losses_of_cells(plan.config, lost_cells, ", where no layout is likely to fit")
+            return replace(choice, unknown=(*choice.unknown, *unfit_losses))
         cheapest = choice if cheapest is None or choice.gpu_hours < cheapest.gpu_hours else cheapest
     assert cheapest is not None
     run, (low, high) = cheapest.plan.runs[0], cheapest.price.interval
@@ -91,26 +104,41 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
     asked = Change(overrides=(), plan=plan, losses=())
     for grid in filter(None, (asked, searched_adaptively(plan))):
         known, searched_ids = _known_of_grid(grid.plan), None
-        for change in (grid, *changed_in_turn(grid, BRIEFER)):
+        for change in _less_exact(grid):
             price = price_of(change.plan, state, searched_ids=searched_ids, report_progress=report_progress)
             searched_ids = price.searched_ids if change.plan.config.strategy == "adaptive" else None
             yield Proposal(
                 plan=change.plan, price=price, overrides=change.overrides, num_layouts=None,
                 known=known, unknown=change.losses,
             )  # fmt: skip
-    *_, briefest = asked, *changed_in_turn(asked, BRIEFER)
-    layouts_by_cell = {cell: _best_layouts(runs) for cell, runs in briefest.plan.cells.items()}
+    layouts_by_cell = {cell: _best_layouts(runs) for cell, runs in plan.cells.items()}
+    shortlists = [*_less_exact(_shortlist(asked, layouts_by_cell))]
     most = max(map(len, layouts_by_cell.values()))
     for num_layouts in (count for count in NUMS_OF_LAYOUTS if count <= most):
         chosen = {cell: layouts[:num_layouts] for cell, layouts in layouts_by_cell.items()}
-        yield _list_of(briefest, state, chosen, num_layouts)
-    single_lists = [
-        _list_of(briefest, state, {cell: layouts[:1]}, 1) for cell, layouts in layouts_by_cell.items()
-    ]
-    single_lists.sort(key=lambda choice: choice.gpu_hours)
-    cells = [choice.plan.runs[0].cell for choice in single_lists]
+        yield from (_list_of(shortlist, state, chosen, num_layouts) for shortlist in shortlists)
+    best_by_cell = {cell: layouts[:1] for cell, layouts in layouts_by_cell.items()}
+    hours_by_cell = {
+        cell: _list_of(shortlists[-1], state, {cell: layouts}, 1).gpu_hours
+        for cell, layouts in best_by_cell.items()
+    }
+    cells = sorted(best_by_cell, key=hours_by_cell.__getitem__)
     for num_cells in range(len(cells) - 1, 0, -1):
-        yield _list_of(briefest, state, {cell: layouts_by_cell[cell][:1] for cell in cells[:num_cells]}, 1)
+        chosen = {cell: best_by_cell[cell] for cell in cells[:num_cells]}
+        yield from (_list_of(shortlist, state, chosen, 1) for shortlist in shortlists)
+
+
+def _less_exact(change: Change) -> Iterator[Change]:
+    """The same runs as they are, measured once, measured with fewer steps, and both, which says least."""
+    for other in (change, *changed_in_turn(change, (measured_briefly,))):
+        yield from (other, *changed_in_turn(other, (measured_once,)))
+
+
+def _shortlist(change: Change, layouts_by_cell: Mapping[CellKey, Sequence[Layout]]) -> Change:
+    """The sweep with these layouts alone, of which lists are made."""
+    sets_by_cell = {cell: frozenset(layouts) for cell, layouts in layouts_by_cell.items()}
+    runs = tuple(run for run in change.plan.runs if run.layout in sets_by_cell[run.cell])
+    return replace(change, plan=replace(change.plan, candidates=runs))
 
 
 def _known_of_grid(plan: Plan) -> str:
@@ -127,16 +155,22 @@ def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
     expected of them; else the likeliest one to fit.
     """
     advised_runs = sorted(advised(runs), key=expected_rate_of, reverse=True)
-    best_runs = [group[0] for group in groups_of(advised_runs)]
-    runs = best_runs or [min(runs, key=lambda run: run.prediction.p_oom)]
-    return [*dict.fromkeys(run.layout for run in runs)]
+    layouts = dict[Layout, None]()
+    for group in groups_of(advised_runs):
+        layouts[group[0].layout] = None
+        if len(layouts) == NUMS_OF_LAYOUTS[0]:
+            break
+    return [*layouts] or [min(runs, key=lambda run: run.prediction.p_oom).layout]
 
 
 def _list_of(
-    briefest: Change, state: SweepState, layouts_by_cell: Mapping[CellKey, Sequence[Layout]], num_layouts: int
+    shortlist: Change,
+    state: SweepState,
+    layouts_by_cell: Mapping[CellKey, Sequence[Layout]],
+    num_layouts: int,
 ) -> Proposal:
-    """A sweep of these layouts alone, with runs as short as `briefest` has them."""
-    plan = briefest.plan
+    """A sweep of these layouts of `shortlist` alone."""
+    plan = shortlist.plan
     runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
     chosen_plan = replace(plan, config=_listing(plan.config, runs), candidates=runs)
     cells_text = counted(len(layouts_by_cell), "cell")
@@ -147,18 +181,23 @@ def _list_of(
     if num_layouts == 1:
         known = f"how fast the layout predicted fastest is, in each of {cells_text}"
     missing_cells = [cell for cell in plan.cells if cell not in layouts_by_cell]
-    columns = cell_columns(plan.cells)
-    names = [cell_label(cell, columns) for cell in sorted(missing_cells)]
-    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
-    missing_text = f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}"
     return Proposal(
         plan=chosen_plan,
         price=price_of(chosen_plan, state),
-        overrides=briefest.overrides,
+        overrides=shortlist.overrides,
         num_layouts=num_layouts,
         known=known,
-        unknown=(others_text, *briefest.losses, *([missing_text] if names else [])),
+        unknown=(others_text, *shortlist.losses, *_losses_of_cells(plan.config, missing_cells)),
     )
+
+
+def _losses_of_cells(config: SweepConfig, cells: Sequence[CellKey], cause: str = "") -> Iterator[str]:
+    """What is not known where these cells of a sweep have no run."""
+    columns = cell_columns(cell for _, cell in planned_cells(config))
+    names = [cell_label(cell, columns) for cell in sorted(cells)]
+    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
+    if names:
+        yield f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}{cause}"
 
 
 def _listing(config: SweepConfig, runs: Sequence[Candidate]) -> SweepConfig:

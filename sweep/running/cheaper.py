@@ -153,9 +153,11 @@ def with_smaller_batch(plan: Plan) -> Change | None:
     return None
 
 
-BRIEFER = (measured_once, measured_briefly)
-"""The changes after which the same runs are measured, but less exactly."""
-SAME_QUESTION: tuple[Callable[[Plan], Change | None], ...] = (searched_adaptively, *BRIEFER)
+SAME_QUESTION: tuple[Callable[[Plan], Change | None], ...] = (
+    searched_adaptively,
+    measured_once,
+    measured_briefly,
+)
 """The changes after which a sweep still has all its cells."""
 PricedChange = tuple[Change, Price]
 """A change and the price of the sweep that has it."""

@@ -17,6 +17,9 @@ from ultrabench.variant import value_text
 
 FEWEST_PAIRS = 3
 """Fewest differences whose spread gives an interval; the spread of two can be of any size by chance."""
+SPARE_PAIRS = 1
+"""Pairs that an adaptive search must be expected to make beyond those needed: it tries a value with the best layouts
+alone, so a run that fails or is slower than predicted leaves too few."""
 ALL_RUNS, IN_FULL = "sweep.strategy=exhaustive", "measure.race=null"
 """The settings with which a sweep makes all of its runs, and measures each to the end."""
 
@@ -74,9 +77,12 @@ def expected_too_few_pairs(
         (ALL_RUNS,): num_option_pairs(filter(is_in_full, fitting_runs), options),
     }
     all_too_few = list[TooFewPairs]()
+    num_spare = SPARE_PAIRS if config.strategy == "adaptive" else 0
     for (axis, value), num_possible in possible_pairs.items():
         has_enough = {
-            settings: have_interval(pairs[axis, value], config.repeats)
+            settings: have_interval(
+                pairs[axis, value] - (0 if ALL_RUNS in settings else num_spare), config.repeats
+            )
             for settings, pairs in pairs_by_settings.items()
         }
         if not has_enough.pop(()) and have_interval(num_possible, config.repeats):
@@ -129,6 +135,12 @@ def _step_s(run: Candidate) -> float:
 
 MAX_NAMED = 6
 """Largest number of values that a line names."""
+
+
+def expected_too_few_text(all_too_few: Sequence[TooFewPairs]) -> str:
+    """What early stopping will leave, or may leave where no more pairs are expected than are needed."""
+    is_certain = not any(have_interval(lack.pairs) for lack in all_too_few)
+    return too_few_text(all_too_few, "will leave" if is_certain else "may leave")
 
 
 def too_few_text(all_too_few: Sequence[TooFewPairs], verb: str) -> str:

@@ -3,12 +3,22 @@
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.running.price import PlannedJob
 
 
-def wall_clock_s(
+class Schedule(NamedTuple):
+    """When the last job of a sweep ends, and how many nodes its jobs hold."""
+
+    end_s: float
+    """Seconds from the first job to the end of the last one."""
+    most_nodes: int
+    """Largest number of nodes that jobs hold at the same time."""
+
+
+def schedule(
     jobs: Sequence[PlannedJob],
     gpus_per_node: int,
     *,
@@ -16,8 +26,8 @@ def wall_clock_s(
     max_nodes: float = math.inf,
     one_by_one: bool = False,
     gpu_hours_of: Callable[[PlannedJob], float] = lambda job: job.gpu_hours,
-) -> float:
-    """Seconds from the first job to the end of the last one; each job starts as soon as the limits allow.
+) -> Schedule:
+    """The schedule in which each job starts as soon as the limits allow.
 
     Args:
         max_jobs: largest number of jobs at a time.
@@ -26,7 +36,7 @@ def wall_clock_s(
         gpu_hours_of: the GPU hours of a job.
     """
     waiting, running, busy_cells = [*jobs], list[tuple[float, int, CellKey]](), set[CellKey]()
-    now_s, num_free_nodes = 0.0, max_nodes
+    now_s, num_free_nodes, most_nodes = 0.0, max_nodes, 0
     while waiting or running:
         started_indices = list[int]()
         for index, job in enumerate(waiting):
@@ -42,7 +52,8 @@ def wall_clock_s(
             started_indices.append(index)
         for index in reversed(started_indices):
             del waiting[index]
+        most_nodes = max(most_nodes, sum(num_nodes for _, num_nodes, _ in running))
         now_s, num_nodes, cell = heapq.heappop(running)
         num_free_nodes += num_nodes
         busy_cells.discard(cell)
-    return now_s
+    return Schedule(now_s, most_nodes)

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.analysis.results.numbers import with_unit
+from ultrabench.analysis.results.numbers import formula_text, with_unit
 from ultrabench.cli.sweep.consent import headline
 from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
@@ -98,7 +98,7 @@ def run_recommend(
         page = _page(config, rows, with_similar=with_similar)
         show(*page, *(launch_lines or _write_lines(config, bool(all_runs))))
     if not any(row["layout"] for row in rows):
-        raise typer.Exit(1)
+        raise typer.Exit(ConfigError.exit_code)
 
 
 def with_full_keys(overrides: Sequence[str]) -> list[str]:
@@ -236,9 +236,9 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
     if layout_rows:
         layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
         layout_table.requested_names = extra_keys
-        formula = config.measure.flops_formula
+        has_experts = any(shape.num_experts for shape in config.models)
         layout_table.note_by_column = {
-            "MFU": f"MFU: relative to the peak of the precision, FLOPs by the formula {formula}",
+            "MFU": formula_text([config.measure.flops_formula], has_experts),
             "step s": "in brackets: 80 % intervals",
             "peak GiB": "peak GiB: includes the allocator's reserve",
             "P(OOM)": "P(OOM): without the allocator's reserve, which a full GPU gets back",

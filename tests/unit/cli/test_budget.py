@@ -42,6 +42,26 @@ def test_the_sweep_that_fits_is_written_and_costs_what_was_said(ultrabench, hour
         assert launched["predicted_gpu_hours"] == pytest.approx(said_hours, rel=1e-3)
 
 
+def test_a_cell_without_a_layout_says_why_with_and_without_a_budget(ultrabench):
+    models = ("sweep", "plan", "hardware=h100x8", "sweep.models=[llama3-8b,llama3-70b]", "sweep.nodes=[1]")
+    plan = (*models, "sweep.tp=[8]", "sweep.gbs=64", "sweep.pp=[1]")
+    for budget in ((), ("--max-gpu-hours", "2")):
+        document, (_, out, _) = as_json(ultrabench, *plan, *budget), ultrabench(*plan, *budget)
+        reason_by_model = {entry["model"]: entry["reason"] for entry in document["cells"]}
+        assert reason_by_model["llama3-8b"] is None
+        assert re.match("no layout is likely to fit into .* GiB; .*; try ", reason_by_model["llama3-70b"])
+        line = f"llama3-70b on 1 node: {reason_by_model['llama3-70b']}"
+        assert line in document["notes"]
+        assert f"{line}\n" in out
+    assert (
+        "\nyou will not know anything about llama3-70b on 1 node, where no layout is likely to fit\n" in out
+    )
+    batches = (*PLAN[:2], "hardware=h100x8", "model=llama3-8b", "sweep.nodes=[1]", "sweep.gbs=[64,63]")
+    entries = as_json(ultrabench, *batches, "sweep.tp=[1]", "sweep.pp=[1]", "sweep.zero_stage=[3]")["cells"]
+    assert [entry["reason"] is None for entry in entries] == [True, False]
+    assert entries[1]["reason"].startswith("no candidate: gbs=63 is not divisible by dp*mbs with ")
+
+
 def test_what_cannot_be_proposed_is_refused_in_one_line(ultrabench):
     assert "give at least " in one_line(ultrabench, *PLAN, "--max-gpu-hours", "0.2")
     assert "must be" in one_line(ultrabench, *PLAN, "--max-gpu-hours", "0")

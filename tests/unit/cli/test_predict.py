@@ -78,11 +78,13 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
     )
     above = ultrabench(*words, "hardware=b200x8")[1]
     assert re.search(
-        r"MFU \d\d\.\d% by the FLOPs formula \w+ is above 30\.0%, the best published for .*: "
+        r"MFU is \d+\.\d% above the best published for B200 in bf16, with FLOPs counted alike: "
         r"our own 8B .*https://x\.org",
         above,
     )
     assert "extrapolated, above published" in above
+    assert above.count("FLOPs formula") == 1, "all MFUs of an output are by the same formula"
+    assert "MFU uses the FLOPs formula palm\n" in above
 
 
 def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):

@@ -116,6 +116,9 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
     assert "llama3-70b on 1 node: no layout is likely to fit into 79.11 GiB" in out
     assert "; try nodes=2 (" in out, "in the form that the user wrote"
     assert second["layout"] in out
+    alone = ("model=llama3-70b", "hardware=h100x8", "sweep.tp=[8]", "sweep.pp=[1]", "sweep.gbs=64")
+    codes = [ultrabench(*words[:2], "nodes=1", *layout)[0], ultrabench("sweep", "plan", *alone)[0]]
+    assert codes == [2, 2], "a plan and a recommendation without a layout that fits are refused alike"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import namedtuple
 from dataclasses import fields, replace
 
 import numpy as np
@@ -15,8 +16,17 @@ from ultrabench.analysis.figures.picture import render
 from ultrabench.layout import AXES, FOLLOWING, Layout
 from ultrabench.sweep.predict import search
 from ultrabench.sweep.predict.predict import Prediction
-from ultrabench.sweep.predict.search import TriedRuns, beliefs_of, coordinates, propose, reasons, words
+from ultrabench.sweep.predict.search import (
+    TriedRuns,
+    beliefs_of,
+    coordinates,
+    expected_runs,
+    propose,
+    reasons,
+    words,
+)
 
+Belief = namedtuple("Belief", "mean variance p_oom p_better")
 USUAL = math.exp(search._STANDARD_LOG_WIDTH / 2)
 """Half the interval, as a factor, of a prediction whose errors are BIAS_SD and SHAPE_SD."""
 
@@ -78,24 +88,28 @@ def test_a_slow_neighbourhood_sends_the_search_elsewhere():
     assert [run.run_id for run in propose(cell, TriedRuns(times_s={"t1": 1.4, "t2": 1.4}))] == ["t16"]
 
 
+def belief(runs, tried, run_id, best_s=1.25):
+    """What is expected of one run of a cell."""
+    beliefs = beliefs_of(runs, tried)
+    columns = (beliefs.means, beliefs.variances, beliefs.p_ooms, beliefs.p_better(best_s))
+    return Belief(*(column[beliefs.index_by_id[run_id]] for column in columns))
+
+
 def test_one_accident_does_not_move_the_whole_cell():
     usual, accident = (
-        beliefs_of(CELL, TriedRuns(times_s={"t1m1": 1.25 * math.exp(error)}))["t1m2"].mean
-        for error in (0.3, 3.0)
+        belief(CELL, TriedRuns(times_s={"t1m1": 1.25 * math.exp(error)}), "t1m2").mean for error in (0.3, 3.0)
     )
     assert 0 < accident < 2 * usual
 
 
 def test_an_uncertain_profile_is_believed_less():
     """A layout whose interval reaches below the best has a chance to be better, and is not left out."""
-    certain, exact, sure, unsure = (
-        beliefs_of(cell_of(f), AS_PREDICTED)["t8m4"] for f in (1.0, 1.01, 1.1, 1.65)
-    )
+    certain, exact, sure, unsure = (belief(cell_of(f), AS_PREDICTED, "t8m4") for f in (1.0, 1.01, 1.1, 1.65))
     assert exact.variance < sure.variance < unsure.variance
-    assert sure.p_better(1.25) < 0.001 < unsure.p_better(1.25)
+    assert sure.p_better < 0.001 < unsure.p_better
     assert certain.variance == exact.variance > 0, "never surer than a measurement"
     accident = TriedRuns(times_s={"t1m1": 1.25 * math.exp(1.0)})
-    assert beliefs_of(cell_of(1.65), accident)["t1m1"].mean > beliefs_of(CELL, accident)["t1m1"].mean
+    assert belief(cell_of(1.65), accident, "t1m1").mean > belief(CELL, accident, "t1m1").mean
 
 
 def test_conditioning_one_by_one_is_the_gaussian_process():
@@ -106,15 +120,33 @@ def test_conditioning_one_by_one_is_the_gaussian_process():
     covariance = 0.15**2 + 0.15**2 * np.exp(-squares / (2 * 1.5**2))
     errors = [math.log(times_s[r.run_id] / r.prediction.step_time_s) for r in measured]
     weights = np.linalg.solve(covariance[:3, :3] + 0.03**2 * np.eye(3), covariance[:3, 3])
-    belief = beliefs_of(cell, TriedRuns(times_s=times_s))[other.run_id]
-    assert belief.mean == pytest.approx(weights @ errors)
-    assert belief.variance == pytest.approx(covariance[3, 3] - weights @ covariance[:3, 3])
+    other_belief = belief(cell, TriedRuns(times_s=times_s), other.run_id)
+    assert other_belief.mean == pytest.approx(weights @ errors)
+    assert other_belief.variance == pytest.approx(covariance[3, 3] - weights @ covariance[:3, 3])
+
+
+def test_a_foreseen_search_makes_the_runs_that_are_proposed_one_after_the_other():
+    """What a search keeps from one choice to the next changes no choice, also where runs fail or surprise."""
+    cell = [
+        *cell_of(2.5),
+        *(run(f"p{pp}", 1.3, p_oom=0.6, pp=pp, pp_schedule="afab", gas=8) for pp in (2, 4)),
+    ]
+    tried = TriedRuns(times_s={"t1m1": 1.9, "t4m2": 1.5}, oom_ids={"p4"}, failed_ids={"t8m4"})
+    for count in (1, 3):
+        foreseen = [planned.run_id for planned in expected_runs(cell, tried, count)]
+        times_s, oom_ids, steps = dict(tried.times_s), {*tried.oom_ids}, []
+        while proposed := propose(cell, replace(tried, times_s=times_s, oom_ids=oom_ids), count):
+            steps += [planned.run_id for planned in proposed]
+            times_s |= {r.run_id: r.prediction.step_time_s for r in proposed if r.prediction.p_oom <= 0.5}
+            oom_ids |= {r.run_id for r in proposed if r.prediction.p_oom > 0.5}
+        assert foreseen == steps
+        assert len(steps) > 3
 
 
 def test_chances_of_memory_follow_the_runs_that_did_and_did_not_fit():
     cell = [run(f"p{p}", 1.0, p_oom=p, tp=tp) for p, tp in ((0.1, 1), (0.4, 2), (0.6, 4))]
     before, lower, higher = (
-        beliefs_of(cell, tried)["p0.4"].p_oom
+        belief(cell, tried, "p0.4").p_oom
         for tried in (TriedRuns(), TriedRuns(times_s={"p0.6": 1.0}), TriedRuns(oom_ids={"p0.1"}))
     )
     assert before == pytest.approx(0.4, abs=0.02)

@@ -17,7 +17,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running import budget, cheaper
 from ultrabench.sweep.running.price import price_of, with_unmeasured_cores
-from ultrabench.sweep.running.schedule import wall_clock_s
+from ultrabench.sweep.running.schedule import schedule
 
 GRID = [
     "launcher=slurm",
@@ -105,6 +105,10 @@ def test_less_than_the_cheapest_useful_sweep_is_refused_with_its_price():
         budget.proposal(ASKED, NEW, 50, used_gpu_hours=50)
 
 
+def wall_clock_s(*arguments, **limits):
+    return schedule(*arguments, **limits).end_s
+
+
 def test_jobs_share_the_nodes_that_the_limits_allow():
     jobs = PRICE.jobs
     seconds = [3600 * job.gpu_hours / (8 * job.nodes) for job in jobs]
@@ -121,7 +125,10 @@ def test_jobs_share_the_nodes_that_the_limits_allow():
     assert wall_clock_s(jobs, 8, max_jobs=1000, one_by_one=True) == pytest.approx(max(by_cell.values()))
     some = wall_clock_s(jobs, 8, max_jobs=2)
     assert sum(seconds) / 2 <= some < sum(seconds)
-    assert wall_clock_s((), 8, max_jobs=2) == 0
+    assert schedule((), 8, max_jobs=2) == (0.0, 0)
+    assert schedule(jobs, 8, max_jobs=1000).most_nodes == sum(job.nodes for job in jobs)
+    assert schedule(jobs, 8, max_jobs=1).most_nodes == max(job.nodes for job in jobs) == 2
+    assert schedule(jobs, 8, max_jobs=1000, max_nodes=3).most_nodes <= 3
 
 
 def test_the_price_of_a_machine_that_is_not_measured_holds_for_slow_and_fast_cores():
@@ -132,3 +139,33 @@ def test_the_price_of_a_machine_that_is_not_measured_holds_for_slow_and_fast_cor
         measured = price_of(make_plan(PLAN.config, core_flops_per_s=rate, cores=cores))
         assert price.interval[0] <= measured.interval[0] <= measured.interval[1] <= price.interval[1]
     assert sum(job.interval[1] for job in price.jobs) == pytest.approx(price.interval[1])
+
+
+ONCE, FEW_STEPS = ("measure.confirm=1",), ("measure.warmup_steps=2", "measure.max_steps=8")
+
+
+@pytest.mark.parametrize("strategy", ["exhaustive", "adaptive"])
+def test_a_budget_gives_up_no_more_than_it_must(strategy):
+    """Whichever of two savings alone is enough is taken alone, the one that costs less knowledge first."""
+    plan = make_plan(load_config([*GRID, f"sweep.strategy={strategy}"]))
+    ends = [
+        price_of(make_plan(load_config([*GRID, f"sweep.strategy={strategy}", *overrides]))).interval[1]
+        for overrides in ((), ONCE, FEW_STEPS, (*ONCE, *FEW_STEPS))
+    ]
+    assert ends == sorted(ends, reverse=True)
+    proposals = [budget.proposal(plan, NEW, 1.001 * end).overrides for end in ends]
+    assert [{*overrides} for overrides in proposals] == [{*()}, {*ONCE}, {*FEW_STEPS}, {*ONCE, *FEW_STEPS}]
+    few = budget.proposal(plan, NEW, 0.9 * ends[-1])
+    assert few.num_layouts or few.plan.config.strategy != strategy
+
+
+def test_a_proposal_says_which_cells_have_no_layout_that_fits():
+    grid = ["sweep.models=[llama3-8b,llama3-70b]", *(word for word in GRID if not word.startswith("model="))]
+    plan = make_plan(load_config([*grid, "sweep.zero_stage=[3]", "max_p_oom=1"]))
+    lost = {f"llama3-70b on {nodes}" for nodes in ("1 node", "2 nodes")}
+    assert not any(run.shape.name == "llama3-70b" for run in plan.runs if run.fits)
+    for hours in (4.0, 1000.0):
+        *_, loss = budget.proposal(plan, NEW, hours).unknown
+        assert loss.startswith("anything about ")
+        assert loss.endswith(", where no layout is likely to fit")
+        assert {*loss.removeprefix("anything about ").partition(",")[0].split("; ")} == lost

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.configs import refused
-from ultrabench.errors import require_typed_characters, unknown_name
+from ultrabench.errors import most_similar, require_typed_characters, unknown_name
 from ultrabench.quantity import parsed_number
 
 
@@ -49,3 +49,9 @@ def test_an_apostrophe_is_no_quote_and_a_longer_name_is_meant():
     require_typed_characters(["comment=it\u2019s", "model='tiny'"])
     assert "did you mean zero_stage?" in unknown_name("argument", "zero", ["zero_stage", "tp", "ep"])
     assert "did you mean" not in unknown_name("column", "model", ["model_flops_per_s_per_gpu"])
+
+
+def test_a_number_in_a_name_is_not_taken_for_another_one():
+    assert most_similar("fp4", ("fp32", "bf16", "fp8", "fp64")) is None
+    assert most_similar("fp4", ("fp8", "nvfp4")) == "nvfp4"
+    assert most_similar("bf16s", ("fp16", "bf16")) == "bf16"

@@ -193,8 +193,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {interval_text} s)"
     tokens_rate_text = f"{rate_text(prediction[RATE])}{mfu_text}"
     yield f"{step_text}; {tokens_rate_text}; limited by {prediction['limited_by']}"
-    if mfu is not None and spec.shape.num_experts:
-        yield formula_text([config.measure.flops_formula], has_experts=True)
+    if mfu is not None:
+        yield formula_text([config.measure.flops_formula], has_experts=bool(spec.shape.num_experts))
     if mfu is None:
         flops_rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
         yield f"assumes {flops_rate_text} per core; a sweep measures its cores first, so it predicts other times"

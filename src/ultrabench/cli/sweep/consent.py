@@ -3,8 +3,7 @@
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import typer
 
@@ -26,10 +25,11 @@ from ultrabench.sweep.running.price import (
     BUDGET_FACTOR,
     CONTROL_SHARE,
     TIME_LIMIT,
+    PlannedJob,
     Price,
     committed_gpu_hours,
 )
-from ultrabench.sweep.running.schedule import wall_clock_s
+from ultrabench.sweep.running.schedule import Schedule, schedule
 from ultrabench.variant import value_text
 
 MIN_ASKED_HOURS = 1.0
@@ -119,19 +119,29 @@ def cores_line(price: Price) -> str:
     )
 
 
-def time_text(price: Price, config: SweepConfig, limits: JobLimits) -> str:
-    """How long all jobs take on the nodes, such as `3h10m (2h20m to 4h30m)`, if none waits in a queue."""
-    schedule = partial(
-        wall_clock_s,
+def planned_schedule(
+    price: Price,
+    config: SweepConfig,
+    limits: JobLimits,
+    gpu_hours_of: Callable[[PlannedJob], float] = lambda job: job.gpu_hours,
+) -> Schedule:
+    """When the jobs of a price are done under these limits, if none waits in a queue."""
+    return schedule(
         price.jobs,
         config.hardware.gpus_per_node,
         max_jobs=limits.max_jobs,
         max_nodes=limits.max_nodes,
         one_by_one=config.strategy == "adaptive",
+        gpu_hours_of=gpu_hours_of,
     )
-    end_s = schedule()
-    low_s = schedule(gpu_hours_of=lambda job: job.interval[0])
-    high_s = schedule(gpu_hours_of=lambda job: job.interval[1])
+
+
+def time_text(price: Price, config: SweepConfig, limits: JobLimits) -> str:
+    """How long all jobs take on the nodes, such as `3h10m (2h20m to 4h30m)`, if none waits in a queue."""
+    gpu_hour_functions = (lambda job: job.gpu_hours, lambda job: job.interval[0], lambda job: job.interval[1])
+    end_s, low_s, high_s = (
+        planned_schedule(price, config, limits, gpu_hours_of).end_s for gpu_hours_of in gpu_hour_functions
+    )
     return f"{duration_text(end_s)} ({duration_text(low_s)} to {duration_text(high_s)})"
 
 
@@ -148,10 +158,20 @@ def time_line(price: Price, config: SweepConfig) -> str:
     if not config.launcher.holds_nodes:
         return f"about {time_text(price, config, planned_limits(config))} on this machine"
     num_jobs, max_nodes = config.launcher.max_jobs, config.launcher.max_nodes
-    limits_text = f"{counted(num_jobs, 'job')} at a time (launcher.max_jobs)"
-    limits_text += f" and {counted(max_nodes, 'node')} (launcher.max_nodes)" if max_nodes else ""
-    time_on_nodes = time_text(price, config, planned_limits(config))
-    return f"about {time_on_nodes} on the nodes with {limits_text}, without waiting in the queue"
+    limits = planned_limits(config)
+    limits_text = f"with {counted(num_jobs, 'job')} at a time (launcher.max_jobs)"
+    if max_nodes:
+        limits_text += f" on up to {counted(max_nodes, 'node')} (launcher.max_nodes)"
+    else:
+        most_nodes = planned_schedule(price, config, limits).most_nodes
+        limits_text += (
+            f" if it gets {counted(most_nodes, 'node')} at once (launcher.max_nodes is not set; "
+            "a launch takes at most a quarter of the partition)"
+        )
+    waiting_text = "without waiting in the queue"
+    if config.launcher.window is not None:
+        waiting_text += f" or for launcher.window={config.launcher.window}"
+    return f"about {time_text(price, config, limits)} on the nodes {limits_text}, {waiting_text}"
 
 
 def cost_lines(price: Price, config: SweepConfig) -> Iterator[str]:

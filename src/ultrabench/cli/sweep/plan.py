@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.analysis.results.numbers import with_unit
+from ultrabench.analysis.results.numbers import formula_text, with_unit
 from ultrabench.cli.sweep.consent import (
     cores_line,
     cost_lines,
@@ -53,7 +53,16 @@ from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.best_runs import expected_rate_of, tokens_per_s_per_gpu
-from ultrabench.sweep.candidate import NO_ROOM, PRUNED, UNSELECTED, Candidate, CellKey, advised, cell_columns
+from ultrabench.sweep.candidate import (
+    NO_ROOM,
+    PRUNED,
+    UNSELECTED,
+    Candidate,
+    CellKey,
+    advised,
+    cell_columns,
+    cell_label,
+)
 from ultrabench.sweep.config.compose import parts_of, with_overrides
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -63,11 +72,15 @@ from ultrabench.sweep.extrapolation import against_published, best_published, be
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
-from ultrabench.sweep.remedy import nothing_fits, same_commands
+from ultrabench.sweep.remedy import reasons_without_candidates, reasons_without_fit, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.budget import Proposal, proposal
 from ultrabench.sweep.running.cheaper import Saving, savings
-from ultrabench.sweep.running.early_stopping import all_settings, expected_too_few_pairs, too_few_text
+from ultrabench.sweep.running.early_stopping import (
+    all_settings,
+    expected_too_few_pairs,
+    expected_too_few_text,
+)
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import (
@@ -165,7 +178,13 @@ def show_plan(
         price = with_unmeasured_cores(price, plan, state, len(os.sched_getaffinity(0)))
     summary = _summary_document(plan, price, progress) | _cost_document(plan, price, all_savings)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
-    notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
+    reason_by_cell = reasons_without_fit(asked_plan, advised_cells, advised_p_oom)
+    reason_by_cell |= reasons_without_candidates(asked_plan)
+    columns = cell_columns(cell for _, cell in planned_cells(asked_plan.config))
+    notes = [f"{cell_label(cell, columns)}: {reason}" for cell, reason in reason_by_cell.items()]
+    for entry in summary["cells"]:
+        entry["reason"] = reason_by_cell.get(cell_key(entry))
+    notes += other_shapes(config.models, state)
     notes += [*([rereads.line] if rereads.line else []), *same_commands(plan), *starter_warnings(config)]
     unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
     if not config.kernel.is_predictable:
@@ -181,9 +200,7 @@ def show_plan(
     summary["too_few_pairs"] = [asdict(lack) for lack in too_few]
     if too_few:
         settings_text = " ".join(all_settings(too_few))
-        notes.append(
-            f"{too_few_text(too_few, 'will leave')}; to have enough, plan again with {settings_text}"
-        )
+        notes.append(f"{expected_too_few_text(too_few)}; to have enough, plan again with {settings_text}")
     if progress.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
@@ -414,7 +431,10 @@ def _page(
         )
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
         columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
-        yield table("\nlayouts to try first", *columns, rows=table_rows)
+        layout_table = table("\nlayouts to try first", *columns, rows=table_rows)
+        has_experts = any(shape.num_experts for shape in plan.config.models)
+        layout_table.note_by_column = {"MFU": formula_text([plan.config.measure.flops_formula], has_experts)}
+        yield layout_table
         yield from group_lines(layouts, with_similar=with_similar)
 
 
