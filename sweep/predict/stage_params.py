@@ -13,7 +13,6 @@ from ultrabench.layer_products import COLUMNS, ROWS, Product, Vector
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY
 from ultrabench.tensor_parallel import kinds_of_ranks, padded_vocab_size
@@ -97,16 +96,46 @@ class StageParams(NamedTuple):
     """The groups among which is that of the peak, in the order of backward."""
 
 
-def params_of_ranks(spec: RunSpec, ranks: str) -> Iterator[tuple[int, list[StageParams]]]:
+class Pipeline(NamedTuple):
+    """What decides which stages a rank of the pipeline axis holds, and which of their layers are computed again."""
+
+    pp: int
+    virtual_stages: int
+    pp_layout: str
+    pp_schedule: str
+    full_every: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Pipeline":
+        """That of a layout."""
+        stages = layout.pp, layout.virtual_stages, layout.pp_layout
+        return cls(*stages, layout.pp_schedule, layout.full_every)
+
+
+class Degrees(NamedTuple):
+    """The numbers of ranks that divide the parameters of a stage."""
+
+    tp: int
+    shards: int
+    """Ranks that shard the parameters beside experts."""
+    ep: int
+    expert_shards: int
+    """Ranks that shard the same experts."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Degrees":
+        """Those of a layout."""
+        return cls(layout.tp, layout.zero_shards, layout.ep, layout.expert_shards)
+
+
+def params_of_ranks(
+    shape: ModelShape, pipeline: Pipeline, degrees: Degrees, ranks: str
+) -> Iterator[tuple[int, tuple[StageParams, ...]]]:
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
-    shape, layout = spec.shape, spec.layout
-    degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
-    is_tied, pipeline = (
-        shape.tie_word_embeddings and layout.pp == 1,
-        (layout.pp, layout.virtual_stages, layout.pp_layout),
-    )
-    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, ranks):
-        yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
+    pp, virtual_stages, pp_layout, pp_schedule, full_every = pipeline
+    is_tied = shape.tie_word_embeddings and pp == 1
+    for rank, stages in _ranks(shape, pp, virtual_stages, pp_layout, pp_schedule, full_every < 2, ranks):
+        yield rank, tuple(_stage_params(shape, stage, full_every, is_tied, degrees) for stage in stages)
 
 
 @lru_cache(maxsize=4096)
@@ -151,12 +180,9 @@ class BlockSizes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> BlockSizes:
-    """The sizes of the blocks.
-
-    expert_shards ranks share the same experts, and shards ranks the rest.
-    """
-    h = shape.hidden_size
+def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
+    """The sizes of the blocks."""
+    h, (tp, shards, ep, expert_shards) = shape.hidden_size, degrees
     layers = tuple(
         (
             _padded_size(expert_shards, *_expert_matrices(kind, h, ep)),
@@ -201,16 +227,15 @@ def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
 
 @lru_cache(maxsize=16384)
 def _stage_params(
-    shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, *degrees: int
+    shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, degrees: Degrees
 ) -> StageParams:
     """What a rank holds of a stage.
 
     Args:
         full_every: n if every n-th layer keeps its input only; 0 if none does.
         is_tied: whether norm and head are in one group with the embedding.
-        degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
     """
-    sizes = _block_sizes(shape, *degrees)
+    sizes = _block_sizes(shape, degrees)
     start, end = stage.first_layer, stage.first_layer + stage.num_layers
     num_modules = stage.has_head * shape.num_nextn_predict_layers
     head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
