@@ -218,9 +218,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         stored += rows * (work.ep > 1)
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (work.ep > 1)) * rows + hidden * (width > 0)
-    forward += (rows + of.kept_of_experts * products + 2 * hidden) * (
-        work.recompute in ("selective", "full")
-    )
+    forward += (rows + of.kept_of_experts * products + 2 * hidden) * (work.recompute in ("selective", "full"))
     # The gradients of the output, and of gate and up or the product; with tp the gathered input and its gradient.
     feed_forward = (
         layer + hidden + ((1 + of.kept_of_experts) * products if is_sparse else channel * of.block / 2)

@@ -295,12 +295,8 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
             before = numbers[n + 1] if n + 1 < end else None
             following = numbers[n - 1] if start < n else None
             finished, left = num_by_type(range(n + 1, end)), remaining(min(n, end - 1))
-            groups.append(
-                _PeakGroup(kind, left, type_number, is_full(n), tuple(finished), before, following)
-            )
-    num_sparse = sum(
-        num for num, kind in zip(stage.num_by_kind(shape), kinds, strict=True) if kind.experts
-    )
+            groups.append(_PeakGroup(kind, left, type_number, is_full(n), tuple(finished), before, following))
+    num_sparse = sum(num for num, kind in zip(stage.num_by_kind(shape), kinds, strict=True) if kind.experts)
     return _StageLayers(
         all_layers=remaining(end - 1),
         groups=tuple(groups),

@@ -9,7 +9,7 @@ import pyarrow as pa
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.planned import is_predicted
-from ultrabench.analysis.predict.cases import Case, cases, default_profile, usual_profiles, with_memory
+from ultrabench.analysis.predict.cases import Case, cases, default_profile, for_profile, usual_profiles
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import Status
@@ -32,7 +32,7 @@ def open_cases(
     """
     usable_cases = _usable_cases(sources, results_dir)
     used_profile = load_profile(profile_name or default_profile(usable_cases))
-    return with_memory(usable_cases, used_profile), used_profile
+    return for_profile(usable_cases, used_profile), used_profile
 
 
 def open_cases_by_profile(
@@ -50,7 +50,7 @@ def open_cases_by_profile(
         name = profile_name or name_by_program[case.run.spec.kernel.name]
         cases_by_profile.setdefault(name, []).append(case)
     profiles = ((load_profile(name), profile_cases) for name, profile_cases in cases_by_profile.items())
-    return [(with_memory(profile_cases, profile), profile) for profile, profile_cases in profiles]
+    return [(for_profile(profile_cases, profile), profile) for profile, profile_cases in profiles]
 
 
 def unusable_lines(table: pa.Table) -> list[str]:
