@@ -93,7 +93,9 @@ class Profile:
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
         """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
         low, high = self.quantiles(regime(spec, links))
-        num_steps = sum(steps_beyond(*feature) for feature in self._compared(spec, gpu))
+        if not self.measured:
+            return Quantiles(low, high)
+        num_steps = sum([steps_beyond(*feature) for feature in self._compared(spec, gpu)])
         log_width = LOG_WIDTH_PER_STEP * math.sqrt(num_steps)
         return (
             Quantiles(-math.hypot(low, log_width), math.hypot(high, log_width))

@@ -152,10 +152,10 @@ def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
         _, phase, weights, gradients, stored_bytes, logits, buffers = moment
         stored_bytes += sum(map(mul, load.num_kept, kept_bytes)) - stored[chunk]
         stored_bytes += m.hidden * work_bytes.num_messages
-        peak = max(
-            peak,
-            _moment(phase, weights + load.weights, gradients + load.gradients, stored_bytes, logits, buffers),
-        )
+        weights, gradients = weights + load.weights, gradients + load.gradients
+        moment = _moment(phase, weights, gradients, stored_bytes, logits, buffers)
+        if moment > peak:
+            peak = moment
     return peak
 
 
@@ -267,7 +267,8 @@ def _backward(
             moment = _moment(BACKWARD, g.weights, g.gradients + g.reducing, stored, 0.0, buffers)
         else:
             moment = _moment(g.phase, g.weights - g.freed, g.gradients + g.new, stored - released, 0.0, 0.0)
-        peak = max(peak, moment)
+        if moment > peak:
+            peak = moment
         if g.reduced_later:
             peak = max(peak, _moment(OPTIMIZER, *g.reduced_later, 0.0, 0.0, 0.0))
     return peak
@@ -280,7 +281,8 @@ def _layer_buffers(layer: LayerBytes, g: GroupBytes, released: float) -> float:
     """
     if g.is_input_half:
         return layer.input_half
-    before_qkv, with_qkv = max(0.0, g.added - layer.qkv_weights), max(g.added, layer.qkv_weights)
+    added, qkv_weights = g.added, layer.qkv_weights
+    before_qkv, with_qkv = (added - qkv_weights, added) if added > qkv_weights else (0.0, qkv_weights)
     return (
         max(layer.feed_forward + g.one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv) - released
     )
