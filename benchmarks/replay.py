@@ -171,7 +171,7 @@ def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list
 def _replayed_run(case: Case, profile: Profile) -> ReplayedRun:
     spec, limit_bytes = case.run.spec, case.hardware.mem_bytes
     constants = with_version(memory_constants(profile.framework, profile.memory), case.run)
-    stages = predict_memory(spec, constants)
+    stages = predict_memory(profile.as_divided(spec), constants)
     peak_bytes = max(stage.peak_bytes for stage in stages)
     time_s, low_s, high_s = case.interval_s(profile)
     prediction = Prediction(

@@ -5,6 +5,8 @@ from itertools import chain
 
 from ultrabench.hardware import DEVICE_KINDS, Hardware
 from ultrabench.kernel_config import ANY, AUTO_NEEDS, PRECISIONS_16_BIT, KernelConfig
+from ultrabench.layer_products import COLUMNS, ROWS
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
@@ -12,7 +14,7 @@ from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 from ultrabench.sweep.untrained import untrained_features, untrained_names
-from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kv_copies, most_kv_copies
+from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 ROUTING_FLAG = "routing"
 """The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run
@@ -115,19 +117,34 @@ def _fp8_refusals(
             f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: "
             "use precision=bf16"
         )
-    kv_name = "head_dim" if layout.tp > shape.num_key_value_heads else "num_key_value_heads*head_dim/tp"
-    size_by_name = {
-        "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
-        "num_attention_heads*head_dim/tp": shape.q_width // layout.tp,
-        "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
-        kv_name: shape.kv_width * kv_copies(shape.num_key_value_heads, layout.tp) // layout.tp,
-    }  # fmt: skip
-    for name, size in size_by_name.items():
+    h, tp = shape.hidden_size, layout.tp
+    sizes = [("hidden_size", h), ("mbs*seq_len/cp", layout.mbs * seq_len // layout.cp)]
+    for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, tp), strict=True):
+        sizes += _sizes_on_a_rank(kind, rank_kind, h, tp)
+    for name, size in dict.fromkeys(sizes):
         if size % FP8_MULTIPLE:
             yield (
                 f"precision=fp8 needs matrix sizes that are multiples of {FP8_MULTIPLE}; "
                 f"{name}={size}: use precision=bf16"
             )
+
+
+def _sizes_on_a_rank(kind: LayerType, rank_kind: LayerType, h: int, tp: int) -> Iterator[tuple[str, int]]:
+    """Name and value of each size beside h of the products of a type of layer on a rank of tp.
+
+    Args:
+        rank_kind: the type with the copies of key/value heads that the ranks hold.
+    """
+    if (grouped := rank_kind.grouped_query) and kind.grouped_query:
+        is_copied = tp > kind.grouped_query.num_key_value_heads
+        yield "num_attention_heads*head_dim/tp", grouped.q_width // tp
+        yield "head_dim" if is_copied else "num_key_value_heads*head_dim/tp", grouped.kv_width // tp
+    elif rank_kind.attention:
+        for outputs, inputs, cut, *_ in rank_kind.attention.products(h):
+            yield f"outputs of {rank_kind.attention.name}", outputs // tp if cut == COLUMNS else outputs
+            yield f"inputs of {rank_kind.attention.name}", inputs // tp if cut == ROWS else inputs
+    if rank_kind.feed_forward:
+        yield "intermediate_size/tp", rank_kind.feed_forward.intermediate_size // tp
 
 
 def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:

@@ -392,7 +392,7 @@ def _memory_by_run(table: pa.Table) -> dict[str, Row]:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in program_runs:
-            stages = predict_memory(run.spec, constants, LARGEST)
+            stages = predict_memory(profile.as_divided(run.spec), constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu_at_limit))
             memory_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {

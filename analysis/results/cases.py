@@ -21,7 +21,7 @@ from ultrabench.sweep.config.load import load_hardware, load_profile, usual_prof
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.network import LINK_RATE_COLUMNS, Network, network
 from ultrabench.sweep.predict.predict import reserved_share
-from ultrabench.sweep.predict.profile import Profile, regime
+from ultrabench.sweep.predict.profile import DividedRun, Profile, regime
 from ultrabench.sweep.predict.stage_memory import LARGEST
 from ultrabench.sweep.predict.step_time import predict_step_time
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -44,6 +44,8 @@ class Case:
     hardware: Hardware
     peak: Peak
     links: Network
+    divided: DividedRun
+    """The run as a profile divides its stages: `for_profile` says which one."""
     regime: str
     """Kind of layout and links for which the profile has its own interval, such as those of `Profile.interval`."""
     memory_share: float = 0.0
@@ -52,7 +54,7 @@ class Case:
     def predict_s(self, constants: TimeConstants) -> float:
         """The predicted step time of the run in seconds."""
         cluster = self.hardware, self.peak, self.links
-        return predict_step_time(self.run.spec, *cluster, constants, self.memory_share).total
+        return predict_step_time(self.divided, *cluster, constants, self.memory_share).total
 
     def interval_s(self, profile: Profile) -> tuple[float, float, float]:
         """The predicted step time in seconds, and the ends of the interval in which 80 % of such runs lie."""
@@ -98,15 +100,25 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
     else:
         peak = hardware.peak(spec.kernel.precision, spec.nodes, None, 1)
     links = network(hardware, spec.nodes, *(getattr(run, column) for column in LINK_RATE_COLUMNS))
-    return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))
+    return Case(
+        run=run,
+        hardware=hardware,
+        peak=peak,
+        links=links,
+        divided=DividedRun(spec),
+        regime=regime(spec, links),
+    )
 
 
-def with_memory(cases: Sequence[Case], profile: Profile) -> list[Case]:
-    """The cases with the share of memory that a profile predicts, where its step times depend on it."""
+def for_profile(cases: Sequence[Case], profile: Profile) -> list[Case]:
+    """The cases with stages as a profile divides them, and with the share of memory that it predicts where its step
+    times depend on it.
+    """
+    cases = [replace(case, divided=profile.as_divided(case.run.spec)) for case in cases]
     if not profile.time.allocator_loss:
-        return [*cases]
+        return cases
     constants = memory_constants(profile.framework, profile.memory)
-    stages_of_cases = (predict_memory(case.run.spec, constants, LARGEST) for case in cases)
+    stages_of_cases = (predict_memory(case.divided, constants, LARGEST) for case in cases)
     pairs = zip(cases, stages_of_cases, strict=True)
     return [replace(case, memory_share=reserved_share(stages, case.hardware)) for case, stages in pairs]
 
@@ -214,7 +226,7 @@ def open_cases(
     """
     usable_cases = _usable_cases(sources, results_dir, say, warn)
     used_profile = load_profile(profile_name or default_profile(usable_cases))
-    return with_memory(usable_cases, used_profile), used_profile
+    return for_profile(usable_cases, used_profile), used_profile
 
 
 def open_cases_by_profile(
@@ -232,7 +244,7 @@ def open_cases_by_profile(
         name = profile_name or name_by_program[case.run.spec.kernel.name]
         cases_by_profile.setdefault(name, []).append(case)
     profiles = ((load_profile(name), profile_cases) for name, profile_cases in cases_by_profile.items())
-    return [(with_memory(profile_cases, profile), profile) for profile, profile_cases in profiles]
+    return [(for_profile(profile_cases, profile), profile) for profile, profile_cases in profiles]
 
 
 def unusable_lines(table: pa.Table) -> list[str]:

@@ -263,14 +263,7 @@ class Layout:
         Args:
             rank_order: as for `stride`.
         """
-        group_axes: list[tuple[int, int]] = []
-        for degree in rank_order or RANK_ORDER:
-            size, stride = getattr(self, degree), self.stride(degree, rank_order)
-            if degree in degrees and group_axes and math.prod(group_axes[-1]) == stride:
-                group_axes[-1] = (group_axes[-1][0] * size, group_axes[-1][1])
-            elif degree in degrees:
-                group_axes.append((size, stride))
-        return tuple(group_axes)
+        return _group_axes(degrees_of(self), degrees, tuple(rank_order or RANK_ORDER))
 
     def coordinates(self, rank: int, rank_order: Sequence[str] | None = None) -> "Coordinates":
         """The place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so that it stays in a node.
@@ -302,11 +295,33 @@ GroupAxes = tuple[tuple[int, int], ...]
 and how far apart neighbours are."""
 
 
+@functools.lru_cache(maxsize=4096)  # a prediction asks for five groups, whose degrees many layouts share
+def _group_axes(
+    sizes: tuple[int, ...], group_degrees: tuple[str, ...], rank_order: tuple[str, ...]
+) -> GroupAxes:
+    """The axes of a group of ranks that differ in `group_degrees` only.
+
+    Args:
+        sizes: the degrees in the order of DEGREES.
+    """
+    size_by_degree, stride, group_axes = dict(zip(DEGREES, sizes, strict=True)), 1, list[tuple[int, int]]()
+    for degree in rank_order:
+        size = size_by_degree[degree]
+        if degree in group_degrees and group_axes and math.prod(group_axes[-1]) == stride:
+            group_axes[-1] = (group_axes[-1][0] * size, group_axes[-1][1])
+        elif degree in group_degrees:
+            group_axes.append((size, stride))
+        stride *= size
+    return tuple(group_axes)
+
+
+@functools.lru_cache(maxsize=4096)
 def ranks_in_node(group_axes: GroupAxes, gpus_per_node: int) -> int:
     """How many ranks of a group are on one node."""
     return math.prod(min(size, max(1, gpus_per_node // stride)) for size, stride in group_axes)
 
 
+@functools.lru_cache(maxsize=4096)
 def crosses_nodes(group_axes: GroupAxes, gpus_per_node: int) -> bool:
     """Whether the ranks of a group are on several nodes."""
     return ranks_in_node(group_axes, gpus_per_node) < math.prod(size for size, _ in group_axes)

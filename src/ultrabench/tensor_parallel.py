@@ -70,6 +70,7 @@ def _with_copies(kind: LayerType, tp: int) -> LayerType:
     return replace(kind, grouped_query=replace(attention, num_key_value_heads=num_heads))
 
 
+@lru_cache(maxsize=1024)
 def adds_params(shape: ModelShape, tp: int) -> bool:
     """Whether the ranks of tp together hold more parameters than the model has."""
     return shape.vocab_size % tp != 0 or kinds_of_ranks(shape, tp) != shape.kinds

@@ -6,9 +6,9 @@ from typing import Any
 
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
-from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.megatron_memory import MegatronMemory, megatron_memory
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory, nanotron_memory
+from ultrabench.sweep.predict.profile import DividedRun
 from ultrabench.sweep.predict.stage_memory import EVERY, StageMemory
 from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, least_rank, ultrabench_memory
 
@@ -28,7 +28,9 @@ def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstan
     return from_dict(CONSTANTS_BY_FRAMEWORK[framework], values, where="memory")
 
 
-def predict_memory(spec: RunSpec, constants: MemoryConstants, ranks: str = EVERY) -> tuple[StageMemory, ...]:
+def predict_memory(
+    spec: DividedRun, constants: MemoryConstants, ranks: str = EVERY
+) -> tuple[StageMemory, ...]:
     """The memory of each rank of the pipeline axis, in its order; `StageMemory.phase` says what makes its peak.
 
     Args:

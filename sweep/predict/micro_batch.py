@@ -60,16 +60,58 @@ class MicroBatch(NamedTuple):
     """The gradient of the head's weights that the loss keeps for backward."""
 
 
+class MicroBatchWork(NamedTuple):
+    """What decides the bytes of a micro-batch."""
+
+    shape: ModelShape
+    tokens: int
+    """T, as `rank_tokens` counts them."""
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_exchange: str
+    recompute: str
+    compiled: bool
+    is_fp8: bool
+    element: int
+    """Bytes of a number in forward and backward: w."""
+    ep: int
+    busiest_share: float
+    """Rows of the busiest rank of ep over the mean of all."""
+    num_deferred: int
+    """Micro-batches whose losses come before this one's while no backward has begun: those of afab."""
+
+
 def micro_batch(spec: RunSpec) -> MicroBatch:
     """The bytes of one micro-batch of a run; those of a run in fp64 are the bytes in fp32."""
-    tp, element = spec.layout.tp, min(4, ELEMENT_BYTES[spec.kernel.precision])
-    tokens = rank_tokens(spec)
-    whole_hidden = float(tokens * spec.shape.hidden_size * element)
-    hidden = whole_hidden / tp if spec.layout.sequence_parallel == "on" else whole_hidden
-    widths = _widths_of_types(spec.shape, tp)
-    layers = tuple([_layer(spec, element, hidden, whole_hidden, of) for of in widths])
+    layout, kernel = spec.layout, spec.kernel
+    work = MicroBatchWork(
+        spec.shape,
+        rank_tokens(spec),
+        layout.tp,
+        layout.sequence_parallel == "on",
+        layout.cp,
+        layout.cp_exchange,
+        layout.recompute,
+        spec.compiles,
+        kernel.precision == "fp8",
+        min(4, ELEMENT_BYTES[kernel.precision]),
+        layout.ep,
+        busiest_share(kernel, layout, spec.shape),
+        layout.gas - 1 if layout.pp_schedule == "afab" else 0,
+    )
+    return _micro_batch(work)
+
+
+@lru_cache(maxsize=16384)  # 255 of the playbook's 6,576 layouts differ in it
+def _micro_batch(work: MicroBatchWork) -> MicroBatch:
+    """What `micro_batch` returns."""
+    tp, element = work.tp, work.element
+    whole_hidden = float(work.tokens * work.shape.hidden_size * element)
+    hidden = whole_hidden / tp if work.sequence_parallel else whole_hidden
+    layers = tuple([_layer(work, hidden, whole_hidden, of) for of in _widths_of_types(work.shape, tp)])
     stored, halfway = tuple([layer.stored for layer in layers]), tuple([layer.halfway for layer in layers])
-    loss, table = _loss(spec, tokens, element)
+    loss, table = _loss(work)
     loss += whole_hidden * (1 + (tp > 1))
     return MicroBatch(element, hidden, whole_hidden, layers, stored, halfway, loss, table)
 
@@ -152,45 +194,41 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
     )
 
 
-def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: _LayerWidths) -> LayerBytes:
+def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerWidths) -> LayerBytes:
     """The bytes of a layer of the type that keeps `of` of a token.
 
     It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up,
     silu(gate) and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps
     the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again.
     """
-    layout, compiled, is_sparse, tp = spec.layout, spec.compiles, of.kept_of_experts > 0, spec.layout.tp
-    channel = whole_hidden / spec.shape.hidden_size / tp  # of the tokens of a rank, t*w
+    compiled, is_sparse, tp = work.compiled, of.kept_of_experts > 0, work.tp
+    channel = whole_hidden / work.shape.hidden_size / tp  # of the tokens of a rank, t*w
     q, width, rows, products = of.q, of.width, 0.0, 0.0
     if is_sparse:
-        row_channel = (
-            channel * spec.shape.num_experts_per_tok * busiest_share(spec.kernel, layout, spec.shape)
-        )
+        row_channel = channel * work.shape.num_experts_per_tok * work.busiest_share
         rows, products = row_channel * of.row, row_channel * of.expert
     block = channel * of.block + rows + of.kept_of_experts * products
     layer = of.norms * hidden + channel * of.attention + block
-    if compiled and spec.kernel.precision == "fp8" and not is_sparse:
+    if compiled and work.is_fp8 and not is_sparse:
         layer -= hidden * (2 if tp == 1 else 1)  # backward computes the outputs of norms again
     stored = layer - channel * width * compiled
-    if layout.recompute == "selective":  # the inputs of both blocks, q, v, the output of attention, and gate
+    if work.recompute == "selective":  # the inputs of both blocks, q, v, the output of attention, and gate
         sums = (1 + (width > 0 and not compiled)) * (tp > 1)
         stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)
-        stored += rows * (layout.ep > 1)
+        stored += rows * (work.ep > 1)
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
-    forward = (2 + (layout.ep > 1)) * rows + hidden * (width > 0)
-    forward += (rows + of.kept_of_experts * products + 2 * hidden) * (
-        layout.recompute in ("selective", "full")
-    )
+    forward = (2 + (work.ep > 1)) * rows + hidden * (width > 0)
+    forward += (rows + of.kept_of_experts * products + 2 * hidden) * (work.recompute in ("selective", "full"))
     # The gradients of the output, and of gate and up or the product; with tp the gathered input and its gradient.
     feed_forward = (
         layer + hidden + ((1 + of.kept_of_experts) * products if is_sparse else channel * of.block / 2)
     )
     if tp > 1 and not is_sparse:
         feed_forward = max(feed_forward, layer - channel * of.block / 2 + 2 * hidden + 2 * whole_hidden)
-    gradients = channel * _gradients_of_attention(spec, element, q, of.kv)
+    gradients = channel * _gradients_of_attention(work, q, of.kv)
     attention = layer - block - hidden + gradients
     qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)
-    qkv_weights = float(element * of.input_params // tp)
+    qkv_weights = float(work.element * of.input_params // tp)
     # The gradients of the feed-forward and of its norm, and then those of attention.
     halfway = 2 * hidden + channel * of.block / 2 + rows + 2 * products
     input_half = max(feed_forward - layer, halfway + gradients)
@@ -199,35 +237,35 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
     return LayerBytes(stored, forward, feed_forward, attention, qkv, qkv_weights, input_half, halfway)
 
 
-def _gradients_of_attention(spec: RunSpec, element: int, q: float, kv: float) -> float:
+def _gradients_of_attention(work: MicroBatchWork, q: float, kv: float) -> float:
     """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too.
 
     With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the
     rank, the one at work and the one on its way, and of the sums two; a third one begins to arrive
     when a part is done.
     """
-    layout = spec.layout
-    if layout.cp == 1:
+    cp, element = work.cp, work.element
+    if cp == 1:
         return 2 * q + 2 * kv
-    pairs, sums = (layout.cp + 1, layout.cp) if layout.cp_exchange == "allgather" else (min(3, layout.cp), 2)
+    pairs, sums = (cp + 1, cp) if work.cp_exchange == "allgather" else (min(3, cp), 2)
     channels = 2.5 * q + (4 + 2 * pairs) * kv + 4 / element * (q + 2 * sums * kv)
-    return channels + max(0, (8 / element - 2) * kv - q) * (layout.cp_exchange == "ring")
+    return channels + max(0, (8 / element - 2) * kv - q) * (work.cp_exchange == "ring")
 
 
-def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
+def _loss(work: MicroBatchWork) -> tuple[float, float]:
     """The bytes of logits with gradients of the head's weights, and of those gradients after the loss.
 
     kernel/loss.py makes them. A chunk has its logits, and either the softmax of a part in fp32, twice in bf16, or a new
     gradient of the weights, beside the sum of those before, which is in fp32 from the second one on. Generated code
     has a new gradient of the logits instead, and a softmax only where ranks share the vocabulary.
     """
-    layout, tp = spec.layout, spec.layout.tp
-    vocabulary = padded_vocab_size(spec.shape.vocab_size, tp) // tp
-    table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
-    softmax_width = element + 4 * (tp > 1) if spec.compiles else 8 if element == 2 else element
+    tp, tokens, element = work.tp, work.tokens, work.element
+    vocabulary = padded_vocab_size(work.shape.vocab_size, tp) // tp
+    table, table_sum = (vocabulary * work.shape.hidden_size * width for width in (float(element), 4.0))
+    softmax_width = element + 4 * (tp > 1) if work.compiled else 8 if element == 2 else element
     rows = min(tokens, max(1, CHUNK_LOGITS // vocabulary))
     chunks, peak_bytes = -(-tokens // rows), 0.0
-    sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")
+    sums_before = chunks * work.num_deferred
     for chunk in range(min(3, chunks)):
         logits = vocabulary * (rows if chunk < chunks - 1 else tokens - chunk * rows)
         num_earlier = min(2, sums_before + chunk)

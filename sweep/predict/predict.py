@@ -181,13 +181,15 @@ class Predictor:
         """The time of one step by part, of a run with this memory of its pipeline ranks; without any,
         no allocator waits.
         """
-        memory_share, spec = reserved_share(stages, self.hardware), self.profile.as_divided(spec)
-        return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, memory_share)
+        memory_share, divided = reserved_share(stages, self.hardware), self.profile.as_divided(spec)
+        return predict_step_time(
+            divided, self.hardware, self.peak, self.links, self.profile.time, memory_share
+        )
 
     def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
-        spec = self.profile.as_divided(spec)
-        ratios = communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
+        divided = self.profile.as_divided(spec)
+        ratios = communication_ratios(divided, self.hardware, self.peak, self.links, self.profile.time)
         return ratios.by_axis
 
     def _predict_probe(self, spec: RunSpec) -> Prediction:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NewType
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
@@ -27,6 +27,11 @@ each distance up to 8."""
 GPU_STEPS = 6
 """Steps to another GPU: one H100 is 20 to 32 % slower than constants of another tell,
 where their power limits differ."""
+
+
+DividedRun = NewType("DividedRun", RunSpec)
+"""A run whose pp_layout says how the program of a profile divides layers. Forms of prediction take no other one, so
+that no caller can forget to ask the profile: `Profile.as_divided` makes it."""
 
 
 class Quantiles(NamedTuple):
@@ -75,11 +80,11 @@ class Profile:
                 rule = "must contain 0, because the interval contains the prediction"
                 raise ConfigError(f"profile {self.name}: interval.{regime_name}=[{low}, {high}]; {rule}")
 
-    def as_divided(self, spec: RunSpec) -> RunSpec:
+    def as_divided(self, spec: RunSpec) -> DividedRun:
         """The run with the layers of its stages as the program divides them, where its layout does not say it."""
         if self.stages == "cost" or spec.layout.pp == 1 or spec.layout.pp_layout != "auto":
-            return spec
-        return replace(spec, layout=replace(spec.layout, pp_layout=self.stages))
+            return DividedRun(spec)
+        return DividedRun(replace(spec, layout=replace(spec.layout, pp_layout=self.stages)))
 
     def quantiles(self, regime: str) -> Quantiles:
         """The quantiles of a regime."""
@@ -88,7 +93,9 @@ class Profile:
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
         """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
         low, high = self.quantiles(regime(spec, links))
-        num_steps = sum(steps_beyond(*feature) for feature in self._compared(spec, gpu))
+        if not self.measured:
+            return Quantiles(low, high)
+        num_steps = sum([steps_beyond(*feature) for feature in self._compared(spec, gpu)])
         log_width = LOG_WIDTH_PER_STEP * math.sqrt(num_steps)
         return (
             Quantiles(-math.hypot(low, log_width), math.hypot(high, log_width))

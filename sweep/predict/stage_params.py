@@ -5,6 +5,7 @@ group of their own, with other shards than the rest of the layer.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from ultrabench.layer_products import COLUMNS, ROWS, Product, Vector
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY
 from ultrabench.tensor_parallel import kinds_of_ranks, padded_vocab_size
@@ -97,16 +97,46 @@ class StageParams(NamedTuple):
     """The groups among which is that of the peak, in the order of backward."""
 
 
-def params_of_ranks(spec: RunSpec, ranks: str) -> Iterator[tuple[int, list[StageParams]]]:
+class Pipeline(NamedTuple):
+    """What decides which stages a rank of the pipeline axis holds, and which of their layers are computed again."""
+
+    pp: int
+    virtual_stages: int
+    pp_layout: str
+    pp_schedule: str
+    full_every: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Pipeline":
+        """That of a layout."""
+        stages = layout.pp, layout.virtual_stages, layout.pp_layout
+        return cls(*stages, layout.pp_schedule, layout.full_every)
+
+
+class Degrees(NamedTuple):
+    """The numbers of ranks that divide the parameters of a stage."""
+
+    tp: int
+    shards: int
+    """Ranks that shard the parameters beside experts."""
+    ep: int
+    expert_shards: int
+    """Ranks that shard the same experts."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Degrees":
+        """Those of a layout."""
+        return cls(layout.tp, layout.zero_shards, layout.ep, layout.expert_shards)
+
+
+def params_of_ranks(
+    shape: ModelShape, pipeline: Pipeline, degrees: Degrees, ranks: str
+) -> Iterator[tuple[int, tuple[StageParams, ...]]]:
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
-    shape, layout = spec.shape, spec.layout
-    degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
-    is_tied, pipeline = (
-        shape.tie_word_embeddings and layout.pp == 1,
-        (layout.pp, layout.virtual_stages, layout.pp_layout),
-    )
-    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, ranks):
-        yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
+    pp, virtual_stages, pp_layout, pp_schedule, full_every = pipeline
+    is_tied = shape.tie_word_embeddings and pp == 1
+    for rank, stages in _ranks(shape, pp, virtual_stages, pp_layout, pp_schedule, full_every < 2, ranks):
+        yield rank, tuple(_stage_params(shape, stage, full_every, is_tied, degrees) for stage in stages)
 
 
 @lru_cache(maxsize=4096)
@@ -151,12 +181,9 @@ class BlockSizes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> BlockSizes:
-    """The sizes of the blocks.
-
-    expert_shards ranks share the same experts, and shards ranks the rest.
-    """
-    h = shape.hidden_size
+def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
+    """The sizes of the blocks."""
+    h, (tp, shards, ep, expert_shards) = shape.hidden_size, degrees
     layers = tuple(
         (
             _padded_size(expert_shards, *_expert_matrices(kind, h, ep)),
@@ -199,41 +226,56 @@ def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
     return Size(num_params, num_params // shards, len(matrices))
 
 
-@lru_cache(maxsize=16384)
-def _stage_params(
-    shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, *degrees: int
-) -> StageParams:
-    """What a rank holds of a stage.
+class _PeakGroup(NamedTuple):
+    """A group of parameters of a stage that may be that of the peak, without the numbers that degrees divide."""
 
-    Args:
-        full_every: n if every n-th layer keeps its input only; 0 if none does.
-        is_tied: whether norm and head are in one group with the embedding.
-        degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
-    """
-    sizes = _block_sizes(shape, *degrees)
+    kind: str
+    remaining: Layers
+    type_number: int
+    is_full: bool
+    num_finished: tuple[int, ...]
+    """Layers of each type whose backward has ended."""
+    before: int | None
+    """Index of the type of the layer whose backward was before; None for the first layer, and without layers."""
+    following: int | None
+    """Index of the type of the layer that is next in backward; None if none is."""
+
+
+class _StageLayers(NamedTuple):
+    """What follows from the layers of a stage alone."""
+
+    all_layers: Layers
+    groups: tuple[_PeakGroup, ...]
+    """The groups that may be that of the peak, in the order of backward; that of the embedding may be empty."""
+    num_by_type: tuple[int, ...]
+    """Layers of each type."""
+    num_sparse: int
+    """Layers with experts, those of modules that predict more tokens included."""
+    ends_sparse: bool
+
+
+@lru_cache(maxsize=4096)
+def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLayers:
+    """The layers of a stage, of which every n-th keeps its input only; n is `full_every`, 0 if none does."""
+    numbers, kinds = shape.kind_numbers, shape.kinds
     start, end = stage.first_layer, stage.first_layer + stage.num_layers
     num_modules = stage.has_head * shape.num_nextn_predict_layers
-    head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
-        sizes.table, stage.has_head and not is_tied
-    )
-    head = head.plus(sizes.predict, num_modules)
-    embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
-    # What backward passes, each with the parts whose gradients it reduces first and then.
-    numbers = shape.kind_numbers
-    layers = [(n, LAYER, sizes.layers[numbers[n]]) for n in reversed(range(start, end))]
-    order = [(end, HEAD, (NOTHING, head)), *layers, (start - 1, EMBEDDING, (NOTHING, embedding))]
-    shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
-    sparse_numbers = {number for number, kind in enumerate(shape.kinds) if kind.experts}
+    sparse_numbers = {number for number, kind in enumerate(kinds) if kind.experts}
+
+    def num_by_type(layers: Iterable[int]) -> list[int]:
+        num_by_number = Counter(numbers[n] for n in layers)
+        return [num_by_number[number] for number in range(len(kinds))]
+
+    def is_full(layer: int) -> bool:
+        return full_every > 0 and (layer + 1) % full_every == 0
 
     def remaining(layer: int) -> Layers:
-        full = {n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0}
-        kept = [0] * len(shape.kinds)
-        for n in range(start, layer + 1):
-            kept[numbers[n]] += n not in full
+        kept_layers = [n for n in range(start, layer + 1) if not is_full(n)]
+        kept = num_by_type(kept_layers)
         if layer == end - 1:
             kept[numbers[-1]] += num_modules
         num_dense = sum(num for number, num in enumerate(kept) if number not in sparse_numbers)
-        return Layers(tuple(kept), len(full), num_dense)
+        return Layers(tuple(kept), len(range(start, layer + 1)) - len(kept_layers), num_dense)
 
     # From layer to layer of a type, activations fall and gradients grow by the same number of bytes: the peak is at the
     # ends.
@@ -244,24 +286,79 @@ def _stage_params(
         for number in {*numbers[start:end]}:
             of_type = [n for n in range(start, end) if numbers[n] == number]
             peak_layers |= {of_type[0], of_type[-1]}
-    groups, finished, previous_params = list[ParamGroup](), NOTHING, 0
-    for (n, kind, (expert_size, rest_size)), following in zip(order, [*shared_params, 0, 0], strict=True):
-        size = rest_size.plus(expert_size)
-        if n in peak_layers or (kind == EMBEDDING and embedding.whole) or (kind == HEAD and stage.has_norm):
-            is_full = full_every > 0 and (n + 1) % full_every == 0
+    groups = list[_PeakGroup]()
+    for n in range(end, start - 2, -1):
+        kind = HEAD if n == end else LAYER if n >= start else EMBEDDING
+        has_params = (kind == HEAD and stage.has_norm) or (kind == EMBEDDING and stage.has_embedding)
+        if n in peak_layers or has_params:
             type_number = numbers[n] if kind == LAYER else 0
-            groups.append(ParamGroup(
-                kind, remaining(min(n, end - 1)), type_number, bool(expert_size.whole), is_full, size.whole,
-                expert_size.whole or size.whole, finished.whole, finished.shard, previous_params, following,
-            ))  # fmt: skip
-        finished, previous_params = finished.plus(size), rest_size.whole
-    following, tied = shared_params[0] if shared_params else 0, embedding.whole * is_tied
-    last_type_number = numbers[end - 1] if start < end else 0
-    ends_sparse, all_layers = start < end and last_type_number in sparse_numbers, remaining(end - 1)
-    num_sparse = sum(
-        num for num, kind in zip(stage.num_by_kind(shape), shape.kinds, strict=True) if kind.experts
+            before = numbers[n + 1] if n + 1 < end else None
+            following = numbers[n - 1] if start < n else None
+            finished, left = num_by_type(range(n + 1, end)), remaining(min(n, end - 1))
+            groups.append(_PeakGroup(kind, left, type_number, is_full(n), tuple(finished), before, following))
+    num_sparse = sum(num for num, kind in zip(stage.num_by_kind(shape), kinds, strict=True) if kind.experts)
+    return _StageLayers(
+        all_layers=remaining(end - 1),
+        groups=tuple(groups),
+        num_by_type=tuple(num_by_type(range(start, end))),
+        num_sparse=num_sparse,
+        ends_sparse=start < end and numbers[end - 1] in sparse_numbers,
     )
+
+
+@lru_cache(maxsize=16384)
+def _stage_params(
+    shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, degrees: Degrees
+) -> StageParams:
+    """What a rank holds of a stage.
+
+    Args:
+        full_every: n if every n-th layer keeps its input only; 0 if none does.
+        is_tied: whether norm and head are in one group with the embedding.
+    """
+    sizes, layers = _block_sizes(shape, degrees), _stage_layers(shape, stage, full_every)
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers
+    num_modules = stage.has_head * shape.num_nextn_predict_layers
+    head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
+        sizes.table, stage.has_head and not is_tied
+    )
+    head = head.plus(sizes.predict, num_modules)
+    embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
+    layer_sizes = [rest.plus(experts) for experts, rest in sizes.layers]
+    shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for parts in sizes.layers]
+
+    def with_layers(size: Size, num_by_type: tuple[int, ...]) -> Size:
+        for layer_size, num in zip(layer_sizes, num_by_type, strict=True):
+            size = size.plus(layer_size, num)
+        return size
+
+    groups = list[ParamGroup]()
+    for group in layers.groups:
+        # The parts whose gradients backward reduces first and then.
+        expert_size, rest_size = NOTHING, head if group.kind == HEAD else embedding
+        if group.kind == LAYER:
+            expert_size, rest_size = sizes.layers[group.type_number]
+        whole = expert_size.whole + rest_size.whole
+        finished, before = NOTHING, 0
+        if group.kind != HEAD:
+            finished = with_layers(head, group.num_finished)
+            before = head.whole if group.before is None else sizes.layers[group.before][1].whole
+        groups.append(ParamGroup(
+            group.kind, group.remaining, group.type_number, bool(expert_size.whole), group.is_full, whole,
+            expert_size.whole or whole, finished.whole, finished.shard, before,
+            0 if group.following is None else shared_params[group.following],
+        ))  # fmt: skip
+    last_type_number = shape.kind_numbers[end - 1] if start < end else 0
     return StageParams(
-        stage, finished, head.whole, embedding.whole, tied, following, ends_sparse, last_type_number, num_sparse,
-        all_layers, tuple(groups),
-    )  # fmt: skip
+        stage,
+        with_layers(head, layers.num_by_type).plus(embedding),
+        head.whole,
+        embedding.whole,
+        embedding.whole * is_tied,
+        shared_params[last_type_number] if start < end else 0,
+        layers.ends_sparse,
+        last_type_number,
+        layers.num_sparse,
+        layers.all_layers,
+        tuple(groups),
+    )

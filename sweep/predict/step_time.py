@@ -39,6 +39,7 @@ from ultrabench.sweep.predict.data_parallel import (
 from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import idle_micro_batches
+from ultrabench.sweep.predict.profile import DividedRun
 from ultrabench.sweep.predict.time_constants import TimeConstants
 from ultrabench.tensor_parallel import added_params, adds_params, kinds_of_ranks
 
@@ -274,7 +275,7 @@ def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeCons
 
 
 def predict_step_time(
-    spec: RunSpec,
+    spec: DividedRun,
     hardware: Hardware,
     peak: Peak,
     links: Network,
@@ -360,7 +361,7 @@ def _copied_heads_s(
 
 
 def communication_ratios(
-    spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
+    spec: DividedRun, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
 ) -> CommunicationRatios:
     """The ratios of communication to computing of a run, hidden or not."""
     work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, constants)

@@ -19,13 +19,14 @@ In the functions, m is the micro-batch and p is a stage of the rank.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import mul
+from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
-from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, rank_tokens
-from ultrabench.sweep.predict.pipeline import Work, loads
+from ultrabench.sweep.predict.micro_batch import LayerBytes, MicroBatch, micro_batch, rank_tokens
+from ultrabench.sweep.predict.param_bytes import GroupBytes, RankBytes, WorkLoad, num_unsummed, rank_bytes
+from ultrabench.sweep.predict.pipeline import Work
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
     EVERY,
@@ -38,14 +39,12 @@ from ultrabench.sweep.predict.stage_params import (
     EMBEDDING,
     HEAD,
     LAYER,
+    Degrees,
     Layers,
-    ParamGroup,
+    Pipeline,
     StageParams,
     params_of_ranks,
 )
-
-MAX_ROUNDS = 4
-"""Number of rounds of pp micro-batches that are looked at; later ones are like the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +77,19 @@ def ultrabench_memory(
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    layout, m, memory = spec.layout, micro_batch(spec), list[StageMemory]()
+    schedule, m, memory = spec.layout.pp_schedule, micro_batch(spec), list[StageMemory]()
     scale = 2 if spec.kernel.precision == "fp64" else 1
-    stored_scale = scale * (1 + constants.zbv_margin * (layout.pp_schedule == "zbv"))
-    for rank, params in params_of_ranks(spec, ranks):
-        _, phase, weights, gradients, stored, logits, buffers = max(_moments(spec, m, params, rank))
-        buffers = scale * buffers + 16 * layout.gas * rank_tokens(spec)  # the batch: inputs and targets
+    stored_scale = scale * (1 + constants.zbv_margin * (schedule == "zbv"))
+    batch_bytes = 16 * spec.layout.gas * rank_tokens(spec)  # inputs and targets
+    for rank in rank_bytes(spec, ranks):
+        _, phase, weights, gradients, stored, logits, buffers = _peak(m, rank, schedule)
+        buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
-        reserve += constants.reduce_stream_bytes * sum([p.size.shard for p in params])
-        weights, gradients, optimizer = scale * weights, scale * gradients, _state_bytes(spec, params)
+        reserve += constants.reduce_stream_bytes * sum([p.size.shard for p in rank.params])
+        weights, gradients, optimizer = scale * weights, scale * gradients, _state_bytes(spec, rank.params)
         memory.append(
-            StageMemory(rank, phase, weights, gradients, optimizer, stored, logits, buffers, reserve)
+            StageMemory(rank.rank, phase, weights, gradients, optimizer, stored, logits, buffers, reserve)
         )
     return tuple(memory)
 
@@ -100,7 +100,8 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
     target_bytes = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
-    return tuple(_state_bytes(spec, params) + target_bytes for _, params in params_of_ranks(spec, EVERY))
+    ranks = params_of_ranks(spec.shape, Pipeline.of(spec.layout), Degrees.of(spec.layout), EVERY)
+    return tuple(_state_bytes(spec, params) + target_bytes for _, params in ranks)
 
 
 def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
@@ -113,7 +114,7 @@ def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
     return StageMemory(0, OPTIMIZER, 0.0, 4 * num_params, 12 * num_params, 0.0, 0.0, 0.0, 0.0)
 
 
-def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
+def _state_bytes(spec: RunSpec, params: tuple[StageParams, ...]) -> float:
     """Masters, moments, the optimizer's count of steps for each parameter, and what stays of routing.
 
     They are a route that follows from positions, and balance and counts of each router.
@@ -129,44 +130,44 @@ def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
     return state
 
 
-def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int) -> Iterator[Moment]:
-    """The moment of most bytes in each work of a rank."""
-    layout, w, num_stages = spec.layout, m.element, len(params)
-    schedule, pp, gas, is_zero3 = layout.pp_schedule, layout.pp, layout.gas, layout.zero_stage == 3
-    if num_stages > 1:
-        gas = min(gas, gas % pp + MAX_ROUNDS * pp)
-    elif schedule != "afab":
-        gas = min(gas, pp + 2)  # from then on a backward follows each forward
-    sums_shards = _sums_shards(layout)
-    has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
+def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
+    """The moment of a rank with most bytes."""
+    activations = [
+        _activations(m, p, halved=halved) for p, halved in zip(rank.params, rank.halved, strict=True)
+    ]
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
-    stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
-    load_bytes = (
-        *stored, *(_halfway(m, p.layers) if _is_halved(spec, p) else m.hidden for p in params),
-        *(4 * p.size.whole for p in params), *(w * _num_unsummed(p) for p in params),
-        *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
-        *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
-    )  # fmt: skip
-    for work, work_loads in loads(pp, gas, num_stages, schedule, rank, is_zero3, w == 2):
-        p = params[work.chunk]
-        if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
-            continue  # it needs less than the backward
-        load = max([[*map(mul, counts, load_bytes)] for counts in work_loads], key=sum)
-        is_later = work.has_sums or work.unsummed != 0
-        sum_bytes = 4.0 * (p.size.shard if sums_shards else p.size.whole) * work.has_sums
+    stored = [a.stored + loss * p.stage.has_head for a, p in zip(activations, rank.params, strict=True)]
+    kept_bytes = [*stored, *(a.halfway for a in activations)]
+    peak = _NO_MOMENT
+    for work_bytes in rank.works:
+        work, chunk = work_bytes.work, work_bytes.work.chunk
+        p, of_stage, load = rank.params[chunk], activations[chunk], _largest(work_bytes.loads, kept_bytes)
         if work.kind == "forward":
-            is_alone = not is_later and load[work.chunk] <= stored[work.chunk]
-            sums = sum_bytes + w * _num_unsummed(p) * work.unsummed
-            moment = _forward(spec, m, p, sums, is_alone=is_alone, after_backward=work.after_backward)
+            moment = _forward(m, p, of_stage.stored, load.gathered, work_bytes.sums)
         elif work.kind == "weight":
-            moment = max(_weight_half(m, p, work, sum_bytes))
+            moment = max(_weight_half(m, p, work, of_stage, work_bytes.sums))
         else:
-            moment = max(_backward(spec, m, p, work, sum_bytes))
-        _, phase, weights, gradients, activations, logits, buffers = moment
-        activations += sum(load[: 2 * num_stages]) - stored[work.chunk]
-        activations += m.hidden * (has_receives + (has_receives + has_sends) * is_later)  # messages
-        gradients += sum(load[2 * num_stages : 5 * num_stages])
-        yield _moment(phase, weights + sum(load[5 * num_stages :]), gradients, activations, logits, buffers)
+            has_table = schedule != "afab" or not work.has_sums
+            moment = _backward(m, p, work_bytes.groups, of_stage, has_table=has_table)
+        _, phase, weights, gradients, stored_bytes, logits, buffers = moment
+        stored_bytes += sum(map(mul, load.num_kept, kept_bytes)) - stored[chunk]
+        stored_bytes += m.hidden * work_bytes.num_messages
+        weights, gradients = weights + load.weights, gradients + load.gradients
+        moment = _moment(phase, weights, gradients, stored_bytes, logits, buffers)
+        if moment > peak:
+            peak = moment
+    return peak
+
+
+def _largest(loads: tuple[WorkLoad, ...], kept_bytes: list[float]) -> WorkLoad:
+    """The load of most bytes; each stage keeps so many bytes of a micro-batch, whole or halfway."""
+    if len(loads) == 1:
+        return loads[0]
+    return max(loads, key=lambda load: sum([*map(mul, load.num_kept, kept_bytes), *load.param_bytes]))
+
+
+_NO_MOMENT: Moment = (-1.0, "", 0.0, 0.0, 0.0, 0.0, 0.0)
+"""A moment that is smaller than any other one."""
 
 
 def _moment(
@@ -188,131 +189,116 @@ def _halfway(m: MicroBatch, layers: Layers) -> float:
     return halfway_bytes + layers.full * m.halfway[0]
 
 
-def _is_halved(spec: RunSpec, p: StageParams) -> bool:
-    """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no inputs."""
-    return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
+class _Activations(NamedTuple):
+    """Bytes of the activations of one micro-batch in a stage."""
+
+    stored: float
+    """What forward keeps of its layers."""
+    halfway: float
+    """What they keep between the halves of a backward."""
+    groups: list[tuple[float, float]]
+    """For each group of parameters those as its backward begins, and those of them that it uses up."""
 
 
-def _num_unsummed(p: StageParams) -> int:
-    """The parameters whose gradients a weight half leaves unsummed."""
-    return p.last or p.size.whole
+def _activations(m: MicroBatch, p: StageParams, *, halved: bool) -> _Activations:
+    """The activations of a stage.
+
+    Args:
+        halved: whether the gradients of weights are left to another half.
+    """
+    stored, halfway = _stored(m, p.layers), _halfway(m, p.layers) if halved else m.hidden
+    groups = list[tuple[float, float]]()
+    for group in p.groups:
+        if group.kind == EMBEDDING:
+            groups.append((0.0, 0.0))
+        elif group.kind == HEAD:
+            groups.append((_stored(m, group.remaining), 0.0))
+        elif halved:
+            groups.append((stored + halfway - _halfway(m, group.remaining), 0.0))
+        else:
+            released = m.hidden if group.is_full else m.stored[group.type_number]
+            # The norm has used the output of the layers.
+            groups.append((_stored(m, group.remaining) - m.hidden * p.stage.has_norm, released))
+    return _Activations(stored, halfway, groups)
 
 
-def _sums_shards(layout: Layout) -> bool:
-    """Whether each micro-batch reduces its gradients."""
-    return layout.pp == 1 and layout.zero_stage >= 2
-
-
-def _forward(
-    spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool, after_backward: bool
-) -> Moment:
+def _forward(m: MicroBatch, p: StageParams, stored: float, gathered: float, sums: float) -> Moment:
     """The end of a forward.
 
     Args:
+        gathered: bytes of the weights that are gathered.
         sums: bytes of gradients of earlier micro-batches.
-        is_alone: whether the stage keeps nothing of other micro-batches.
-        after_backward: whether the stage's pass before was a backward.
     """
-    layout, has_head, is_zero3 = spec.layout, p.stage.has_head, spec.layout.zero_stage == 3
-    gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
-    # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
-    if layout.zero_shards > 1:
-        if is_zero3 and layout.pp > 1 and after_backward:
-            gathered += p.first
-        elif is_alone or (is_zero3 and (layout.pp == 1 or not has_head)):
-            gathered += p.last or p.following
+    stage = p.stage
     logits, buffers = (
-        (m.loss + m.hidden * p.stage.has_norm) * has_head,
+        (m.loss + m.hidden * stage.has_norm) * stage.has_head,
         m.layers[p.last_type_number].forward * p.ends_sparse,
     )
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
-    return _moment(FORWARD, m.element * gathered, sums, _stored(m, p.layers), logits, buffers)
+    return _moment(FORWARD, gathered, sums, stored, logits, buffers)
 
 
-def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
-    """The moment of most bytes of each group of parameters: its backward, or the reduction of its gradients."""
-    layout, w, whole, halved = spec.layout, m.element, p.size.whole, _is_halved(spec, p)
-    is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
-    sums_shards = _sums_shards(layout)
-    reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
-    has_whole_sums = sums > 0 and not sums_shards
-    has_table = layout.pp_schedule != "afab" or not work.has_sums
-    for group in p.groups:
-        size, finished = group.whole, group.finished
-        gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
-        if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
-            is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
-            gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-        freed, added_bytes = w * size * frees, 0.0 if halved else float(w * size)
-        if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
-            added_bytes = 8 / 3 * group.reduced * group.is_sparse
-        if halved:
-            unsummed = w * max(0, _num_unsummed(p) - finished) + 4 * finished * (not work.has_sums)
-            gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
-        elif not reduces or reduces_after:
-            gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
-            new = added_bytes if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
+def _backward(
+    m: MicroBatch,
+    p: StageParams,
+    groups: tuple[GroupBytes, ...],
+    activations: _Activations,
+    *,
+    has_table: bool,
+) -> Moment:
+    """The moment of most bytes among those of each group of parameters: its backward, or the reduction of its
+    gradients.
+
+    Args:
+        has_table: whether the gradient of the head's weights is not yet taken.
+    """
+    peak = _NO_MOMENT
+    for g, (stored, released) in zip(groups, activations.groups, strict=True):
+        kind = g.group.kind
+        if kind == LAYER:
+            buffers = _layer_buffers(m.layers[g.group.type_number], g, released)
+        elif kind == HEAD:
+            # The gradients of the loss, and those of the norm with three copies in fp32.
+            loss = 2 * m.whole_hidden + (m.table + g.further) * has_table
+            buffers = max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
         else:
-            finished_bytes = 4 * group.finished_shard
-            gradients = sums - 4 * finished + finished_bytes if has_whole_sums else sums or finished_bytes
-            reducing, new = 4 * group.before, 4.0 * group.reduced + w * size * (not has_whole_sums)
-            if layout.zero_shards == 1 and not has_whole_sums:  # the result is as large
-                new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
-            if group.kind != LAYER and layout.zero_shards > 1:
-                new += 4 * size / layout.zero_shards
-        stored, released, buffers = _work(m, p, group, added_bytes, has_table=has_table, halved=halved)
-        gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
-        if reducing + released + buffers > new - freed:
-            yield _moment(BACKWARD, w * gathered, gradients + reducing, stored, 0.0, buffers)
+            buffers = m.whole_hidden + g.further
+        if g.reducing + released + buffers > g.new - g.freed:
+            moment = _moment(BACKWARD, g.weights, g.gradients + g.reducing, stored, 0.0, buffers)
         else:
-            phase = OPTIMIZER if group.kind == EMBEDDING and reduces else BACKWARD
-            yield _moment(phase, w * gathered - freed, gradients + new, stored - released, 0.0, 0.0)
-        if reduces and reduces_after:
-            gradients = sums * sums_shards + 4 * (whole - finished + group.finished_shard + size)
-            yield _moment(OPTIMIZER, w * whole * (not frees), gradients, 0.0, 0.0, 0.0)
+            moment = _moment(g.phase, g.weights - g.freed, g.gradients + g.new, stored - released, 0.0, 0.0)
+        if moment > peak:
+            peak = moment
+        if g.reduced_later:
+            peak = max(peak, _moment(OPTIMIZER, *g.reduced_later, 0.0, 0.0, 0.0))
+    return peak
 
 
-def _weight_half(m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
+def _layer_buffers(layer: LayerBytes, g: GroupBytes, released: float) -> float:
+    """What the backward of a layer needs beside what it keeps; the gradients of q, k and v are made last and at once.
+
+    A backward whose weight half comes later uses up nothing yet.
+    """
+    if g.is_input_half:
+        return layer.input_half
+    added, qkv_weights = g.added, layer.qkv_weights
+    before_qkv, with_qkv = (added - qkv_weights, added) if added > qkv_weights else (0.0, qkv_weights)
+    return (
+        max(layer.feed_forward + g.one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv) - released
+    )
+
+
+def _weight_half(
+    m: MicroBatch, p: StageParams, work: Work, activations: _Activations, sums: float
+) -> Iterator[Moment]:
     """The begin and the end of the weight half of a backward, for which its input half has kept all activations.
 
     The first gradient is that of a norm, with three copies of the residual stream in fp32. Products free their inputs.
     """
     w, whole = m.element, p.size.whole
-    sums += w * _num_unsummed(p) * work.unsummed
-    gathered, stored = m.whole_hidden * (m.whole_hidden > m.hidden), _stored(m, p.layers)
+    sums += w * num_unsummed(p) * work.unsummed
+    gathered, stored = m.whole_hidden * (m.whole_hidden > m.hidden), activations.stored
     yield _moment(BACKWARD, w * whole, sums, stored, 0.0, max(12 / w * m.hidden, gathered))
     new = w * whole * (not work.unsummed and (w == 2 or not work.has_sums))
     freed = _halfway(m, p.layers) + p.layers.num_dense * 2 * m.hidden
     yield _moment(BACKWARD, w * whole, sums + new, stored - freed, 0.0, gathered)
-
-
-def _work(
-    m: MicroBatch, p: StageParams, group: ParamGroup, added: float, *, has_table: bool, halved: bool
-) -> tuple[float, float, float]:
-    """The activations as the backward of a group begins, those that it uses up, and what it needs beside them.
-
-    Args:
-        added: bytes of the gradients of its weights that are not added in place.
-        has_table: whether the gradient of the head's weights is not yet taken.
-        halved: whether the gradients of weights are left to another half.
-    """
-    stored = _stored(m, group.remaining)
-    if group.kind == EMBEDDING:
-        return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
-    if group.kind == HEAD:
-        # The gradients of the loss, and those of the norm with three copies in fp32.
-        loss = 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
-        return stored, 0.0, max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
-    layer = m.layers[group.type_number]
-    if halved:
-        kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
-        return kept, 0.0, layer.input_half
-    released = m.hidden if group.is_full else layer.stored
-    # Gradients of weights are made one matrix after the other, those of q, k and v last and at once.
-    one_matrix = min(added, m.element * group.reduced) / 3
-    before_qkv, with_qkv = max(0.0, added - layer.qkv_weights), max(added, layer.qkv_weights)
-    buffers = (
-        max(layer.feed_forward + one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv) - released
-    )
-    stored -= m.hidden * p.stage.has_norm  # the norm has used the output of the layers
-    return stored, released, buffers

@@ -27,8 +27,9 @@ from ultrabench.layout import NEUTRAL, default_schedule
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.sweep.grid import broken_rules
-from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.predict import LIKELY_OOM
+from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.stage_memory import LARGEST
 
 _X_AXIS = "tp"
@@ -120,13 +121,13 @@ def _predicted_mbs_by_run(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, 
     return mbs_by_run
 
 
-def _memory_inputs(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
-    """What decides whether a run fits: the constants of its memory, and its GPU's memory in bytes;
+def _memory_inputs(run: MeasuredRun) -> tuple[Profile, int] | None:
+    """What decides whether a run fits: the profile of its program, and its GPU's memory in bytes;
     None without a profile of its program.
     """
     with contextlib.suppress(ConfigError):
         profile, hardware = profile_and_hardware(run)
-        return memory_constants(profile.framework, profile.memory), hardware.mem_bytes
+        return profile, hardware.mem_bytes
     return None
 
 
@@ -139,14 +140,15 @@ def _with_mbs(spec: RunSpec, mbs: int) -> RunSpec:
     return replace(spec, layout=replace(layout, mbs=mbs, gas=gas, pp_schedule=schedule))
 
 
-def _largest_mbs(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
+def _largest_mbs(spec: RunSpec, profile: Profile, mem_bytes: int) -> int:
     """The largest mbs that is predicted to fit, for a run with mbs=1; 0 where none does."""
+    constants = memory_constants(profile.framework, profile.memory)
     for mbs in range(spec.layout.gas, 0, -1):
         if spec.layout.gas % mbs == 0:
             larger_spec = _with_mbs(spec, mbs)
             rule_names = {rule_name for rule_name, _ in broken_rules(larger_spec.layout, larger_spec.shape)}
             has_enough = "enough_micro_batches" not in rule_names
-            stages = predict_memory(larger_spec, constants, LARGEST) if has_enough else ()
+            stages = predict_memory(profile.as_divided(larger_spec), constants, LARGEST) if has_enough else ()
             if stages and p_oom(stages, mem_bytes, constants) <= LIKELY_OOM:
                 return mbs
     return 0

@@ -209,7 +209,7 @@ def _variants(arguments: Arguments, given: Arguments, config: SweepConfig, axis:
 def _bars(value_name: str, spec: RunSpec, config: SweepConfig, axis: str) -> Iterator[dict[str, Any]]:
     """The bar of the rank that needs most memory or, where the axis is `stage`, a bar of each rank."""
     constants = memory_constants(config.profile.framework, config.profile.memory)
-    stages = predict_memory(spec, constants)
+    stages = predict_memory(config.profile.as_divided(spec), constants)
     for stage in stages if axis == "stage" else [max(stages, key=lambda stage: stage.peak_bytes)]:
         bar_name, shown_stage = (str(stage.pp_rank), stage) if axis == "stage" else (value_name, None)
         oom_probability = p_oom(stages, config.hardware.mem_bytes, constants, shown_stage)

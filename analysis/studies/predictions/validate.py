@@ -156,7 +156,8 @@ def _memory_columns(case: Case, profile: Profile) -> dict[str, float]:
     The predicted peak is that of rank 0 if its memory was measured, else the largest of all ranks.
     """
     constants = with_version(memory_constants(profile.framework, profile.memory), case.run)
-    stages, mem_bytes = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
+    stages = predict_memory(profile.as_divided(case.run.spec), constants)
+    mem_bytes = case.hardware.mem_bytes
     # Above limit_bytes, where half of the runs fail, an allocator gives back its reserve and keeps what is allocated.
     limit_bytes, allocatable_bytes = limit_share(stages, constants) * mem_bytes, ALLOCATABLE_SHARE * mem_bytes
     peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit_bytes), allocatable_bytes) for s in stages]

@@ -14,7 +14,7 @@ from replay import cells_of
 from tests.configs import refused
 from tests.unit.predict.test_step_time import GPUS, PEAK, spec_of
 from ultrabench.analysis.figures.picture import render
-from ultrabench.analysis.results.cases import cases, default_profile, exclusions
+from ultrabench.analysis.results.cases import cases, default_profile, exclusions, for_profile
 from ultrabench.analysis.results.measured import MeasuredRun
 from ultrabench.analysis.results.nanotron_version import nanotron_version
 from ultrabench.analysis.studies.predictions.calibrate import calibrate, to_yaml
@@ -125,6 +125,17 @@ def in_fp8(cases_, constants):
         return predict_step_time(spec(run), GPUS, peak, network(GPUS, run.spec.nodes), constants).total
 
     return changed(cases_, spec=spec, step_time_s=time_s, peak_flops_per_s=peak.flops_per_s)
+
+
+def test_a_case_has_the_stages_of_its_profile():
+    """Megatron's are even, and nanotron's of about equal cost; the head of a tiny model costs as much as some layers."""
+    layout = Layout(dp=4, pp=2, pp_schedule="1f1b", gas=4)
+    spec, even = (spec_of(replace(layout, pp_layout=stages), "llama3.2-1b") for stages in ("auto", "even"))
+    (case,) = cases([run_of(spec, 1.0)])[0]
+    of_even, of_cost = (for_profile([case], replace(BASE, stages=stages))[0] for stages in ("even", "cost"))
+    links = network(GPUS, 1)
+    expected_s = predict_step_time(even, GPUS, PEAK, links, BASE.time, of_even.memory_share).total
+    assert of_even.predict_s(BASE.time) == expected_s != of_cost.predict_s(BASE.time)
 
 
 def test_runs_in_fp8_alone_tell_its_constants():

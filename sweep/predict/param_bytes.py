@@ -1,0 +1,271 @@
+"""The bytes of parameters and of their gradients in each work of a rank of our own kernel.
+
+They do not depend on the tokens of a micro-batch, so the layouts of a plan share them. The symbols are those of
+`ultrabench_memory`.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from operator import mul
+from typing import NamedTuple
+
+from ultrabench.kernel_config import ELEMENT_BYTES
+from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
+from ultrabench.sweep.predict.pipeline import Work, loads
+from ultrabench.sweep.predict.stage_memory import BACKWARD, OPTIMIZER
+from ultrabench.sweep.predict.stage_params import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    Degrees,
+    ParamGroup,
+    Pipeline,
+    StageParams,
+    params_of_ranks,
+)
+
+MAX_ROUNDS = 4
+"""Number of rounds of pp micro-batches that are looked at; later ones are like the first ones."""
+
+
+class ParamHandling(NamedTuple):
+    """What decides, beside the stages, which parameters and gradients a rank holds at a moment."""
+
+    zero_stage: int
+    dp_overlap: str
+    gas: int
+    """Micro-batches of a step, without those after which no work is different."""
+    element: int
+    """Bytes of a number in forward and backward: w."""
+
+    @property
+    def is_zero3(self) -> bool:
+        """Whether ranks gather parameters for each pass."""
+        return self.zero_stage == 3
+
+    def sums_shards(self, pp: int) -> bool:
+        """Whether each micro-batch reduces its gradients."""
+        return pp == 1 and self.zero_stage >= 2
+
+
+class GroupBytes(NamedTuple):
+    """Bytes of parameters in the backward of a group of them."""
+
+    group: ParamGroup
+    phase: str
+    """The phase of the end of this backward."""
+    weights: float
+    """Those to compute with that are gathered as it begins."""
+    gradients: float
+    """Sums and gradients of others."""
+    reducing: float
+    """Gradients whose reduction is under way as it begins."""
+    new: float
+    """Gradients that are there at its end."""
+    freed: float
+    """Weights that are freed at its end."""
+    added: float
+    """Gradients that are not added in place."""
+    one_matrix: float
+    """Those of one matrix of them."""
+    further: float
+    """What norm, head or embedding need beside activations."""
+    is_input_half: bool
+    """Whether the gradients of weights are left to another half."""
+    reduced_later: tuple[float, float] | None
+    """Bytes of weights and gradients while its gradients are reduced after backward; None if they are not."""
+
+
+class WorkLoad(NamedTuple):
+    """What the stages of a rank hold beside the work."""
+
+    num_kept: tuple[int, ...]
+    """Micro-batches whose activations each stage keeps, and then those whose halfway gradients each stage keeps."""
+    param_bytes: tuple[float, ...]
+    """Bytes of gradients, then of weights, of stages that are not at work."""
+    gradients: float
+    weights: float
+    gathered: float
+    """Bytes of the weights of the stage at work at the end of its forward."""
+
+
+class WorkBytes(NamedTuple):
+    """Bytes of parameters in a work of a rank."""
+
+    work: Work
+    sums: float
+    """Bytes of the sums of gradients of earlier micro-batches."""
+    num_messages: int
+    """Messages between stages that are alive."""
+    loads: tuple[WorkLoad, ...]
+    groups: tuple[GroupBytes, ...]
+    """Those of a backward."""
+
+
+class RankBytes(NamedTuple):
+    """What a rank of the pipeline axis holds of parameters."""
+
+    rank: int
+    params: tuple[StageParams, ...]
+    """Those of its stages."""
+    halved: tuple[bool, ...]
+    """For each stage whether backward computes gradients of inputs and of weights apart."""
+    works: tuple[WorkBytes, ...]
+    """The works among which is that of the peak."""
+
+
+def rank_bytes(spec: RunSpec, ranks: str) -> tuple[RankBytes, ...]:
+    """What the ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for hold of parameters."""
+    layout, gas = spec.layout, spec.layout.gas
+    if layout.virtual_stages > 1:
+        gas = min(gas, gas % layout.pp + MAX_ROUNDS * layout.pp)
+    elif layout.pp_schedule != "afab":
+        gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
+    element = min(4, ELEMENT_BYTES[spec.kernel.precision])
+    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, gas, element)
+    return _rank_bytes(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, ranks)
+
+
+@lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
+def _rank_bytes(
+    shape: ModelShape, pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, ranks: str
+) -> tuple[RankBytes, ...]:
+    """What `rank_bytes` returns."""
+    return tuple(
+        RankBytes(
+            rank,
+            params,
+            tuple(_is_halved(pipeline, p) for p in params),
+            tuple(_works(pipeline, degrees, handling, params, rank)),
+        )
+        for rank, params in params_of_ranks(shape, pipeline, degrees, ranks)
+    )
+
+
+def _works(
+    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, params: tuple[StageParams, ...], rank: int
+) -> Iterator[WorkBytes]:
+    """The works of a rank but forwards that need less than the backward."""
+    pp, schedule, num_stages, w = pipeline.pp, pipeline.pp_schedule, len(params), handling.element
+    is_zero3, sums_shards = handling.is_zero3, handling.sums_shards(pp)
+    has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
+    load_bytes = (
+        *(4 * p.size.whole for p in params), *(w * num_unsummed(p) for p in params),
+        *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
+        *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
+    )  # fmt: skip
+    for work, work_loads in loads(pp, handling.gas, num_stages, schedule, rank, is_zero3, w == 2):
+        p = params[work.chunk]
+        if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
+            continue  # it needs less than the backward
+        is_later = work.has_sums or work.unsummed != 0
+        sums = 4.0 * (p.size.shard if sums_shards else p.size.whole) * work.has_sums
+        groups: tuple[GroupBytes, ...] = ()
+        if work.kind == "forward":
+            sums += w * num_unsummed(p) * work.unsummed
+        elif work.kind != "weight":
+            groups = tuple(_group_bytes(pipeline, degrees, handling, p, work, sums))
+        weighed_loads = list[WorkLoad]()
+        for counts in work_loads:
+            num_kept, held = counts[: 2 * num_stages], tuple(map(mul, counts[2 * num_stages :], load_bytes))
+            is_alone = not is_later and num_kept[work.chunk] <= 1
+            gathered = _gathered(pipeline, degrees, handling, p, work, is_alone=is_alone)
+            gradients, weights = sum(held[: 3 * num_stages]), sum(held[3 * num_stages :])
+            weighed_loads.append(WorkLoad(num_kept, held, gradients, weights, w * gathered))
+        num_messages = has_receives + (has_receives + has_sends) * is_later
+        yield WorkBytes(work, sums, num_messages, tuple(weighed_loads), groups)
+
+
+def _is_halved(pipeline: Pipeline, p: StageParams) -> bool:
+    """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no inputs."""
+    return pipeline.pp_schedule == "zbv" and not p.stage.has_embedding
+
+
+def num_unsummed(p: StageParams) -> int:
+    """The parameters whose gradients a weight half leaves unsummed."""
+    return p.last or p.size.whole
+
+
+def _gathered(
+    pipeline: Pipeline,
+    degrees: Degrees,
+    handling: ParamHandling,
+    p: StageParams,
+    work: Work,
+    *,
+    is_alone: bool,
+) -> int:
+    """The parameters of a stage that are gathered at the end of its forward.
+
+    Args:
+        is_alone: whether the stage keeps nothing of other micro-batches.
+    """
+    is_zero3, has_head = handling.is_zero3, p.stage.has_head
+    gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
+    # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
+    if degrees.shards > 1:
+        if is_zero3 and pipeline.pp > 1 and work.after_backward:
+            gathered += p.first
+        elif is_alone or (is_zero3 and (pipeline.pp == 1 or not has_head)):
+            gathered += p.last or p.following
+    return gathered
+
+
+def _group_bytes(
+    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, p: StageParams, work: Work, sums: float
+) -> Iterator[GroupBytes]:
+    """The bytes of each group of parameters of a stage in its backward.
+
+    Args:
+        sums: bytes of gradients of earlier micro-batches.
+    """
+    w, whole, halved = handling.element, p.size.whole, _is_halved(pipeline, p)
+    is_zero3, reduces_after = handling.is_zero3, handling.dp_overlap == "off"
+    sums_shards = handling.sums_shards(pipeline.pp)
+    reduces, frees = work.is_last or sums_shards, work.is_last or (pipeline.pp == 1 and is_zero3)
+    has_whole_sums = sums > 0 and not sums_shards
+    for group in p.groups:
+        size, finished = group.whole, group.finished
+        gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
+        if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
+            is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
+            gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
+        freed, added_bytes = w * size * frees, 0.0 if halved else float(w * size)
+        if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
+            added_bytes = 8 / 3 * group.reduced * group.is_sparse
+        if halved:
+            unsummed = w * max(0, num_unsummed(p) - finished) + 4 * finished * (not work.has_sums)
+            gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
+        elif not reduces or reduces_after:
+            gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
+            new = added_bytes if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
+        else:
+            finished_bytes = 4 * group.finished_shard
+            gradients = sums - 4 * finished + finished_bytes if has_whole_sums else sums or finished_bytes
+            reducing, new = 4 * group.before, 4.0 * group.reduced + w * size * (not has_whole_sums)
+            if degrees.shards == 1 and not has_whole_sums:  # the result is as large
+                new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
+            if group.kind != LAYER and degrees.shards > 1:
+                new += 4 * size / degrees.shards
+        gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
+        reduced_later = None
+        if reduces and reduces_after:
+            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished_shard + size)
+            reduced_later = w * whole * (not frees), grad_bytes
+        further_by_kind = {HEAD: w * (p.last or p.first), EMBEDDING: w * (p.first + 2 * p.tied)}
+        yield GroupBytes(
+            group=group,
+            phase=OPTIMIZER if group.kind == EMBEDDING and reduces else BACKWARD,
+            weights=w * gathered,
+            gradients=gradients,
+            reducing=reducing,
+            new=new,
+            freed=freed,
+            added=added_bytes,
+            # Gradients of weights are made one matrix after the other.
+            one_matrix=min(added_bytes, w * group.reduced) / 3,
+            further=further_by_kind.get(group.kind, 0),
+            is_input_half=halved,
+            reduced_later=reduced_later,
+        )
