@@ -16,6 +16,7 @@ from scipy import stats
 
 from ultrabench.analysis.change_points import MIN_LENGTH, NUM_RECENT, change_points, outliers, strongest
 from ultrabench.analysis.collect import open_results
+from ultrabench.analysis.columns import RATE, column_of
 from ultrabench.analysis.compare import run_label, run_times_s
 from ultrabench.analysis.environments import differing
 from ultrabench.analysis.numbers import percent
@@ -352,7 +353,8 @@ def _common_moves(series: Sequence[Series]) -> Iterator[Move]:
 def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
     """Sentences about nights and runs that do not count."""
     if any(s.control for s in series):
-        yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."
+        rate_name = column_of(RATE).heading
+        yield f"Rates of runs with a control layout are relative to the control; its own rate is in {rate_name}."
     if num_untested := len(series) - num_tested:
         min_nights = 2 * MIN_LENGTH
         too_few = " and too few step times" * (len(nights) < min_nights)

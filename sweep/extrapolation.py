@@ -8,6 +8,7 @@ from typing import Annotated
 
 from ultrabench.allowed import between, one_of, require_allowed
 from ultrabench.attention_type import FLOPS_FORMULAS
+from ultrabench.column import PEAK_FRACTION
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml
@@ -62,11 +63,14 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
         mfu: what `published_mfu` returns.
     """
     gpu_and_precision = f"{config.hardware.gpu} in {config.kernel.precision}"
+    mfu_text = PEAK_FRACTION.text(mfu)
     if best is None:
-        return f"no published rate for {gpu_and_precision} is known, so nothing confirms the predicted MFU of {mfu:.1%}"
+        fact = f"no published rate for {gpu_and_precision} is known"
+        return f"{fact}, so nothing confirms the predicted MFU of {mfu_text}"
     if not best.below(mfu):
         return None
-    comparison = f"predicted MFU {mfu:.1%} by the FLOPs formula {best.flops_formula} is above {best.mfu:.1%}"
+    best_text = PEAK_FRACTION.text(best.mfu)
+    comparison = f"predicted MFU {mfu_text} by the FLOPs formula {best.flops_formula} is above {best_text}"
     return f"{comparison}, the best published for {gpu_and_precision}: {best.what} ({best.source})"
 
 

@@ -74,13 +74,18 @@ function memory(bytes) {
   return `${gib.toFixed(Number(gib.toFixed(2)) >= 10 ? 1 : 2)} GiB`;
 }
 
+// A probability in whole percents.
+function chance(fraction) {
+  return fraction < 0.01 ? "<1 %" : `${(100 * fraction).toFixed(0)} %`;
+}
+
 // A number with four digits and its unit.
 function plain(number, symbol) {
   return `${Number.isInteger(number) ? number : Number(number.toPrecision(4))} ${symbol}`.trim();
 }
 
 // The form of a unit -> how texts show its numbers; the table of columns says which form and symbol a column has.
-const TEXT_BY_FORM = { plain, grouped, percent, memory, prefixed: withPrefix };
+const TEXT_BY_FORM = { plain, grouped, percent, chance, memory, prefixed: withPrefix };
 const NO_UNIT = { form: "plain", symbol: "", axis: "", factor: 1, title: "", texts: {} };
 
 function unitOf(name) {

@@ -53,7 +53,7 @@ function memoryBar(row) {
     ),
   );
   const fillText = `${memory(totalBytes)} of ${memory(limitBytes)} on the rank that needs the most`;
-  const oomText = `P(OOM) ${text("p_oom", value("p_oom", row))}`;
+  const oomText = `${headingOf("p_oom")} ${text("p_oom", value("p_oom", row))}`;
   const verdict = `${value("layout", row)}: ${fillText}, ${oomText}`;
   const speedText =
     value("step_time_s", row) === null

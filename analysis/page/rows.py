@@ -47,7 +47,7 @@ from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import SCHEMA
-from ultrabench.column import NUMBER, NUMERIC_TYPES, Better, Column
+from ultrabench.column import NUMBER, NUMERIC_TYPES, PEAK_FRACTION, Better, Column
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import peak_suffix
@@ -195,7 +195,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "columns": columns,
         "cells": _cells_json(cells),
         "formula": formula_of_cells(cells),
-        "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
+        "mfu_end": scale_end(cell.mfu and cell.mfu * PEAK_FRACTION.axis.factor for cell in cells),
         "axes": [*AXES, *values_by_option],
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},

@@ -14,7 +14,7 @@ const RUN_COLUMNS = {
   predicted_step_time_s: "predicted step time",
   memory: "peak memory",
   predicted_peak_mem_bytes: "predicted memory",
-  p_oom: "P(OOM)",
+  p_oom: headingOf("p_oom"),
   why: "reason",
 };
 const CELL_CLASSES = { layout: "layout", environment: "words", place: "word", why: "words" }; // others are numbers
