@@ -28,7 +28,7 @@ from ultrabench.cli.sweep.consent import (
     time_line,
 )
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
-from ultrabench.cli.sweep.rereads import Rereads, read_again
+from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
@@ -79,6 +79,7 @@ from ultrabench.sweep.running.price import (
     within_limit,
 )
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
+from ultrabench.sweep.running.rereads import Rereads
 from ultrabench.sweep.running.standings import measured_rates
 from ultrabench.sweep.similar_layouts import group_column, group_lines, groups_of, shown_runs
 
