@@ -184,7 +184,8 @@ def memory_axis(max_bytes: float) -> AxisUnit:
 def fill_text(num_bytes: float, limit_bytes: float) -> str:
     """Memory that is needed beside the memory that there is, such as `668 GiB of 80`."""
     needed, limit = (size * BYTES.axis.factor for size in (num_bytes, limit_bytes))
-    return f"{needed:,.{0 if needed >= 10 else 2}f} {BYTES.axis.symbol} of {limit:.4g}"
+    needed_text = f"{needed:,.0f}" if needed >= 10 else f"{needed:.2f}"
+    return f"{needed_text} {BYTES.axis.symbol} of {limit:.4g}"
 
 
 class Report(NamedTuple):

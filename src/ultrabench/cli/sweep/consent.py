@@ -193,10 +193,8 @@ def jobs_line(price: Price, config: SweepConfig) -> str:
         reason_text += f"; longer if one run needs it{share_text}"
     limits_text = _minutes_text([job.limit_s / 60 for job in price.jobs])
     source_text = " (launcher.time_minutes)" if launcher.time_minutes else ""
-    return (
-        f"{lengths_text} ({reason_text}), {'time limits' if ' to ' in limits_text else 'time limit'} "
-        f"{limits_text}{source_text}"
-    )
+    limit_noun = "time limits" if " to " in limits_text else "time limit"
+    return f"{lengths_text} ({reason_text}), {limit_noun} {limits_text}{source_text}"
 
 
 def time_limit_lines(plan: Plan) -> Iterator[str]:
@@ -212,7 +210,8 @@ def _minutes_text(minutes: Sequence[float], adjective: str = "") -> str:
     `4.5 to 18 predicted minutes`.
     """
     end_texts = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(minutes), max(minutes)))
-    return f"{' to '.join(end_texts)} {adjective}{'minute' if [*end_texts] == ['1'] else 'minutes'}"
+    noun = "minute" if [*end_texts] == ["1"] else "minutes"
+    return f"{' to '.join(end_texts)} {adjective}{noun}"
 
 
 def ask_for_budget(
