@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrabench.kernel.compat import activate_flash3, prefers_cudnn_attention
 from ultrabench.kernel.cp import ring_attention
+from ultrabench.kernel.device import kind_of
 from ultrabench.kernel.model import Attention, Decoder, causal_attention
 from ultrabench.kernel_config import KernelConfig, auto_attention
 from ultrabench.layout import AUTO
@@ -36,7 +37,7 @@ def choose_backend(kernel: KernelConfig, head_width: int, device: torch.device) 
         activate_flash3()
     if kernel.attention != AUTO:
         return kernel.attention
-    fits_cudnn = device.type == "cuda" and head_width % 8 == 0 and head_width <= 128
+    fits_cudnn = kind_of(device).has_gpus and head_width % 8 == 0 and head_width <= 128
     prefers_cudnn = fits_cudnn and kernel.in_16_bits and prefers_cudnn_attention(device)
     return auto_attention(device.type, kernel.in_16_bits, prefers_cudnn)
 

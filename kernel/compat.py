@@ -24,6 +24,7 @@ from torch.fx.traceback import get_current_meta as current_meta
 from torch.nn import attention, functional
 
 from ultrabench.errors import ConfigError
+from ultrabench.kernel.device import kind_of
 
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 """The norm of each tensor of a list, and each tensor times a factor, in place; few kernels for the whole list.
@@ -337,7 +338,7 @@ class PeerlessWarmup:
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        if self.device.type == "cpu":  # type: ignore[attr-defined]
+        if not kind_of(self.device).has_gpus:  # type: ignore[attr-defined]
             return []
         return super()._get_init_p2p_neighbors_ops()  # type: ignore[misc,no-any-return]
 

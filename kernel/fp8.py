@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
+from ultrabench.kernel.device import kind_of
+
 SCALED_PRODUCTS = Counter[str]()
 """Purpose -> number of products of fp8 in this process, other than those of compiled layers:
 see `count_scaled_products`."""
@@ -20,7 +22,7 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
     That of AMD's gfx942 has no infinity and no negative 0, and half the range.
     Goes when torch says which dtype a device takes.
     """
-    if torch.version.hip is None or device.type == "cpu":
+    if torch.version.hip is None or not kind_of(device).has_gpus:
         return torch.float8_e4m3fn
     gpu_architecture = torch.cuda.get_device_properties(device).gcnArchName
     return torch.float8_e4m3fnuz if gpu_architecture.startswith("gfx94") else torch.float8_e4m3fn

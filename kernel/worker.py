@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ultrabench.device_rates import long_probe, short_probe
 from ultrabench.kernel.compat import GROUP_TIMEOUT
+from ultrabench.kernel.device import kind_of
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh, join_process_group, reduce_over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
@@ -235,12 +236,12 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
     report.phase("build")
     mesh = build_mesh(task.spec.layout, device.type)
     # The limit is set after the groups are made, since the stacks of their threads must not count.
-    if device.type == "cpu":
+    if kind_of(device).shares_host:
         memory.limit_cpu_memory(task.rank_mem_bytes)
         report.write("memory", **memory.usage())
     after_microbatch = device_progress(device, report.microbatch)
     trainer = TrainStep(task.spec, device, mesh, after_microbatch=after_microbatch)
-    if device.type == "cuda":
+    if kind_of(device).has_gpus:
         memory.reset_peak(device)
     Timing(task, trainer, report).run()
 

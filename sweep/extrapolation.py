@@ -8,6 +8,7 @@ from typing import Annotated
 
 from ultrabench.allowed import between, one_of, require_allowed
 from ultrabench.attention_type import FLOPS_FORMULAS
+from ultrabench.column import PEAK_FRACTION
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml
@@ -63,10 +64,12 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
     """
     gpu_and_precision = f"{config.hardware.gpu} in {config.kernel.precision}"
     if best is None:
-        return f"no published rate for {gpu_and_precision} is known, so nothing confirms the predicted MFU"
+        fact = f"no published rate for {gpu_and_precision} is known"
+        return f"{fact}, so nothing confirms the predicted MFU"
     if not best.below(mfu):
         return None
-    comparison = f"predicted MFU is {mfu / best.mfu - 1:.1%} above the best published for {gpu_and_precision}"
+    excess_text = PEAK_FRACTION.text(mfu / best.mfu - 1)
+    comparison = f"predicted MFU is {excess_text} above the best published for {gpu_and_precision}"
     return f"{comparison}, with FLOPs counted alike: {best.what} ({best.source})"
 
 

@@ -62,6 +62,13 @@ def columns_of_run(spec: RunSpec) -> Row:
     }
 
 
+def _decision(candidate: Candidate) -> str:
+    """What a plan decides about a candidate: that it runs, is skipped, or is rejected by a rule or the kernel."""
+    if candidate.runs:
+        return "run"
+    return "skipped" if candidate.trainable else "rejected"
+
+
 def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     """The candidates as a table, in the order given."""
     rows = [
@@ -73,7 +80,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "valid": c.valid,
             "rule": c.rule,
             "reason": c.reason,
-            "decision": "run" if c.runs else "skipped" if c.trainable else "rejected",
+            "decision": _decision(c),
             **{column: getattr(c.predicted, field, None) for field, column in _COLUMN_BY_FIELD.items()},
             "predicted_to_fit": c.fits if c.valid else None,
             "predicted_gpu_hours": c.gpu_hours if c.valid else None,

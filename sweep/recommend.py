@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 from types import MappingProxyType
 
-from ultrabench.hardware import GIB
+from ultrabench.column import BYTES, NUMBER, capacity_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.best_runs import Search, advised_groups, advised_run, expected_rate_of
 from ultrabench.sweep.candidate import Candidate, CellKey
@@ -122,21 +122,21 @@ def rounder_batch(gbs: int, num_gpus: int) -> int:
 
 def _why_none(config: SweepConfig, search: Search, remedies: Remedies) -> str:
     cell_plan = search.cell_plan
-    shape, cell, limit_gib = cell_plan.shape, cell_plan.cell, config.hardware.mem_bytes / GIB
+    shape, cell = cell_plan.shape, cell_plan.cell
     if search.min_bytes < inf:
         is_strict = config.max_p_oom < ADVISED_P_OOM
         if likely_run := is_strict and advised_run(replace(config, max_p_oom=1.0), shape, cell):
-            p_oom_text = f"the best layout has {likely_run.prediction.p_oom:.2g}"
+            p_oom_text = f"the best layout has {NUMBER.bare_text(likely_run.prediction.p_oom)}"
             return (
                 f"no layout has a P(OOM) of at most max_p_oom={config.max_p_oom:g}; {p_oom_text}: "
                 f"use max_p_oom={ADVISED_P_OOM}"
             )
         changes = " or ".join(remedies.texts(cell_sweep(config, cell), shape, cell.nodes, search.max_p_oom))
-        problem = f"no layout is likely to fit into {limit_gib:.4g} GiB"
+        problem = f"no layout is likely to fit into {capacity_text(config.hardware.mem_bytes)}"
         extent = (
             "with the allocator's reserve" if search.state_fits else "for optimizer state and gradients alone"
         )
-        least_text = f"a rank needs at least {search.min_bytes / GIB:,.1f} GiB {extent}"
+        least_text = f"a rank needs at least {BYTES.brief_text(search.min_bytes)} {extent}"
         return f"{problem}; {least_text}; try {changes or 'a smaller model'}"
     if search.rejection:
         return f"no layout can run: {search.rejection}; change the axes or the model"

@@ -7,8 +7,8 @@ from itertools import product
 from math import gcd
 from typing import Any
 
+from ultrabench.column import BYTES, capacity_text
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, fill_in_files, words_of
 from ultrabench.sweep.best_runs import advised_run, expected_rate_of
@@ -25,7 +25,7 @@ from ultrabench.sweep.candidate import (
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import why_none
 from ultrabench.sweep.plan import Plan, cell_sweep, planned_cells
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, oom_text
 from ultrabench.variant import variables_of
 
 SAVING_SETTINGS: tuple[dict[str, Any], ...] = (
@@ -93,13 +93,13 @@ def reasons_without_fit(
         skipped_cells: cells to leave out.
         advised_p_oom: P(OOM) above which a layout is no help.
     """
-    limit_gib = plan.config.hardware.mem_bytes / GIB
+    limit_text = capacity_text(plan.config.hardware.mem_bytes)
     candidates_by_cell = by_cell(c for c in plan.candidates if c.trainable)
     remedies, reasons = _remedies_of(plan, advised_p_oom), dict[CellKey, str]()
     for cell, candidates in sorted(candidates_by_cell.items(), reverse=True):  # more nodes may help fewer
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
-            problem = f"no layout is likely to fit into {limit_gib:.4g} GiB"
+            problem = f"no layout is likely to fit into {limit_text}"
             cell_config = cell_sweep(plan.config, cell)
             changes = " or ".join(remedies.texts(cell_config, smallest.shape, cell.nodes, advised_p_oom))
             advice = f"the smallest is {_layout_text(smallest)}; try {changes or 'a smaller model'}"
@@ -214,7 +214,7 @@ class Remedies:
 
 
 def _layout_text(run: Candidate) -> str:
-    memory_text = f"{run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
+    memory_text = BYTES.brief_text(run.prediction.peak_mem_bytes)
     has_no_room = run.prediction.memory_share > 1 and run.fits
     room_text = f", {NO_ROOM}" if has_no_room else ""
-    return f"{run.layout.label()}, {memory_text}, P(OOM) {p_oom_text(run.prediction.p_oom)}{room_text}"
+    return f"{run.layout.label()}, {memory_text}, {oom_text(run.prediction.p_oom)}{room_text}"

@@ -19,12 +19,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ultrabench.analysis.figures.picture import GREY, wrapped_lines
 from ultrabench.analysis.results.cells import Cell, formula_of_cells, layout_words, tried
-from ultrabench.analysis.results.columns import column_of
+from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY
-from ultrabench.column import Better, Form
+from ultrabench.column import Better, Form, memory_axis
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB, peak_suffix
+from ultrabench.hardware import peak_suffix
 from ultrabench.result import Status
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
@@ -179,7 +179,7 @@ def _headline_text(cell: Cell) -> str:
 def _scale_value(cell: Cell) -> float | None:
     """The shown value of a cell on the colour scale: fractions in percent, other columns in their own unit."""
     unit = column_of(cell.shown_column).unit
-    return cell.shown_value and cell.shown_value * (unit.axis.factor if unit.form == Form.PERCENT else 1)
+    return cell.shown_value and cell.shown_value * (unit.axis.factor if unit.is_share else 1)
 
 
 def _draw_hatch(axes: Axes, grid: Grid, square: Rectangle) -> None:
@@ -268,15 +268,14 @@ def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
     colour_scale = ScalarMappable(Normalize(0, scale_max), _COLOUR_MAP)
     column = column_of(grid.cells[0].shown_column)
     separator = "\n" if grid.height < 2 else " "
-    is_in_bytes, unit_size, unit_suffix = column.unit.form == Form.MEMORY, 1.0, ""
-    if column.unit.form == Form.PERCENT:
+    is_in_bytes, factor, unit_suffix = column.unit.form == Form.MEMORY, 1.0, ""
+    if column.unit.is_share:
         unit_suffix = f"{separator}({column.unit.axis.symbol})"
     if is_in_bytes:
-        unit_size, unit_suffix = (
-            (GIB, f" ({column.unit.axis_symbol})") if scale_max >= GIB else (2**20, " (MiB)")
-        )
-    ticks = np.array(MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, scale_max / unit_size)) * unit_size
-    tick_label = FuncFormatter(lambda value, _: f"{value / unit_size:,.4g}" if is_in_bytes else count(value))
+        unit_name, factor = memory_axis(scale_max)
+        unit_suffix = f" ({unit_name})"
+    ticks = np.array(MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, scale_max * factor)) / factor
+    tick_label = FuncFormatter(lambda value, _: f"{value * factor:,.4g}" if is_in_bytes else count(value))
     colour_bar = axes.figure.colorbar(
         colour_scale, cax=axes, ticks=ticks[ticks <= scale_max], format=tick_label
     )
@@ -284,7 +283,7 @@ def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
     measured_text = "measured " * any((cell.peak_source or "").startswith("measured") for cell in grid.cells)
     label = f"{column.heading}{unit_suffix}"
     if column.name == "mfu":
-        label = f"MFU{peak_suffix(grid.cells[0].precision)} (% of{separator}{measured_text}peak)"
+        label = f"{column.heading}{peak_suffix(grid.cells[0].precision)} (% of{separator}{measured_text}peak)"
     if column.better == Better.LOWER:
         label += "\nlower is better"
     axes.set_ylabel(label, fontsize=9, color=GREY)
@@ -343,7 +342,7 @@ def _note_sentences(cells: Sequence[Cell], compared_name: str) -> Iterator[str]:
         yield f"{formula}."
     if num_compared := sum(cell.compare_ratio is not None for cell in cells):
         scope_text = f"Factors such as 1.00x (in {num_compared} of {cells_text})"
-        yield f"{scope_text}: tokens/s/GPU relative to the best of {compared_name}."
+        yield f"{scope_text}: {column_of(RATE).heading} relative to the best of {compared_name}."
     difference_texts = {
         f"{fact_name} {other_value or 'unknown'} instead of {getattr(cell, fact_name) or 'unknown'}"
         for cell in cells

@@ -27,11 +27,15 @@ function ofRun(name, row) {
 // The distinct values of a column without null, words of an axis in its order and all else sorted.
 function distinct(name) {
   if (pageData.orders[name]) return pageData.orders[name];
-  return [...new Set(pageData.columns[name]?.distinct ?? columns[name] ?? [])].filter((v) => v !== null).sort(compareValues);
+  return [...new Set(pageData.columns[name]?.distinct ?? columns[name] ?? [])]
+    .filter((v) => v !== null)
+    .sort(compareValues);
 }
 
 function compareValues(a, b) {
-  return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+  return typeof a === "number" && typeof b === "number"
+    ? a - b
+    : String(a).localeCompare(String(b), "en", { numeric: true });
 }
 
 function grouped(number) {
@@ -44,8 +48,16 @@ function counted(number, noun) {
 
 // A number with three digits and a metric prefix, such as 1.34 G.
 function withPrefix(number, unit = "") {
-  for (const [size, prefix] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (Number(number.toPrecision(3)) >= size) return `${Number((number / size).toPrecision(3))} ${prefix}${unit}`;
+  for (const [size, prefix] of [
+    [1e18, "E"],
+    [1e15, "P"],
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ])
+    if (Number(number.toPrecision(3)) >= size)
+      return `${Number((number / size).toPrecision(3))} ${prefix}${unit}`;
   return `${Number(number.toPrecision(3))} ${unit}`.trim();
 }
 
@@ -62,13 +74,18 @@ function memory(bytes) {
   return `${gib.toFixed(Number(gib.toFixed(2)) >= 10 ? 1 : 2)} GiB`;
 }
 
+// A probability in whole percents.
+function chance(fraction) {
+  return fraction < 0.01 ? "<1 %" : `${(100 * fraction).toFixed(0)} %`;
+}
+
 // A number with four digits and its unit.
 function plain(number, symbol) {
   return `${Number.isInteger(number) ? number : Number(number.toPrecision(4))} ${symbol}`.trim();
 }
 
 // The form of a unit -> how texts show its numbers; the table of columns says which form and symbol a column has.
-const TEXT_BY_FORM = { plain, grouped, percent, memory, prefixed: withPrefix };
+const TEXT_BY_FORM = { plain, grouped, percent, chance, memory, prefixed: withPrefix };
 const NO_UNIT = { form: "plain", symbol: "", axis: "", factor: 1, title: "", texts: {} };
 
 function unitOf(name) {
@@ -104,7 +121,8 @@ function element(tag, attributes = {}, ...children) {
   const created = document.createElement(tag);
   for (const [name, setting] of Object.entries(attributes)) {
     if (name.startsWith("on")) created.addEventListener(name.slice(2), setting);
-    else if (setting !== null && setting !== false) created.setAttribute(name, setting === true ? "" : setting);
+    else if (setting !== null && setting !== false)
+      created.setAttribute(name, setting === true ? "" : setting);
   }
   created.append(...children.filter((child) => child !== null));
   return created;
@@ -115,12 +133,28 @@ function captioned(caption) {
   return element("caption", {}, element("span", {}, caption));
 }
 
-// A table in a box that scrolls sideways; a row of `tableRows` is an array of texts or an element, numbers are set to the right.
+// A table in a box that scrolls sideways; a row of `tableRows` is an array of texts or an element, and numbers are set
+// to the right.
 function table(caption, headings, tableRows) {
-  const classOf = (cell, n) => (/^values?$/.test(headings[n]) ? "value" : /^[-\d.,]+( \S+)?( \+- .*)?$/.test(cell) ? "number" : String(cell).length > 40 ? "words" : null);
+  const classOf = (cell, n) =>
+    /^values?$/.test(headings[n])
+      ? "value"
+      : /^[-\d.,]+( \S+)?( \+- .*)?$/.test(cell)
+        ? "number"
+        : String(cell).length > 40
+          ? "words"
+          : null;
   const cellElements = (row) => row.map((cell, n) => element("td", { class: classOf(cell, n) }, cell));
   const head = element("tr", {}, ...headings.map((name) => element("th", { scope: "col" }, name)));
-  const rowElements = tableRows.map((row) => (row instanceof Node ? row : element("tr", {}, ...cellElements(row))));
-  const tableElement = element("table", {}, captioned(caption), element("thead", {}, head), element("tbody", {}, ...rowElements));
+  const rowElements = tableRows.map((row) =>
+    row instanceof Node ? row : element("tr", {}, ...cellElements(row)),
+  );
+  const tableElement = element(
+    "table",
+    {},
+    captioned(caption),
+    element("thead", {}, head),
+    element("tbody", {}, ...rowElements),
+  );
   return element("div", { class: "scroll" }, tableElement);
 }

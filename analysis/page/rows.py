@@ -40,7 +40,7 @@ from ultrabench.analysis.results.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.results.rows import Row
 from ultrabench.analysis.results.schema import SCHEMA
 from ultrabench.analysis.study import modules
-from ultrabench.column import NUMBER, NUMERIC_TYPES, Better, Column
+from ultrabench.column import NUMBER, NUMERIC_TYPES, PEAK_FRACTION, Better, Column
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import peak_suffix
@@ -189,7 +189,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "columns": columns,
         "cells": _cells_json(cells),
         "formula": formula_of_cells(cells),
-        "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
+        "mfu_end": scale_end(cell.mfu and cell.mfu * PEAK_FRACTION.axis.factor for cell in cells),
         "axes": [*AXES, *values_by_option],
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},

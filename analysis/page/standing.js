@@ -11,7 +11,8 @@ for (let row = 0; row < numRows; row++) {
   if (value("is_final", row)) repeatsOf[cell].push(row);
 }
 
-// The tier of the state of a row among those of a cell: 0 is ok, 1 a failure, 2 is to come, 3 is skipped; a later version may have more.
+// The tier of the state of a row among those of a cell: 0 is ok, 1 a failure, 2 is to come, 3 is skipped; a later
+// version may have more.
 function tierOf(row) {
   return pageData.tiers[value("state", row)] ?? 1;
 }
@@ -35,36 +36,75 @@ function mayWin(row) {
 }
 
 function median(numbers) {
-  const sorted = [...numbers].sort((a, b) => a - b), middle = sorted.length >> 1;
+  const sorted = [...numbers].sort((a, b) => a - b),
+    middle = sorted.length >> 1;
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
 // Whether all were measured beside one control layout, in one environment, so that their ratios to it are compared.
 function besideOneControl(competingRows) {
   const controls = new Set(competingRows.map((row) => value("control", row)));
-  const environments = new Set(competingRows.map((row) => value("contender", row).slice(value("run_id", row).length)).filter(Boolean));
-  return controls.size === 1 && environments.size <= 1 && competingRows.every((row) => value("control_ratio", row) !== null);
+  const environments = new Set(
+    competingRows.map((row) => value("contender", row).slice(value("run_id", row).length)).filter(Boolean),
+  );
+  return (
+    controls.size === 1 &&
+    environments.size <= 1 &&
+    competingRows.every((row) => value("control_ratio", row) !== null)
+  );
 }
 
-// The shown runs of a cell in the order of their standing: the row of each, whether it competes, is the best, or is as good.
+// The shown runs of a cell in the order of their standing: the row of each, whether it competes, is the best, or is as
+// good.
 function standings(cell, isShown) {
   const rowByContender = new Map(runsOf[cell].filter(isShown).map((row) => [value("contender", row), row]));
-  const measured = repeatsOf[cell].filter((row) => rowByContender.has(value("contender", row)) && isMeasured(row));
-  const trusted = measured.filter(mayWin), competing = trusted.length ? trusted : measured;
+  const measured = repeatsOf[cell].filter(
+    (row) => rowByContender.has(value("contender", row)) && isMeasured(row),
+  );
+  const trusted = measured.filter(mayWin),
+    competing = trusted.length ? trusted : measured;
   const comparedColumn = besideOneControl(competing) ? "control_ratio" : RATE;
   // A predicted run counts with its rate times the probability that it fits, as expected_rate in candidate.py.
-  const comparedValue = (row) => pageData.cells[cell].predicted ? value(RATE, row) * (1 - value("p_oom", row)) : value(comparedColumn, row);
-  const relativeInterval = (row) => value("step_time_ci95_rel", row) ?? 0, allocationOf = (row) => value("allocation_number", row);
-  const controlRows = comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row));
-  const controlInterval = new Map([...Map.groupBy(controlRows, allocationOf)].map(([allocation, rows]) => [allocation, median(rows.map(relativeInterval))]));
-  const controlWidth = (row) => comparedColumn === RATE ? 0 : value("control_ci95_rel", row) ?? controlInterval.get(allocationOf(row)) ?? 0;
+  const comparedValue = (row) =>
+    pageData.cells[cell].predicted
+      ? value(RATE, row) * (1 - value("p_oom", row))
+      : value(comparedColumn, row);
+  const relativeInterval = (row) => value("step_time_ci95_rel", row) ?? 0,
+    allocationOf = (row) => value("allocation_number", row);
+  const controlRows =
+    comparedColumn === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row));
+  const controlInterval = new Map(
+    [...Map.groupBy(controlRows, allocationOf)].map(([allocation, rows]) => [
+      allocation,
+      median(rows.map(relativeInterval)),
+    ]),
+  );
+  const controlWidth = (row) =>
+    comparedColumn === RATE
+      ? 0
+      : (value("control_ci95_rel", row) ?? controlInterval.get(allocationOf(row)) ?? 0);
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
   const runs = [...rowByContender].map(([contender, row]) => {
-    const repeats = measuredByContender.get(contender) ?? [], comparedValues = repeats.map(comparedValue);
-    const stepTimeWidths = repeats.map((repeat) => Math.hypot(relativeInterval(repeat), controlWidth(repeat)));
+    const repeats = measuredByContender.get(contender) ?? [],
+      comparedValues = repeats.map(comparedValue);
+    const stepTimeWidths = repeats.map((repeat) =>
+      Math.hypot(relativeInterval(repeat), controlWidth(repeat)),
+    );
     const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
-    const interval = comparedValues.length ? [Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))), Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n])))] : null;
-    return { row, comparedColumn, run: value("run_id", row), value: medianValue ?? -Infinity, interval, tier: tierOf(row) };
+    const interval = comparedValues.length
+      ? [
+          Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))),
+          Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n]))),
+        ]
+      : null;
+    return {
+      row,
+      comparedColumn,
+      run: value("run_id", row),
+      value: medianValue ?? -Infinity,
+      interval,
+      tier: tierOf(row),
+    };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);
   const [best] = runs.filter(({ interval }) => interval).sort(byValue);

@@ -128,14 +128,15 @@ _GROUPS: dict[str, tuple[Column, ...]] = {
         RESULT_COLUMNS["ci_reached"],
         Column("allocation", TEXT, "Name of the allocation (job) that ran the attempt."),
         Column("step_time_s", FLOAT, "Median time of an optimizer step.", unit=SECONDS, better=Better.LOWER,
-            follows_step_time=True),
+            follows_step_time=True, short="step"),
         Column("step_times_s", FLOATS, "Times of the measured steps in order, without the warm-up.", unit=SECONDS),
         Column("step_time_ci95_rel", FLOAT, "Half the 95 % interval of step_time_s, as a fraction of it; "
         "needs 6 steps. With measured_by=arrival it contains the delay with which lines are seen.", unit=FRACTION,
         better=Better.LOWER),
         Column("num_steps_measured", INT, "Length of step_times_s."),
         Column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s, or as an imported table gives it; "
-        "so are the other speeds.", unit=TOKENS_PER_S, better=Better.HIGHER, follows_step_time=True),
+        "so are the other speeds.", unit=TOKENS_PER_S, better=Better.HIGHER, follows_step_time=True,
+        title="tokens/s"),
         Column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus.", unit=TOKENS_PER_S, better=Better.HIGHER,
             follows_step_time=True, title="tokens/s/GPU"),
         Column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, in the precision of the row; "

@@ -6,16 +6,14 @@ from typing import Any
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.column import Form
 from ultrabench.hardware import GIB
+from ultrabench.column import BYTES
+from ultrabench.column import FRACTION
+from ultrabench.column import Unit
 
 
 def percent(fraction: float | None) -> str | None:
     """A percentage such as `43.2 %`, with two significant digits below 1 %, or `< 0.01 %`; None if unknown."""
-    if fraction is None:
-        return None
-    value = 100 * fraction
-    if 0 < value < 0.01:
-        return "< 0.01 %"
-    return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
+    return None if fraction is None else FRACTION.text(fraction)
 
 
 def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
@@ -24,13 +22,8 @@ def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
 
 
 def count(number: float, unit: str = "") -> str:
-    """A number with three digits and a metric prefix, such as `1.34 G`; 999.9 M is 1 G,
-    since the digits are rounded.
-    """
-    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if float(f"{number:.3g}") >= size:
-            return f"{number / size:.3g} {prefix}{unit}"
-    return f"{number:.3g} {unit}".rstrip()
+    """A number with three digits and a metric prefix, such as `1.34 G`."""
+    return Unit(unit, Form.PREFIXED).text(number)
 
 
 def params_text(num_params: int, num_active_params: int | None) -> str:
@@ -56,10 +49,7 @@ def memory(
         if rank0_bytes is not None:
             return f"{memory(rank0_bytes)} (rank 0)"
         return None if allocated_bytes is None else f"{memory(allocated_bytes)} (allocated)"
-    gib = reserved_bytes / GIB
-    if round(gib * 1024) < 1024:
-        return f"{gib * 1024:.0f} MiB"
-    return f"{gib:.1f} GiB" if round(gib, 2) >= 10 else f"{gib:.2f} GiB"
+    return BYTES.text(reserved_bytes)
 
 
 def scale_end(values: Iterable[float | None]) -> float:
@@ -78,18 +68,10 @@ def with_unit(name: str, value: Any) -> str | None:
     """The value of the column with this name as a text with its unit; None when it is unknown."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None if value is None else str(value)
-    column = column_of(name)
-    if value in column.text_by_value:
-        return column.text_by_value[int(value)]
-    match column.unit.form:
-        case Form.PERCENT:
-            return percent(value)
-        case Form.MEMORY:
-            return memory(value)
-        case Form.GROUPED:
-            return f"{value:,.0f}"
-        case Form.PREFIXED:
-            return count(value, column.unit.symbol)
-        case Form.PLAIN:
-            number_text = str(value) if isinstance(value, int) else f"{value:.4g}"
-            return f"{number_text} {column.unit.symbol}".rstrip()
+    return column_of(name).text(value)
+
+
+def with_interval(name: str, value: float, low: float, high: float) -> str:
+    """A cell under `Column.bare_heading`: the value of a column, and its interval in brackets where it has one."""
+    text, low_text, high_text = map(column_of(name).unit.bare_text, (value, low, high))
+    return text if low_text == high_text else f"{text} ({low_text}-{high_text})"

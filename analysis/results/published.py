@@ -11,6 +11,8 @@ from ultrabench.analysis.results.cells import Cell, layout_words
 from ultrabench.analysis.results.left_out import none_left
 from ultrabench.analysis.results.numbers import rate_text
 from ultrabench.analysis.results.ranking import rank
+from ultrabench.analysis.results.columns import RATE
+from ultrabench.analysis.results.numbers import with_unit
 from ultrabench.record import from_dict
 from ultrabench.sweep.config.files import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_model
@@ -61,7 +63,7 @@ class BesidePublished:
         run_text = f"{cell.title} on {cell.nodes:,} x {cell.hardware}, {' '.join(layout_words(cell.layout))}"
         our_text = f"{run_text}: {rate_text(cell.tokens_per_s_per_gpu or 0.0)}"
         nodes_text = f", on {rate.nodes:,} instead of {cell.nodes:,} nodes" * (rate.nodes != cell.nodes)
-        their_text = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{nodes_text}; {rate.source}"
+        their_text = f"{with_unit(RATE, rate.tokens_per_s_per_gpu)}, {rate.what}{nodes_text}; {rate.source}"
         if self.share is not None:
             return f"{our_text}, {self.share:.0%} of the published rate ({their_text})"
         stated = ((name, a, "not stated" if b is None else b) for name, (a, b) in self.differing.items())

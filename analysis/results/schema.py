@@ -60,9 +60,9 @@ CHECKPOINT = tuple(
 MODEL = tuple(column.name for column in GROUPS["Model"])
 """Columns that say which model a run trains."""
 SIZES = tuple(name for name in MODEL if name not in ("model", "model_id", "model_settings", "routing"))
-"""Those of them that are fields or properties of its shape."""
+"""Columns that hold a field or a property of the shape of a model."""
 OF_EXPERTS = SIZES[SIZES.index("num_experts") :]
-"""Those of them that only models with experts have."""
+"""Columns with sizes that only models with experts have."""
 
 
 def arrow_field(column: Column) -> pa.Field:

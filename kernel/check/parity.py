@@ -30,9 +30,11 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ultrabench.errors import counted
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import make_batch
+from ultrabench.kernel.device import kind_of
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import Part, build_mesh, join_process_group, own_values, part_view
 from ultrabench.kernel.model import TIED_PARAMETER_NAME, Decoder, cross_entropy
@@ -66,7 +68,7 @@ def run_check(spec: CheckSpec) -> CheckResult:
         for precision in {"fp64", spec.precision}:
             functions[f"one process in {precision}"] = partial(_train_plain, spec, precision, folder)
         try:
-            if spec.device == "cuda":
+            if DEVICE_KINDS[spec.device].has_gpus:
                 num_gpus = run_forked({"GPUs": torch.cuda.device_count}, timeout_s)["GPUs"]
                 if num_gpus < len(ranks):
                     gpus_text = f"torch sees {counted(num_gpus, 'GPU')} here"
@@ -144,7 +146,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
     join_process_group(device, store, rank, spec.layout.world_size)
     mesh = build_mesh(spec.layout, device.type)
-    compile_backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compile_backend = "inductor" if kind_of(device).has_gpus else "aot_eager"
     trainer = TrainStep(spec.run, device, mesh, compile_backend=compile_backend)
     with observe_steps(trainer) as observations:
         tensors_by_kind = _train_steps(spec, trainer)

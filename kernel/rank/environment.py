@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ultrabench.hardware import DEVICE_KINDS
+
 PEAK_MATRIX_ROWS = 2048
 """Number of rows and columns of the matrices whose product measures the rate of a core."""
 PEAK_S = 3.0
@@ -41,9 +43,9 @@ def set_allocator_default() -> None:
 def use_device(device_type: str, gpu_index: int) -> torch.device:
     """The CPU, or the GPU `gpu_index`, which this process uses from now on."""
     set_allocator_default()
-    if device_type == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", gpu_index)
+    if not DEVICE_KINDS[device_type].has_gpus:
+        return torch.device(device_type)
+    device = torch.device(device_type, gpu_index)
     torch.cuda.set_device(device)
     return device
 

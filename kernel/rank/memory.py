@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ultrabench.kernel.device import kind_of
+
 
 def _status_bytes(field: str) -> int:
     """The size `field` in /proc/self/status, in bytes; the file has KiB."""
@@ -50,7 +52,7 @@ def reset_peak(device: torch.device) -> None:
 
     It is needed because a forked rank inherits the peak resident set of the server that forked it.
     """
-    if device.type == "cuda":
+    if kind_of(device).has_gpus:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
@@ -65,7 +67,7 @@ def peak(device: torch.device) -> dict[str, int | None]:
     At a retry the allocator finds the GPU full, waits for it, gives what it holds without need back, and tries
     again. On CPUs the resident set counts as reserved bytes; the other numbers are unknown.
     """
-    if device.type != "cuda":
+    if not kind_of(device).has_gpus:
         return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM"), "allocator_retries": None}
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ultrabench.device_rates import ProbeSettings, crossing_share
 from ultrabench.kernel.cp import RingTransfer
+from ultrabench.kernel.device import kind_of
 from ultrabench.kernel.rank.clock import run_timed
 
 GEMM_ROWS = {"cuda": 8192, "cpu": 512}
@@ -107,7 +108,7 @@ def _gemm_rates_and_clock(device: torch.device, measuring_s: float) -> dict[str,
     left_matrix, right_matrix = torch.randn(2, num_rows, num_rows, device=device).to(GEMM_DTYPE[device.type])
     multiply = partial(torch.mm, left_matrix, right_matrix)
     gemm_values = {"gemm_flops_per_s": _rates_by_rank(device, multiply, 2 * num_rows**3, measuring_s)}
-    if device.type == "cuda":
+    if kind_of(device).has_gpus:
         for _ in range(NUM_CLOCK_GEMMS):
             multiply()
         if all(clock_hz_by_rank := _gather_by_rank(device, _present_clock_hz(device))):
@@ -131,7 +132,7 @@ def _copy_rates(device: torch.device, measuring_s: float) -> list[float]:
 
 def _rates_by_rank(device: torch.device, call: Call, work_per_call: float, measuring_s: float) -> list[float]:
     """`work_per_call` / median time of a call, by rank, while all ranks do the same for about `measuring_s` seconds."""
-    num_calls = 5 if device.type == "cuda" else 1
+    num_calls = 5 if kind_of(device).has_gpus else 1
     _mean_call_s(device, call, 1)
     dist.barrier()
     times_s, end_s = list[float](), time.perf_counter() + measuring_s

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ultrabench.kernel.device import kind_of
+
 POLL_S = 0.02
 """Seconds between two looks at the events of the device."""
 
@@ -17,7 +19,7 @@ def device_progress(device: torch.device, count_microbatch: Callable[[], None]) 
     A CPU has finished at once. On a GPU an event is recorded, and another thread watches for it, since the
     training thread could launch nothing while it waits.
     """
-    if device.type != "cuda":
+    if not kind_of(device).has_gpus:
         return count_microbatch
     unfinished_events, poll_pause = deque[torch.cuda.Event](), threading.Event()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from ultrabench.kernel.device import kind_of
 from ultrabench.kernel.rank.memory import peak, reset_peak
 from ultrabench.kernel.rank.timeline import peak_allocated_bytes, summarize
 from ultrabench.kernel.step import TrainStep
@@ -42,10 +43,10 @@ def trace_steps(trainer: TrainStep, first_step: int, folder: Path) -> None:
         rank_folder.mkdir(parents=True)
         _write_trace(train_step, device, rank_folder / TRACE_FILE)
         reset_peak(device)
-        if device.type == "cuda":
+        if kind_of(device).has_gpus:
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
         train_step()
-        if device.type == "cuda":
+        if kind_of(device).has_gpus:
             torch.cuda.memory._dump_snapshot(str(rank_folder / SNAPSHOT_FILE))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         peak_bytes = peak(device)["allocated_bytes"]
@@ -78,7 +79,7 @@ def _bytes_by_kind(trainer: TrainStep, peak_bytes: int | None, trace: dict[str, 
 
 def _write_trace(train_step: Callable[[], object], device: torch.device, path: Path) -> None:
     """Runs 1 + NUM_TRACED_STEPS steps, and writes a trace of all but the first to `path`."""
-    is_gpu = device.type == "cuda"
+    is_gpu = kind_of(device).has_gpus
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])],
         schedule=schedule(wait=0, warmup=1, active=NUM_TRACED_STEPS, repeat=1),

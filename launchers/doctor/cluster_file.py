@@ -45,12 +45,13 @@ def _file_text(cluster_name: str, site: Site, limits: Limits, settings: SlurmSet
         "name": cluster_name, "partition": limits.name, "account": account, "qos": settings.qos,
         "gres": settings.gres or (gpu_match[1] if gpu_match else None),
     }  # fmt: skip
+    up_text = "unknown" if limits.up_nodes is None else str(limits.up_nodes)
     lines = [
         f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: "
         f"{'; '.join(limits.node_kinds) or 'nodes unknown'}",
         f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from the answers of Slurm; "
         "edit it as you like.",
-        f"# {partition_text(limits)}; nodes up: {'unknown' if limits.up_nodes is None else limits.up_nodes}",
+        f"# {partition_text(limits)}; nodes up: {up_text}",
         *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in option_values.items() if v is not None),
         *_hints(site, limits, option_values),
     ]

@@ -72,8 +72,9 @@ def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
     others_text = "; ".join(f"{p.name}: {partition_text(p)}" for p in other_partitions[:MAX_LISTED_NAMES])
     up_names = ", ".join(p.name for p in other_partitions if p.state == "UP")
     remedy = f"set launcher.partition= ({up_names})" if up_names else "wait"
+    others_suffix = f"; others: {others_text}" if others_text else ""
     return first_problem(
-        f"{limits.name}{default_suffix}: {partition_text(limits)}{f'; others: {others_text}' if others_text else ''}",
+        f"{limits.name}{default_suffix}: {partition_text(limits)}{others_suffix}",
         (limits.state != "UP", FAIL,
          f"{remedy}; `scontrol update partitionname={limits.name} state=up` needs an administrator"),
         (not limits.total_nodes, FAIL, "the partition has no nodes: set launcher.partition="),
@@ -97,9 +98,10 @@ def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that enough nodes run jobs; it says why the others do not."""
     run_nodes, num_up, num_total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
     reasons_text = _down_reasons(site, limits.name)
+    reasons_suffix = f"; {reasons_text}" if reasons_text else ""
     advice = f"runs of {counted(run_nodes, 'node')} wait until more are up: leave them out with sweep.nodes="
     return first_problem(
-        f"{num_up} of {num_total} up{f'; {reasons_text}' if reasons_text else ''}",
+        f"{num_up} of {num_total} up{reasons_suffix}",
         (not num_up, FAIL, "wait for the administrators (`sinfo -R`), or set launcher.partition="),
         (num_up < run_nodes <= num_total, WARN, advice),
         (num_up < num_total, WARN, "nothing to do for this sweep; `sinfo -R` shows why they are down"),
@@ -128,12 +130,13 @@ def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     num_requested = int(gres_match[1] or 1) if gres_match else num_needed
     gpu_models = _gpu_models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
     gpus_setting = f"hardware.gpus_per_node={num_gpus}"
+    first_remedy = f"{gpus_setting}, " if num_gpus else ""
     return first_problem(
         f"hardware={hardware.name} has {num_needed} {hardware.gpu} per node; {finding}",
         (num_requested != num_needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={num_needed}, "
         "or leave it out",
          f"launcher.gres={gres} asks for {num_requested}"),
-        (num_gpus < num_needed, FAIL, f"set {f'{gpus_setting}, ' if num_gpus else ''}another hardware= or "
+        (num_gpus < num_needed, FAIL, f"set {first_remedy}another hardware= or "
         "launcher.partition="),
         (gpu_models and not gpu_models & _gpu_models(hardware.gpu, *hardware.reported_as), FAIL,
          "set the hardware= of these nodes, or another launcher.partition= or launcher.gres="),

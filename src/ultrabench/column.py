@@ -59,6 +59,9 @@ class Form(StrEnum):
     GROUPED = "grouped"
     """A whole number with its digits in groups of three, without the unit."""
     PERCENT = "percent"
+    """Three digits, or two of them below 1 %."""
+    CHANCE = "chance"
+    """Whole percents."""
     MEMORY = "memory"
     """MiB or GiB."""
     PREFIXED = "prefixed"
@@ -84,6 +87,41 @@ class Unit(NamedTuple):
     """A shorter symbol for places with little room, such as the cells of a heatmap."""
 
     @property
+    def is_share(self) -> bool:
+        """Whether its numbers are fractions, which texts and figures show in percent."""
+        return self.form in (Form.PERCENT, Form.CHANCE)
+
+    def text(self, number: float) -> str:
+        """A number with the symbol of the unit, such as `24.5 GiB`, `0.1234 s` or `43.2 %`."""
+        match self.form:
+            case Form.PERCENT:
+                return _percent(number)
+            case Form.CHANCE:
+                return "<1 %" if number < 0.01 else f"{100 * number:.0f} %"
+            case Form.MEMORY:
+                return _memory(number)
+            case Form.GROUPED:
+                return f"{number:,.0f}"
+            case Form.PREFIXED:
+                return _prefixed(number, self.symbol)
+            case Form.PLAIN:
+                number_text = str(number) if isinstance(number, int) else f"{number:.4g}"
+                return f"{number_text} {self.symbol}".rstrip()
+
+    def bare_text(self, number: float) -> str:
+        """A number without the symbol, for tables that name `axis_symbol` in the heading, such as `24.5` or `2.31`.
+
+        It has three digits, or is a whole number from 100 on, never with an exponent; memory has one decimal.
+        """
+        if self.form == Form.MEMORY:
+            return f"{number * self.axis.factor:,.1f}"
+        return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+    def brief_text(self, number: float) -> str:
+        """What `bare_text` returns, with the symbol of the unit, such as `24.5 GiB` or `2.31 s`."""
+        return f"{self.bare_text(number)} {self.axis_symbol}".rstrip()
+
+    @property
     def short_symbol(self) -> str:
         """The symbol where there is little room."""
         return self.short or self.symbol
@@ -94,9 +132,34 @@ class Unit(NamedTuple):
         return self.symbol if self.axis.factor == 1 else self.axis.symbol
 
 
+def _percent(fraction: float) -> str:
+    """A percentage such as `43.2 %`, with two significant digits below 1 %, or `< 0.01 %`."""
+    value = 100 * fraction
+    if 0 < value < 0.01:
+        return "< 0.01 %"
+    return f"{value:.1f} %" if value >= 1 else f"{value:.2g} %"
+
+
+def _memory(num_bytes: float) -> str:
+    """Memory in MiB or GiB, such as `512 MiB`, `9.54 GiB` or `24.5 GiB`."""
+    gib = num_bytes * BYTES.axis.factor
+    if round(gib * 1024) < 1024:
+        return f"{gib * 1024:.0f} MiB"
+    return f"{gib:.1f} GiB" if round(gib, 2) >= 10 else f"{gib:.2f} GiB"
+
+
+def _prefixed(number: float, symbol: str) -> str:
+    """A number with three digits and a metric prefix, such as `1.34 G`; 999.9 M is 1 G, since digits are rounded."""
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if float(f"{number:.3g}") >= size:
+            return f"{number / size:.3g} {prefix}{symbol}"
+    return f"{number:.3g} {symbol}".rstrip()
+
+
 NUMBER = Unit("")
 SECONDS = Unit("s", axis=AxisUnit("seconds"))
 FRACTION = Unit("fraction", Form.PERCENT, AxisUnit("%", 100.0))
+CHANCE = Unit("fraction", Form.CHANCE, AxisUnit("%", 100.0))
 PEAK_FRACTION = Unit("fraction", Form.PERCENT, AxisUnit("% of peak", 100.0))
 LOST_STEPS = Unit("", axis=AxisUnit("steps lost"))
 BYTES = Unit("B", Form.MEMORY, AxisUnit("GiB", 2.0**-30))
@@ -107,6 +170,23 @@ HERTZ = Unit("Hz", Form.PREFIXED)
 WATTS = Unit("W", Form.PREFIXED)
 JOULES = Unit("J", Form.PREFIXED)
 TOKENS_PER_S = Unit("tokens/s", Form.GROUPED, short="tok/s")
+
+
+def capacity_text(num_bytes: float) -> str:
+    """The memory that a device has, such as `79.11 GiB`."""
+    return f"{num_bytes * BYTES.axis.factor:,.4g} {BYTES.axis.symbol}"
+
+
+def memory_axis(max_bytes: float) -> AxisUnit:
+    """The unit of a table or figure of memory whose largest number is `max_bytes`: GiB, or MiB below one GiB."""
+    return BYTES.axis if max_bytes * BYTES.axis.factor >= 1 else AxisUnit("MiB", 2.0**-20)
+
+
+def fill_text(num_bytes: float, limit_bytes: float) -> str:
+    """Memory that is needed beside the memory that there is, such as `668 GiB of 80`."""
+    needed, limit = (size * BYTES.axis.factor for size in (num_bytes, limit_bytes))
+    needed_text = f"{needed:,.0f}" if needed >= 10 else f"{needed:.2f}"
+    return f"{needed_text} {BYTES.axis.symbol} of {limit:.4g}"
 
 
 class Report(NamedTuple):
@@ -131,6 +211,8 @@ class Column(NamedTuple):
     source: Source = Source.COMPUTED
     title: str = ""
     """Its name in tables and figures, where that is not the name of the column."""
+    short: str = ""
+    """Its name in tables with little room, where that is not `title`."""
     report: Report | None = None
     """Where ranks report it; None for a number that the agent finds in its own way."""
     text_by_value: dict[int, str] = {}  # noqa: RUF012 - no default is ever changed
@@ -140,6 +222,20 @@ class Column(NamedTuple):
     def heading(self) -> str:
         """Its name in tables and figures."""
         return self.title or self.name
+
+    @property
+    def short_heading(self) -> str:
+        """Its name in tables with little room."""
+        return self.short or self.heading
+
+    @property
+    def bare_heading(self) -> str:
+        """Its name with the unit, in tables whose cells have `Unit.bare_text`, such as `peak GiB`."""
+        return f"{self.short_heading} {self.unit.axis_symbol}".rstrip()
+
+    def text(self, value: float) -> str:
+        """A number of the column with its unit, or the text that stands for it."""
+        return self.text_by_value[int(value)] if value in self.text_by_value else self.unit.text(value)
 
 
 _COLUMN_KEY = "column"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from ultrabench.column import NUMBER, TOKENS_PER_S
 from ultrabench.errors import ConfigError, nearest_name
 from ultrabench.log_lines import bar_step, split_log, without_escapes
 from ultrabench.log_numbers import (
@@ -284,7 +285,8 @@ def quantities(option: str, match: re.Match[str], decimal_mark: str | None = Non
         unit = number.unit or unit_beside(match.string, *match.span(group))
         _require_unit(group, unit, text, groups)
         if group == "tokens_per_s_per_gpu" and unit == "token/s" and _RATE_OF_ONE_GPU.search(match.string):
-            fact = f"{text.strip()!r:.40} is in tokens/s, and the line has another number that is of one GPU"
+            fact = f"{text.strip()!r:.40} is in {TOKENS_PER_S.symbol}"
+            fact = f"{fact}, and the line has another number that is of one GPU"
             raise MisreadError(f"{fact}; match that one, or use the group (?P<tokens_per_s>...)")
         value_by_quantity[quantity] = _plausible_reading(group, number, text) * factor
     return value_by_quantity
@@ -361,7 +363,9 @@ def misread_reason(option: str, values: Mapping[str, float], device_bytes: float
         device_bytes: memory of the device; infinite where it is unknown.
     """
     if option == "mfu_line" and values.get("mfu", 0.0) > 1:
-        return f"MFU {values['mfu']:.4g} is above 1; for a percentage, use the group (?P<percent>...)"
+        return (
+            f"MFU {NUMBER.text(values['mfu'])} is above 1; for a percentage, use the group (?P<percent>...)"
+        )
     peak_bytes = max(values.get("reserved_bytes", 0.0), values.get("allocated_bytes", 0.0))
     if option == "memory_line" and peak_bytes > device_bytes:
         peak_gib, device_gib = (size / _BYTES_BY_UNIT["gib"] for size in (peak_bytes, device_bytes))

@@ -274,6 +274,7 @@ class RunResult:
         "Largest reserved memory of all ranks; on CPUs the largest resident set.",
         unit=BYTES,
         better=Better.LOWER,
+        short="memory",
     )
     peak_mem_reserved_rank0_bytes: int | None = column(
         "Reserved memory of rank 0, as other benchmarks publish it.", unit=BYTES, better=Better.LOWER

@@ -176,15 +176,10 @@ class Task(AttemptRecord):
     another name is invalid."""
     probe: bool = False
     """Whether devices and links of the allocation are measured instead of training."""
-    profile: bool = False
-    """`traced` under its name in allocation.json."""
+    traced: bool = False
+    """Whether some more steps are traced after the measured ones."""
     checkpoint: str | None = None
     """Folder in which the state is saved and loaded after the measured steps, and removed; None: it is not saved."""
-
-    @property
-    def traced(self) -> bool:
-        """Whether some more steps are traced after the measured ones."""
-        return self.profile
 
     @property
     def forked(self) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import NamedTuple
 
-from ultrabench.column import BYTES, FRACTION, SECONDS, Better, Source, column, columns_of
+from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
-from ultrabench.hardware import GIB, Hardware, Peak
+from ultrabench.hardware import Hardware, Peak
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -38,7 +38,11 @@ class Prediction:
     """The predicted memory and time of one run."""
 
     step_time_s: float = column(
-        "Step time predicted before the run.", default=MISSING, unit=SECONDS, better=Better.LOWER
+        "Step time predicted before the run.",
+        default=MISSING,
+        unit=SECONDS,
+        better=Better.LOWER,
+        short="predicted",
     )
     step_time_low_s: float = column(
         "The step time is expected to be longer than this with a probability of 90 %.",
@@ -51,7 +55,11 @@ class Prediction:
         unit=SECONDS,
     )
     peak_mem_bytes: int = column(
-        "Peak memory predicted before the run.", default=MISSING, unit=BYTES, better=Better.LOWER
+        "Peak memory predicted before the run.",
+        default=MISSING,
+        unit=BYTES,
+        better=Better.LOWER,
+        short="peak",
     )
     """Memory of the rank that needs most, with what its allocator holds in reserve."""
     memory_share: float = column(
@@ -62,8 +70,9 @@ class Prediction:
         "Probability of running out of memory, predicted before the run.",
         default=MISSING,
         name="p_oom",
-        unit=FRACTION,
+        unit=CHANCE,
         better=Better.LOWER,
+        title="P(OOM)",
     )
     limited_by: str = column(
         "What costs the layout most: memory, launch, bubble, communication or compute.", default=MISSING
@@ -78,19 +87,17 @@ PREDICTION_COLUMNS = columns_of(Prediction, source=Source.PREDICTION, prefix="pr
 """Field of a prediction -> its column in plans and, for some of them, in results."""
 
 
-def p_oom_text(p_oom: float) -> str:
-    """A probability of running out of memory as everything prints it, such as `12 %`, or `<1 %`."""
-    return "<1 %" if p_oom < 0.01 else f"{100 * p_oom:.0f} %"
+def oom_text(p_oom: float) -> str:
+    """A probability of running out of memory with its name, such as `P(OOM) 12 %`."""
+    column = PREDICTION_COLUMNS["p_oom"]
+    return f"{column.heading} {column.text(p_oom)}"
 
 
 def too_large_text(prediction: Prediction, p_oom: float) -> str:
     """Why a layout is not run whose P(OOM) is `p_oom`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
-    needed_gib = prediction.peak_mem_bytes / GIB
-    limit_gib = prediction.peak_mem_bytes / prediction.memory_share / GIB
-    return (
-        f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, "
-        f"P(OOM) {p_oom_text(p_oom)}"
-    )
+    limit_bytes = prediction.peak_mem_bytes / prediction.memory_share
+    memory_text = fill_text(prediction.peak_mem_bytes, limit_bytes)
+    return f"predicted {memory_text}, {oom_text(p_oom)}"
 
 
 class Occupancy(NamedTuple):

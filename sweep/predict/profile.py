@@ -134,7 +134,9 @@ def steps_beyond(feature: str, value: int | str, fitted_values: tuple[Any, ...])
     """How far a value is from those that the runs of a fit had: the doublings of a number, the difference of ZeRO
     stages, GPU_STEPS for another GPU, and 1 for another word; 0 between the smallest and the largest."""
     if not fitted_values or any(isinstance(compared, str) for compared in (value, *fitted_values)):
-        return 0.0 if value in fitted_values else GPU_STEPS if feature == "gpu" else 1.0
+        if value in fitted_values:
+            return 0.0
+        return GPU_STEPS if feature == "gpu" else 1.0
     nearest_fitted = min(max(value, min(fitted_values)), max(fitted_values))
     if feature == "zero_stage":
         return float(abs(value - nearest_fitted))

@@ -66,7 +66,7 @@ NUM_NAMED_RUNS = 3
 
 
 class NodeRole(NamedTuple):
-    """What a node held of a run. Failures that stay in one role whatever node is there are the program's."""
+    """The role of a node in a run. Failures that stay in one role whatever node is there are the program's."""
 
     has_rank_0: bool
     has_first_stage: bool
@@ -126,12 +126,12 @@ class Trial:
         return bool(self.began_on) and (len(self.hosts) == 1 or self.began_on < frozenset(self.hosts))
 
     def role_of(self, host: str) -> NodeRole:
-        """What `host` held."""
+        """The role of `host` in the run."""
         return self.roles[self.hosts.index(host)]
 
     @property
     def roles(self) -> tuple[NodeRole, ...]:
-        """What each of its nodes held."""
+        """The role of each node of the run."""
         return _node_roles(len(self.hosts), self.num_stages)
 
 

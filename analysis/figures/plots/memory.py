@@ -12,9 +12,10 @@ from matplotlib.patches import Patch
 from ultrabench.analysis.figures.picture import DARK, EDGE_LOOK
 from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.figures.style import COLOURS, WIDTH_INCHES, Panel, panel_grid
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.planned import is_predicted
+from ultrabench.column import capacity_text, memory_axis
 from ultrabench.errors import ConfigError, LayoutError, counted
-from ultrabench.hardware import GIB
 from ultrabench.layout import (
     ADDED_LATER,
     AXES,
@@ -260,10 +261,11 @@ def _prediction_lines(bars: pd.DataFrame, reasons: Mapping[str, str], config: Sw
         reasons: name of a bar that cannot run -> the reason.
     """
     mem_bytes, p_ooms = config.hardware.mem_bytes, bars["p_oom"]
-    oom_text = " to ".join(dict.fromkeys(f"{100 * p:.0f}" for p in (p_ooms.min(), p_ooms.max())))
-    bar_text = f"peak memory and P(OOM), the probability that it does not fit ({oom_text} %)"
-    capacity_text = f"{config.hardware.gpu} has {mem_bytes / GIB:,.4g} GiB"
-    yield f"Predicted with profile {config.profile.name}: {bar_text}. {capacity_text}."
+    p_oom = column_of("p_oom")
+    oom_text = " to ".join(dict.fromkeys(map(p_oom.text, (p_ooms.min(), p_ooms.max()))))
+    bar_text = f"peak memory and {p_oom.heading}, the probability that it does not fit ({oom_text})"
+    limit_text = f"{config.hardware.gpu} has {capacity_text(mem_bytes)}"
+    yield f"Predicted with profile {config.profile.name}: {bar_text}. {limit_text}."
     names, phases = bars["value"], bars["phase"]
     moment_names = ((moment, names[phases == phase]) for phase, moment in _MOMENT_BY_PHASE.items())
     peaks = [f"peak of {_span_text(names)}: {moment}" for moment, names in moment_names if len(names)]
@@ -277,9 +279,9 @@ def _prediction_lines(bars: pd.DataFrame, reasons: Mapping[str, str], config: Sw
 def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """A bar for each value of the axis, or each rank of the pipeline, with a line at the memory of the GPU."""
     max_memory = points["bytes"][points["shown"] != Status.OOM].max()
-    unit, unit_bytes = ("GiB", GIB) if max_memory >= GIB else ("MiB", 2**20)
+    unit, factor = memory_axis(max_memory)
     size_columns = ["bytes", "mem_bytes", *MEMORY_PARTS]
-    points, max_memory = points.assign(**points[size_columns] / unit_bytes), max_memory / unit_bytes
+    points, max_memory = points.assign(**points[size_columns] * factor), max_memory * factor
     first_row, bars = points.iloc[0], points[points["shown"] == "predicted"]
     gpu_memory = first_row["mem_bytes"]
     y_max = 1.25 * max_memory if 3 * max_memory < gpu_memory else max(1.25 * max_memory, 1.15 * gpu_memory)

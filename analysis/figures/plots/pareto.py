@@ -99,7 +99,8 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figu
             axes.axvline(limits_gib.iloc[0], **_LIMIT_LOOK)
             axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits_gib.iloc[0]))
         _write_names(axes, named_by_panel[panel_name], column)
-        x_title = f"peak reserved memory, {points['memory_ranks'].iloc[0]} (GiB)"
+        memory_title = f"peak reserved memory, {points['memory_ranks'].iloc[0]}"
+        x_title = axis_title("peak_mem_reserved_bytes", memory_title)
         y_title = axis_title(column)
         axes.describe(
             panel_name, x_title, f"{y_title} (lower is better)" if better == Better.LOWER else y_title

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final_rows, ok_runs, runs_note, runs_with_value
 from ultrabench.analysis.figures.style import axis_title, drawn, panel_grid
-from ultrabench.analysis.results.columns import unit_of
+from ultrabench.analysis.results.columns import column_of, unit_of
 from ultrabench.analysis.results.numbers import count
 from ultrabench.errors import counted
 from ultrabench.hardware import peak_suffix
@@ -67,7 +67,10 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
         axes.scatter("x", "height", "area", linewidth=0.7, data=other_runs, **_CROSS_LOOK)
         axes.scatter("x", "height", "area", "height", data=candidates, cmap="viridis", vmin=0, vmax=max_height,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
-        y_title = height_title.replace("MFU", f"MFU{peak_suffix(panel_runs['precision'].iloc[0])}")
+        mfu_heading = column_of("mfu").heading
+        y_title = height_title.replace(
+            mfu_heading, f"{mfu_heading}{peak_suffix(panel_runs['precision'].iloc[0])}"
+        )
         axes.describe(
             panel_name, f"nodes (largest marker: {count(max_tokens_per_s, unit_of('tokens_per_s'))})", y_title
         )

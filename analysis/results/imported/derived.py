@@ -17,6 +17,7 @@ from ultrabench.analysis.results.measured import shape_of
 from ultrabench.analysis.results.rows import sizes_of
 from ultrabench.analysis.results.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
 from ultrabench.attention_type import FLOPS_FORMULAS
+from ultrabench.column import FLOPS_PER_S
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import ADDED_LATER, BATCH, DEGREES, NEUTRAL, details_of
@@ -246,7 +247,7 @@ def _fill_speed(
     notes = []
     if num_assumed := int((rates.follows_from_flops & has_speed).sum()):
         used = " and ".join(sorted({*formulas[rates.follows_from_flops & has_speed]}))
-        fact = f"speeds of {counted(num_assumed, 'row')} follow from FLOP/s or MFU by the formula {used}"
+        fact = f"speeds of {counted(num_assumed, 'row')} follow from {FLOPS_PER_S.symbol} or MFU by the formula {used}"
         notes.append(f"{fact}; if the table counts otherwise, set constants.flops_formula")
     is_ok = frame["status"] == Status.OK
     has_rate = frame["tokens_per_s_per_gpu"] > 0

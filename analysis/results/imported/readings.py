@@ -17,6 +17,8 @@ import pandas as pd
 from ultrabench.analysis.results.imported.scopes import SCOPE_TEXTS, gpus_in_scope, is_of_one_gpu
 from ultrabench.analysis.results.imported.units import UNITS
 from ultrabench.analysis.results.numbers import percent, with_unit
+from ultrabench.analysis.results.columns import column_of
+from ultrabench.column import FLOPS_PER_S
 from ultrabench.errors import counted
 
 TOLERANCE = 0.03
@@ -77,7 +79,7 @@ def readings_of(name: str, frame: pd.DataFrame, unit: str | None = None) -> list
         readings += _in_units(frame, units)
     elif name == "model_flops_per_s_per_gpu":
         units = {
-            f"in {prefix}FLOP/s": (size, f"unit: {prefix}FLOP/s")
+            f"in {prefix}{FLOPS_PER_S.symbol}": (size, f"unit: {prefix}{FLOPS_PER_S.symbol}")
             for prefix, size in (("T", 1e-12), ("G", 1e-9), ("P", 1e-15))
         }
         readings += _in_units(frame, units | {"in thousands": (1e-3, None)})
@@ -153,7 +155,7 @@ def column_doubts(
     rows_text = counted(len(numbers_as_mapped), "row")
     span = f"{_span(numbers_as_read, show)} instead of {_span(numbers_as_mapped, show)} in {rows_text}"
     todo = f"write {' or '.join(entries)} into the map if so, " if entries else ""
-    quantity = "MFU" if len(numbers) else "the speed of a GPU"
+    quantity = column_of("mfu").heading if len(numbers) else "the speed of a GPU"
     sentences = {}
     for row, number in frame.loc[rows, name].items():
         fact = f"{name}={_number_text(name, number)} may be {texts}: {quantity} is then {span}"

@@ -116,7 +116,7 @@ def require_unit_of(our_column: str, unit: str) -> None:
     units = units_of(our_column)
     if unit not in units:
         quantity = unit_of(our_column)
-        quantity_text = {COUNT: "a number", TOKEN_RATE: "tokens/s", FRACTION: "a fraction"}.get(
+        quantity_text = {COUNT: "a number", TOKEN_RATE: TOKEN_RATE, FRACTION: "a fraction"}.get(
             quantity, f"in {quantity}"
         )
         choice = f"its units: {', '.join(units)}" if units else "it takes no unit"

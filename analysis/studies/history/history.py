@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from ultrabench.analysis.results.collect import open_results
+from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.environments import differing
 from ultrabench.analysis.results.numbers import percent
 from ultrabench.analysis.results.options import in_rows, varied_options
@@ -358,7 +359,8 @@ def _common_moves(series: Sequence[Series]) -> Iterator[Move]:
 def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
     """Sentences about nights and runs that do not count."""
     if any(s.control for s in series):
-        yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."
+        rate_name = column_of(RATE).heading
+        yield f"Rates of runs with a control layout are relative to the control; its own rate is in {rate_name}."
     if num_untested := len(series) - num_tested:
         min_nights = 2 * MIN_LENGTH
         too_few = " and too few step times" * (len(nights) < min_nights)

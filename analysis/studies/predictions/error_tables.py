@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ultrabench.analysis.results.numbers import percent
+from ultrabench.analysis.results.columns import RATE, column_of
+from ultrabench.analysis.results.numbers import percent, with_unit
 from ultrabench.analysis.studies.predictions.calibrate import Calibration
 from ultrabench.cli.tables import show, table
 from ultrabench.errors import counted
@@ -52,7 +53,7 @@ def _show_errors(run_errors: Sequence[Mapping[str, Any]]) -> None:
     rows = []
     for run in run_errors:
         measured_text, predicted_text, low_text, high_text = (
-            f"{run[f'{prefix}tokens_per_s_per_gpu']:,.0f}" for prefix in ("", "predicted_", "low_", "high_")
+            with_unit(RATE, run[f"{prefix}{RATE}"]) for prefix in ("", "predicted_", "low_", "high_")
         )
         run_text = f"{run['model']} {run['precision']}{' compiled' * run['compile']}"
         nodes_text = f"{counted(run['nodes'], 'node')} {run['hardware']}"
@@ -60,7 +61,7 @@ def _show_errors(run_errors: Sequence[Mapping[str, Any]]) -> None:
         speed_texts = (measured_text, predicted_text, interval_text)
         rows.append((run_text, nodes_text, run["layout"], *speed_texts, f"{run['step_time_error']:+.0%}"))
     columns = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">step time error")
-    show(table("tokens/s/GPU of each run", *columns, rows=rows), "")
+    show(table(f"{column_of(RATE).heading} of each run", *columns, rows=rows), "")
 
 
 def _show_metrics(

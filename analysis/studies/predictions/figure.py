@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note
-from ultrabench.analysis.figures.style import LookByValue, Panel, axis_title, panel_grid, series_looks
+from ultrabench.analysis.figures.style import LookByValue, Panel, axis_title, drawn, panel_grid, series_looks
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.result import Status
@@ -30,7 +30,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     """
     all_runs = ok_runs(final_rows(table))
     candidates = candidate_runs(all_runs)
-    candidates = candidates.assign(predicted_gib=candidates["predicted_peak_mem_bytes"] / GIB)
+    predicted_gib = drawn("predicted_peak_mem_bytes", candidates["predicted_peak_mem_bytes"])
+    candidates = candidates.assign(predicted_gib=predicted_gib)
     predicted_runs = candidates[candidates[[_TIME_COLUMNS[1], _MEMORY_COLUMNS[1]]].notna().any(axis=1)]
     if not len(predicted_runs):
         problem_text = f"{counted(len(candidates), 'run')}, none with a prediction (imported rows have none)"

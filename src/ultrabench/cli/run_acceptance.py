@@ -12,14 +12,13 @@ import pyarrow as pa
 import typer
 
 from ultrabench.analysis.results.collect import collect
-from ultrabench.analysis.results.numbers import rate_text
+from ultrabench.analysis.results.numbers import rate_text, with_unit
 from ultrabench.analysis.results.published import PublishedRate, beside_published, published_rates
 from ultrabench.analysis.results.rows import Row
 from ultrabench.analysis.results.run_label import run_label
 from ultrabench.cli.sweep.launch import follow, ignore_signals
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ClusterError, ConfigError, counted
-from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_folder, write_acceptance
@@ -196,7 +195,8 @@ def check_equal(rows: Sequence[Row], quantity: str) -> Check:
 
 def check_memory(row: Row) -> Check:
     """Checks that a lack of memory is recognised as such, and confirmed."""
-    is_oom, peak_text = row["status"] == Status.OOM, f"{row['predicted_peak_mem_bytes'] / GIB:.0f} GiB"
+    is_oom = row["status"] == Status.OOM
+    peak_text = with_unit("predicted_peak_mem_bytes", row["predicted_peak_mem_bytes"])
     if is_oom and row["confirmed"]:
         return success(f"{run_label(row)}, predicted {peak_text}: {row['reason']}")
     advice = "the GPUs must be free and have the memory of hardware=; "

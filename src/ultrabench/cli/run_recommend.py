@@ -11,12 +11,11 @@ from rich.console import RenderableType
 
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.analysis.results.numbers import formula_text, with_unit
+from ultrabench.analysis.results.numbers import formula_text, with_interval, with_unit
 from ultrabench.cli.sweep.consent import headline
 from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
@@ -26,7 +25,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.predict.predict import largest_loss, p_oom_text
+from ultrabench.sweep.predict.predict import largest_loss
 from ultrabench.sweep.recommend import Recommendation, recommendations
 from ultrabench.sweep.similar_layouts import group_column, group_lines, shown_runs
 
@@ -35,6 +34,8 @@ LayoutRow = dict[str, Any]
 FULL_KEYS = {name: f"sweep.{name}" for name in ("nodes", *AXES[1:], "seq_len", "gbs")}
 FULL_KEYS["precision"] = "kernel.precision"
 """Short key of an override -> its full key."""
+PEAK = "predicted_peak_mem_bytes"
+"""The column whose name and unit the key peak_mem_bytes of a row has."""
 SHARED_KEYS = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_mem_bytes", "p_oom", "limited_by")
 """Keys of a row that are fields of the prediction of its run, too."""
 
@@ -221,8 +222,11 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
     yield headline(config)
     layout_rows = [row for row in rows if row["layout"]]
     extra_keys = [name for name in ("days", "cost") if layout_rows and name in layout_rows[0]]
-    speed_columns = (">MFU", ">tokens/s", f">{column_of(RATE).heading}", ">step s")
-    number_columns = (*speed_columns, ">peak GiB", ">P(OOM)", *(f">{name}" for name in extra_keys))
+    mfu_heading, oom_heading = column_of("mfu").heading, column_of("p_oom").heading
+    step_heading, peak_heading = (column_of(name).bare_heading for name in ("step_time_s", PEAK))
+    rate_headings = (column_of(name).heading for name in ("tokens_per_s", RATE))
+    number_headings = (mfu_heading, *rate_headings, step_heading, peak_heading, oom_heading, *extra_keys)
+    number_columns = (f">{heading}" for heading in number_headings)
     shown_keys = [
         key for key in cell_keys if key != "model" or len(config.models) > 1
     ]  # the headline has one
@@ -238,10 +242,10 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
         layout_table.requested_names = extra_keys
         has_experts = any(shape.num_experts for shape in config.models)
         layout_table.note_by_column = {
-            "MFU": formula_text([config.measure.flops_formula], has_experts),
-            "step s": "in brackets: 80 % intervals",
-            "peak GiB": "peak GiB: includes the allocator's reserve",
-            "P(OOM)": "P(OOM): without the allocator's reserve, which a full GPU gets back",
+            mfu_heading: formula_text([config.measure.flops_formula], has_experts),
+            step_heading: "in brackets: 80 % intervals",
+            peak_heading: f"{peak_heading}: includes the allocator's reserve",
+            oom_heading: f"{oom_heading}: without the allocator's reserve, which a full GPU gets back",
             "limited by": "limited by: the main limit of the layout, and the largest part of the step "
             "that is not compute",
         }
@@ -267,11 +271,10 @@ def _write_lines(config: SweepConfig, has_layouts: bool) -> Iterator[str]:
 
 def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
     """The texts of a table row after those of its layout and group."""
-    step, low, high = (three_digits(row[f"step_time_{key_end}"]) for key_end in ("s", "low_s", "high_s"))
     yield from (with_unit(name, row[name]) or "" for name in ("mfu", "tokens_per_s", "tokens_per_s_per_gpu"))
-    yield f"{step} ({low}-{high})"
-    yield f"{row['peak_mem_bytes'] / GIB:.1f}"
-    yield p_oom_text(row["p_oom"])
+    yield with_interval("step_time_s", *(row[f"step_time_{end}"] for end in ("s", "low_s", "high_s")))
+    yield column_of(PEAK).unit.bare_text(row["peak_mem_bytes"])
+    yield with_unit("p_oom", row["p_oom"]) or ""
     for name in extra_keys:
         needs, low_needs, high_needs = (three_digits(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
         yield f"{needs} ({low_needs}-{high_needs})"

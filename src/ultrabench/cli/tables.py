@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ultrabench.column import NUMBER
 from ultrabench.result import Status, tier
 
 PIPE_WIDTH = 1000
@@ -184,7 +185,7 @@ def style_of(status: str | None, has_caveat: bool = False) -> str:
 
 def three_digits(value: float) -> str:
     """A number as people write it: with three digits, or as a whole number from 100 on, never with an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return NUMBER.bare_text(value)
 
 
 def duration_text(seconds: float) -> str:

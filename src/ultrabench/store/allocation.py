@@ -5,6 +5,7 @@ import secrets
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import from_dict, to_dict
@@ -92,9 +93,17 @@ def read_allocation(folder: Path) -> Allocation:
         SweepFolderError: the file cannot be read.
     """
     try:
-        return from_dict(Allocation, json.loads((folder / "allocation.json").read_text()))
+        values = json.loads((folder / "allocation.json").read_text(), object_hook=_with_new_names)
+        return from_dict(Allocation, values)
     except (OSError, TypeError, ValueError, ConfigError) as error:
         raise SweepFolderError(f"cannot read {folder}/allocation.json: {error}") from error
+
+
+def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """An object of allocation.json; version 0.2.0 wrote `profile` in place of `traced` into its tasks."""
+    if "limit_s" in values and "spec" in values and "profile" in values:
+        values["traced"] = values.pop("profile")
+    return values
 
 
 def utc_offset_s(now_s: float) -> int:

@@ -145,7 +145,8 @@ IN_REPEATS = "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 suspect, 1 pend
     [
         (table_of(), "", {"#how": "so there is nothing to rank."}),
         (table_of(*OOM), "", {".heatmap button": "^all 3 oom$"}),
-        (repeated(), "", {".heatmap button": IN_REPEATS, "#hours": "GPU hours in total"}),
+        (repeated(), "", {".heatmap button": IN_REPEATS, "#hours": "GPU hours in total",
+                         "#how": r"^Each cell shows the fastest layout, .*: its MFU, the interval .* Select a cell "}),
         (small(), "#cell=8B,2", {"#hours": r"oom\s+1\s+unknown\s[^%]*unknown for 1 attempt",
                                  "#runs-table": "throttled: <b>power</b>"}),
         (small(), "#tp=16&nobody=1&status=oom",

@@ -63,6 +63,7 @@ def test_half_precision_is_as_near_as_its_rounding(monkeypatch, tokens, logits):
         assert (expected - actual).abs().max() <= 2**-7 * expected.abs().max()
 
 
+@pytest.mark.campaign  # code generation takes 30 s; the tests above compare the same function without it
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch itself uses it
 def test_generated_code_gives_the_same_gradient():
     """In bf16; test_counts.py compares ranks that share the vocabulary, in fp64."""

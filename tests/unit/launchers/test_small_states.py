@@ -136,7 +136,7 @@ def require_end(stage: Stage, world: World) -> None:
 
 AT_ONCE = {"coarse": True, "most_kills": 0}
 IN_TURN = {"in_turn": True, "most_kills": 1}
-DOUBLE = {"double": True, "most_jobs": 4}
+DOUBLE = {"double": True, "most_jobs": 3}
 STRANGER = {"stranger": True}
 HUNTED = {
     "two launchers at once, of which one dies": (2, {"coarse": True, "most_kills": 1}, 1000),

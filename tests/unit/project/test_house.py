@@ -1,4 +1,5 @@
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ def test_no_file_names_a_path_of_somebodys_machine():
             if MACHINE_PATH.search(line):
                 places.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()[:80]}")
     assert places == []
+
+
+def test_lines_of_the_page_have_at_most_120_columns_as_those_of_python_have():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        max_columns = tomllib.load(file)["tool"]["ruff"]["lint"]["pycodestyle"]["max-line-length"]
+    paths = [path for path in (ROOT / "analysis").rglob("*") if path.suffix in (".js", ".css", ".html")]
+    too_long = [
+        f"{path.relative_to(ROOT)}:{n}"
+        for path in sorted(paths)
+        for n, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > max_columns
+    ]
+    assert paths
+    assert too_long == []
 
 
 def test_sources_are_ascii():

@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[3]
 ROOMS = ("src/ultrabench", "sweep", "launchers", "agent", "kernel", "analysis")
 NAMES = {*KERNEL_KINDS, *DEVICE_KINDS, *LAUNCHER_KINDS}
 HOMES = {"src/ultrabench/kernel_config.py", "src/ultrabench/hardware.py", "sweep/config/launcher_config.py"}
-TORCH = "kernel/"
-"""In the kernel, `device` is a torch.device, whose types have other collectives, events and counters of memory."""
 REASONS = {
     "agent/ranks/node.py": "the event probe of a report",
     "agent/ranks/rank_progress.py": "the event probe of a report",
@@ -26,7 +24,7 @@ REASONS = {
     "src/ultrabench/store/state.py": "the name of the cluster that stands for no cluster",
 }
 """File -> what it compares with a text that is also the name of a kind."""
-KIND = re.compile(r"(kernel|program|launcher|hardware|device)\w*\.(kind|name|device)$")
+KIND = re.compile(r"(kernel|program|launcher|hardware|device)\w*\.(kind|name|device|type)$")
 """Matches the end of an expression that is the name of a kind."""
 
 
@@ -55,7 +53,7 @@ def test_only_these_files_ask_for_the_name_of_a_kind():
     lines_by_file = {
         name: lines
         for path in paths
-        if not (name := str(path.relative_to(ROOT))).startswith(TORCH) and name not in HOMES
+        if (name := str(path.relative_to(ROOT))) not in HOMES
         if (lines := [*comparisons_by_name(path.read_text())])
     }
     assert lines_by_file.keys() == REASONS.keys(), lines_by_file
@@ -66,6 +64,7 @@ def test_only_these_files_ask_for_the_name_of_a_kind():
     [
         "if config.kernel.kind != 'probe': pass", "is_ours = values.get('kind', EMBEDDED) == 'embedded'",
         "if launcher.name in ('local', other): pass", "if hardware.device == USUAL_DEVICE: pass",
+        "if device.type == 'cuda': pass", "num_calls = 5 if self.device.type == USUAL_DEVICE else 1",
         "match launcher_config.name:\n    case 'slurm':\n        pass",
     ],
 )  # fmt: skip

@@ -30,6 +30,20 @@ def test_what_is_written_is_what_agents_read(allocation):
     assert read_allocation(allocation.folder) == replace(allocation, preflight=False, control=None)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_tasks_of_version_0_2_0_are_read(allocation, traced):
+    allocation.write()
+    path = allocation.folder / "allocation.json"
+    values = json.loads(path.read_text())
+    for task in values["tasks"]:
+        del task["traced"]
+        task["profile"] = traced
+    path.write_text(json.dumps(values))
+    assert [task.traced for task in read_allocation(allocation.folder).tasks] == [traced] * len(
+        values["tasks"]
+    )
+
+
 def test_the_secret_is_for_one_user_and_one_allocation(allocation):
     secrets = []
     for variant in (allocation, replace(allocation, name="n1-other.0")):

@@ -6,8 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from ultrabench.cli.tables import print_json, say, show, table
+from ultrabench.column import BYTES, memory_axis
 from ultrabench.errors import counted
-from ultrabench.hardware import GIB, Hardware
+from ultrabench.hardware import Hardware
 from ultrabench.kernel.requests import RankCost, dry_run
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
@@ -35,7 +36,8 @@ def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
     costs: list[RankCost] = []
     for cost in dry_run(spec):
         costs.append(cost)
-        say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {cost.peak_bytes / GIB:.2f} GiB")
+        peak_text = f"{cost.peak_bytes * BYTES.axis.factor:.2f} {BYTES.axis.symbol}"
+        say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {peak_text}")
     if as_json:
         print_json(_cost_document(spec, hardware, costs))
     else:
@@ -80,17 +82,18 @@ def _cost_document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> 
 def _show_costs(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
     """Prints memory and FLOPs of the first rank of each pipeline stage, the collectives, and whether the step fits."""
     max_cost = max(costs, key=lambda cost: cost.peak_bytes)
-    unit_bytes, unit_name = (GIB, "GiB") if max_cost.peak_bytes >= GIB else (2**20, "MiB")
+    unit_name, factor = memory_axis(max_cost.peak_bytes)
     title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {unit_name}"
     rows = []
     for cost in costs:
-        memory_texts = (f"{getattr(cost, f'{kind}_bytes') / unit_bytes:.2f}" for kind in MEMORY_KINDS)
+        memory_texts = (f"{getattr(cost, f'{kind}_bytes') * factor:.2f}" for kind in MEMORY_KINDS)
         flop_texts = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
         rows.append((cost.pp_rank, *memory_texts, *flop_texts))
     number_columns = (f">{kind}" for kind in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
     fits_text = "fits" if max_cost.peak_bytes <= hardware.mem_bytes else "does NOT fit"
-    peak_text = f"largest peak {max_cost.peak_bytes / GIB:.2f} GiB (stage {max_cost.pp_rank}) {fits_text}"
-    device_text = f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}"
+    largest_text = f"{max_cost.peak_bytes * BYTES.axis.factor:.2f} {BYTES.axis.symbol}"
+    peak_text = f"largest peak {largest_text} (stage {max_cost.pp_rank}) {fits_text}"
+    device_text = f"{BYTES.brief_text(hardware.mem_bytes)} of {hardware.gpu}"
     memory_text = f"{peak_text} into {device_text}; allocator, NCCL and CUDA need extra memory"
     show(table(title, "pp", *number_columns, rows=rows), _collectives_table(costs), memory_text)
 

@@ -15,9 +15,10 @@ from ultrabench.analysis.results.collect import collect
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.results.numbers import count, formula_text, params_text, rate_text, with_unit
-from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
+from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, warn
+from ultrabench.column import FLOPS_PER_S, capacity_text, memory_axis
 from ultrabench.errors import UltrabenchError, counted
-from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
+from ultrabench.hardware import PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layout import AXES, BATCH, DEGREES
 from ultrabench.record import to_dict
@@ -28,7 +29,7 @@ from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
-from ultrabench.sweep.predict.predict import LIKELY_OOM, p_oom_text
+from ultrabench.sweep.predict.predict import LIKELY_OOM, oom_text
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
 from ultrabench.sweep.untrained import untrained_features
 
@@ -155,8 +156,8 @@ def _published_text(spec: RunSpec, config: SweepConfig, step_time_s: float, peak
 
 def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
     """The tables of a prediction."""
-    unit_bytes, unit_name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
-    stages, capacity_text = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
+    unit_name, factor = memory_axis(prediction["peak_mem_bytes"])
+    stages, limit_text = prediction["stages"], capacity_text(prediction["rank_mem_bytes"])
     peak_stage = max(stages, key=lambda stage: stage["peak_bytes"])
     rank_text = f"pipeline rank {peak_stage['pp_rank']}, " if len(stages) > 1 else ""
     peak_text = rank_text + peak_stage["phase"]
@@ -167,36 +168,40 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         f"sequences of {counted(spec.workload.seq_len, 'token')}"
     )
     yield _type_table(prediction, spec)
-    yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], 1 / unit_bytes)
+    yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], factor)
     if len(stages) > 1:
         rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
         for (phase, *sizes_bytes), equal_stages in groupby(stages, itemgetter(*stage_keys)):
             ranks = [stage["pp_rank"] for stage in equal_stages]
             ranks_text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
-            rows.append((ranks_text, phase, *(f"{num_bytes / unit_bytes:.2f}" for num_bytes in sizes_bytes)))
+            rows.append((ranks_text, phase, *(f"{num_bytes * factor:.2f}" for num_bytes in sizes_bytes)))
         columns = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
         yield table(f"\nmemory of each pipeline rank, {unit_name}", *columns, rows=rows)
     fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
         fit_text += ", but the allocator must release its reserve and wait"
+    peak_bytes = prediction["peak_mem_bytes"]
     yield (
-        f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {unit_name} of {capacity_text}: "
-        f"{fit_text}, P(OOM) {p_oom_text(prediction['p_oom'])}"
+        f"peak {peak_bytes * factor:.2f} {unit_name} of {limit_text}: "
+        f"{fit_text}, {oom_text(prediction['p_oom'])}"
     )
     yield _bar_table("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios, spec.layout.dp_overlap)
     mfu, mfu_text = prediction["mfu"], ""
     if mfu is not None:
-        mfu_text = f", MFU {with_unit('mfu', mfu)}{peak_suffix(spec.kernel.precision)}"
-    interval_text = " to ".join(three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
-    step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {interval_text} s)"
+        mfu_text = f", {column_of('mfu').heading} {with_unit('mfu', mfu)}{peak_suffix(spec.kernel.precision)}"
+    step_time = column_of("step_time_s")
+    low_text = step_time.unit.bare_text(prediction["step_time_low_s"])
+    high_text = step_time.unit.brief_text(prediction["step_time_high_s"])
+    step_text = f"{step_time.short_heading} {step_time.unit.brief_text(prediction['step_time_s'])}"
+    step_text += f" (80 % interval: {low_text} to {high_text})"
     tokens_rate_text = f"{rate_text(prediction[RATE])}{mfu_text}"
     yield f"{step_text}; {tokens_rate_text}; limited by {prediction['limited_by']}"
     if mfu is not None:
         yield formula_text([config.measure.flops_formula], has_experts=bool(spec.shape.num_experts))
     if mfu is None:
-        flops_rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
+        flops_rate_text = FLOPS_PER_S.text(UNMEASURED_CPU_FLOPS_PER_S)
         yield f"assumes {flops_rate_text} per core; a sweep measures its cores first, so it predicts other times"
     if prediction["untrained"]:
         yield f"estimated, since {prediction['untrained']}"
@@ -210,7 +215,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         rows = []
         for run in nearest_runs:
             step_s, predicted_s = run["step_time_s"], run["predicted_step_time_s"]
-            time_texts = f"{step_s:.3g}", f"{predicted_s / step_s:.2f}"
+            time_texts = step_time.unit.bare_text(step_s), f"{predicted_s / step_s:.2f}"
             setting_cells = itemgetter("sweep", "nodes", "layout", "seq_len")(run)
             rows.append((*setting_cells, *time_texts, with_unit(RATE, run[RATE]), run["run_id"]))
         columns = (
@@ -218,7 +223,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
             ">nodes",
             "layout",
             ">seq_len",
-            ">step s",
+            f">{step_time.bare_heading}",
             ">x predicted",
             f">{column_of(RATE).heading}",
             "run",

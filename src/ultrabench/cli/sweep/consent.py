@@ -9,8 +9,9 @@ import typer
 
 from ultrabench.analysis.results.numbers import count, params_text
 from ultrabench.cli.tables import FittedTable, can_ask, duration_text, say, table, three_digits, warn
+from ultrabench.column import BYTES, FLOPS_PER_S
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE, GIB
+from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE
 from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import busy_share
@@ -111,8 +112,8 @@ def interval_line(price: Price) -> str:
 def cores_line(price: Price) -> str:
     """One line that says how far the price may be off while the cores of this machine are not measured."""
     low, high = map(three_digits, price.interval)
-    slow, fast = (f"{rate / 1e9:g}" for rate in CPU_FLOPS_PER_S_RANGE)
-    range_text = f"{low} to {high} on cores of {slow} to {fast} GFLOP/s"
+    slow, fast = map(FLOPS_PER_S.text, CPU_FLOPS_PER_S_RANGE)
+    range_text = f"{low} to {high} on cores of {slow} to {fast}"
     return (
         f"{three_digits(price.gpu_hours)} GPU hours, {range_text}: sweep launch measures this machine "
         "before it starts"
@@ -212,10 +213,8 @@ def jobs_line(price: Price, config: SweepConfig) -> str:
         reason_text += f"; longer if one run needs it{share_text}"
     limits_text = _minutes_text([job.limit_s / 60 for job in price.jobs])
     source_text = " (launcher.time_minutes)" if launcher.time_minutes else ""
-    return (
-        f"{lengths_text} ({reason_text}), {'time limits' if ' to ' in limits_text else 'time limit'} "
-        f"{limits_text}{source_text}"
-    )
+    limit_noun = "time limits" if " to " in limits_text else "time limit"
+    return f"{lengths_text} ({reason_text}), {limit_noun} {limits_text}{source_text}"
 
 
 def time_limit_lines(plan: Plan) -> Iterator[str]:
@@ -231,7 +230,8 @@ def _minutes_text(minutes: Sequence[float], adjective: str = "") -> str:
     `4.5 to 18 predicted minutes`.
     """
     end_texts = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(minutes), max(minutes)))
-    return f"{' to '.join(end_texts)} {adjective}{'minute' if [*end_texts] == ['1'] else 'minutes'}"
+    noun = "minute" if [*end_texts] == ["1"] else "minutes"
+    return f"{' to '.join(end_texts)} {adjective}{noun}"
 
 
 def ask_for_budget(
@@ -289,10 +289,10 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
     hours = sum(job.gpu_hours / job.nodes for job in price.jobs) / plan.config.hardware.gpus_per_node
     concerns = [f"about {three_digits(hours)} hours on this machine"] if hours >= MIN_ASKED_HOURS else []
     if not any(run.fits for run in plan.runs):
-        needed_gib = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
-        smallest_text = f"the smallest needs {needed_gib:,.0f} GiB a rank"
-        limit_gib = plan.config.hardware.mem_bytes / GIB
-        concerns.append(f"no run is predicted to fit: {smallest_text}, and a rank has {limit_gib:.0f}")
+        needed_bytes = min(run.prediction.peak_mem_bytes for run in plan.runs)
+        smallest_text = f"the smallest needs {BYTES.text(needed_bytes)} a rank"
+        limit_text = BYTES.text(plan.config.hardware.mem_bytes)
+        concerns.append(f"no run is predicted to fit: {smallest_text}, and a rank has {limit_text}")
     if concerns and not yes and price.jobs and can_ask():
         say(headline(plan.config))
         typer.confirm(f"{'; '.join(concerns)}. Launch?", abort=True, err=True)

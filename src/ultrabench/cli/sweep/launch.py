@@ -13,7 +13,7 @@ import typer
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
-from ultrabench.cli.sweep.rereads import read_again
+from ultrabench.cli.sweep.rereads import ask_to_measure_again, read_again
 from ultrabench.cli.sweep.tracking import require_tracker, tracked
 from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted
@@ -83,7 +83,7 @@ def run_launch(
     if detach and not config.launcher.survives_us:
         plan_with_bar(config)
         if not yes:
-            rereads.ask()
+            ask_to_measure_again(rereads)
         return _leave_in_background(folder)
     launcher = choose_launcher(config, folder)
     max_limit_s = launcher.limits.max_limit_s
@@ -98,7 +98,7 @@ def run_launch(
         warn(note)
     if not config.launcher.holds_nodes:
         if not yes:
-            rereads.ask()
+            ask_to_measure_again(rereads)
         ask_for_this_machine(plan, price, yes)
     else:
         if acceptance_note := acceptance_warning(config):

@@ -10,9 +10,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.results.columns import RATE
+from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import formula_text, rate_text, too_wide, with_unit
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
+from ultrabench.column import SECONDS
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.hardware import low_peak, peak_suffix
@@ -216,10 +217,15 @@ def counts_line(progress: SweepProgress, is_active: bool) -> Text:
 
 def _phase_text(run: Candidate, attempt: AttemptState) -> str:
     """The phase of a running attempt and, once it measures, its step time beside the predicted one."""
-    texts, predicted_text = [attempt.phase or "start"], f"predicted {run.prediction.step_time_s:.3g} s"
+    texts, predicted_text = (
+        [attempt.phase or "start"],
+        f"predicted {SECONDS.brief_text(run.prediction.step_time_s)}",
+    )
     has_steps = attempt.step_time_s is not None and attempt.steps
     if has_steps:
-        texts.append(f"{counted(attempt.steps or 0, 'step')} of {attempt.step_time_s:.3g} s")
+        texts.append(
+            f"{counted(attempt.steps or 0, 'step')} of {SECONDS.brief_text(attempt.step_time_s or 0.0)}"
+        )
     if run.spec.kernel.is_predictable:
         texts.append(predicted_text if has_steps else f"{predicted_text} a step")
     return ", ".join(texts)
@@ -264,7 +270,8 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             )
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *number_texts))
         cell_headings = ("model", *(f">{name}" for name in columns[1:]), "layout")
-        number_headings = (">tokens/s/GPU", *([">MFU"] if has_mfu else []), ">x predicted")
+        shown_columns = (RATE, "mfu") if has_mfu else (RATE,)
+        number_headings = (*(f">{column_of(name).heading}" for name in shown_columns), ">x predicted")
         headings = (*cell_headings, *number_headings)
         yield table("best so far", *headings, rows=rows)
         expert_runs = ((run, standing) for run, standing in progress.best if run.shape.num_experts)

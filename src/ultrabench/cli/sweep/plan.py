@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.analysis.results.numbers import formula_text, with_unit
+from ultrabench.analysis.results.numbers import formula_text, with_interval, with_unit
 from ultrabench.cli.sweep.consent import (
     cores_line,
     cost_lines,
@@ -28,12 +28,11 @@ from ultrabench.cli.sweep.consent import (
     time_line,
 )
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
-from ultrabench.cli.sweep.rereads import Rereads, read_again
+from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, SweepFolderError, counted
-from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.choose import require_max_nodes, script_of
 from ultrabench.launchers.open_sweep import (
@@ -71,7 +70,7 @@ from ultrabench.sweep.config.widest import WIDEST, unsearched_values
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM, p_oom_text
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.remedy import reasons_without_candidates, reasons_without_fit, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.budget import Proposal, proposal
@@ -93,6 +92,7 @@ from ultrabench.sweep.running.price import (
     within_limit,
 )
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
+from ultrabench.sweep.running.rereads import Rereads
 from ultrabench.sweep.running.standings import measured_rates
 from ultrabench.sweep.similar_layouts import group_column, group_lines, groups_of, shown_runs
 
@@ -406,29 +406,29 @@ def _page(
     if layouts:
         table_rows, group_key = [], group_column(with_similar=with_similar)
         cell_keys = [key for key in cell_columns(counts) if key != "model" or len(plan.config.models) > 1]
+        step_column, peak_column = map(column_of, ("step_time_s", "predicted_peak_mem_bytes"))
         for row in layouts:
-            low, high = (three_digits(row[f"step_time_{bound}_s"]) for bound in ("low", "high"))
-            step_text, oom_text = three_digits(row["step_time_s"]), ""
-            if low != high:  # it is predicted, not measured
-                step_text, oom_text = f"{step_text} ({low}-{high})", p_oom_text(row["p_oom"])
+            step_ends_s = row["step_time_low_s"], row["step_time_high_s"]
+            is_measured = step_ends_s[0] == step_ends_s[1]
             speed_texts = (
-                *(with_unit(name, row[name]) or "" for name in ("tokens_per_s_per_gpu", "mfu")),
-                step_text,
+                *(with_unit(name, row[name]) or "" for name in (RATE, "mfu")),
+                with_interval(step_column.name, row["step_time_s"], *step_ends_s),
             )
+            oom_text = "" if is_measured else with_unit("p_oom", row["p_oom"])
             note = row["why"] if row["advised"] else "most likely to fit, not advised"
             note += f", {NO_ROOM}" * (not row["has_room"])
             note += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
-            numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
+            peak_text = peak_column.unit.bare_text(row["peak_mem_bytes"])
+            numbers = (*speed_texts, peak_text, oom_text, row["limited_by"])
             cell_texts = (row[key] for key in (*cell_keys, "layout", group_key))
             table_rows.append((*cell_texts, *numbers, note, row["run_id"]))
-        number_columns = (
-            f">{column_of(RATE).heading}",
-            ">MFU",
-            ">step s",
-            ">peak GiB",
-            ">P(OOM)",
-            "limited by",
+        number_headings = (
+            *(column_of(name).heading for name in (RATE, "mfu")),
+            step_column.bare_heading,
+            peak_column.bare_heading,
+            column_of("p_oom").heading,
         )
+        number_columns = (*(f">{heading}" for heading in number_headings), "limited by")
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
         columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
         layout_table = table("\nlayouts to try first", *columns, rows=table_rows)

@@ -68,7 +68,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         print_json({"sweep": folder.name, "run_id": run_id, **facts, "attempts": documents, **nodes})
         return
     plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
-    headings = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
+    headings = ("repeat", "attempt", "status", "step", "loss", "duration", "on", "reason")
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
         *_number_lines(folder, run_id),
@@ -187,9 +187,9 @@ def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
         yield f"running: {attempt.phase}"
         return
     yield Text(result.status, style_of(result.status, result.stopped == SLOWER))
-    yield f"{median(result.step_times_s):.4g}" if result.step_times_s else None
+    yield with_unit("step_time_s", median(result.step_times_s) if result.step_times_s else None)
     yield None if result.loss_final is None else f"{result.loss_final:.6f}"
-    yield None if result.duration_s is None else f"{result.duration_s:.1f}"
+    yield with_unit("duration_s", result.duration_s)
     yield ",".join(result.hostnames)
     yield result.reason
 

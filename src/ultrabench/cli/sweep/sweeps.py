@@ -88,7 +88,7 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
             ">runs settled",
             "best",
             f">{column_of(RATE).heading}",
-            ">MFU",
+            f">{column_of('mfu').heading}",
             ">age",
             "activity",
         )

@@ -25,9 +25,15 @@ from ultrabench.routing import routing_text
 from ultrabench.store.folder import SweepFolder
 
 SHOWN_AS = {
-    **{name: column_of(name).heading for name in ("mfu", "tokens_per_s_per_gpu")},
-    "peak_mem_reserved_bytes": "memory", "step_time_s": "step", "predicted_step_time_s": "predicted",
-}  # fmt: skip
+    name: column_of(name).short_heading
+    for name in (
+        "mfu",
+        "tokens_per_s_per_gpu",
+        "peak_mem_reserved_bytes",
+        "step_time_s",
+        "predicted_step_time_s",
+    )
+}
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
 COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
@@ -96,9 +102,9 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
         first_texts |= {heading: with_unit(rank_by, row[column]) for heading, column in added_columns.items()}
         first_texts |= {"environment": row["environment"]} if has_environments else {}
         shown_rows.append({**first_texts, **number_texts(row), "run id": row["run_id"]})
-    if not any(row["MFU"] for row in shown_rows):
+    if not any(row[SHOWN_AS["mfu"]] for row in shown_rows):
         for row in shown_rows:
-            del row["MFU"]
+            del row[SHOWN_AS["mfu"]]
     headings = [name if name in _TEXT_COLUMNS else f">{name}" for name in shown_rows[0]]
     title = f"{results_name}: {', '.join((cell_text(top_row), *setting_texts))}, by {ranking_text}"
     shown_table = table(title, *headings, rows=[row.values() for row in shown_rows])
@@ -117,14 +123,14 @@ def number_texts(row: Row) -> dict[str, str | Text | None]:
     """Column of the table -> text of the most important numbers of a run; None where one is unknown."""
     text_by_column: dict[str, str | Text | None] = {"layout": " ".join(layout_words(row))}
     text_by_column |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
-    if text_by_column["MFU"]:
-        text_by_column["MFU"] = f"{text_by_column['MFU']}{peak_suffix(row['precision'])}"
+    mfu_heading, step_heading = SHOWN_AS["mfu"], SHOWN_AS["step_time_s"]
+    if text_by_column[mfu_heading]:
+        text_by_column[mfu_heading] = f"{text_by_column[mfu_heading]}{peak_suffix(row['precision'])}"
     peaks = ("peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "peak_mem_allocated_bytes")
-    text_by_column["memory"] = memory(*(row[name] for name in peaks))
-    if text_by_column["step"] and row["step_time_ci95_rel"] is not None:
-        text_by_column["step"] = (
-            f"{text_by_column['step']} +- {with_unit('step_time_ci95_rel', row['step_time_ci95_rel'])}"
-        )
+    text_by_column[SHOWN_AS["peak_mem_reserved_bytes"]] = memory(*(row[name] for name in peaks))
+    if text_by_column[step_heading] and row["step_time_ci95_rel"] is not None:
+        width_text = with_unit("step_time_ci95_rel", row["step_time_ci95_rel"])
+        text_by_column[step_heading] = f"{text_by_column[step_heading]} +- {width_text}"
     return text_by_column | {"status": _status_text(row)}
 
 
