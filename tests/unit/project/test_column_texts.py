@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from ultrabench.analysis.columns import RESULT_TABLE, column_of
+from ultrabench.analysis.results.columns import RESULT_TABLE, column_of
 
 from ultrabench.column import NUMBER, Better
 from ultrabench.result import RESULT_COLUMNS
