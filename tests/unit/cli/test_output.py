@@ -34,7 +34,7 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert plan["candidates"] == plan["valid"] + sum(plan["rejected"].values())
     assert [c["nodes"] for c in plan["cells"]] == [1, 2]
     numbers = {"candidates", "valid", "runs", "runs_at_most", "pruned", "predicted_to_fit"}
-    promised = {*CellKey._fields, "predicted_gpu_hours", "predicted_gpu_hours_interval"} | numbers
+    promised = {*CellKey._fields, "predicted_gpu_hours", "predicted_gpu_hours_interval", "reason"} | numbers
     assert all(set(c) == promised for c in plan["cells"])
     assert 0 < plan["runs"] == sum(c["runs"] for c in plan["cells"]) < plan["runs_at_most"] / 5
     exhaustive = as_json(ultrabench, *words, "sweep.strategy=exhaustive")
