@@ -270,6 +270,9 @@ _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
      "sweep.tp, sweep.pp or sweep.cp"),
     (r"(?:.*\.)?(?:gpus|num_gpus|ngpus|nproc_per_node)",
      "{key} is not a setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]"),
+    (r"(?:launcher\.|cluster\.)?(?P<option>reservation|constraint)",
+     "{key} is an option of sbatch; write +launcher.sbatch.{option}=VALUE, or "
+     "sbatch: {{NAME: VALUE}} in the file of a cluster"),
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (

@@ -62,7 +62,7 @@ MISTAKES = [
     ("sweep plan sweep.tp=[3]", "no candidate: 2 or 4 GPUs are not divisible by tp=3; choose divisors"),
     ("sweep plan sweep.gbs=7", "gas=7 is not in sweep.gas=[2, 4]"),
     ("sweep plan model=tiny sweep.tp=[2] sweep.seq_len=3", "tp=2 does not divide seq_len/cp=3"),
-    ("sweep plan 'hardware={gpu: X}'", "hardware takes one name"),
+    ("sweep plan 'hardware={gpu: X}'", "a sweep has one hardware"),
     ("sweep plan hardware=here/big.yaml", "put the file into ./ultrabench/hardware/ and write hardware=big"),
     ("sweep plan model.hidden_size=4", "write ultrabench/model/NAME.yaml and give model=NAME"),
     ("sweep plan -o nowhere/plan.parquet", "cannot write nowhere/plan.parquet"),

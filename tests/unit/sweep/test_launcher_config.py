@@ -103,6 +103,7 @@ def test_options_of_sbatch(options, sbatch):
 @pytest.mark.parametrize(
     ("override", "text"),
     [
+        *((f"launcher.{key}=x", f"write +launcher.sbatch.{key}=VALUE") for key in ("reservation", "constraint")),
         ("launcher.sbatch.foo=1", "write +launcher.sbatch.NAME=VALUE"),
         ("launcher.sbatch={foo:1}", "write +launcher.sbatch.NAME=VALUE"), ("launcher.sbatch=[a]", "launcher.sbatch"),
         ("+launcher.sbatch={--foo:1}", "without leading dashes"),
