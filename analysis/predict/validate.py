@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
-from ultrabench.analysis.predict.fit import FP8_NAMES, fit_time, intervals
+from ultrabench.analysis.predict.fit import FP8_NAMES, FittedTime, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, memory_runs, with_version
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, DEGREES, DIVIDES
@@ -83,15 +83,20 @@ def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: st
     prior_memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group_of(case) for case in cases}, key=str)
     constants_by_left_out = {
-        group: fit_time([case for case in timed_cases if group_of(case) != group], prior.time)
+        group: fit_time(
+            [case for case in timed_cases if group_of(case) != group], FittedTime(prior.time, prior.flags)
+        )
         for group in groups
     }
-    case_error_pairs = [(case, case.log_error(constants_by_left_out[group_of(case)])) for case in timed_cases]
+    case_error_pairs = [
+        (case, case.log_error(*constants_by_left_out[group_of(case)])) for case in timed_cases
+    ]
     profile_by_group: dict[Hashable, Profile] = {}
     for group_left_out in groups:
         kept_pairs = [pair for pair in case_error_pairs if group_of(pair[0]) != group_left_out]
         interval = intervals([case for case, _ in kept_pairs], [log_error for _, log_error in kept_pairs])
-        profile = replace(prior, time=constants_by_left_out[group_left_out], interval=interval)
+        time, flags = constants_by_left_out[group_left_out]
+        profile = replace(prior, time=time, flags=to_dict(flags), interval=interval)
         if isinstance(prior_memory, NanotronMemory):
             runs = memory_runs(case.run for case in cases if group_of(case) != group_left_out)
             profile = replace(profile, memory=to_dict(fit_memory(runs, prior_memory)))
