@@ -11,6 +11,7 @@ from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import FP8_NAMES, FittedTime, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, memory_runs, with_version
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import SCALED_PRECISIONS
 from ultrabench.layout import AXES, DEGREES, DIVIDES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -48,12 +49,14 @@ ALLOCATABLE_SHARE = 0.967
 
 def fp8_priors_warning(cases: Sequence[Case], profile: Profile) -> str | None:
     """A warning about rows in fp8 if the profile was fitted without fp8; None if there are no such rows."""
-    num_rows = sum(case.run.spec.kernel.precision == "fp8" for case in cases)
-    if not num_rows or "fp8" in profile.measured.get("precision", ()):
+    precisions = [case.run.spec.kernel.precision for case in cases]
+    num_rows = sum(precision in SCALED_PRECISIONS for precision in precisions)
+    if not num_rows or {*SCALED_PRECISIONS} & {*profile.measured.get("precision", ())}:
         return None
     priors_text = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(FP8_NAMES))
     return (
-        f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, "
+        f"{counted(num_rows, 'row')} in {' or '.join(p for p in SCALED_PRECISIONS if p in precisions)}: "
+        f"profile {profile.name} was fitted without them, "
         f"so {priors_text} are priors"
     )
 

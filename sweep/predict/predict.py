@@ -291,7 +291,10 @@ def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings
     gpus_per_node, link_bytes_per_s = hardware.gpus_per_node, hardware.link_bytes_per_s
     scopes = [(gpus_per_node, link_bytes_per_s)]
     if spec.nodes > 1:
-        scopes.append((gpus_per_node * spec.nodes, min(link_bytes_per_s, hardware.node_link_bytes_per_s)))
+        num_ranks = gpus_per_node * spec.nodes
+        leaves_domain = num_ranks > hardware.nvlink_gpus
+        far_bytes_per_s = hardware.node_link_bytes_per_s if leaves_domain else link_bytes_per_s
+        scopes.append((num_ranks, min(link_bytes_per_s, far_bytes_per_s)))
     return sum(
         settings.calls * size_bytes * crossing_share(operation, num_ranks) / (bytes_per_s * LINK_EFFICIENCY)
         for num_ranks, bytes_per_s in scopes

@@ -124,9 +124,12 @@ class Profile:
         usual_values = (str(spec.kernel.usual_knob_value(knob)),) if knob in spec.kernel.knobs else ()
         return tuple(dict.fromkeys((*usual_values, *self.flags.get(knob, ()), *values)))
 
-    def knows(self, spec: RunSpec, knob: str, value: str) -> bool:
-        """Whether predictions of runs like this one contain what a value of a knob changes."""
-        return value in self._fitted_values(spec, f"{FLAGS}.{knob}")
+    def knowledge(self, knob: str, value: str, usual_value: str) -> str | None:
+        """What predictions know of a value of a knob: its constants are fitted or prior, or it is the usual one or one
+        of runs of the fit, which those of `time` are for; None: nothing."""
+        if value in self.flags.get(knob, {}):
+            return "fitted" if value in self.flag_runs.get(knob, {}) else "prior"
+        return "usual" if value in (usual_value, *self.measured.get(f"{FLAGS}.{knob}", ())) else None
 
     def as_divided(self, spec: RunSpec) -> RunSpec:
         """The run with the layers of its stages as the program divides them, where its layout does not say it."""
