@@ -22,7 +22,7 @@ from ultrabench.analysis.predict.fit import (
     FP8_NAMES,
     FittedTime,
     fit_constants,
-    fit_time,
+    fitted_flags,
     fitted_names,
     intervals,
     log_errors,
@@ -112,26 +112,28 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
 
 
 def test_constants_of_a_knob_are_fitted_where_its_value_varies():
-    """Half of the runs capture graphs, with which the host launches a layer ten times as fast as the prior says."""
-    flags = {"graph": {"full": {"layer_launch_s": 1e-3, "layer_launch_tp_s": 1e-3}}}
-    truth = replace(BASE.time, layer_launch_s=1e-4, layer_launch_tp_s=1e-4)
+    """A value with which matrix products are slower than the prior says, in more than half of the runs."""
+    flags = {"recipe": {"blockwise": {"gemm_efficiency": 0.6}}}
     base = replace(BASE, flags=flags)
 
-    def with_graph(run):
-        return replace(run.spec, variant={"flags.graph": "full"})
+    def with_recipe(run):
+        return replace(run.spec, variant={"flags.recipe": "blockwise"})
 
-    plain, varied = measured(BASE.time, 12), changed(measured(truth, 12, seed=1), spec=with_graph)
-    assert fit_time(plain, FittedTime(base.time, flags)).flags == flags, "no run has the value"
+    slower = measured(replace(BASE.time, gemm_efficiency=0.35), 14, seed=1)
+    plain, varied = measured(BASE.time, 8), changed(slower, spec=with_recipe)
+    assert not fitted_flags(plain, flags), "no run has the value"
     calibration = fit([*plain, *varied], base)
-    constants = calibration.profile.flags["graph"]["full"]
-    assert calibration.profile.flag_runs == {"graph": {"full": 12}}
-    assert constants["layer_launch_tp_s"] < 0.7e-3
+    assert calibration.profile.flag_runs == {"recipe": {"blockwise": 14}}
+    assert calibration.profile.flags["recipe"]["blockwise"]["gemm_efficiency"] == pytest.approx(
+        0.35, abs=0.05
+    )
+    assert calibration.profile.time.gemm_efficiency == pytest.approx(BASE.time.gemm_efficiency, rel=0.1)
     assert calibration.after["median_error"] < calibration.before["median_error"]
-    assert calibration.profile.measured["flags.graph"] == ("full",)
+    assert calibration.profile.measured["flags.recipe"] == ("blockwise",)
     text = to_yaml(calibration.profile, base)
-    assert re.search(r'    "full":\n      layer_launch_s: [0-9.e-]+ +# 0.001 before\n', text)
+    assert re.search(r'    "blockwise":\n      gemm_efficiency: [0-9.]+ +# 0.6 before\n', text)
     read_back = yaml.safe_load(text)
-    assert (read_back["flags"].keys(), read_back["flag_runs"]) == ({"graph"}, {"graph": {"full": 12}})
+    assert (read_back["flags"].keys(), read_back["flag_runs"]) == ({"recipe"}, {"recipe": {"blockwise": 14}})
 
 
 def in_fp8(cases_, constants):

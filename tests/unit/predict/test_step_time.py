@@ -305,7 +305,7 @@ def test_every_regime_has_a_name():
         ),
         (
             {"flags": {"graph": {"full": {"rest_s": 0.1}}, "gc": {"manual": {"rest_s": 0.2}}}},
-            "flags.graph and flags.gc both change rest_s; leave it to one of them",
+            "flags.gc and flags.graph both change rest_s; leave it to one of them",
         ),
         (
             {"flag_runs": {"graph": {"full": 7}}},

@@ -217,18 +217,19 @@ def test_a_program_of_the_user_may_have_any_format_with_a_rate():
 
 
 def test_groups_within_an_nvlink_domain_use_its_links():
-    """On 32 nodes of four GPUs, of which a domain joins 18."""
+    """On 16 nodes of four GPUs, all in one domain of 18 nodes."""
     rack = load_hardware("gb200x4")
     node_only = replace(rack, nvlink_domain=None)
     assert (rack.nvlink_gpus, node_only.nvlink_gpus) == (72, 4)
-    arguments = ["model=qwen3-235b-a22b", "nodes=32", "mbs=1"]
+    arguments = ["model=qwen3-235b-a22b", "nodes=16", "mbs=1"]
 
     def parts_of(hardware, *words):
         spec, config = read_run(
             [*arguments, *words], PREDICTION_DEFAULTS | {"hardware": "gb200x4"}, any_model=True
         )
-        predicts = predictor(replace(config, hardware=hardware), 32, hardware.peak("bf16", 32, None, 1))
-        return predicts.step_time(spec, ())
+        predicts = predictor(replace(config, hardware=hardware), 16, hardware.peak("bf16", 16, None, 1))
+        # Waiting for the slowest stage hides the exchanges of a pipeline, so that only their ratio tells.
+        return predicts.step_time(spec, ())._asdict() | {"pp": predicts.communication_ratios(spec).get("pp")}
 
     words_by_part = {
         "tp": ("tp=8", "gas=1"),
@@ -238,7 +239,7 @@ def test_groups_within_an_nvlink_domain_use_its_links():
         "dp": ("tp=4", "pp=2", "gas=2"),
     }
     for part, words in words_by_part.items():
-        inside, outside = (getattr(parts_of(hardware, *words), part) for hardware in (rack, node_only))
+        inside, outside = (parts_of(hardware, *words)[part] for hardware in (rack, node_only))
         assert inside < outside, part
     # Twice as many ranks do not lie in one domain; a half of what each sends leaves it.
     links, far = network(rack, 64), rack.node_link_bytes_per_s * 0.75
