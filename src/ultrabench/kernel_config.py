@@ -28,8 +28,8 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(SCALED_PRECISI
 PRECISIONS = tuple(ELEMENT_BYTES)
 EMBEDDED_PRECISIONS = ("fp32", "bf16", "fp8", "fp64")
 """Precisions of our own kernel."""
-PRECISIONS_16_BIT = tuple(precision for precision, num_bytes in ELEMENT_BYTES.items() if num_bytes == 2)
-"""Precisions with parameters, activations and attention of 16 bits, and fp32 master weights."""
+PRECISIONS_16_BIT = tuple(precision for precision in EMBEDDED_PRECISIONS if ELEMENT_BYTES[precision] == 2)
+"""Precisions of our own kernel with parameters, activations and attention of 16 bits, and fp32 master weights."""
 
 ROUTING_RULE = matching(
     r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned or skew=NUMBER, such as skew=0.5"
