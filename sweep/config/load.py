@@ -47,6 +47,7 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
+from ultrabench.sweep.config.knobs import with_flag_texts, with_texts
 from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, read_launcher
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
@@ -139,7 +140,8 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         if isinstance(variables := tree[group].get("env"), dict):
             require_variables(variables, f"{group}.env")
     names, cluster, sweep = tree["names"], tree["cluster"], tree["sweep"]
-    kernel, secrets = dict(tree["kernel"]), dict[str, str]()
+    kernel, secrets = with_texts(tree["kernel"]), dict[str, str]()
+    tree = tree | {"kernel": kernel}
     if isinstance(kernel.get("env"), dict):
         kernel["env"], secrets = redact_env(kernel["env"])
         tree = tree | {"kernel": kernel}
@@ -151,7 +153,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         }
     kernel_options = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in kernel_options.items()}
-    settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
+    settings = {k: value for k, value in kernel.items() if k != "profile" and value is not None}
     kernel_values = {"name": names["kernel"]} | settings | first_values
     kernel_config = from_dict(KernelConfig, kernel_values, where="kernel")
     workload_types = {key: key_type for key, key_type in WORKLOAD_TYPES.items() if key in sweep}
@@ -370,7 +372,24 @@ def load_profile(name: str) -> Profile:
         ConfigError: there is no such profile, or a constant is missing or cannot be used.
     """
     advice = "; `ultrabench predict calibrate` fits a profile to your runs"
-    return _load_named("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
+    return _load_named(
+        "profile", name, lambda values: from_dict(Profile, with_flag_texts(values), where="profile"), advice
+    )
+
+
+def kernel_settings(name: str) -> dict[str, Any]:
+    """The settings in the file of a kernel, and in those that it builds on.
+
+    Raises:
+        ConfigError: there is no such kernel, or its file cannot be used.
+    """
+    if (path := files("kernel").get(name)) is None:
+        raise ConfigError(unknown_option("kernel", name))
+    settings = read_yaml(path)
+    if isinstance(settings, dict) and "defaults" not in settings:
+        return settings
+    composed: dict[str, Any] = compose_tree([f"kernel={name}"])["kernel"]
+    return composed
 
 
 def load_framework(name: str) -> Framework:

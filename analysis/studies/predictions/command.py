@@ -105,7 +105,7 @@ def calibrate(
         raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
     from ultrabench.analysis.results.cases import open_cases
     from ultrabench.analysis.studies.predictions.calibrate import calibrate as fit_profile
-    from ultrabench.analysis.studies.predictions.calibrate import to_yaml
+    from ultrabench.analysis.studies.predictions.calibrate import knob_lines, to_yaml
     from ultrabench.analysis.studies.predictions.error_tables import show_calibration
     from ultrabench.cli.tables import print_json, say, warn
 
@@ -119,4 +119,5 @@ def calibrate(
         print_json({"profile": str(output), "prior": prior.name, **values})
         return
     show_calibration(calibration, prior.name)
+    say(*knob_lines(calibration.profile, fitted_cases))
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
