@@ -272,9 +272,9 @@ def positions_from_zero(right, spans, *args):
 
 
 @planted(cp, "_visits", counts="test_ring")
-def ring_goes_on(right, pair, group, exchange):
+def ring_goes_on(right, pair, seq_len, group, exchange):
     """Keys and values travel one turn more than needed."""
-    yield from right(pair, group, exchange)
+    yield from right(pair, seq_len, group, exchange)
     cp.RingTransfer(pair, torch.empty_like(pair), group).wait()
 
 

@@ -44,9 +44,9 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
     shares = (sums - sums.logsumexp(0))[..., None].exp()
     merged = sum(share * out.double() for share, (out, _) in zip(shares, parts, strict=True))
 
-    def visits_in_turn(kv, group, exchange):
+    def visits_in_turn(kv, seq_len, group, exchange):
         for n, visit in enumerate(visits):
-            yield cp._stack_kv(*visit), slice(None), slice(None), n == 0
+            yield cp._pack_kv(*visit), slice(None), slice(None), n == 0
 
     with mock.patch.multiple(cp, _visits=visits_in_turn, process_group=lambda name: None):
         out, _ = cp._ring_forward(query, *visits[0], "group", "ring", "flash")
@@ -71,14 +71,14 @@ def test_what_runs(monkeypatch, chosen, precision, head_width, device, has_cudnn
     """`has_cudnn` is whether torch prefers cuDNN on that GPU."""
     monkeypatch.setattr(attention, "prefers_cudnn_attention", lambda _: has_cudnn)
     kernel = KernelConfig(name="embedded", attention=chosen, precision=precision)
-    assert attention.choose_backend(kernel, head_width, device) == runs
+    assert attention.choose_backend(kernel, (head_width, 64), device) == runs
 
 
 def test_flash3_that_is_not_installed_is_told_in_one_line():
     """The package flash_attn_interface exists for GPUs only."""
     kernel = KernelConfig(name="embedded", attention="flash3", precision="bf16")
     with refused("kernel.attention=flash3: "):
-        attention.choose_backend(kernel, 128, GPU)
+        attention.choose_backend(kernel, (128, 128), GPU)
 
 
 def test_the_operators_of_cudnn_take_our_arguments():
