@@ -5,6 +5,7 @@ without context parallelism run the same implementation.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from ultrabench.kernel.compat import (
     pads_values,
     prefers_cudnn_attention,
 )
-from ultrabench.kernel.cp import ring_attention
+from ultrabench.kernel.compile import as_operator
+from ultrabench.kernel.cp import empty_output, ring_attention
 from ultrabench.kernel.model import Decoder, Layer, causal_attention
 from ultrabench.kernel_config import KernelConfig, auto_attention
 from ultrabench.layout import AUTO
@@ -56,19 +58,48 @@ def pinned_attention(backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tenso
         return causal_attention(q_BNSD, k_BKSD, v_BKSD)
 
 
+def _empty_padded_results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return empty_output(q, v), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@as_operator(_empty_padded_results)
+def _padded_forward(q: Tensor, k: Tensor, v: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """Attention by an implementation that pads values, and the log of its softmax sums.
+
+    A compiler that saw the padding would keep padded values for backward.
+    """
+    return attention_forward(backend, q, k, v, causal=True)
+
+
+def _empty_padded_gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in (q, k, v)]
+
+
+@as_operator(_empty_padded_gradients)
+def _padded_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, backend: str
+) -> list[Tensor]:
+    """The gradients of q, k and v."""
+    return [*attention_backward(backend, grad_out, q, out, log_sum, k, v, causal=True)]
+
+
+PADDED_FORWARD = torch.ops.ultrabench.padded_forward.default
+"""The operator that runs `_padded_forward` in compiled layers."""
+
+
 class _PaddedAttention(torch.autograd.Function):
     """Attention by an implementation that pads values; what is kept for backward has no padding."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:  # type: ignore[no-untyped-def]
-        out, log_sum = attention_forward(backend, q, k, v, causal=True)
+        out, log_sum = _padded_forward(q, k, v, backend)
         ctx.backend = backend
-        ctx.save_for_backward(q, out, log_sum, k, v)
-        return out
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
-        return *attention_backward(ctx.backend, grad_out, *ctx.saved_tensors, causal=True), None
+        return *_padded_backward(grad_out, *ctx.saved_tensors, ctx.backend), None
 
 
 def apply_attention(model: Decoder, backend: str, ring_group: ProcessGroup | None, cp_exchange: str) -> None:

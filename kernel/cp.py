@@ -125,14 +125,14 @@ def _unpack_kv(kv: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tens
     )
 
 
-def _empty_output(q_BNSD: Tensor, v_BKSD: Tensor) -> Tensor:
+def empty_output(q_BNSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """Memory for the output of attention, in the order B, S, N, D."""
     batch_size, num_heads, seq_len, _ = q_BNSD.shape
     return q_BNSD.new_empty(batch_size, seq_len, num_heads, v_BKSD.shape[-1]).transpose(1, 2)
 
 
 def _empty_ring_results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    return _empty_output(q, v), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return empty_output(q, v), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @as_operator(_empty_ring_results)

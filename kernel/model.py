@@ -237,6 +237,11 @@ class GroupedQueryAttention(Attention):
         return self.row_product(attended_BNSD.transpose(1, 2).flatten(2), self.out.weight)
 
 
+def own_memory(view: Tensor) -> Tensor:
+    """A copy of a view, which does not keep the rest of the tensor that it is a view of."""
+    return view.contiguous()
+
+
 class LatentAttention(Attention):
     """Causal self-attention whose keys and values, and perhaps queries, follow from a few channels: latents.
 
@@ -302,8 +307,7 @@ class LatentAttention(Attention):
         k_nope, v = torch.split(kv_BSND, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
         shared_k = rotate_pairs(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, k_nope.shape[2], -1)
         k_BSND = torch.cat((k_nope, shared_k), dim=-1)
-        # A view would keep the half of the product that the keys are copied from.
-        heads = (t.transpose(1, 2) for t in (q_BSND, k_BSND, v.contiguous()))
+        heads = (t.transpose(1, 2) for t in (q_BSND, k_BSND, own_memory(v)))
         attended_BSND = self.core(*heads).transpose(1, 2)
         y_BSH = self.row_product(attended_BSND.flatten(2), self.out.weight)
         return y_BSH if self.out.bias is None else y_BSH + self.out.bias

@@ -63,6 +63,18 @@ def untrained_names(shape: ModelShape) -> Iterator[str]:
     yield from (name for name, has in _OF_MODELS.items() if has(shape))
 
 
+def untold_names(shape: ModelShape) -> Iterator[str]:
+    """The names of the features of a model that programs which come with ultrabench have no words for.
+
+    They are those that the embedded kernel does not train, and what only layer_types can say.
+    """
+    if any(kind.latent for kind in shape.kinds):
+        yield "latent attention"
+    yield from untrained_names(shape)
+    if shape.layer_types:
+        yield "layers of these types"
+
+
 def untrained_features(shape: ModelShape) -> Iterator[str]:
     """A reason for each feature of a model that the embedded kernel does not train."""
     for name in untrained_names(shape):

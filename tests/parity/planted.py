@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage
 
-from tests.parity import planted_clock, planted_experts, planted_model, planted_options, planted_products  # noqa: F401  their faults are in FAULTS, too
+from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
+    planted_clock,
+    planted_experts,
+    planted_latent,
+    planted_model,
+    planted_options,
+    planted_products,
+)
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, loss, model, pp, recompute, step, tp
 from ultrabench.kernel.cut import OF_HEADS
