@@ -43,7 +43,7 @@ CASES = [
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=6 afab",
     "pp=2 gas=11 afab",
     "dp=2 ep=2 gas=2 moe", "dp=2 tp=2 ep=4 zero_stage=3 moe", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2",
-    "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen",
+    "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen", "tp=2 gas=2 mbs=4 mla dense",
 ]  # fmt: skip
 
 
@@ -118,9 +118,10 @@ def flops_of_one_rank_a_stage(spec):
     layers = shape.num_hidden_layers // (layout.full_every or 1)
     rows = padded_vocab_size(shape.vocab_size, layout.tp) - shape.vocab_size
     num_copies = kv_copies(shape.num_key_value_heads, layout.tp)
-    copied = 2 * (num_copies - 1) * shape.kv_width * shape.num_hidden_layers
+    copied = 2 * (num_copies - 1) * shape.kv_width * shape.num_hidden_layers * (not shape.layer_types)
     plain = 6 * (shape.num_matmul_params + (rows + copied) * h)
-    plain += 14 * shape.num_hidden_layers * shape.q_width * seq_len
+    # Values that are narrower than keys are padded.
+    plain += 14 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_widths[0] * seq_len
     return spec.run.tokens_per_step * (plain + recomputed * layers) // (layout.dp * layout.tp)
 
 
