@@ -13,16 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench.attention_type import GroupedQuery, Latent
+from ultrabench.feed_forward_type import Experts
 from ultrabench.kernel.compat import kept_linear
+from ultrabench.kernel.cut import COLUMNS, OF_HEADS, OF_TOKENS, ROWS, VOCABULARY, Cut
 from ultrabench.kernel.loss import HeadGradient, head_loss
-from ultrabench.kernel.mesh import Part, is_expert, part_view
+from ultrabench.kernel.mesh import Part, is_expert, is_norm, part_view
 from ultrabench.kernel.moe import Route, Routing, SparseFeedForward
+from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.routing import LEARNED_ROUTING
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02
 """Standard deviation of the initial values of every matrix, and of biases, which would hide a fault if they were 0."""
+LATENT_NORM_EPS = 1e-6
+"""Eps of the norms of latents, whatever rms_norm_eps is: the default of DeepseekV3RMSNorm in transformers."""
 TIED_PARAMETER_NAME = "embedding.weight"
 """The parameter from whose name the values of a tied lm_head are drawn, on whichever rank its copy is."""
 
@@ -104,6 +110,18 @@ def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((half_1 * cos - half_2 * sin, half_2 * cos + half_1 * sin, *unrotated), dim=-1)
 
 
+def rotate_pairs(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x with each pair (2i, 2i + 1) of the last R channels of every head rotated by the angle of its position.
+
+    The first numbers of all pairs come before the second ones. Queries and keys have this order alike, so that scores
+    do not depend on it.
+    """
+    rotary_width = 2 * cos.shape[-1]
+    unrotated, pairs = torch.split(x_BSND, [x_BSND.shape[-1] - rotary_width, rotary_width], dim=-1)
+    evens, odds = pairs[..., ::2], pairs[..., 1::2]
+    return torch.cat((unrotated, evens * cos - odds * sin, odds * cos + evens * sin), dim=-1)
+
+
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """The attention of each query to its own and earlier positions, B x N x S x D."""
     has_gqa = q_BNSD.shape[1] != k_BKSD.shape[1]
@@ -120,37 +138,82 @@ def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def part_widths(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
+    """The channels of x that each of several weights multiplies, and those that remain."""
+    widths = [weight.shape[1] for weight in weights]
+    return [*widths, x.shape[-1] - sum(widths)]
+
+
+def part_products(x_BSC: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The products of successive channels of x with a weight each, then the channels that remain.
+
+    Tensor parallelism cuts these weights along their output. Selective recomputation keeps the first one of several.
+    """
+    *parts, rest = torch.split(x_BSC, part_widths(x_BSC, weights), dim=-1)
+    is_kept = len(weights) > 1
+    products = (
+        (kept_linear if i == 0 and is_kept else functional.linear)(part, weight)
+        for i, (part, weight) in enumerate(zip(parts, weights, strict=True))
+    )
+    return *products, rest
+
+
 class Block(nn.Module):
     """Products with several weights, something between, and a product with one weight."""
 
+    cuts: dict[str, Cut]
+    """Name of each layer of the block -> how tensor parallelism cuts it."""
     column_products: Callable[..., tuple[Tensor, ...]]
+    part_products: Callable[..., tuple[Tensor, ...]]
+    whole_product: Callable[[Tensor, Tensor], Tensor]
+    """A product of the tokens of a rank with a weight that all ranks of tensor parallelism hold whole."""
     row_product: Callable[[Tensor, Tensor], Tensor]
     """The last product; tensor parallelism cuts its weight along its input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.column_products, self.row_product = column_products, functional.linear
+        self.column_products, self.part_products = column_products, part_products
+        self.whole_product = self.row_product = functional.linear
+
+    @property
+    def linear_layers(self) -> list[nn.Linear]:
+        """The layers with whose weights the block multiplies each token."""
+        return [layer for layer in self.children() if isinstance(layer, nn.Linear)]
 
 
 class Attention(Block):
-    """Causal self-attention with grouped keys and values."""
+    """Causal self-attention of any kind."""
 
     core: Callable[[Tensor, Tensor, Tensor], Tensor]
     """The attention function, over all tokens of a sequence or around a ring of ranks."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        hidden_size = shape.hidden_size
-        self.head_width, self.core = shape.head_width, causal_attention
-        self.q = nn.Linear(hidden_size, shape.q_width, bias=shape.attention_bias)
-        self.k = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
-        self.v = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
-        self.out = nn.Linear(shape.q_width, hidden_size, bias=False)
-        self.norm_across_heads = shape.qk_norm_across_heads
-        widths = (shape.q_width, shape.kv_width) if self.norm_across_heads else (shape.head_width,) * 2
-        self.q_norm, self.k_norm = (
-            RmsNorm(width, shape.rms_norm_eps) if shape.qk_norm else None for width in widths
-        )
+        self.core = causal_attention
+
+
+class GroupedQueryAttention(Attention):
+    """Causal self-attention with grouped keys and values."""
+
+    def __init__(self, sizes: GroupedQuery, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        has_bias, self.head_width = sizes.attention_bias, sizes.head_dim
+        self.q = nn.Linear(hidden_size, sizes.q_width, bias=has_bias)
+        self.k = nn.Linear(hidden_size, sizes.kv_width, bias=has_bias)
+        self.v = nn.Linear(hidden_size, sizes.kv_width, bias=has_bias)
+        self.out = nn.Linear(sizes.q_width, hidden_size, bias=False)
+        self.norm_across_heads, has_norms = sizes.qk_norm == "all", sizes.qk_norm != "none"
+        widths = (sizes.q_width, sizes.kv_width) if self.norm_across_heads else (sizes.head_dim,) * 2
+        self.q_norm, self.k_norm = (RmsNorm(width, eps) if has_norms else None for width in widths)
+        kv_columns = COLUMNS._replace(num_heads=sizes.num_key_value_heads)
+        self.cuts = {
+            "q": COLUMNS,
+            "k": kv_columns,
+            "v": kv_columns,
+            "out": ROWS,
+            "q_norm": OF_HEADS,
+            "k_norm": OF_HEADS,
+        }
 
     def _heads(self, projection: Tensor, norm: RmsNorm | None) -> Tensor:
         """The heads of queries, keys or values, B x S x N x D, from their projection B x S x N*D.
@@ -175,8 +238,86 @@ class Attention(Block):
         return self.row_product(attended_BNSD.transpose(1, 2).flatten(2), self.out.weight)
 
 
+def own_memory(view: Tensor) -> Tensor:
+    """A copy of a view, which does not keep the rest of the tensor that it is a view of."""
+    return view.contiguous()
+
+
+class LatentAttention(Attention):
+    """Causal self-attention whose keys and values, and perhaps queries, follow from a few channels: latents.
+
+    Heads of queries and keys have qk_nope_head_dim channels, then qk_rope_head_dim that are rotated, of which all
+    heads share those of the keys (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Each rank of tensor parallelism computes the latents of its own tokens with whole weights. What its heads get of
+    the tokens of all ranks are the normed latents and the rotated channels of the keys, in one tensor.
+    """
+
+    def __init__(self, sizes: Latent, hidden_size: int) -> None:
+        super().__init__()
+        self.sizes, has_bias, num_heads = sizes, sizes.attention_bias, sizes.num_attention_heads
+        q_width, self.q_a, self.q_a_norm = num_heads * sizes.qk_head_dim, None, None
+        if sizes.q_lora_rank:
+            self.q_a = nn.Linear(hidden_size, sizes.q_lora_rank, bias=has_bias)
+            self.q_a_norm = RmsNorm(sizes.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b = nn.Linear(sizes.q_lora_rank, q_width, bias=False)
+        else:
+            self.q = nn.Linear(hidden_size, q_width, bias=False)
+        self.kv_a = nn.Linear(hidden_size, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=has_bias)
+        self.kv_a_norm = RmsNorm(sizes.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b = nn.Linear(
+            sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False
+        )
+        self.out = nn.Linear(num_heads * sizes.v_head_dim, hidden_size, bias=has_bias)
+        whole_names = "q_a", "q_a_norm", "kv_a", "kv_a_norm", "out.bias"
+        self.cuts = (
+            dict.fromkeys(whole_names, OF_TOKENS)
+            | dict.fromkeys(("q", "q_b", "kv_b"), COLUMNS)
+            | {"out": ROWS}
+        )
+
+    def _latent(self, x_BSH: Tensor, projection: nn.Linear) -> Tensor:
+        """The product of a rank's own tokens with the weight of a projection to latents, with its bias."""
+        y = self.whole_product(x_BSH, projection.weight)
+        return y if projection.bias is None else y + projection.bias
+
+    def _projections(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries of all heads, their keys without rotated channels with their values, and the rotated channels."""
+        sizes = self.sizes
+        kv_latent, k_rope = torch.split(
+            self._latent(x_BSH, self.kv_a), [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1
+        )
+        normed_kv = self.kv_a_norm(kv_latent)
+        if self.q_a is None or self.q_a_norm is None:
+            kv, k_rope = self.part_products(torch.cat((normed_kv, k_rope), dim=-1), self.kv_b.weight)
+            (q,) = self.column_products(x_BSH, self.q.weight)
+            return q, kv, k_rope
+        normed_q = self.q_a_norm(self._latent(x_BSH, self.q_a))
+        latents = torch.cat((normed_q, normed_kv, k_rope), dim=-1)
+        q, kv, k_rope = self.part_products(latents, self.q_b.weight, self.kv_b.weight)
+        return q, kv, k_rope
+
+    def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
+        sizes = self.sizes
+        q, kv, k_rope = self._projections(x_BSH)
+        q_BSND = rotate_pairs(q.view(*q.shape[:-1], -1, sizes.qk_head_dim), cos, sin)
+        if sizes.attention_multiplier is not None:  # attention itself divides by the root of their width
+            q_BSND = q_BSND * (sizes.attention_multiplier * sizes.qk_head_dim**0.5)
+        kv_BSND = kv.view(*kv.shape[:-1], -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
+        k_nope, v = torch.split(kv_BSND, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        shared_k = rotate_pairs(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, k_nope.shape[2], -1)
+        k_BSND = torch.cat((k_nope, shared_k), dim=-1)
+        heads = (t.transpose(1, 2) for t in (q_BSND, k_BSND, own_memory(v)))
+        attended_BSND = self.core(*heads).transpose(1, 2)
+        y_BSH = self.row_product(attended_BSND.flatten(2), self.out.weight)
+        return y_BSH if self.out.bias is None else y_BSH + self.out.bias
+
+
 class FeedForward(Block):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    cuts = {"gate": COLUMNS, "up": COLUMNS, "down": ROWS}  # noqa: RUF012  one for all blocks
 
     def __init__(self, hidden_size: int, ffn_width: int) -> None:
         super().__init__()
@@ -190,23 +331,47 @@ class FeedForward(Block):
         return self.row_product(functional.silu(gate) * up, self.down.weight)
 
 
-def sparse_feed_forward(shape: ModelShape) -> SparseFeedForward:
+def attention_of(kind: LayerType, hidden_size: int, eps: float) -> Attention:
+    """The attention of a layer of this type."""
+    if kind.latent is not None:
+        return LatentAttention(kind.latent, hidden_size)
+    assert kind.grouped_query is not None, "no plan accepts a layer of this type"
+    return GroupedQueryAttention(kind.grouped_query, hidden_size, eps)
+
+
+def feed_forward_of(kind: LayerType, hidden_size: int) -> "FeedForward | SparseFeedForward":
+    """The feed-forward block of a layer of this type."""
+    if kind.experts is not None:
+        return sparse_feed_forward(kind.experts, hidden_size)
+    assert kind.feed_forward is not None, "no plan accepts a layer of this type"
+    return FeedForward(hidden_size, kind.feed_forward.intermediate_size)
+
+
+def sparse_feed_forward(experts: Experts, hidden_size: int) -> SparseFeedForward:
     """The feed-forward block of a sparse layer, with the shared experts as one block."""
-    shared_width = shape.n_shared_experts * shape.moe_intermediate_size
-    return SparseFeedForward(shape, FeedForward(shape.hidden_size, shared_width) if shared_width else None)
+    shared_width = experts.shared_expert_intermediate_size
+    shared_experts = FeedForward(hidden_size, shared_width) if shared_width else None
+    return SparseFeedForward(experts, hidden_size, shared_experts)
 
 
 class Layer(nn.Module):
     """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
+    cuts = {"attention_norm": OF_TOKENS, "ffn_norm": OF_TOKENS}  # noqa: RUF012  one for all layers
+
     def __init__(self, shape: ModelShape, layer_number: int) -> None:
         """`layer_number` counts the layers of the whole model from 0."""
         super().__init__()
-        h, f, eps = shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps
+        h, eps, kind = shape.hidden_size, shape.rms_norm_eps, shape.layer(layer_number)
         self.attention_norm = RmsNorm(h, eps)
-        self.attention = Attention(shape)
+        self.attention = attention_of(kind, h, eps)
         self.ffn_norm = RmsNorm(h, eps)
-        self.ffn = sparse_feed_forward(shape) if shape.is_sparse(layer_number) else FeedForward(h, f)
+        self.ffn = feed_forward_of(kind, h)
+
+    @property
+    def num_products(self) -> int:
+        """Number of the weights of its blocks, each of which makes one product in forward."""
+        return sum(len(block.linear_layers) for block in self.modules() if isinstance(block, Block))
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, *route: Route | None) -> Tensor:
         """The x_BSH after this layer; layers of a model with experts get the route of the tokens."""
@@ -241,6 +406,7 @@ class Decoder(nn.Module):
     values in every layout.
     """
 
+    cuts = {"embedding": VOCABULARY, "head": VOCABULARY, "norm": OF_TOKENS}  # noqa: RUF012  one for all stages
     route: Callable[[Tensor], Route | None]
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
@@ -303,7 +469,7 @@ class Decoder(nn.Module):
         return part_view(self._full_value(name, full_shape, seed, device), part)
 
     def _full_value(self, name: str, full_shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             return torch.ones(full_shape, device=device, dtype=torch.float32)
         if self.shape.tie_word_embeddings and name == "head.weight":
             name = TIED_PARAMETER_NAME

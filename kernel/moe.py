@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench import feed_forward_type
 from ultrabench.kernel.compat import kept_linear
+from ultrabench.kernel.cut import EXPERTS, OF_TOKENS
 from ultrabench.model_shape import ModelShape
 from ultrabench.routing import LEARNED_ROUTING, expert_shares
 
@@ -93,9 +95,9 @@ class _CountTokens(torch.autograd.Function):
 class Experts(nn.Module):
     """The weights of all experts of this rank, under each other."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, sizes: feed_forward_type.Experts, hidden_size: int) -> None:
         super().__init__()
-        num_experts, h, m = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
+        num_experts, h, m = sizes.num_experts, hidden_size, sizes.moe_intermediate_size
         self.gate = nn.Parameter(torch.empty(num_experts * m, h))
         self.up = nn.Parameter(torch.empty(num_experts * m, h))
         self.down = nn.Parameter(torch.empty(num_experts * h, m))
@@ -129,29 +131,33 @@ class SparseFeedForward(nn.Module):
     token_counts: Tensor
     """The number of this rank's tokens of each expert in the backward passes of a step."""
 
-    def __init__(self, shape: ModelShape, shared_experts: nn.Module | None) -> None:
+    cuts = {"router": OF_TOKENS, "experts": EXPERTS}  # noqa: RUF012  one for all blocks
+
+    def __init__(
+        self, sizes: feed_forward_type.Experts, hidden_size: int, shared_experts: nn.Module | None
+    ) -> None:
         super().__init__()
-        self.shape, self.mix, self.make_route = shape, mixture, Route
-        self.router = nn.Linear(shape.hidden_size, shape.num_experts, bias=False)
-        self.experts = Experts(shape)
+        self.sizes, self.mix, self.make_route = sizes, mixture, Route
+        self.router = nn.Linear(hidden_size, sizes.num_experts, bias=False)
+        self.experts = Experts(sizes, hidden_size)
         self.shared = shared_experts
-        self.register_buffer("balance", torch.zeros(shape.num_experts))
-        self.register_buffer("token_counts", torch.zeros(shape.num_experts, dtype=torch.int64))
+        self.register_buffer("balance", torch.zeros(sizes.num_experts))
+        self.register_buffer("token_counts", torch.zeros(sizes.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
         shared_out, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
         logits = kept_linear(x_TH, self.router.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = logits.sigmoid() if self.shape.scoring_func == "sigmoid" else logits.softmax(-1)
+        scores = logits.sigmoid() if self.sizes.scoring_func == "sigmoid" else logits.softmax(-1)
         if route is None:
-            experts_Tk = (scores + self.balance).topk(self.shape.num_experts_per_tok).indices
+            experts_Tk = (scores + self.balance).topk(self.sizes.num_experts_per_tok).indices
             scores = _CountTokens.apply(scores, experts_Tk, self.token_counts)  # type: ignore[no-untyped-call]
             route = self.make_route(experts_Tk)
         weights_Tk = scores.gather(1, route.experts_Tk)
-        if self.shape.norm_topk_prob:
+        if self.sizes.norm_topk_prob:
             weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
-        weights_Tk = weights_Tk * self.shape.routed_scaling_factor
+        weights_Tk = weights_Tk * self.sizes.routed_scaling_factor
         routed_out = self.mix(x_TH, weights_Tk, route, self.experts).view_as(x_BSH)
         return routed_out if shared_out is None else routed_out + shared_out
 

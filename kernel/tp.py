@@ -15,14 +15,17 @@ costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 Without sequence parallelism each rank holds all B*S tokens between the blocks (arXiv 1909.08053, section 3). Nothing is
 gathered, and an all-reduce takes the place of each reduce-scatter: two in forward of a layer and two in backward.
 
+Latent attention gathers the latents of all tokens instead of tokens, and its heads read channels of them: each weight
+has channels of its own. The projections to latents are products of a rank's own tokens with whole weights.
+
 Biases are added to the products of a rank with its own columns. Each rank has all tokens there,
 so that its gradients of them are complete.
 
 In fp8 factors are rounded after they are gathered, and the summands of a rank are added up in bf16.
 The products of a rank without tp are then those here, too: it gathers and sums nothing.
 
-The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
-parallelism only that of the norms of q and k is one, over the heads of all ranks.
+The gradient of what each rank holds whole, such as a norm's weight, is a sum over the tokens of all ranks of tp, which
+is made once a step; without sequence parallelism only that of the norms of q and k is one, over the heads of all ranks.
 
 If tp does not divide the vocabulary, embedding and head have more rows than there are tokens, as `padded_vocab_size`
 says. These rows are 0, the loss masks their logits, and they are no part of the parameters that a rank trains.
@@ -31,7 +34,7 @@ If there are more ranks than key/value heads, neighbouring ranks hold copies of 
 own. The gradients of the copies are summands, which are summed once a step over these ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,45 +47,21 @@ from torch.nn import functional
 from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, process_group, reduce_scatter, wait
 from ultrabench.kernel.compile import as_operator
+from ultrabench.kernel.cut import ALWAYS, WITH_SEQUENCE_PARALLEL, Cut, cuts_of, num_tp_copies
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
-from ultrabench.kernel.model import Block, Decoder, column_products
-from ultrabench.model_shape import ModelShape
-from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
+from ultrabench.kernel.model import Block, Decoder, column_products, part_products, part_widths
+from ultrabench.tensor_parallel import padded_vocab_size
 
 TokenMove = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
-CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
-"""Module -> the dim along which its weight is cut; weights of norms are not cut."""
-VOCABULARY_MODULES = ("embedding", "head")
-"""Modules whose weight has a row for each token."""
-KV_MODULES = ("k", "v")
-"""Modules whose rows belong to key/value heads."""
 
-
-def module_of(name: str) -> str:
-    """The name of the module that has the parameter `name`, such as `q`."""
-    return name.split(".")[-2]
-
-
-def cut_dim(name: str) -> int | None:
-    """The dim along which the parameter `name` is cut, over tp, or over ep for experts; None if it is whole."""
-    return 0 if is_expert(name) else CUT_DIM.get(module_of(name))
-
-
-def num_tp_copies(name: str, shape: ModelShape, tp: int) -> int:
-    """Number of ranks of tp that hold the same part of the parameter `name`; experts, which ep cuts, have one."""
-    if cut_dim(name) is None:
-        return tp
-    return kv_copies(shape.num_key_value_heads, tp) if module_of(name) in KV_MODULES else 1
-
-
-def _rank_size(module_name: str, full_size: int, shape: ModelShape, tp: int) -> int:
-    """What a rank holds of `full_size` rows or columns of a module's weight."""
-    if module_name in VOCABULARY_MODULES:
+def _rank_size(cut: Cut, full_size: int, tp: int) -> int:
+    """What a rank holds of `full_size` rows or columns of a weight with this cut."""
+    if cut.is_vocabulary:
         full_size = padded_vocab_size(full_size, tp)
-    return full_size * num_tp_copies(f"{module_name}.weight", shape, tp) // tp
+    return full_size * num_tp_copies(cut, tp) // tp
 
 
 @dataclass(slots=True)
@@ -128,24 +107,31 @@ def _columns_backward(
     output_grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     group_name: str,
+    shares_input: bool,
     sequence_parallel: bool,
     fp8: bool,
     wants_input_grads: bool,
     wants_weight_grads: bool,
 ) -> list[Tensor]:
-    """`_column_gradients` of a TensorParallel with these options.
+    """`_column_gradients` of a TensorParallel with the options from sequence_parallel on.
 
     A compiler that saw what it does would keep the tokens that forward has gathered, and scatter last.
     """
     options = sequence_parallel, fp8, wants_input_grads, wants_weight_grads
     tp_ranks = TensorParallel(process_group(group_name), *options)
-    return _column_gradients(tp_ranks, x_BsH, output_grads, weights)
+    return _column_gradients(tp_ranks, x_BsH, output_grads, weights, shares_input)
 
 
 def _column_gradients(
-    tp_ranks: TensorParallel, x_BsH: Tensor, output_grads: Sequence[Tensor], weights: Sequence[Tensor]
+    tp_ranks: TensorParallel,
+    x_BsH: Tensor,
+    output_grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    shares_input: bool,
 ) -> list[Tensor]:
     """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
+
+    With `shares_input` all weights have multiplied all channels of the tokens, else those of `part_products`.
 
     It gathers the tokens while it computes the gradient of all tokens, and sums and scatters that one while it
     computes those of the weights.
@@ -153,9 +139,21 @@ def _column_gradients(
     wait_x = tp_ranks.gather(x_BsH) if tp_ranks.wants_weight_grads else None
     wait_grad_x, grads_TN = None, [grad.flatten(0, 1) for grad in output_grads]
     if tp_ranks.wants_input_grads:
-        grad_TH = _input_gradient(tp_ranks, grads_TN, weights)
+        if shares_input:
+            grad_TH = _input_gradient(tp_ranks, grads_TN, weights)
+        else:
+            pairs = zip(grads_TN[:-1], weights, strict=True)
+            grad_parts = (_input_gradient(tp_ranks, [grad], [weight]) for grad, weight in pairs)
+            grad_TH = torch.cat((*grad_parts, grads_TN[-1]), dim=-1)
         wait_grad_x = tp_ranks.scatter(grad_TH.view(len(output_grads[0]), -1, x_BsH.shape[-1]))
-    grad_weights = [] if wait_x is None else _weight_gradients(tp_ranks, grads_TN, wait_x().flatten(0, 1))
+        del grad_TH
+    grad_weights: list[Tensor] = []
+    if wait_x is not None and shares_input:
+        grad_weights = _weight_gradients(tp_ranks, grads_TN, wait_x().flatten(0, 1))
+    elif wait_x is not None:
+        x_parts = torch.split(wait_x().flatten(0, 1), part_widths(x_BsH, weights), dim=-1)
+        for grad, x_part in zip(grads_TN[:-1], x_parts[:-1], strict=True):
+            grad_weights += _weight_gradients(tp_ranks, [grad], x_part)
     return [*([] if wait_grad_x is None else [wait_grad_x()]), *grad_weights]
 
 
@@ -179,26 +177,77 @@ def _weight_gradients(tp_ranks: TensorParallel, grads: Sequence[Tensor], x_TH: T
     return [torch.mm(grad.t(), x_TH) for grad in grads]
 
 
+def _part_products(tp_ranks: TensorParallel, x_BSC: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """`part_products` in the precision of the products; no output is a view of x."""
+    if not tp_ranks.fp8:
+        *outputs, rest = part_products(x_BSC, *weights)
+        return *outputs, rest.clone()
+    *parts, rest = torch.split(x_BSC, part_widths(x_BSC, weights), dim=-1)
+    first, *others = zip(parts, weights, strict=True)
+    outputs = [] if others else [products.last_output(*first)]
+    if others:
+        outputs = [*products.outputs(*first), *(products.last_output(*other) for other in others)]
+    return *outputs, rest.clone()
+
+
 class _ColumnProducts(torch.autograd.Function):
-    """Products of gathered tokens with several column-parallel weights."""
+    """Products of gathered tokens with several column-parallel weights, or of their channels with a weight each."""
 
     @staticmethod
-    def forward(ctx, tp_ranks: TensorParallel, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-        ctx.tp_ranks = tp_ranks
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, tp_ranks: TensorParallel, shares_input: bool, x_BsH: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tp_ranks, ctx.shares_input = tp_ranks, shares_input
         ctx.save_for_backward(x_BsH, *weights)
-        return (products.outputs if tp_ranks.fp8 else column_products)(tp_ranks.gather(x_BsH)(), *weights)
+        x_BSH = tp_ranks.gather(x_BsH)()
+        if not shares_input:
+            return _part_products(tp_ranks, x_BSH, *weights)
+        return (products.outputs if tp_ranks.fp8 else column_products)(x_BSH, *weights)
 
     @staticmethod
     def backward(ctx, *output_grads: Tensor):  # type: ignore[no-untyped-def]
         tp_ranks, (x_BsH, *weights) = ctx.tp_ranks, ctx.saved_tensors
         if tp_ranks.group.size() == 1:
-            remaining_grads = iter(_column_gradients(tp_ranks, x_BsH, output_grads, weights))
+            remaining_grads = iter(
+                _column_gradients(tp_ranks, x_BsH, output_grads, weights, ctx.shares_input)
+            )
         else:
             wanted_grads = tp_ranks.wants_input_grads, tp_ranks.wants_weight_grads
-            options = tp_ranks.group.group_name, tp_ranks.sequence_parallel, tp_ranks.fp8, *wanted_grads
+            options = (
+                tp_ranks.group.group_name,
+                ctx.shares_input,
+                tp_ranks.sequence_parallel,
+                tp_ranks.fp8,
+                *wanted_grads,
+            )
             remaining_grads = iter(_columns_backward(x_BsH, output_grads, weights, *options))
         grad_x = next(remaining_grads) if tp_ranks.wants_input_grads else None
-        return None, grad_x, *(remaining_grads if tp_ranks.wants_weight_grads else [None] * len(weights))
+        return (
+            None,
+            None,
+            grad_x,
+            *(remaining_grads if tp_ranks.wants_weight_grads else [None] * len(weights)),
+        )
+
+
+class _WholeProduct(torch.autograd.Function):
+    """The product in 8 bits of a rank's own tokens with a weight that all ranks hold whole."""
+
+    @staticmethod
+    def forward(ctx, tp_ranks: TensorParallel, x_BsH: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.tp_ranks = tp_ranks
+        ctx.save_for_backward(x_BsH, weight)
+        return products.last_output(x_BsH, weight)
+
+    @staticmethod
+    def backward(ctx, grad_BsN: Tensor):  # type: ignore[no-untyped-def]
+        tp_ranks, (x_BsH, weight) = ctx.tp_ranks, ctx.saved_tensors
+        grads_TN, grad_x, grad_weight = [grad_BsN.flatten(0, 1)], None, None
+        if tp_ranks.wants_input_grads:
+            grad_x = products.input_gradient(grads_TN, [weight]).view_as(x_BsH)
+        if tp_ranks.wants_weight_grads:
+            (grad_weight,) = products.weight_gradients(grads_TN, x_BsH.flatten(0, 1))
+        return None, grad_x, grad_weight
 
 
 class _RowProduct(torch.autograd.Function):
@@ -208,10 +257,7 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx, tp_ranks: TensorParallel, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.tp_ranks = tp_ranks
         ctx.save_for_backward(x_BSh, weight)
-        if tp_ranks.fp8:
-            (y_BSH,) = products.outputs(x_BSh, weight)
-        else:
-            y_BSH = functional.linear(x_BSh, weight)
+        y_BSH = (products.last_output if tp_ranks.fp8 else functional.linear)(x_BSh, weight)
         return tp_ranks.scatter(y_BSH)()
 
     @staticmethod
@@ -277,17 +323,21 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
     for layer in model.layers.values():
         for block in layer.modules():
             if isinstance(block, Block):
-                block.column_products = partial(_ColumnProducts.apply, tp_ranks)
+                block.column_products = partial(_ColumnProducts.apply, tp_ranks, True)
+                block.part_products = partial(_ColumnProducts.apply, tp_ranks, False)
                 block.row_product = partial(_RowProduct.apply, tp_ranks)
+                if tp_ranks.fp8:
+                    block.whole_product = partial(_WholeProduct.apply, tp_ranks)
     if tp_ranks.group.size() == 1:
         return
-    for module_path, module in model.named_modules():
-        module_name = module_path.rpartition(".")[2]
-        if (dim := CUT_DIM.get(module_name)) is not None:
-            for param_name, param in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                sizes = list(param.shape)
-                sizes[dim] = _rank_size(module_name, sizes[dim], model.shape, tp_ranks.group.size())
-                setattr(module, param_name, nn.Parameter(param.detach().new_empty(sizes)))
+    for name, cut in cuts_of(model).items():
+        if cut.dim is not None and not is_expert(name):
+            module_path, _, param_name = name.rpartition(".")
+            module = model.get_submodule(module_path)
+            param = module.get_parameter(param_name)
+            sizes = list(param.shape)
+            sizes[cut.dim] = _rank_size(cut, sizes[cut.dim], tp_ranks.group.size())
+            setattr(module, param_name, nn.Parameter(param.detach().new_empty(sizes)))
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, tp_ranks, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
@@ -295,17 +345,17 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
     model.tie()
 
 
-def part_of(name: str, param: Tensor, group: dist.ProcessGroup, shape: ModelShape) -> Part:
-    """The cuts that turn the full tensor into this rank's part of the parameter `name`: over `group`, then over dp.
+def part_of(cut: Cut, param: Tensor, group: dist.ProcessGroup, vocab_size: int) -> Part:
+    """The cuts that turn the full tensor into this rank's part of a parameter: over `group`, then over dp.
 
     `group` holds the ranks of tp, or those of ep for experts; `param` is already cut over it. A part has no padding, so
     that it may be smaller than `param`, or empty.
     """
-    if (dim := cut_dim(name)) is None:
+    if cut.dim is None:
         return dp_part(param)
-    part_index = group.rank() // num_tp_copies(name, shape, group.size())
-    part = (dim, part_index * param.shape[dim], param.shape[dim]), *dp_part(param)
-    return _without_padding(part, shape.vocab_size) if module_of(name) in VOCABULARY_MODULES else part
+    part_index = group.rank() // num_tp_copies(cut, group.size())
+    part = (cut.dim, part_index * param.shape[cut.dim], param.shape[cut.dim]), *dp_part(param)
+    return _without_padding(part, vocab_size) if cut.is_vocabulary else part
 
 
 def _without_padding(part: Part, vocab_size: int) -> Part:
@@ -317,8 +367,10 @@ def _without_padding(part: Part, vocab_size: int) -> Part:
     return tuple(cuts)
 
 
-def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: TensorParallel) -> None:
-    """Sums the gradients of the weights of norm layers and routers over tp.
+def sum_whole_gradients(
+    params: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], tp_ranks: TensorParallel
+) -> None:
+    """Sums over tp the gradients of what its ranks hold whole, such as the weights of norm layers and routers.
 
     Each rank has other tokens, or for the norms of q and k other heads, so that its gradient is a summand.
 
@@ -326,10 +378,9 @@ def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: Ten
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    suffixes = ("norm", "router") if tp_ranks.sequence_parallel else ("q_norm", "k_norm")
-    uncut_params = {name: param for name, param in params if cut_dim(name) is None}
-    norm_grads = (p.grad for name, p in uncut_params.items() if module_of(name).endswith(suffixes))
-    grads = [local_shard(grad) for grad in norm_grads if grad is not None]
+    summed = (WITH_SEQUENCE_PARALLEL, ALWAYS) if tp_ranks.sequence_parallel else (ALWAYS,)
+    summand_grads = (param.grad for name, param in params if cuts[name].summed in summed)
+    grads = [local_shard(grad) for grad in summand_grads if grad is not None]
     if tp_ranks.group.size() == 1 or not grads:
         return
     flat_grad = torch.cat([grad.flatten() for grad in grads])
@@ -338,7 +389,9 @@ def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: Ten
         grad.copy_(grad_sum.view_as(grad))
 
 
-def sum_copied_gradients(params: Iterable[tuple[str, Tensor]], kv_group: dist.ProcessGroup | None) -> None:
+def sum_copied_gradients(
+    params: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], kv_group: dist.ProcessGroup | None
+) -> None:
     """Sums the gradients of key/value heads over the ranks that hold copies of them, in place; None if no rank does.
 
     It makes two all-reduces for each layer of the rank, of D*H/shards elements each, and two of D/shards with biases.
@@ -346,7 +399,7 @@ def sum_copied_gradients(params: Iterable[tuple[str, Tensor]], kv_group: dist.Pr
     """
     if kv_group is None:
         return
-    kv_grads = (param.grad for name, param in params if module_of(name) in KV_MODULES)
+    kv_grads = (param.grad for name, param in params if cuts[name].num_heads)
     grads = (local_shard(grad) for grad in kv_grads if grad is not None)
     sums = [dist.all_reduce(grad, group=kv_group, async_op=True) for grad in grads if grad.numel()]
     for pending_sum in sums:

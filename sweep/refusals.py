@@ -13,7 +13,7 @@ from ultrabench.record import values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import untrained_features, untrained_names
+from ultrabench.sweep.untrained import untold_names, untrained_features
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 FP8_MULTIPLE = 16
@@ -75,7 +75,7 @@ def refusal(
         )
         return next(chain(*command_refusals), None)
     attention_refusals = _attention_refusals(kernel, layout, device)
-    gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
+    gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_widths[0], hardware) if hardware else ()
     layout_refusals = chain(
         _sequence_refusals(kernel, layout.cp, seq_len), _layout_refusals(layout, shape, seq_len)
     )
@@ -333,10 +333,10 @@ def _has_no_effect(layout: Layout, name: str) -> bool:
 def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
     """The reason why a program that comes with ultrabench cannot be told the layers of a model.
 
-    It would train a model without what the embedded kernel does not train either.
+    It would train a model without some of what it has.
     """
     if is_command_of_package(kernel.name, kernel.command):
-        for feature in untrained_names(shape):
+        for feature in untold_names(shape):
             reason = f"kernel {kernel.name} has no word for {feature}, which {shape.name} has"
             yield f"{reason}: use kernel=command with a command that trains this model"
 

@@ -6,7 +6,6 @@ from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 
 _OF_LAYERS: dict[str, Callable[[LayerType], object]] = {
-    "latent attention": lambda t: t.latent,
     "the index of sparse attention": lambda t: t.latent and t.latent.index,
     "linear attention": lambda t: t.linear,
     "state space layers": lambda t: t.state_space,
@@ -39,10 +38,17 @@ _OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
     "logits_scaling": lambda shape: shape.logits_scaling != 1,
     "soft caps of logits": lambda shape: shape.final_logit_softcapping,
     "rotations of its rope_type": lambda shape: shape.rope_type != "default",
-    "layers of these types": lambda shape: shape.layer_types,
+    "layers with different attention": lambda shape: len({kind.attention for kind in shape.kinds}) > 1,
+    "windows of attention in layer_types": lambda shape: (
+        shape.layer_types and any(map(_has_window, shape.kinds))
+    ),
 }
-"""What the embedded kernel does not train of a whole model -> whether the model has it. The last one is of layers
-that differ in what the kernel takes from one field, such as sizes."""
+"""What the embedded kernel does not train of a whole model -> whether the model has it."""
+
+
+def _has_window(layer_type: LayerType) -> bool:
+    attention = layer_type.grouped_query
+    return bool(attention and attention.sliding_window)
 
 
 def _activation(layer_type: LayerType) -> str | None:
@@ -55,6 +61,18 @@ def untrained_names(shape: ModelShape) -> Iterator[str]:
     if shape.layer_types:
         yield from (name for name, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
     yield from (name for name, has in _OF_MODELS.items() if has(shape))
+
+
+def untold_names(shape: ModelShape) -> Iterator[str]:
+    """The names of the features of a model that programs which come with ultrabench have no words for.
+
+    They are those that the embedded kernel does not train, and what only layer_types can say.
+    """
+    if any(kind.latent for kind in shape.kinds):
+        yield "latent attention"
+    yield from untrained_names(shape)
+    if shape.layer_types:
+        yield "layers of these types"
 
 
 def untrained_features(shape: ModelShape) -> Iterator[str]:

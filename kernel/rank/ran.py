@@ -8,7 +8,7 @@ is found, and so is one that torch ignored.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import unwrap
@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import ShardState, shard_state
+from ultrabench.kernel.compat import ShardState, pads_values, shard_state
+from ultrabench.kernel.cut import Cut
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.fp8 import SCALED_PRODUCTS
-from ultrabench.kernel.mesh import local_shard
+from ultrabench.kernel.mesh import is_expert, is_norm, local_shard
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.pp import SCHEDULE_CLASSES
 from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
@@ -33,12 +33,10 @@ from ultrabench.kernel_config import EMBEDDED_PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 from ultrabench.stages import stages_by_rank
-from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
+from ultrabench.tensor_parallel import most_kv_copies, padded_vocab_size
 
 _PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in EMBEDDED_PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
-NUM_LINEAR_LAYERS = 7
-"""Number of the weights of a decoder layer without experts: q, k, v, out, gate, up and down."""
 MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
 """Keys of the two moments in the optimizer states of AdamW."""
 TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -98,7 +96,7 @@ def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
 
 def _is_matrix(name: str) -> bool:
     """Whether the parameter is a matrix of a layer, to whose gradient every micro-batch adds."""
-    return name.startswith("layers.") and not name.endswith("norm.weight")
+    return name.startswith("layers.") and not is_norm(name)
 
 
 def layers_of(trainer: TrainStep) -> list[Any]:
@@ -129,16 +127,11 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
-    tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
-    copies = (
-        layer.attention.k.weight.shape[0] * tp // shape.kv_width
-        for tp, layer in zip(tp_degrees, layers, strict=True)
-    )
-    options |= {"kv_copies": _common_value(copies), **_padded_vocabulary(trainer, tp_degrees[0])}
-    sparse_ffns = [layer.ffn for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
-    if sparse_ffns or not shape.num_experts:
-        num_gate_rows = shape.num_experts * shape.moe_intermediate_size
-        ep_degrees = [num_gate_rows // len(ffn.experts.gate) for ffn in sparse_ffns]
+    tp_degrees = _part_counts(trainer, lambda name, cut: not (cut.num_heads or is_expert(name)))
+    copies = [tp_degrees[0] // n for n in _part_counts(trainer, lambda _, cut: bool(cut.num_heads))]
+    options |= {"kv_copies": _common_value(copies or [1]), **_padded_vocabulary(trainer, tp_degrees[0])}
+    ep_degrees = _part_counts(trainer, lambda name, _: is_expert(name))
+    if ep_degrees or not shape.num_experts:
         options["ep"] = _common_value(ep_degrees or [1])
         options["routing"] = _common_value(model.routing.name for model in trainer.models)
     assert observations.rotations is not None
@@ -146,6 +139,7 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
     cp_degrees = [seq_len // (x_shape[1] * num_token_parts ** (len(x_shape) - 2)) for x_shape, _ in records]
     shard_states = [state for _, layer_states in records for state in layer_states]
+    num_layer_outputs = sum(layer.num_products for layer in layers) * len(records) // len(trainer.models)
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     later_has_reduced = {s.has_reduced for i, (_, states) in enumerate(records) for s in states if i % gas}
     zero_stage_if_sharded = 2 if not pipeline and later_has_reduced == {True} else 1
@@ -155,6 +149,10 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     # A core is a partial whose arguments end with the backend; those of a ring begin with its group and exchange.
     attention_cores = (unwrap(layer.attention.core) for layer in layers)
     fixed_args: list[tuple[str, ...]] = [getattr(core, "args", ("any",)) for core in attention_cores]
+    qk_width, v_width = shape.head_widths
+    if v_width < qk_width:  # how many channels of zeros an implementation of attention added to values
+        padded_counts = ((qk_width - v_width) * pads_values(args[-1]) for args in fixed_args)
+        options["padded_value_channels"] = _common_value(padded_counts)
     return options | _precisions(trainer, observations) | {
         "tp": _common_value(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
@@ -165,12 +163,21 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
             3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states
         ),
         "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes,
-            s.dtypes) for s in shard_states), observations, len(shard_states)),
+            s.dtypes) for s in shard_states), observations, num_layer_outputs),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compile_value(observations.num_graph_calls, len(shard_states)),
         "attention": _common_value(args[-1] for args in fixed_args),
         "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in fixed_args),
     }  # fmt: skip
+
+
+def _part_counts(trainer: TrainStep, is_counted: Callable[[str, Cut], bool]) -> list[int]:
+    """Into how many parts the ranks of tp, or of ep, cut each counted parameter of the layers of this rank."""
+    return [
+        trainer.full_shapes[name][cut.dim] // trainer.params[name].shape[cut.dim]
+        for name, cut in trainer.cuts.items()
+        if name.startswith("layers.") and cut.dim is not None and is_counted(name, cut)
+    ]
 
 
 def _pp_layout_of(trainer: TrainStep) -> str:
@@ -192,14 +199,13 @@ def _padded_vocabulary(trainer: TrainStep, tp: int) -> dict[str, int]:
     return {"padded_vocab_size": _common_value(len(t.weight) * tp for t in tables)} if tables else {}
 
 
-def _precision_of_products(precision: str, observations: StepObservations, num_forwards: int) -> str:
+def _precision_of_products(precision: str, observations: StepObservations, num_layer_outputs: int) -> str:
     """`fp8` if all matrix products of the layers ran in fp8, else `precision`, followed by how many did if any did.
 
-    `precision` belongs to the dtypes that the layers got. For each forward a layer computes one output and two
-    gradients with each of its NUM_LINEAR_LAYERS weights; recomputation may repeat the outputs.
+    `precision` belongs to the dtypes that the layers got. `num_layer_outputs` is the number of outputs that forwards of
+    layers computed by their products; for each, backward makes two gradients. Recomputation may repeat outputs.
     """
     num_outputs, num_gradients = (observations.scaled_products[purpose] for purpose in ("output", "gradient"))
-    num_layer_outputs = NUM_LINEAR_LAYERS * num_forwards
     if precision == "bf16" and num_outputs >= num_layer_outputs and num_gradients == 2 * num_layer_outputs:
         return "fp8"
     counts_text = (
@@ -253,9 +259,11 @@ def require_requested_options(trainer: TrainStep, observations: StepObservations
     requests, num_replicas = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
     requests |= {"compile": trainer.spec.compiles, "attention": trainer.attention_backend}
     requests |= {
-        "kv_copies": kv_copies(trainer.spec.shape.num_key_value_heads, layout.tp),
+        "kv_copies": most_kv_copies(trainer.spec.shape, layout.tp),
         "padded_vocab_size": padded_vocab_size(trainer.spec.shape.vocab_size, layout.tp),
     }
+    qk_width, v_width = trainer.spec.shape.head_widths
+    requests["padded_value_channels"] = (qk_width - v_width) * pads_values(trainer.attention_backend)
     requests |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
     wide_precision = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
     requests |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)

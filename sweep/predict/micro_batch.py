@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.layer_products import ROWS
+from ultrabench.layer_products import ROWS, WHOLE
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -78,6 +78,8 @@ class MicroBatchWork(NamedTuple):
     ep: int
     busiest_share: float
     """Rows of the busiest rank of ep over the mean of all."""
+    keeps_padding: bool
+    """Whether a call of attention keeps the values as its implementation pads them: eager ones of flash do."""
     num_deferred: int
     """Micro-batches whose losses come before this one's while no backward has begun: those of afab."""
 
@@ -98,6 +100,7 @@ def micro_batch(spec: RunSpec) -> MicroBatch:
         min(4, ELEMENT_BYTES[kernel.precision]),
         layout.ep,
         busiest_share(kernel, layout, spec.shape),
+        not spec.compiles and kernel.attention not in ("cudnn", "math"),
         layout.gas - 1 if layout.pp_schedule == "afab" else 0,
     )
     return _micro_batch(work)
@@ -129,15 +132,19 @@ class _LayerWidths(NamedTuple):
     norms: float
     """Inputs and outputs of norms, in hidden sizes."""
     attention: int
-    """What attention keeps, divided by tp or not."""
+    """What attention keeps, divided by tp."""
+    latents: int
+    """What attention keeps of the rank's own tokens, whole: the latents of latent attention."""
+    padding: int
+    """What an implementation of attention adds to values that are narrower than keys, if it does."""
     kept_attention: int
-    """What of it recompute=selective keeps."""
+    """What of attention recompute=selective keeps."""
     q: float
     """Width of the queries, and of the output of attention."""
     kv: float
     """Width of the keys, and of the values."""
-    input_params: int
-    """Parameters of the products by which attention begins, before tp divides them."""
+    input_params: float
+    """Parameters of the products by which attention begins on a rank."""
     block: int
     """What a dense feed-forward block keeps, or that of shared experts."""
     width: int
@@ -159,13 +166,12 @@ def _widths_of_types(shape: ModelShape, tp: int) -> tuple[_LayerWidths, ...]:
 
 
 def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
-    """What a type of layer keeps of a token; ranks of tp hold some numbers of attention whole."""
+    """What a type of layer keeps of a token."""
     attention, experts, block, width = kind.attention, kind.experts, 0, 0
-    kept, q, kv, kept_attention, input_params = 0, 0.0, 0.0, 0, 0
+    kept, latents, padding, q, kv, kept_attention, input_params = 0, 0, 0, 0.0, 0.0, 0, 0.0
     if attention is not None:
-        cut_channels, whole_channels = attention.kept(h)
-        kept, products = cut_channels + tp * whole_channels, attention.products(h)
-        q, kv = cut_channels / 2, 0.0
+        (kept, latents), products = attention.kept(h), attention.products(h)
+        q, kv = kept / 2, 0.0
         if kind.grouped_query is not None:
             q, kv = kind.grouped_query.q_width, kind.grouped_query.kv_width
         elif kind.latent is not None:
@@ -173,7 +179,11 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
             q = num_heads * max(kind.latent.qk_head_dim, kind.latent.v_head_dim)
             kv = kind.latent.exchanged_channels() / 2
         kept_attention = sum(p.inputs if p.cut == ROWS else round(p.kept_share * p.outputs) for p in products)
-        input_params = sum(p.params for p in products if p.cut != ROWS)
+        if kind.latent is not None:
+            padding = kind.latent.num_attention_heads * max(
+                0, kind.latent.qk_head_dim - kind.latent.v_head_dim
+            )
+        input_params = sum(p.params if p.cut == WHOLE else p.params / tp for p in products if p.cut != ROWS)
     if kind.feed_forward is not None:
         block, width = kind.feed_forward.kept(h).cut, kind.feed_forward.intermediate_size
     elif experts is not None:
@@ -181,6 +191,8 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
     return _LayerWidths(
         norms=kind.norm_channels(h) / h,
         attention=kept,
+        latents=latents,
+        padding=padding,
         kept_attention=kept_attention,
         q=q,
         kv=kv,
@@ -208,7 +220,8 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         row_channel = channel * work.shape.num_experts_per_tok * work.busiest_share
         rows, products = row_channel * of.row, row_channel * of.expert
     block = channel * of.block + rows + of.kept_of_experts * products
-    layer = of.norms * hidden + channel * of.attention + block
+    latents = hidden / work.shape.hidden_size * of.latents
+    layer = of.norms * hidden + channel * of.attention + latents + block
     if compiled and work.is_fp8 and not is_sparse:
         layer -= hidden * (2 if tp == 1 else 1)  # backward computes the outputs of norms again
     stored = layer - channel * width * compiled
@@ -216,6 +229,8 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         sums = (1 + (width > 0 and not compiled)) * (tp > 1)
         stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)
         stored += rows * (work.ep > 1)
+        if work.keeps_padding:
+            stored += channel * of.padding  # eager calls keep the output of the implementation
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (work.ep > 1)) * rows + hidden * (width > 0)
     forward += (rows + of.kept_of_experts * products + 2 * hidden) * (work.recompute in ("selective", "full"))
@@ -228,7 +243,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
     gradients = channel * _gradients_of_attention(work, q, of.kv)
     attention = layer - block - hidden + gradients
     qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)
-    qkv_weights = float(work.element * of.input_params // tp)
+    qkv_weights = float(work.element * of.input_params)
     # The gradients of the feed-forward and of its norm, and then those of attention.
     halfway = 2 * hidden + channel * of.block / 2 + rows + 2 * products
     input_half = max(feed_forward - layer, halfway + gradients)

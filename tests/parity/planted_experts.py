@@ -20,21 +20,21 @@ def expert_divisor(right, decoder, mesh, zero_stage, precision, experts):
 
 
 @planted(moe.SparseFeedForward, "__init__", transformers="dots")
-def softmax_of_all(right, self, shape, shared):
-    """Scores of experts are those of a softmax, whatever the shape says."""
-    right(self, replace(shape, scoring_func="softmax"), shared)
+def softmax_of_all(right, self, sizes, *args):
+    """Scores of experts are those of a softmax, whatever the model says."""
+    right(self, replace(sizes, scoring_func="softmax"), *args)
 
 
 @planted(moe.SparseFeedForward, "__init__", transformers="glm")
-def unscaled_scores(right, self, shape, shared):
+def unscaled_scores(right, self, sizes, *args):
     """The scores of the chosen experts are not scaled."""
-    right(self, replace(shape, routed_scaling_factor=1.0), shared)
+    right(self, replace(sizes, routed_scaling_factor=1.0), *args)
 
 
 @planted(moe.SparseFeedForward, "__init__", transformers="olmoe")
-def always_normalised(right, self, shape, shared):
-    """The scores of the chosen experts are divided by their sum, whatever the shape says."""
-    right(self, replace(shape, norm_topk_prob=True), shared)
+def always_normalised(right, self, sizes, *args):
+    """The scores of the chosen experts are divided by their sum, whatever the model says."""
+    right(self, replace(sizes, norm_topk_prob=True), *args)
 
 
 @planted(ep.ExpertParallel, "return_to_tokens", parity="dp=2 ep=2 moe")
@@ -62,16 +62,16 @@ def shifted_expert_gradients(right, *args):
     return right(*args).roll(1, 0)
 
 
-@planted(step, "sum_norm_layer_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
-def router_of_own_tokens(right, params, ranks):
+@planted(step, "sum_whole_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
+def router_of_own_tokens(right, params, *args):
     """Gradients of routers, summands on each rank of tp, pass for sums."""
-    right([(name, param) for name, param in params if ".router." not in name], ranks)
+    right([(name, param) for name, param in params if ".router." not in name], *args)
 
 
 @planted(step, "num_copies", parity="dp=2 ep=2 moe")
-def experts_in_the_norm(right, name, param, layout, shape):
+def experts_in_the_norm(right, name, param, layout, cut):
     """The norm weighs experts as if all ranks of ep held the same ones."""
-    return right(name, param, layout, shape) * (layout.ep if ".experts." in name else 1)
+    return right(name, param, layout, cut) * (layout.ep if ".experts." in name else 1)
 
 
 @planted(moe, "dist", parity="dp=2 ep=2 moe routing=learned", replicas="dp=2 ep=2 moe routing=learned")

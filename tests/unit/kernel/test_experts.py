@@ -68,7 +68,10 @@ def test_a_sparse_block_is_the_one_of_transformers(name):
     kind, values, changes = THEIRS[name]
     config = AutoConfig.for_model(name, **{**SIZES, "num_experts_per_tok": K, **values})
     config._experts_implementation = "eager"
-    theirs, ours = with_variant_env(kind(config)), sparse_feed_forward(shape_with(**changes)).double()
+    theirs, ours = (
+        with_variant_env(kind(config)),
+        sparse_feed_forward(shape_with(**changes).layer(0).experts, H).double(),
+    )
     ours.balance.zero_()
     if name == "glm4_moe":  # a bias that changes the choice, but no weight
         theirs.gate.e_score_correction_bias = torch.linspace(0, 0.5, E).double()
@@ -120,7 +123,7 @@ def test_the_bias_of_an_expert_follows_its_tokens():
         def __init__(self):
             super().__init__()
             layer = torch.nn.Module()
-            layer.ffn = sparse_feed_forward(self.shape)
+            layer.ffn = sparse_feed_forward(self.shape.layer(0).experts, H)
             self.layers = torch.nn.ModuleDict({"0": layer})
 
     model = Model()
