@@ -38,11 +38,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ultrabench.kernel.compat import reduce_gradients
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward
-from ultrabench.kernel_config import PRECISIONS, PRECISIONS_16_BIT
+from ultrabench.kernel_config import EMBEDDED_PRECISIONS, PRECISIONS_16_BIT
 
-MASTER_DTYPE = dict.fromkeys(PRECISIONS, torch.float32) | {"fp64": torch.float64}
+MASTER_DTYPE = dict.fromkeys(EMBEDDED_PRECISIONS, torch.float32) | {"fp64": torch.float64}
 """Precision -> dtype of parameters, gradients and optimizer states."""
-COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys(PRECISIONS_16_BIT, torch.bfloat16)
+COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys({*PRECISIONS_16_BIT} & {*EMBEDDED_PRECISIONS}, torch.bfloat16)
 """Precision -> dtype of forward and backward."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_config import PRECISIONS, ROUTING_RULE, KernelConfig
+from ultrabench.kernel_config import EMBEDDED_PRECISIONS, ROUTING_RULE, KernelConfig
 from ultrabench.layout import AUTO, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import thread_variables
@@ -48,7 +48,7 @@ class CheckSpec:
     """How tokens of a model with experts choose them, in the layout and in the single process."""
     compile: bool = False
     """Whether torch traces each layer as for compilation, without generating code."""
-    precision: Annotated[str, one_of(*PRECISIONS)] = "fp64"
+    precision: Annotated[str, one_of(*EMBEDDED_PRECISIONS)] = "fp64"
     """Arithmetic of the layout; it is always compared with one process that trains in fp64."""
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu"
     """Device type of all processes: gloo and a process each on CPUs, NCCL and a GPU each on GPUs."""

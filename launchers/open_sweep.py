@@ -139,8 +139,10 @@ def require_same_launch(state: SweepState, config: SweepConfig, path: Path) -> N
 
 def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if a value of a flag now means other arguments than at the latest launch."""
-    flag_settings = state.config.get("sweep", {}).get(FLAGS) or {}
-    old_flags = read_flags(flag_settings) if isinstance(flag_settings, dict) else {}
+    settings = state.config.get("sweep", {}).get(FLAGS) or {}
+    flag_settings = settings.items() if isinstance(settings, dict) else ()
+    mapped_flags = {name: flag for name, flag in flag_settings if isinstance(flag, dict)}
+    old_flags = read_flags(mapped_flags)
     for name, value in ((name, value) for name, values in old_flags.items() for value in values):
         arguments = config.options.arguments.get(name, {}).get(value)
         if arguments is not None and arguments != old_flags[name][value]:

@@ -18,7 +18,7 @@ from ultrabench.hardware import PEAK_GUESSED, Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, fill_in_files, words_of
+from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, fill_in_files, idle_knobs, words_of
 from ultrabench.sweep.candidate import (
     PRUNED,
     UNSELECTED,
@@ -35,7 +35,7 @@ from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.predict import Predictor, too_large_text
 from ultrabench.sweep.refusals import refusal
-from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, Value, Variant
+from ultrabench.variant import CELL_OPTIONS, FLAGS, KERNEL_OPTIONS, Value, Variant, options_in_group
 
 MIN_PARALLEL_CANDIDATES = 10_000
 """Number of candidates from which a plan is made by one process for each core; fewer take less than five seconds."""
@@ -428,3 +428,22 @@ def rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield "word_rule", f"{reason} ({word_rule.text})"
     if reason := refusal(spec.kernel, layout, shape, spec.workload.seq_len, hardware.device, hardware):
         yield "kernel", reason
+    if config.kernel.knobs and (reason := _idle_knob(config.options, spec)):
+        yield "kernel", reason
+
+
+def _idle_knob(options: Options, spec: RunSpec) -> str | None:
+    """Why a run repeats another one: a knob that changes nothing here does not have its first value; else None."""
+    first_values = options_in_group(options.first_variant, FLAGS)
+    varied_values = options_in_group(spec.variant, FLAGS)
+    other_knobs = [knob for knob, value in varied_values.items() if value != first_values[knob]]
+    if not other_knobs:
+        return None
+    idle = idle_knobs(spec)
+    knob = next((knob for knob in other_knobs if knob in idle), None)
+    if knob is None:
+        return None
+    return (
+        f"{knob}={varied_values[knob]} changes nothing in this run: "
+        f"the one with {knob}={first_values[knob]} has the same command"
+    )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ultrabench.hardware import DEVICE_KINDS, Hardware
-from ultrabench.kernel_config import ANY, AUTO_NEEDS, PRECISIONS_16_BIT, KernelConfig
-from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, details_of
+from ultrabench.kernel_config import ANY, AUTO_NEEDS, NODE, PRECISIONS_16_BIT, ROUTING, KernelConfig
+from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
 from ultrabench.run import words_in
@@ -14,9 +14,6 @@ from ultrabench.sweep.config.files import is_command_of_package
 from ultrabench.sweep.untrained import untrained_features, untrained_names
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kv_copies, most_kv_copies
 
-ROUTING_FLAG = "routing"
-"""The word of kernel.flags that refuses no layout: its arguments only give a program the routing of a run
-of our own kernel."""
 FP8_MULTIPLE = 16
 """Number that must divide all three dims of an fp8 matrix product on GPUs (torch._scaled_mm):
 a layer's forward product and the two of its backward each sum over another of these dims."""
@@ -69,6 +66,8 @@ def refusal(
             _sequence_refusals(kernel, layout.cp, seq_len),
             _untold_types(kernel, shape),
             value_refusals(kernel, layout, shape),
+            _undeclared_routing(kernel, shape),
+            _span_refusals(kernel, layout, hardware) if hardware else (),
             _no_word_refusals(kernel, layout),
             _step_rank_refusals(kernel, layout),
         )
@@ -252,13 +251,16 @@ def value_refusals(
     num_heads = fewest_kv_heads(shape)
     heads_text = f" (tp={layout.tp}, num_key_value_heads={num_heads})" if num_heads else ""
     for field_name, allowed_values in (kernel.flags | kernel.supports).items():
-        if field_name == ROUTING_FLAG:
+        if field_name in kernel.knobs:
             continue
-        fallback_value = copies_value.get(field_name, getattr(shape, field_name, layout))
-        value = kernel.precision if field_name == "precision" else getattr(layout, field_name, fallback_value)
-        if value is layout:
-            yield f"kernel.supports or kernel.flags names {field_name!r}, which is not a word of a layout or a model"
-            continue
+        fallback_value = copies_value.get(field_name, getattr(shape, field_name, None))
+        value = getattr(layout, field_name, fallback_value)
+        if field_name == "precision":
+            value = kernel.precision
+        elif field_name == ROUTING:
+            value = kernel.routing_of(shape)
+            if value is None:
+                continue
         if isinstance(value, RopeScaling):
             value = values_of(value)
         zero_shards_nothing = field_name == "zero_stage" and layout.dp * layout.cp == 1
@@ -268,6 +270,30 @@ def value_refusals(
             allowed_text = ", ".join(map(str, allowed_values))
             value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD)}"
             yield f"{program_text} supports {field_name} in [{allowed_text}]; {value_text}"
+
+
+def _undeclared_routing(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
+    """The reason why a program that no word tells how to route its tokens cannot have another routing than usual."""
+    if shape.num_experts and kernel.trains and not kernel.takes_routing and kernel.routing != "balanced":
+        reason = f"kernel.routing={kernel.routing} with kernel {kernel.name}, which no word tells its routing"
+        yield f"{reason}: add {ROUTING} to kernel.flags, or leave kernel.routing out"
+
+
+def _span_refusals(kernel: KernelConfig, layout: Layout, hardware: Hardware) -> Iterator[str]:
+    """The reasons why groups of ranks are larger than kernel.spans allows."""
+    for degree, limit in kernel.spans.items():
+        value, rank_order = getattr(layout, degree), kernel.rank_order
+        axes = ((value, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
+        if isinstance(limit, int):
+            if value > limit:
+                yield f"kernel {kernel.name} has groups of {degree} of at most {limit} ranks; {degree}={value}"
+            continue
+        num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
+        if limit == NODE:
+            num_gpus, place = hardware.gpus_per_node, "a node"
+        if crosses_nodes(axes, num_gpus):
+            reason = f"kernel {kernel.name} has groups of {degree} only within {place}, of {num_gpus} GPUs"
+            yield f"{reason}; those of {degree}={value} span several"
 
 
 def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

@@ -29,13 +29,13 @@ from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
 from ultrabench.kernel.recompute import recompute_of
 from ultrabench.kernel.step import TrainStep
-from ultrabench.kernel_config import PRECISIONS
+from ultrabench.kernel_config import EMBEDDED_PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 from ultrabench.stages import stages_by_rank
 from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
 
-_PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in PRECISIONS if p != "fp8"}
+_PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in EMBEDDED_PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
 NUM_LINEAR_LAYERS = 7
 """Number of the weights of a decoder layer without experts: q, k, v, out, gate, up and down."""

@@ -9,6 +9,10 @@ from ultrabench.errors import ConfigError
 
 GIB = 2**30
 
+SCALED_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
+"""Precisions that are bf16 whose linear layers, other than the head, round the factors of their products to 8 or 4 bits
+and scale them: mxfp8 each block of 32 numbers (OCP Microscaling Formats 1.0), nvfp4 each block of 16."""
+
 PEAK_GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
 PEAK_GIVEN = "given as hardware.peak_flops_per_s"
@@ -74,8 +78,9 @@ def low_peak(max_mfu: float | None) -> str | None:
 
 
 def peak_suffix(precision: str | None) -> str:
-    """The text after `MFU` that names the peak rate to which it is relative: ` of fp8` for fp8, else nothing."""
-    return " of fp8" if precision == "fp8" else ""
+    """The text after `MFU` that names the peak rate to which it is relative, such as ` of fp8`; nothing where the
+    products of a run are not scaled ones."""
+    return f" of {precision}" if precision in SCALED_PRECISIONS else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +138,9 @@ class Hardware:
     gpus_per_node: Count
     node_link_bytes_per_s: LinkRate
     """Bytes per second between nodes for each accelerator, in one direction."""
+    nvlink_domain: Count | None = None
+    """Number of accelerators that links of link_bytes_per_s join, also across nodes, such as 72 in an NVL72;
+    None: those of a node."""
     precision: str = "bf16"
     """Precision of kernels whose configuration gives none."""
     architecture: Annotated[str, ARCHITECTURE_RULE] | None = None
@@ -154,10 +162,17 @@ class Hardware:
         if self.is_rated and not (self.peak_flops_per_s and self.reported_as):
             fact = f"hardware={self.name} lacks peak_flops_per_s or reported_as"
             raise ConfigError(f"{fact}; give the dense rates of the GPU and its names in `nvidia-smi -L`")
-        if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
-            fact = f"peak_flops_per_s of hardware={self.name} has fp8 but no bf16"
-            remedy = "add bf16, in which an fp8 run computes attention and the head"
+        scaled = next(
+            (precision for precision in SCALED_PRECISIONS if precision in self.peak_flops_per_s), None
+        )
+        if scaled and "bf16" not in self.peak_flops_per_s:
+            fact = f"peak_flops_per_s of hardware={self.name} has {scaled} but no bf16"
+            remedy = f"add bf16, in which an {scaled} run computes attention and the head"
             raise ConfigError(fact, remedy, setting="hardware.peak_flops_per_s")
+        if self.nvlink_gpus % self.gpus_per_node:
+            fact = f"hardware.nvlink_domain={self.nvlink_domain} with gpus_per_node={self.gpus_per_node}"
+            remedy = f"give a multiple of {self.gpus_per_node}, or leave it out if links join only the GPUs of a node"
+            raise ConfigError(fact, remedy, setting="hardware.nvlink_domain")
         if self.power_limit_w and not self.rated_power_w:
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
             raise ConfigError(fact, "add rated_power_w from the data sheet", setting="hardware.power_limit_w")
@@ -182,6 +197,11 @@ class Hardware:
     def shares_host(self) -> bool:
         """Whether ranks share the cores and the memory of their host."""
         return DEVICE_KINDS[self.device].shares_host
+
+    @property
+    def nvlink_gpus(self) -> int:
+        """Number of accelerators that links of link_bytes_per_s join."""
+        return self.nvlink_domain or self.gpus_per_node
 
     @property
     def clock_share(self) -> float:

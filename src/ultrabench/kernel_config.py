@@ -12,21 +12,21 @@ from msgspec import Meta
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
-from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
 from ultrabench.layout import AUTO, DEGREES, RANK_ORDER, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 from ultrabench.quantity import parsed_number
+from ultrabench.variant import FLAGS, Value, Variant, options_in_group
 
 KERNEL_VERSION = 4
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "fp64": 8}
-"""Precision -> bytes of a number in forward and backward.
-
-fp8 is bf16 whose linear layers, other than the head, round the factors of their products to 8 bits.
-"""
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(SCALED_PRECISIONS, 2), "fp64": 8}
+"""Precision -> bytes of a number in forward and backward, beside the factors of scaled products."""
 PRECISIONS = tuple(ELEMENT_BYTES)
+EMBEDDED_PRECISIONS = ("fp32", "bf16", "fp8", "fp64")
+"""Precisions of our own kernel."""
 PRECISIONS_16_BIT = tuple(precision for precision, num_bytes in ELEMENT_BYTES.items() if num_bytes == 2)
 """Precisions with parameters, activations and attention of 16 bits, and fp32 master weights."""
 
@@ -67,6 +67,10 @@ LOG_OPTIONS = (*(option for option in LOG_PATTERNS if option not in SIZE_OPTIONS
 
 ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
+ROUTING = "routing"
+"""The word of a command for how tokens choose their experts; only a command whose file has it gets a routing."""
+NODE, NVLINK_DOMAIN = "node", "nvlink_domain"
+"""Values of kernel.spans: the ranks of a group are on one node, or on GPUs that NVLink joins."""
 
 RANK_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -81,6 +85,11 @@ _IMPORT = re.compile(r"^\s*(?:from|import)\s+ultrabench\.([\w.]+)(?:\s+import\s+
 
 CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 """Suffixes of files whose content is part of the digest of a command."""
+
+Span = Annotated[
+    int | Literal["node", "nvlink_domain"], Meta(description="node, nvlink_domain or a number of ranks")
+]
+"""Type of a value of kernel.spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +134,8 @@ class KernelConfig:
     exec. probe: measures devices and links instead of training, and is forked as well."""
     version: int = KERNEL_VERSION
     precision: Annotated[str, one_of(*PRECISIONS)] = "fp32"
-    """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights), fp8 (bf16 with products of fp8) or fp64."""
+    """Arithmetic of forward and backward: fp32, bf16 or fp16 (with fp32 master weights), fp8, mxfp8 or nvfp4 (bf16 with
+    products of scaled numbers of 8 or 4 bits) or fp64."""
     compile: bool = False
     """Whether the decoder layers are compiled by torch.compile; a configuration may say auto, true on GPUs."""
     attention: Annotated[str, one_of(*ATTENTION_NAMES)] = AUTO
@@ -156,7 +166,15 @@ class KernelConfig:
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
-    """Word of a layout or a model -> each value that the command supports, as text, or ANY -> more arguments for it."""
+    """Word of a layout or a model, or a knob -> each value that the command supports, as text, or ANY -> more arguments
+    for it."""
+    knobs: dict[str, str] = field(default_factory=dict, hash=False)
+    """Knob of the command -> what it sets, in words. `flags` has its values; a sweep may list some in `sweep.flags`."""
+    knob_values: dict[str, str] = field(default_factory=dict, hash=False)
+    """Knob -> its value in runs for which a sweep lists none; without an entry, the first value in `flags`."""
+    spans: dict[str, Span] = field(default_factory=dict, hash=False)
+    """Degree -> the most that its groups of ranks may span in this program: NODE, NVLINK_DOMAIN, or a number of
+    ranks; other degrees may span all."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
     groups that LOG_PATTERNS lists for it. Without a group for a time or a rate, the arrival of its lines times the
@@ -208,10 +226,17 @@ class KernelConfig:
             raise ConfigError(
                 "kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"
             )
+        if self.forks and self.precision not in EMBEDDED_PRECISIONS:
+            fact = f"kernel.precision={self.precision} with kernel={self.name}"
+            remedy = f"choose {', '.join(EMBEDDED_PRECISIONS)} or a program of your own"
+            raise ConfigError(fact, remedy, setting="kernel.precision")
+        require_known("degree in kernel.spans:", (*DEGREES, "ep"), *self.spans, setting="kernel.spans")
+        if limit := next((f"{k}={v}" for k, v in self.spans.items() if isinstance(v, int) and v < 1), None):
+            raise ConfigError(f"kernel.spans.{limit}; must be at least 1 rank", setting="kernel.spans")
         if not self.forks and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         _require_file_names(self.files)
-        for option in ("files", "folder"):
+        for option in ("files", "folder", "knobs", "spans"):
             if self.forks and getattr(self, option):
                 fact = f"kernel.{option} with kernel={self.name}; only a program of your own has it"
                 raise ConfigError(fact, "leave it out", setting=f"kernel.{option}")
@@ -303,9 +328,37 @@ class KernelConfig:
         """Whether the command is a starter such as torchrun, which starts all ranks of its node."""
         return self.launch_per == "node"
 
+    @property
+    def takes_routing(self) -> bool:
+        """Whether the program is told how tokens choose their experts; another one decides it itself."""
+        return self.forks or ROUTING in self.flags or ROUTING in self.supports
+
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
-        return self.routing if shape.num_experts and self.trains_itself else None
+        return self.routing if shape.num_experts and self.trains and self.takes_routing else None
+
+    def knob_choices(self, knob: str) -> tuple[str, ...]:
+        """The values of a knob that `flags` lists; ANY is not among them."""
+        return tuple(value for value in self.flags.get(knob, ()) if value != ANY)
+
+    def usual_knob_value(self, knob: str) -> str:
+        """The value of a knob in runs for which a sweep lists none."""
+        return self.knob_values.get(knob) or self.knob_choices(knob)[0]
+
+    def has_knob_value(self, knob: str, value: Value) -> bool:
+        """Whether a knob of the command may have a value."""
+        table = self.flags.get(knob, {}) if knob in self.knobs else {}
+        return str(value) in table or ANY in table
+
+    def knobs_of(self, variant: Variant) -> dict[str, Value]:
+        """Knob -> its value in a run with this variant; the usual one where the variant has none of its own."""
+        varied = options_in_group(variant, FLAGS)
+        return {
+            knob: varied[knob]
+            if knob in varied and self.has_knob_value(knob, varied[knob])
+            else self.usual_knob_value(knob)
+            for knob in self.knobs
+        }
 
     @property
     def in_16_bits(self) -> bool:
@@ -338,6 +391,7 @@ class KernelConfig:
                 if path.suffix in CODE_SUFFIXES and path.is_file():
                     digest.update(path.read_bytes())
         set_options = {"folder": self.folder} if self.folder else {}
+        set_options |= {f"knob_values.{knob}": value for knob, value in sorted(self.knob_values.items())}
         set_options |= {f"files.{name}": text for name, text in sorted(self.files.items())}
         for option, text in set_options.items():
             digest.update(f"{option}\0{text}\0".encode())

@@ -4,14 +4,14 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import Size, at_least, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
-from ultrabench.kernel_config import ANY, KernelConfig
+from ultrabench.kernel_config import ANY, ROUTING, KernelConfig
 from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
@@ -20,7 +20,7 @@ from ultrabench.placeholders import CALCULATION, command_text, names_in, replace
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
 from ultrabench.tensor_parallel import KV_COPIES_WORD, most_kv_copies
-from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group, variables_of
+from ultrabench.variant import FLAGS, WORDS, Value, identity, option_texts, options_in_group, variables_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,8 @@ class RunSpec:
         }
         if self.kernel.attention == AUTO:
             content["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
+        if not self.kernel.takes_routing:
+            del content["kernel"]["routing"]
         for dotted_name, default in ADDED_LATER.items():
             group, _, name = dotted_name.partition(".")
             if content[group].get(name) == default:
@@ -106,6 +108,11 @@ class RunSpec:
     def label(self) -> str:
         """A short text of the layout and the variant, such as `dp2 tp1 pp1 z0 mbs1 gas4 NCCL_ALGO=Ring`."""
         return " ".join((self.layout.label(), *option_texts(self.variant)))
+
+    @property
+    def flag_values(self) -> dict[str, Value]:
+        """Knob of the program, or flag that the sweep itself maps to arguments -> its value."""
+        return options_in_group(self.variant, FLAGS) | self.kernel.knobs_of(self.variant)
 
     @property
     def logging_rank(self) -> int | None:
@@ -220,6 +227,7 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
         "microbatch_tokens": spec.layout.mbs * spec.workload.seq_len,
         "step_tokens": spec.workload.gbs * spec.workload.seq_len,
         **{name: getattr(spec.shape, name) for name in SIZES_BY_WORD},
+        ROUTING: spec.kernel.routing_of(spec.shape), **spec.kernel.knobs_of(spec.variant),
         **options_in_group(spec.variant, WORDS),
     }}  # fmt: skip
 
@@ -329,12 +337,34 @@ def fill_in(
             raise ConfigError(unknown_name(kind, braces, words, first=options_in_group(spec.variant, WORDS)))
         return command_text(words[word])
 
-    flags = (table.get(str(words.get(word)), table.get(ANY, ())) for word, table in spec.kernel.flags.items())
-    parts = chain(spec.kernel.command, *flags, spec.arguments)
+    parts = chain(spec.kernel.command, *_flag_arguments(spec, words).values(), spec.arguments)
     calculated_parts = (replace_words(part, words, "kernel.command", CALCULATION) for part in parts)
     command = [_IN_BRACES.sub(value_text, part) for part in calculated_parts]
     require_command(command, {**spec.kernel.env, **variables_of(spec.variant)})
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]
+
+
+def _flag_arguments(spec: RunSpec, words: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Word in kernel.flags -> the arguments for its value in a run; a model without experts has none for its routing.
+
+    Args:
+        words: word -> its value.
+    """
+    value_by_word = {word: words.get(word) for word in spec.kernel.flags}
+    if value_by_word.get(ROUTING, "") is None:
+        del value_by_word[ROUTING]
+    tables = spec.kernel.flags
+    return {word: tables[word].get(str(v), tables[word].get(ANY, ())) for word, v in value_by_word.items()}
+
+
+def idle_knobs(spec: RunSpec) -> set[str]:
+    """The knobs that change nothing in a run: no value adds arguments, and neither the command nor the arguments of
+    other words nor a file has the knob in braces.
+    """
+    kernel, arguments = spec.kernel, _flag_arguments(spec, words_of(spec))
+    candidates = {knob for knob in kernel.knobs if not any(kernel.flags[knob].values())}
+    texts = chain(kernel.command, *arguments.values(), spec.arguments, kernel.files.values())
+    return candidates - {name for text in texts for name in names_in(text)} if candidates else set()
 
 
 def fill_in_files(

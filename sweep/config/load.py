@@ -47,6 +47,7 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
+from ultrabench.sweep.config.knobs import with_texts
 from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, read_launcher
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
@@ -151,7 +152,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         }
     kernel_options = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in kernel_options.items()}
-    settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
+    settings = {k: value for k, value in with_texts(kernel).items() if k != "profile" and value is not None}
     kernel_values = {"name": names["kernel"]} | settings | first_values
     kernel_config = from_dict(KernelConfig, kernel_values, where="kernel")
     workload_types = {key: key_type for key, key_type in WORKLOAD_TYPES.items() if key in sweep}

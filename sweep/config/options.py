@@ -5,8 +5,8 @@ container, python.
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -21,6 +21,7 @@ from ultrabench.placeholders import command_text, names_in
 from ultrabench.record import field_types, value_from
 from ultrabench.run import FILES_WORD, PROCESS_WORDS, AttemptKey
 from ultrabench.store.kernel_secrets import is_secret
+from ultrabench.sweep.config.knobs import read_values, require_flags
 from ultrabench.variant import (
     CELL_OPTIONS,
     ENV,
@@ -86,7 +87,8 @@ class Options:
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Option -> its values; seq_len, gbs and precision are always there, others where the sweep lists some."""
     arguments: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Flag -> each of its values -> the arguments that it adds to the command."""
+    """Flag that the sweep maps to arguments -> each of its values -> the arguments that it adds to the command;
+    those of knobs are in `kernel.flags`."""
     rules: tuple[WordRule, ...] = ()
 
     @property
@@ -102,7 +104,10 @@ class Options:
     def arguments_of(self, variant: Variant) -> tuple[str, ...]:
         """The arguments that the flags of a variant add to the command."""
         flags = options_in_group(variant, FLAGS)
-        return tuple(word for name, value in flags.items() for word in self.arguments[name][str(value)])
+        arguments = (
+            self.arguments[name][str(value)] for name, value in flags.items() if name in self.arguments
+        )
+        return tuple(word for words in arguments for word in words)
 
 
 def values_in(value: Any) -> list[Any]:
@@ -145,11 +150,25 @@ def read_options(
     for name, listed in _listed_by_name(sweep, ENV, kernel).items():
         listed_values = _option_values(listed, f"{ENV}.{name}", to_text=_in_environment)
         values[f"{ENV}.{name}"] = tuple(None if v is None else _in_environment(v) for v in listed_values)
-    arguments = read_flags(_listed_by_name(sweep, FLAGS, kernel))
-    values |= {f"{FLAGS}.{name}": tuple(arguments_by_value) for name, arguments_by_value in arguments.items()}
+    require_flags(kernel, dict.fromkeys((*_words_of_runs(), FILES_WORD)))
+    listed_by_flag = _listed_by_name(sweep, FLAGS, kernel)
+    values_by_knob = {
+        name: read_values(kernel, name, values_in(listed))
+        for name, listed in listed_by_flag.items()
+        if name in kernel.knobs
+    }
+    arguments = read_flags(
+        {name: listed for name, listed in listed_by_flag.items() if name not in values_by_knob},
+        knobs=kernel.knobs,
+    )
+    for name in listed_by_flag:
+        values[f"{FLAGS}.{name}"] = values_by_knob.get(name) or tuple(arguments[name])
     rules = tuple(map(_word_rule, values_in(sweep.get("rules") or [])))
     listed_by_word = _listed_by_name(sweep, WORDS, kernel)
     words = {name: _option_values(listed, f"{WORDS}.{name}") for name, listed in listed_by_word.items()}
+    if text_knob := next((name for name in words if name in kernel.knobs), None):
+        fact = f"sweep.{WORDS}.{text_knob}: {text_knob} is a knob of kernel {kernel.name}"
+        raise ConfigError(fact, f"list it in sweep.{FLAGS}", setting=f"sweep.{WORDS}.{text_knob}")
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": listed for name, listed in words.items()}
     job_options = [name for name in JOB_OPTIONS if sweep.get(name) is not None]
@@ -167,6 +186,7 @@ def read_options(
     if kernel.trains_itself:
         _require_different_attention(kernel_options, hardware)
     for precision in kernel_options["precision"]:
+        replace(kernel, precision=str(precision))  # refuses one that the kernel does not have
         hardware.peak(str(precision), 1, None, 1)  # refuses a precision without a rate
     return Options(values=values, arguments=arguments, rules=rules)
 
@@ -213,8 +233,8 @@ def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) 
     if not isinstance(mapping, dict):
         problem = f"sweep.{group}={mapping!r} is not a mapping"
         raise ConfigError(problem, f"write one, such as {EXAMPLES[group]}", setting=f"sweep.{group}")
-    is_variable, set_by_kernel = group == ENV, getattr(kernel, group, {})
-    for name in map(str, mapping):
+    is_variable, knobs = group == ENV, kernel.knobs if group == FLAGS else {}
+    for name, listed in ((str(key), listed) for key, listed in mapping.items()):
         setting = f"sweep.{group}.{name}"
         if not re.fullmatch(NAME_PATTERN, name):
             raise ConfigError(f"{setting}; {NAME_RULE}", setting=f"sweep.{group}")
@@ -223,7 +243,11 @@ def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) 
             (is_secret(name), f"{setting} looks like a secret, and results show swept values; use kernel.env"),
             (is_foreign, f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command"),
             (is_variable and name in RANK_VARIABLES, f"{setting}: ultrabench sets {name} for each rank; leave it out"),
-            (name in set_by_kernel, f"{setting} and kernel.{group}.{name} are both set; give only one of them"),
+            (name in knobs and isinstance(listed, dict),
+             f"{setting} maps values to arguments, as kernel {kernel.name} does; list values instead, such as "
+             f"{setting}=[{','.join(kernel.knob_choices(name)[:2])}]"),
+            (is_variable and name in kernel.env,
+             f"{setting} and kernel.env.{name} are both set; give only one of them"),
             (not is_variable and name in (*_words_of_runs(), *([FILES_WORD] if kernel.files else [])),
              f"{setting}: {name} is already a word of every run; choose another name"),
         ]  # fmt: skip
@@ -237,8 +261,11 @@ def _in_environment(value: Value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def read_flags(flags: Mapping[str, Any]) -> _ArgumentsByFlag:
-    """Flag -> each of its values -> its arguments, of `sweep.flags`.
+def read_flags(flags: Mapping[str, Any], knobs: Collection[str] = ()) -> _ArgumentsByFlag:
+    """Flag -> each of its values -> its arguments, of those in `sweep.flags` that are no knobs of the kernel.
+
+    Args:
+        knobs: the knobs of the kernel, one of which may be meant by a list of values.
 
     Raises:
         ConfigError: a flag has no values, or two with the same arguments.
@@ -246,6 +273,8 @@ def read_flags(flags: Mapping[str, Any]) -> _ArgumentsByFlag:
     arguments_by_flag: _ArgumentsByFlag = {}
     for name, arguments_by_value in flags.items():
         setting = f"sweep.{FLAGS}.{name}"
+        if knobs and not isinstance(arguments_by_value, dict):
+            require_known(f"knob in sweep.{FLAGS}:", knobs, name, setting=setting)
         if not isinstance(arguments_by_value, dict) or not arguments_by_value:
             remedy = f"write {{VALUE: [ARGUMENT, ...]}}, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
             problem = f"{setting}={arguments_by_value!r} does not map values to arguments"

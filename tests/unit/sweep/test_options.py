@@ -41,6 +41,12 @@ SMALL = ("model=tiny", "sweep.nodes=[1]", "sweep.gbs=8", "sweep.tp=[1,2]", "swee
          "sweep.zero_stage=[0]", "sweep.gas=null", "hardware=cpu", "name=t")  # fmt: skip
 ENV = "+sweep.env={ALGO: [null, Ring]}"
 FLAGS = '+sweep.flags={overlap: {off: [], on: ["--overlap"]}}'
+KNOBS = (
+    "kernel.knobs={graph: what is captured, recipe: which numbers share a scale, parts: parts of the loss}",
+    "kernel.flags={graph: {none: [], full: [--graph=full]}, recipe: {delayed: [], rowwise: []}, "
+    'parts: {"*": ["--parts={parts}"]}, precision: {bf16: [], fp8: ["--recipe={recipe}"]}}',
+    "kernel.knob_values={parts: 2}",
+)
 WORDS = ("+sweep.words={etp: [1, 2]}", "+sweep.rules=['etp divides dp']")
 
 
@@ -284,8 +290,27 @@ def test_losses_of_different_programs_are_not_compared():
         ([WORDS[0].replace("2", "'1'")], "sweep.words.etp: 1 and '1' are the same for the program"),
         (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A are both set; give only one"),
         (["+sweep.flags={q: [1]}"], "write {VALUE: [ARGUMENT, ...]}, such as sweep.flags: {overlap: {on: "),
-        ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap are both set; "
-        "give only one"),
+        (["kernel.flags={recomput: {a: []}}"], "unknown knob, axis or field of the model in kernel.flags: 'recomput'; "
+        "did you mean recompute?"),
+        (["kernel.supports={hidden_sise: [64]}"], "unknown axis or field of the model in kernel.supports: 'hidden_sise'; "
+        "did you mean hidden_size?"),
+        ([*KNOBS, "+sweep.flags={grap: [none]}"], "unknown knob in sweep.flags: 'grap'; did you mean graph?"),
+        ([*KNOBS, "+sweep.flags={graph: [non]}"], "unknown value of sweep.flags.graph: 'non'; did you mean none?"),
+        ([*KNOBS, "+sweep.flags={graph: []}"], "sweep.flags.graph is empty; list at least one value"),
+        ([*KNOBS, "+sweep.flags={graph: [none, none]}"], "sweep.flags.graph lists none twice; leave one out"),
+        ([*KNOBS, "+sweep.flags={graph: {a: []}}"], "sweep.flags.graph maps values to arguments, as kernel command does; "
+        "list values instead, such as sweep.flags.graph=[none,full]"),
+        ([*KNOBS, "+sweep.words={parts: [2]}"], "sweep.words.parts: parts is a knob of kernel command; list it in "
+        "sweep.flags"),
+        ([*KNOBS, "kernel.knob_values={grph: none}"], "unknown knob in kernel.knob_values: 'grph'; did you mean graph?"),
+        ([*KNOBS, "kernel.knob_values={graph: fll}"], "unknown value of kernel.knob_values.graph: 'fll'; did you mean full?"),
+        ([KNOBS[1], "kernel.knobs={tp: what it is}"], "kernel.knobs.tp: tp is already a word of every run"),
+        ([KNOBS[1], "kernel.knobs={other: what it is}"], "kernel.knobs.other has no values; map them to arguments"),
+        ([KNOBS[1], "kernel.knobs={graph: ' '}"], "kernel.knobs.graph is empty; say in words what it sets"),
+        ([*KNOBS[:2]], "kernel.knobs.parts has only the value '*', so that no usual value is known; give one"),
+        (["kernel.spans={tq: node}"], "unknown degree in kernel.spans: 'tq'"),
+        (["kernel.spans={tp: rack}"], "kernel.spans.tp='rack'; must be node, nvlink_domain or a number of ranks"),
+        (["kernel.spans={tp: 0}"], "kernel.spans.tp=0; must be at least 1 rank"),
         (["+sweep.words={zz: [1]}"], "sweep.words.zz has no effect: the command does not contain {zz}; use {zz}"),
         (["+sweep.words={tp: [1]}"], "tp is already a word of every run; choose another name"),
         ([WORDS[0], "+sweep.rules=['etp divide dp']"], "write NAME divides NAME, or use <=, >= or =="),

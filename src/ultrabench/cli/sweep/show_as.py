@@ -22,7 +22,7 @@ from ultrabench.analysis.ranking import leaderboard
 from ultrabench.cli.sweep.show import MAX_RANK_DIGITS, find_run
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.errors import SweepFolderError, counted, require_known
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import ROUTING, KernelConfig
 from ultrabench.layout import BATCH, FOLLOWING, Layout
 from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
@@ -43,7 +43,7 @@ from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.framework import ALL_SIZES_WORD, Framework, text_of
 from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.refusals import ROUTING_FLAG, value_refusals
+from ultrabench.sweep.refusals import value_refusals
 from ultrabench.variant import option_texts, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
@@ -180,11 +180,12 @@ def _spec_in_file(path: Path, id_or_rank: str) -> tuple[str, RunSpec]:
 
 def spec_for_kernel(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
     """The run as `kernel` trains it, with the flag that gives it the routing of this run, if it has one."""
-    routing_flags = kernel.flags.get(ROUTING_FLAG, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
+    routing_flags = kernel.flags.get(ROUTING, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
     shape_kernel = without_other_models(spec, kernel)
     # The flags of routing come before all other flags, because torchtitan must get that of recompute last.
     command = (*shape_kernel.command, *routing_flags)
-    return replace(spec, arguments=(), kernel=replace(shape_kernel, command=command))
+    flags = {name: by_value for name, by_value in shape_kernel.flags.items() if name != ROUTING}
+    return replace(spec, arguments=(), kernel=replace(shape_kernel, command=command, flags=flags))
 
 
 def with_precision(kernel: KernelConfig, precision: str) -> KernelConfig:
@@ -245,7 +246,7 @@ def not_expressed(
             elif name not in {*expressed_words, *reason_by_word} and value != defaults[name]:
                 yield f"{name}={values[name]}: its {noun} has no such setting"
     routing = spec.kernel.routing_of(spec.shape)
-    if routing and routing not in kernel.flags.get(ROUTING_FLAG, ()):
+    if routing and routing not in kernel.flags.get(ROUTING, ()):
         yield f"routing={routing}: its own router chooses the experts of each token"
     braced_words = words_in(shape_kernel, with_tables=False)
     for name in ("precision", "compile", "attention"):
