@@ -180,6 +180,8 @@ FIELDS_BY_WORD = {name: word.fields for name, word in MODEL_WORDS.items()} | {
     PIPELINE_LAYOUT: ("pp_layout", "virtual_stages"),
 }
 """Word of a command that is computed -> the names of the axes and sizes that it says."""
+WORDS_OF_MODELS = (*TYPE_FIELDS, *FIELDS_BY_WORD, GAS_MODULO_PP)
+"""Words of a command that follow from the types of layers, and computed ones."""
 
 
 def pipeline_words(shape: ModelShape, layout: Layout) -> dict[str, Any]:
