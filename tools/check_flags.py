@@ -32,8 +32,8 @@ from ultrabench.sweep.plan import rejections
 from ultrabench.variant import FLAGS, variables_of
 
 PARSERS = {
-    "pretrain_gpt.py": "megatron_parser.py", "torchtitan.train": "torchtitan_parser.py",
-    "run_train.py": "nanotron_parser.py",
+    "pretrain_gpt.py": "megatron_parser.py", "pretrain_hybrid.py": "megatron_parser.py",
+    "torchtitan.train": "torchtitan_parser.py", "run_train.py": "nanotron_parser.py",
 }  # fmt: skip
 """Word of a command -> the module of tools/parsers/ that judges it."""
 MODELS = (
@@ -64,7 +64,9 @@ class Drawn:
 
     spec: RunSpec
     knob: str = ""
-    """The knob that has a value other than the usual one as `NAME=VALUE`; empty if several or none have."""
+    """The value of a knob that is tried, as `NAME=VALUE`; empty if all have their usual values."""
+    beside: str = ""
+    """The value of another knob beside it."""
 
     @property
     def label(self) -> str:
@@ -86,7 +88,7 @@ def drawn_layout(spec_model: str, config: SweepConfig, rng: random.Random, preci
         values |= {
             "dp": dp,
             "zero_stage": rng.choice(zero_stages),
-            "recompute": rng.choice(("none", "attention", "selective", "full")),
+            "recompute": rng.choice(("none", "none", "none", "attention", "selective", "full")),
             "sequence_parallel": rng.choice(("on", "off")) if values["tp"] > 1 else "on",
             "cp_exchange": rng.choice(("ring", "allgather")) if values["cp"] > 1 else "ring",
             "dp_overlap": rng.choice(("on", "off")),
@@ -121,26 +123,46 @@ def knob_values(config: SweepConfig) -> Iterator[tuple[str, str]]:
             yield knob, str(SAMPLE) if value == ANY else value
 
 
-def draw(config: SweepConfig, models: Sequence[str], num_draws: int, rng: random.Random) -> Iterator[Drawn]:
-    """Runs with the usual values of all knobs, and runs in which one of them has another one."""
-    precisions = [*config.kernel.flags.get("precision", {config.kernel.precision: ()})]
-    trained_models = [model for model in models if drawn_layout(model, config, rng, config.kernel.precision)]
-    if not trained_models:
-        raise ConfigError(f"kernel {config.kernel.name} trains none of the models {', '.join(models)}")
-    for model in models:
-        if model not in trained_models:
-            print(f"not trained: {model}")
+class Draws:
+    """Draws runs of a kernel."""
 
-    def run() -> RunSpec:
+    def __init__(self, config: SweepConfig, models: Sequence[str], seed: int) -> None:
+        self.config, self.rng = config, random.Random(seed)
+        self.precisions = [*config.kernel.flags.get("precision", {config.kernel.precision: ()})]
+        self.models = [m for m in models if drawn_layout(m, config, self.rng, config.kernel.precision)]
+        if not self.models:
+            raise ConfigError(f"kernel {config.kernel.name} trains none of the models {', '.join(models)}")
+        print(f"models: {', '.join(self.models)}; not trained: {', '.join({*models} - {*self.models}) or 'none'}")
+
+    def run(self) -> RunSpec:
+        """A run with the usual values of knobs."""
         while True:
-            if spec := drawn_layout(rng.choice(trained_models), config, rng, rng.choice(precisions)):
+            model, precision = self.rng.choice(self.models), self.rng.choice(self.precisions)
+            if spec := drawn_layout(model, self.config, self.rng, precision):
                 return spec
 
-    for _ in range(num_draws):
-        yield Drawn(spec=run())
-    for knob, value in knob_values(config):
-        for _ in range(max(4, num_draws // 16)):
-            yield Drawn(spec=with_knobs(run(), {knob: value}), knob=f"{knob}={value}")
+    def usual(self, num_runs: int) -> list[Drawn]:
+        """Runs with the usual values of all knobs."""
+        return [Drawn(spec=self.run()) for _ in range(num_runs)]
+
+    def single(self, num_runs: int, knobs: Iterable[str]) -> list[Drawn]:
+        """Runs in which one knob has another value."""
+        return [
+            Drawn(spec=with_knobs(self.run(), dict([knob.split("=")])), knob=knob)
+            for knob in knobs
+            for _ in range(num_runs)
+        ]
+
+    def pairs(self, num_runs: int, knobs: Sequence[str]) -> list[Drawn]:
+        """Runs in which each of these values of knobs stands beside each value of another one."""
+        all_values = [f"{name}={value}" for name, value in knob_values(self.config)]
+        return [
+            Drawn(spec=with_knobs(self.run(), dict(k.split("=") for k in (knob, other))), knob=knob, beside=other)
+            for knob in knobs
+            for other in all_values
+            if other.split("=")[0] != knob.split("=")[0]
+            for _ in range(num_runs)
+        ]
 
 
 def recorded_command(spec: RunSpec, config: SweepConfig, folder: Path) -> dict[str, Any]:
@@ -191,28 +213,48 @@ def commit_of(checkout: Path) -> str:
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
-def show(runs: Sequence[Drawn], refusals: Iterable[str | None]) -> bool:
-    """Prints what is refused; whether that is nothing that a kernel file must not have."""
+def show_refusals(runs: Sequence[Drawn], refusals: Sequence[str | None]) -> bool:
+    """Prints what is refused with the usual values of knobs or as an unknown word; whether nothing is."""
     runs_by_reason: dict[str, list[Drawn]] = defaultdict(list)
-    accepted_knobs, is_clean = set[str](), True
     for run, reason in zip(runs, refusals, strict=True):
-        if reason is None:
-            accepted_knobs.add(run.knob)
-        else:
+        if reason is not None:
             runs_by_reason[reason].append(run)
+    is_clean = True
     for reason, refused_runs in sorted(runs_by_reason.items(), key=lambda item: -len(item[1])):
-        is_fault = not all(run.knob for run in refused_runs) or "unrecognized" in reason or "choice" in reason
+        is_fault = not all(run.knob for run in refused_runs) or "unrecognized" in reason or "invalid" in reason
         is_clean &= not is_fault
         kind = "REFUSED" if is_fault else "refused beside other values"
-        print(f"{kind} {len(refused_runs)} times: {reason}")
         knobs_text = ", ".join(sorted({run.knob for run in refused_runs if run.knob})) or "usual knobs"
+        print(f"{kind}, {len(refused_runs)} times: {reason}")
         print(f"    {knobs_text}; such as {refused_runs[0].label}")
-    never = sorted({run.knob for run in runs} - accepted_knobs)
-    for knob in filter(None, never):
-        print(f"REFUSED in all layouts drawn: {knob}")
-    num_accepted = sum(len(refused) for refused in runs_by_reason.values())
-    print(f"{len(runs) - num_accepted:,} of {len(runs):,} commands are accepted")
-    return is_clean and not any(never)
+    return is_clean
+
+
+class Judge:
+    """Gives commands to the parser of the program, and knows which values of knobs it has accepted."""
+
+    def __init__(self, config: SweepConfig, python: str, checkout: Path, capability: str) -> None:
+        self.config, self.words = config, (python, checkout, capability)
+        self.accepted: dict[str, str] = {}
+        self.num_accepted = self.num_commands = 0
+        self.version = ""
+
+    def judge(self, runs: Sequence[Drawn]) -> list[str | None]:
+        """Why the parser refuses each of these runs, or None."""
+        with tempfile.TemporaryDirectory() as folder:
+            commands = [recorded_command(run.spec, self.config, Path(folder)) for run in runs]
+            self.version, refusals = judged(commands, *self.words)
+        for run, reason in zip(runs, refusals, strict=True):
+            self.num_commands += 1
+            if reason is None:
+                self.num_accepted += 1
+                self.accepted.setdefault(run.knob, run.beside)
+        return refusals
+
+    def missing(self) -> list[str]:
+        """The values of knobs that no command has made the parser accept."""
+        values = (f"{name}={value}" for name, value in knob_values(self.config))
+        return [value for value in values if value not in self.accepted]
 
 
 def main() -> int:
@@ -231,16 +273,26 @@ def main() -> int:
     config = load_config(
         [f"kernel={options.kernel}", f"hardware={options.hardware}", f"model={first_model}"]
     )
+    judge = Judge(config, options.python, options.checkout, options.capability)
     try:
-        runs = [*draw(config, options.models.split(","), options.draws, random.Random(options.seed))]
-        with tempfile.TemporaryDirectory() as folder:
-            commands = [recorded_command(run.spec, config, Path(folder)) for run in runs]
-            version, refusals = judged(commands, options.python, options.checkout, options.capability)
+        draws = Draws(config, options.models.split(","), options.seed)
+        runs = [*draws.usual(options.draws), *draws.single(3, judge.missing())]
+        is_accepted = show_refusals(runs, judge.judge(runs))
+        if missing := judge.missing():
+            judge.judge(draws.single(12, missing))
+        if missing := judge.missing():
+            judge.judge(draws.pairs(2, missing))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    is_accepted = show(runs, refusals)
-    print(f"{'accepted' if is_accepted else 'refused'} by: {version} {commit_of(options.checkout)}".rstrip())
+    for knob in judge.missing():
+        print(f"REFUSED in all layouts drawn: {knob}")
+    for knob, beside in judge.accepted.items():
+        if beside:
+            print(f"accepted only beside {beside}: {knob}")
+    is_accepted &= not judge.missing()
+    print(f"{judge.num_accepted:,} of {judge.num_commands:,} commands are accepted")
+    print(f"{'accepted' if is_accepted else 'refused'} by: {judge.version} {commit_of(options.checkout)}".rstrip())
     return 0 if is_accepted else 1
 
 

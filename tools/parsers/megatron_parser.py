@@ -5,7 +5,10 @@ with `program`, `arguments`, `env` and `world_size`. Writes on stdout the versio
 refused, or null. Calls that need a GPU or Transformer Engine get fixed answers.
 """
 
+import argparse
 import contextlib
+import functools
+import importlib
 import io
 import json
 import os
@@ -34,6 +37,18 @@ def stub_calls(capability: tuple[int, int]) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
     megatron.core.utils.get_te_version = lambda: Version(TRANSFORMER_ENGINE)
+    # Kernels of Transformer Engine that are None where it is not installed.
+    for module_name in ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.moe.moe_utils",
+                        "megatron.core.models.common.embeddings.rope_utils"):  # fmt: skip
+        module = importlib.import_module(module_name)
+        for name in vars(module).copy():
+            if name.startswith("fused_") and getattr(module, name) is None:
+                setattr(module, name, print)
+    # All commands share one parser, whose options take a fifth of a second to list.
+    arguments = megatron.training.arguments
+    arguments.add_megatron_arguments = functools.cache(arguments.add_megatron_arguments)
+    shared_parser = argparse.ArgumentParser(description="Megatron-LM", allow_abbrev=False)
+    arguments.argparse = SimpleNamespace(**vars(argparse) | {"ArgumentParser": lambda **options: shared_parser})
 
 
 def first_line(text: str) -> str:
