@@ -7,14 +7,12 @@ from typing import Any
 import pandas as pd
 
 from ultrabench.analysis.numbers import with_unit
-from ultrabench.analysis.options import variant_in
+from ultrabench.analysis.options import VARIANT, variant_in
 from ultrabench.layout import AXES, NEUTRAL, USUAL, default_schedule, default_virtual_stages, details_of
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, UNSET, one_line
 
 BESIDE_LAYOUT = (*CELL_OPTIONS, *KERNEL_OPTIONS)
 """Columns of the results that are knobs, too."""
-VARIANT = "variant"
-"""Column with the other knobs of a run as a JSON object; a table may lack it."""
 COLUMNS = (*AXES, *BESIDE_LAYOUT, "attention_listed", VARIANT)
 """Columns that `knobs` reads."""
 

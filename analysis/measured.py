@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ultrabench.analysis.options import VARIANT, variant_in
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import PRECISIONS, KernelConfig, kind_by_name
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
@@ -15,6 +16,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, missing_fields
 from ultrabench.result import NOT_TRIED
 from ultrabench.run import RunSpec, Workload
+from ultrabench.variant import FLAGS
 
 _SHAPE_COLUMNS = tuple(field.name for field in fields(ModelShape))
 
@@ -33,7 +35,8 @@ class MeasuredRun:
 
     run_id: str
     spec: RunSpec
-    """Model, batch, layout, kernel and nodes; rotations and biases of the model have their defaults, the seed is 0."""
+    """Model, batch, layout, kernel, nodes, and knobs in the variant; rotations and biases of the model have their
+    defaults, the seed is 0."""
     hardware: str | None
     peak_flops_per_s: float | None
     sweep: str | None
@@ -60,7 +63,7 @@ class MeasuredRun:
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
 _READ_COLUMNS = frozenset({
-    *_COLUMNS, *_SHAPE_COLUMNS, *_NEEDED_COLUMNS, *AXES, *_OPTION_COLUMNS, "model", "gbs",
+    *_COLUMNS, *_SHAPE_COLUMNS, *_NEEDED_COLUMNS, *AXES, *_OPTION_COLUMNS, "model", "gbs", VARIANT,
 })  # fmt: skip
 
 
@@ -103,6 +106,7 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         layout=_record_of(Layout, "", row, AXES),
         kernel=_record_of(KernelConfig, "", row, _OPTION_COLUMNS, **kernel_fields),
         workload=_record_of(Workload, "", row, ("seq_len", "gbs")),
+        variant={k: v for k, v in variant_in(row.get(VARIANT)).items() if k.startswith(f"{FLAGS}.")},
         nodes=row["nodes"],
         gpus_per_node=row["gpus_per_node"],
     )

@@ -10,7 +10,9 @@ import pyarrow.compute as pc
 
 from ultrabench.variant import KERNEL_OPTIONS
 
-COLUMNS = ("variant", "pp_schedule", *KERNEL_OPTIONS, "attention_listed")
+VARIANT = "variant"
+"""Column with the options of a run beside its layout as a JSON object; a table may lack it."""
+COLUMNS = (VARIANT, "pp_schedule", *KERNEL_OPTIONS, "attention_listed")
 """Columns of a result table that this module reads."""
 
 

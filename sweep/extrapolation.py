@@ -71,16 +71,15 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
 
 
 def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:
-    """The features of these runs that no run of the profile's fit had, such as `zero_stage=2, 3 (0 to 1)`.
+    """The features of these runs that the profile's constants are not for, such as `zero_stage=2, 3 (0 to 1)`.
 
     A link test has none, because it trains nothing.
     """
-    values_by_feature = dict[str, set[int | str]]()
+    values_by_feature = dict[tuple[str, str], set[int | str]]()
     for spec in (spec for spec in specs if spec.kernel.trains):
-        for feature, value in profile.unmeasured(spec, gpu).items():
-            values_by_feature.setdefault(feature, set()).add(value)
+        for feature, (value, fitted_text) in profile.unmeasured(spec, gpu).items():
+            values_by_feature.setdefault((feature, fitted_text), set()).add(value)
     return [
-        f"{feature}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} "
-        f"({profile.fitted_to(feature)})"
-        for feature, values in values_by_feature.items()
+        f"{feature}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} ({fitted_text})"
+        for (feature, fitted_text), values in values_by_feature.items()
     ]

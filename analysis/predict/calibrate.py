@@ -2,14 +2,21 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.cases import Case, healthy_timed
-from ultrabench.analysis.predict.fit import fit_time, intervals, left_out_errors, log_errors
+from ultrabench.analysis.predict.fit import (
+    FittedTime,
+    fit_time,
+    fitted_flags,
+    intervals,
+    left_out_errors,
+    log_errors,
+)
 from ultrabench.analysis.predict.nanotron import fit_memory, memory_errors, memory_runs
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import to_dict
@@ -59,16 +66,21 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or give more files"
         excluded_text = ", ".join(f"{n:,} {why}" for why, n in num_by_reason.most_common())
         raise ConfigError(f"{runs_text}; {rule}" + f"; excluded: {excluded_text}" * bool(num_by_reason))
-    old_errors = log_errors(timed_cases, base.time)
-    new_errors = left_out_errors(timed_cases, lambda kept_runs: fit_time(kept_runs, base.time), log_errors)
+    base_time = FittedTime(base.time, base.flags)
+    old_errors = log_errors(timed_cases, base_time)
+    new_errors = left_out_errors(timed_cases, lambda kept_runs: fit_time(kept_runs, base_time), log_errors)
     old_quality, new_quality = quality_of(old_errors), quality_of(new_errors)
     is_better = new_quality["median_error"] < old_quality["median_error"]
     _require_close(old_errors, new_errors, base)
     memory, mem_quality, num_memory_runs = _better_memory([case.run for case in cases], base)
     num_fitted = {"step_time": is_better * num_timed, "memory": num_memory_runs}
+    fitted, flag_runs = base_time, base.flag_runs
+    if is_better:
+        fitted = fit_time(timed_cases, base_time)
+        flag_runs = _flag_runs(timed_cases, base)
     profile = replace(
         base, name=name, memory=memory, source=_source_text(num_fitted, num_timed, base), date=date,
-        prior=base.name, time=fit_time(timed_cases, base.time) if is_better else base.time,
+        prior=base.name, time=fitted.time, flags=to_dict(fitted.flags), flag_runs=flag_runs,
         interval=intervals(timed_cases, new_errors if is_better else old_errors, base.interval),
         quality={"runs": num_timed, **(new_quality if is_better else old_quality)},
         measured=measured_features(timed_cases, base),
@@ -77,6 +89,14 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
         memory=mem_quality,
     )  # fmt: skip
+
+
+def _flag_runs(timed_cases: Sequence[Case], base: Profile) -> dict[str, dict[str, int]]:
+    """Knob -> value -> number of runs to which its constants are fitted now, or were before."""
+    flag_runs = {knob: {**runs_by_value} for knob, runs_by_value in base.flag_runs.items()}
+    for (knob, value, _), num_runs in fitted_flags(timed_cases, base.flags):
+        flag_runs.setdefault(knob, {})[value] = num_runs
+    return flag_runs
 
 
 def measured_features(timed_cases: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
@@ -156,7 +176,23 @@ def to_yaml(profile: Profile, base: Profile) -> str:
         for name, value in fields[key].items():
             entry = f"  {name}: {_yaml_text(value)}"
             lines.append(f"{entry:40}# {_yaml_text(base_times[name])} before" if key == "time" else entry)
+        if key == "time" and profile.flags:
+            lines += _flag_lines(profile, base)
     return "\n".join(lines) + "\n"
+
+
+def _flag_lines(profile: Profile, base: Profile) -> Iterator[str]:
+    """The lines of `flags` and `flag_runs`; a comment says what each constant was, or that it is a prior."""
+    yield "flags:  # knob: value: constants of time that it changes"
+    for knob, constants_by_value in profile.flags.items():
+        yield f"  {json.dumps(knob)}:"
+        for value, constants in constants_by_value.items():
+            yield f"    {json.dumps(value)}:{' {}' * (not constants)}"
+            is_fitted = value in profile.flag_runs.get(knob, {})
+            for name, number in constants.items():
+                comment = f"{_yaml_text(base.flags[knob][value][name])} before" if is_fitted else "prior"
+                yield f"{f'      {name}: {_yaml_text(number)}':40}# {comment}"
+    yield f"flag_runs: {json.dumps(profile.flag_runs)}"
 
 
 def _yaml_text(value: object) -> str:

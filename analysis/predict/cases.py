@@ -2,23 +2,26 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from types import MappingProxyType
+from typing import Any
 
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.result import SIZE_DOUBT_CODES, Status
-from ultrabench.sweep.config.files import files, read_yaml
-from ultrabench.sweep.config.load import load_hardware, load_profile, usual_profile
+from ultrabench.sweep.config.files import files
+from ultrabench.sweep.config.knobs import with_texts
+from ultrabench.sweep.config.load import kernel_settings, load_hardware, load_profile, usual_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.network import LINK_RATE_COLUMNS, Network, network
 from ultrabench.sweep.predict.predict import reserved_share
 from ultrabench.sweep.predict.profile import Profile, regime
 from ultrabench.sweep.predict.stage_memory import LARGEST
 from ultrabench.sweep.predict.step_time import predict_step_time
-from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.sweep.predict.time_constants import FlagConstants, TimeConstants, with_flags
 
 MIN_NODE_BUSBW_BYTES_PER_S = 300e9
 """Bus bandwidth of an all-reduce in a node of H100 below which its NVLink counts as broken, in bytes per second."""
@@ -39,21 +42,21 @@ class Case:
     memory_share: float = 0.0
     """Predicted share of the GPU's memory that the allocator holds, for profiles whose step time depends on it."""
 
-    def predict_s(self, constants: TimeConstants) -> float:
-        """The predicted step time of the run in seconds."""
-        cluster = self.hardware, self.peak, self.links
-        return predict_step_time(self.run.spec, *cluster, constants, self.memory_share).total
+    def predict_s(self, constants: TimeConstants, flags: FlagConstants = MappingProxyType({})) -> float:
+        """The predicted step time of the run in seconds; `flags` is that of a profile."""
+        spec, cluster = self.run.spec, (self.hardware, self.peak, self.links)
+        return predict_step_time(spec, *cluster, with_flags(constants, flags, spec), self.memory_share).total
 
     def interval_s(self, profile: Profile) -> tuple[float, float, float]:
         """The predicted step time in seconds, and the ends of the interval in which 80 % of such runs lie."""
-        step_time_s = self.predict_s(profile.time)
+        step_time_s = self.predict_s(profile.time, profile.flags)
         low_log, high_log = profile.interval_of(self.run.spec, self.hardware.gpu_at_limit, self.links)
         return step_time_s, step_time_s * math.exp(low_log), step_time_s * math.exp(high_log)
 
-    def log_error(self, constants: TimeConstants) -> float:
+    def log_error(self, constants: TimeConstants, flags: FlagConstants = MappingProxyType({})) -> float:
         """log(measured / predicted) of the step time, for a run that has one."""
         assert self.run.step_time_s is not None
-        return math.log(self.run.step_time_s / self.predict_s(constants))
+        return math.log(self.run.step_time_s / self.predict_s(constants, flags))
 
 
 def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
@@ -67,7 +70,7 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
     comparable_cases, num_by_reason = list[Case](), Counter[str]()
     hardware_names = {run.hardware for run in runs} & files("hardware").keys()
     hardware_by_name = {name: load_hardware(str(name)) for name in hardware_names}
-    for run in runs:
+    for run in _with_knobs(runs):
         if run.status not in (Status.OK, Status.OOM):
             num_by_reason[f"status {run.status}"] += 1
         elif not run.is_final:
@@ -79,6 +82,27 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
         else:
             comparable_cases.append(_case(run, hardware_by_name[run.hardware]))
     return comparable_cases, num_by_reason
+
+
+def _with_knobs(runs: Sequence[MeasuredRun]) -> Iterator[MeasuredRun]:
+    """The runs with the knobs that the file of their program declares today, so that each has a value of each knob."""
+    knobs_by_kernel = dict[str, dict[str, Any]]()
+    for name in {run.spec.kernel.name for run in runs if not run.spec.kernel.forks} & files("kernel").keys():
+        settings = with_texts(kernel_settings(name))
+        knobs = settings.get("knobs") or {}
+        if knobs:
+            flags = {knob: settings["flags"][knob] for knob in knobs}
+            knobs_by_kernel[name] = {
+                "knobs": knobs,
+                "flags": flags,
+                "knob_values": settings.get("knob_values") or {},
+            }
+    for run in runs:
+        settings = knobs_by_kernel.get(run.spec.kernel.name, {})
+        if settings:
+            kernel = replace(run.spec.kernel, **settings)
+            run = replace(run, spec=replace(run.spec, kernel=kernel))
+        yield run
 
 
 def _case(run: MeasuredRun, hardware: Hardware) -> Case:
@@ -159,7 +183,7 @@ def default_profile(cases: Sequence[Case]) -> str:
     kernels_and_devices = sorted({(case.run.spec.kernel.name, case.hardware.device) for case in cases})
     kernel_files = files("kernel")
     for name, device in kernels_and_devices if len(kernels_and_devices) == 1 else ():
-        profile_base = read_yaml(kernel_files[name]).get("profile") if name in kernel_files else name
+        profile_base = kernel_settings(name).get("profile") if name in kernel_files else name
         if (profile_name := usual_profile(str(profile_base), device)) in files("profiles"):
             return profile_name
     kernels_text = ", ".join(f"{name} on {device}" for name, device in kernels_and_devices)

@@ -4,17 +4,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import quantiles
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ultrabench.analysis.predict.cases import Case
+from ultrabench.hardware import SCALED_PRECISIONS
 from ultrabench.record import values_of
 from ultrabench.sweep.predict.profile import Quantiles
-from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.sweep.predict.time_constants import FlagConstants, TimeConstants, with_changes
 
 S = TypeVar("S")  # the record of a run
 T = TypeVar("T")  # a dataclass of constants
+K = TypeVar("K")  # what names a constant
 
 FIXED_NAMES = frozenset({
     "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
@@ -36,30 +38,75 @@ SHRINKAGE_RUNS = 30
 """Number of runs at which their quantiles count as much as those of a wider group or of the prior profile."""
 
 
-def fit_time(cases: Sequence[Case], prior: TimeConstants) -> TimeConstants:
+class FittedTime(NamedTuple):
+    """Constants of the step time, and those that values of knobs change."""
+
+    time: TimeConstants
+    flags: FlagConstants = {}  # noqa: RUF012
+    """As `Profile.flags`."""
+
+
+def fit_time(cases: Sequence[Case], prior: FittedTime) -> FittedTime:
     """The constants that predict these runs best while staying as close to `prior` as the runs allow.
 
     It minimises sum(soft_l1(log(measured / predicted) / ERROR_SCALE)) + sum((log(constant / prior) / RIDGE)**2),
     where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
-    that are 0 stay 0.
+    that are 0 stay 0. Those that a value of a knob changes are fitted where some runs have this value, and some do not.
     """
-    names = fitted_names(cases, prior)
-    ridge = RIDGE[len(cases) < FEW_RUNS]
-    return fit_constants(prior, names, lambda constants: log_errors(cases, constants), ERROR_SCALE, ridge)
+    names, ridge = fitted_names(cases, prior.time), RIDGE[len(cases) < FEW_RUNS]
+    places = [place for place, _ in fitted_flags(cases, prior.flags)]
+    prior_values = {("", "", name): getattr(prior.time, name) for name in names}
+    prior_values |= {place: prior.flags[place[0]][place[1]][place[2]] for place in places}
+
+    def constants_at(values: Mapping[tuple[str, str, str], float]) -> FittedTime:
+        flags = {
+            knob: {value: {**constants} for value, constants in by_value.items()}
+            for knob, by_value in prior.flags.items()
+        }
+        for knob, value, name in places:
+            flags[knob][value][name] = values[knob, value, name]
+        changes = tuple((name, values["", "", name]) for name in names)
+        return FittedTime(with_changes(prior.time, changes), flags)
+
+    def errors_of(values: Mapping[tuple[str, str, str], float]) -> Sequence[float]:
+        return log_errors(cases, constants_at(values))
+
+    return constants_at(
+        fit_values(prior_values, errors_of, ERROR_SCALE, ridge, name_of=lambda place: place[2])
+    )
+
+
+def fitted_flags(cases: Sequence[Case], flags: FlagConstants) -> list[tuple[tuple[str, str, str], int]]:
+    """Knob, value and constant that these runs determine and a fit may change -> the number of runs with this value.
+
+    Some runs have the value and some do not; the constant is above 0.
+    """
+    places = list[tuple[tuple[str, str, str], int]]()
+    for knob, constants_by_value in flags.items():
+        values = [str(case.run.spec.flag_values.get(knob)) for case in cases]
+        for value, constants in constants_by_value.items():
+            num_runs = values.count(value)
+            if 0 < num_runs < len(cases):
+                places += [
+                    ((knob, value, name), num_runs) for name, constant in constants.items() if constant > 0
+                ]
+    return places
 
 
 def fitted_names(cases: Sequence[Case], prior: TimeConstants) -> list[str]:
     """The constants that these runs determine and a fit may change: those above 0 in `prior`."""
     specs = [case.run.spec for case in cases]
     fixed_names = FIXED_NAMES if any(spec.shape.num_experts for spec in specs) else FIXED_NAMES | EXPERT_NAMES
-    fixed_names |= frozenset() if any(spec.kernel.precision == "fp8" for spec in specs) else FP8_NAMES
+    fixed_names |= (
+        frozenset() if any(spec.kernel.precision in SCALED_PRECISIONS for spec in specs) else FP8_NAMES
+    )
     free_constants = ((name, value) for name, value in values_of(prior).items() if name not in fixed_names)
     return [name for name, value in free_constants if isinstance(value, float) and value > 0]
 
 
-def log_errors(cases: Sequence[Case], constants: TimeConstants) -> list[float]:
+def log_errors(cases: Sequence[Case], constants: FittedTime) -> list[float]:
     """log(measured / predicted) of the step time of each case."""
-    return [case.log_error(constants) for case in cases]
+    return [case.log_error(*constants) for case in cases]
 
 
 def fit_constants(
@@ -74,24 +121,50 @@ def fit_constants(
         scale: error from which a run pulls the fit less than in proportion.
         ridge: standard deviation of log(constant / prior).
     """
-    from scipy.optimize import least_squares  # it takes a second to import
 
-    prior_logs = np.log([getattr(prior, name) for name in names])
-
-    def constants_at(logs: np.ndarray) -> T:
-        values: dict[str, Any] = {name: math.exp(log) for name, log in zip(names, logs, strict=True)}
-        shares = (name for name in names if name.endswith(("_efficiency", "_shared")))
-        values |= {name: min(values[name], 1.0) for name in shares}
-        if "smooth_power" in values:  # less would be slower than the GPU and its host one after the other
-            values["smooth_power"] = max(1.0, values["smooth_power"])
+    def constants_at(values: Mapping[str, float]) -> T:
         return replace(prior, **values)  # type: ignore[type-var]
 
+    prior_values = {name: getattr(prior, name) for name in names}
+    return constants_at(
+        fit_values(prior_values, lambda values: errors_of(constants_at(values)), scale, ridge, name_of=str)
+    )
+
+
+def fit_values(
+    prior: Mapping[K, float],
+    errors_of: Callable[[Mapping[K, float]], Sequence[float]],
+    scale: float,
+    ridge: float,
+    *,
+    name_of: Callable[[K], str],
+) -> dict[K, float]:
+    """The values near `prior` whose logarithmic errors are smallest; `fit_constants` describes the arguments.
+
+    Args:
+        name_of: the name of the constant of a key, whose end says which values it may have.
+    """
+    from scipy.optimize import least_squares  # it takes a second to import
+
+    prior_logs = np.log([*prior.values()])
+
+    def values_at(logs: np.ndarray) -> dict[K, float]:
+        values = {key: math.exp(log) for key, log in zip(prior, logs, strict=True)}
+        for key in values:
+            if name_of(key).endswith(("_efficiency", "_shared")):
+                values[key] = min(values[key], 1.0)
+            if (
+                name_of(key) == "smooth_power"
+            ):  # less would be slower than the GPU and its host one after the other
+                values[key] = max(1.0, values[key])
+        return values
+
     def residuals(logs: np.ndarray) -> np.ndarray:
-        scaled_errors = np.array(errors_of(constants_at(logs))) / scale
+        scaled_errors = np.array(errors_of(values_at(logs))) / scale
         soft_errors = np.sign(scaled_errors) * np.sqrt(2 * (np.sqrt(1 + scaled_errors**2) - 1))
         return np.concatenate([soft_errors, (logs - prior_logs) / ridge])
 
-    return constants_at(least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3).x)
+    return values_at(least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3).x)
 
 
 def left_out_errors(

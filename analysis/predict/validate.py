@@ -8,9 +8,10 @@ from typing import Any
 import pandas as pd
 
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
-from ultrabench.analysis.predict.fit import FP8_NAMES, fit_time, intervals
+from ultrabench.analysis.predict.fit import FP8_NAMES, FittedTime, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, memory_runs, with_version
 from ultrabench.errors import ConfigError, counted
+from ultrabench.hardware import SCALED_PRECISIONS
 from ultrabench.layout import AXES, DEGREES, DIVIDES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -48,12 +49,14 @@ ALLOCATABLE_SHARE = 0.967
 
 def fp8_priors_warning(cases: Sequence[Case], profile: Profile) -> str | None:
     """A warning about rows in fp8 if the profile was fitted without fp8; None if there are no such rows."""
-    num_rows = sum(case.run.spec.kernel.precision == "fp8" for case in cases)
-    if not num_rows or "fp8" in profile.measured.get("precision", ()):
+    precisions = [case.run.spec.kernel.precision for case in cases]
+    num_rows = sum(precision in SCALED_PRECISIONS for precision in precisions)
+    if not num_rows or {*SCALED_PRECISIONS} & {*profile.measured.get("precision", ())}:
         return None
     priors_text = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(FP8_NAMES))
     return (
-        f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, "
+        f"{counted(num_rows, 'row')} in {' or '.join(p for p in SCALED_PRECISIONS if p in precisions)}: "
+        f"profile {profile.name} was fitted without them, "
         f"so {priors_text} are priors"
     )
 
@@ -83,15 +86,20 @@ def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: st
     prior_memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group_of(case) for case in cases}, key=str)
     constants_by_left_out = {
-        group: fit_time([case for case in timed_cases if group_of(case) != group], prior.time)
+        group: fit_time(
+            [case for case in timed_cases if group_of(case) != group], FittedTime(prior.time, prior.flags)
+        )
         for group in groups
     }
-    case_error_pairs = [(case, case.log_error(constants_by_left_out[group_of(case)])) for case in timed_cases]
+    case_error_pairs = [
+        (case, case.log_error(*constants_by_left_out[group_of(case)])) for case in timed_cases
+    ]
     profile_by_group: dict[Hashable, Profile] = {}
     for group_left_out in groups:
         kept_pairs = [pair for pair in case_error_pairs if group_of(pair[0]) != group_left_out]
         interval = intervals([case for case, _ in kept_pairs], [log_error for _, log_error in kept_pairs])
-        profile = replace(prior, time=constants_by_left_out[group_left_out], interval=interval)
+        time, flags = constants_by_left_out[group_left_out]
+        profile = replace(prior, time=time, flags=to_dict(flags), interval=interval)
         if isinstance(prior_memory, NanotronMemory):
             runs = memory_runs(case.run for case in cases if group_of(case) != group_left_out)
             profile = replace(profile, memory=to_dict(fit_memory(runs, prior_memory)))

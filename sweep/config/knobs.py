@@ -34,6 +34,20 @@ def with_texts(kernel: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def with_flag_texts(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a profile with the values of knobs as texts, as `with_texts` makes them."""
+    tables = {key: profile[key] for key in ("flags", "flag_runs") if isinstance(profile.get(key), dict)}
+    return {**profile} | {
+        key: {
+            knob: {choice_text(value): content for value, content in by_value.items()}
+            if isinstance(by_value, dict)
+            else by_value
+            for knob, by_value in table.items()
+        }
+        for key, table in tables.items()
+    }
+
+
 def require_flags(kernel: KernelConfig, reserved_names: Mapping[str, object]) -> None:
     """Raises for a name or a value in the tables of a kernel that means nothing.
 

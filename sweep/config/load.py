@@ -47,7 +47,7 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
-from ultrabench.sweep.config.knobs import with_texts
+from ultrabench.sweep.config.knobs import with_flag_texts, with_texts
 from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS, read_launcher
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
@@ -371,7 +371,24 @@ def load_profile(name: str) -> Profile:
         ConfigError: there is no such profile, or a constant is missing or cannot be used.
     """
     advice = "; `ultrabench predict calibrate` fits a profile to your runs"
-    return _load_named("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
+    return _load_named(
+        "profile", name, lambda values: from_dict(Profile, with_flag_texts(values), where="profile"), advice
+    )
+
+
+def kernel_settings(name: str) -> dict[str, Any]:
+    """The settings in the file of a kernel, and in those that it builds on.
+
+    Raises:
+        ConfigError: there is no such kernel, or its file cannot be used.
+    """
+    if (path := files("kernel").get(name)) is None:
+        raise ConfigError(unknown_option("kernel", name))
+    settings = read_yaml(path)
+    if isinstance(settings, dict) and "defaults" not in settings:
+        return settings
+    composed: dict[str, Any] = compose_tree([f"kernel={name}"])["kernel"]
+    return composed
 
 
 def load_framework(name: str) -> Framework:

@@ -345,17 +345,17 @@ def tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConst
     if tp == 1:
         return 0.0
     moved_bytes = (tp - 1) / tp * num_bytes
-    if not crosses_nodes(tp_axes, links.gpus_per_node):
+    if not crosses_nodes(tp_axes, links.nvlink_gpus):
         return c.tp_call_s + moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
-    num_in_node = ranks_in_node(tp_axes, links.gpus_per_node)
-    node_bytes_per_s = links.node_link_bytes_per_s * num_in_node * c.tp_node_link_efficiency
+    num_near = ranks_in_node(tp_axes, links.nvlink_gpus)
+    node_bytes_per_s = links.leaving_bytes_per_s(num_near) * c.tp_node_link_efficiency
     return tp_hops_s(tp_axes, links, c) + moved_bytes / node_bytes_per_s
 
 
 def tp_hops_s(tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:
     """Seconds of a collective over tp ranks on several nodes beside its transfer; 0 inside a node."""
     ((tp, _),) = tp_axes
-    is_in_node = not crosses_nodes(tp_axes, links.gpus_per_node)
+    is_in_node = not crosses_nodes(tp_axes, links.nvlink_gpus)
     return 0.0 if is_in_node else (tp - 1) * (c.tp_hop_s + c.tp_probe_hops * links.hop_s)
 
 
@@ -377,7 +377,7 @@ def _ring_wait_s(
 
 def ring_s(work: LayerWork, attention: Attention, links: Network, c: TimeConstants) -> tuple[float, float]:
     """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
-    crosses = crosses_nodes(work.cp_axes, links.gpus_per_node)
+    crosses = crosses_nodes(work.cp_axes, links.nvlink_gpus)
     bytes_per_s = links.node_link_bytes_per_s if crosses else links.link_bytes_per_s
     kv_bytes = attention.exchanged_channels() / work.tp * work.tokens * work.element_bytes
     num_calls = num_transfers = 3.0 * work.cp - 2

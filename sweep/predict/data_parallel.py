@@ -98,7 +98,7 @@ def _group_s(
 
     if layout.zero_stage == 0:
         total_s = 2 * sum_s(grad_bytes, num_ranks, axes)
-        if c.dp_bucket_bytes and crosses_nodes(axes, links.gpus_per_node):
+        if c.dp_bucket_bytes and crosses_nodes(axes, links.nvlink_gpus):
             bucket_hops = c.dp_bucket_hops * num_ranks / math.sqrt(_node_share(axes, links))
             total_s += grad_bytes / c.dp_bucket_bytes * bucket_hops * links.allreduce_hop_s
         return total_s, 0.0
@@ -131,20 +131,22 @@ def _transfer_s(
 ) -> float:
     """Seconds in which `num_bytes` bytes travel once round a ring of `num_ranks` ranks that lie along `axes`.
 
-    Inside a node, the ring has the links of its GPUs. Between nodes, rings share the links of each node by the number
-    of their ranks on it, and a ring takes longer by a share of the seconds that the bytes would take in the probe;
+    Inside an NVLink domain, which is a node or several, the ring has the links of its GPUs. Between domains, rings
+    share the ports of each domain by the number of their ranks in it, and a ring takes longer by a share of the
+    seconds that the bytes would take in the probe;
     `probe` is that share and the bus bandwidth that the probe measured, in bytes per second.
     """
     moved_bytes = (num_ranks - 1) / num_ranks * num_bytes
-    if not crosses_nodes(axes, links.gpus_per_node):
+    if not crosses_nodes(axes, links.nvlink_gpus):
         return moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
     node_share = _node_share(axes, links)
-    node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
+    num_near = ranks_in_node(axes, links.nvlink_gpus)
+    node_bytes_per_s = links.leaving_bytes_per_s(num_near) * c.dp_link_efficiency
     probe_share, probe_bytes_per_s = probe
     added_s = probe_share * moved_bytes / (probe_bytes_per_s * math.sqrt(node_share))
-    return moved_bytes / (node_bytes_per_s * node_share) + added_s
+    return moved_bytes / node_bytes_per_s + added_s
 
 
 def _node_share(axes: GroupAxes, links: Network) -> float:
-    """The part of a node's GPUs that are in one group; others have groups of their own."""
-    return ranks_in_node(axes, links.gpus_per_node) / links.gpus_per_node
+    """The part of a domain's GPUs that are in one group; others have groups of their own."""
+    return ranks_in_node(axes, links.nvlink_gpus) / links.nvlink_gpus

@@ -35,18 +35,20 @@ class Network:
 
     nodes: int
     gpus_per_node: int
+    nvlink_gpus: int
+    """Number of GPUs that links of link_bytes_per_s join: those of an NVLink domain, of one or several nodes."""
     link_bytes_per_s: float
-    """Rate of a GPU to the others of its node in the data sheet, in one direction."""
+    """Rate of a GPU to the others of its domain in the data sheet, in one direction."""
     node_link_bytes_per_s: float
-    """Rate of a GPU to other nodes in the data sheet, in one direction."""
+    """Rate of a GPU to other domains in the data sheet, in one direction."""
     allreduce_bytes_per_s: float
     """Bus bandwidth of an all-reduce of all ranks."""
     allgather_bytes_per_s: float
     """Bus bandwidth of an all-gather of all ranks."""
     expert_link_bytes_per_s: float
-    """Rate in one direction that a GPU reaches to the others of its node in an all-to-all."""
+    """Rate in one direction that a GPU reaches to the others of its domain in an all-to-all."""
     expert_node_link_bytes_per_s: float
-    """Rate in one direction that a GPU reaches to other nodes in an all-to-all."""
+    """Rate in one direction that a GPU reaches to other domains in an all-to-all."""
     hop_s: float = 0.0
     """Seconds that a hop of a ring through all ranks needs beside the transfer of its bytes."""
 
@@ -61,12 +63,24 @@ class Network:
         """Seconds in which each of `num_ranks` consecutive ranks sends `sent_bytes` / `num_ranks` bytes to
         each of the others.
 
-        What stays in a node travels while the rest leaves it, so that the slower of both counts.
+        What stays in a domain travels while the rest leaves it, so that the slower of both counts. A domain of
+        several nodes holds as many whole nodes of each group as divide those of the group.
         """
-        num_in_node = math.gcd(num_ranks, self.gpus_per_node)
+        ranks_of_node = math.gcd(num_ranks, self.gpus_per_node)
+        nodes_of_group, nodes_of_domain = num_ranks // ranks_of_node, self.nvlink_gpus // self.gpus_per_node
+        num_near_nodes = next(n for n in range(nodes_of_domain, 0, -1) if nodes_of_group % n == 0)
+        num_near = num_near_nodes * ranks_of_node
         return max(
-            (num_in_node - 1) / num_ranks * sent_bytes / self.expert_link_bytes_per_s,
-            (num_ranks - num_in_node) / num_ranks * sent_bytes / self.expert_node_link_bytes_per_s,
+            (num_near - 1) / num_ranks * sent_bytes / self.expert_link_bytes_per_s,
+            (num_ranks - num_near) / num_ranks * sent_bytes / self.expert_node_link_bytes_per_s,
+        )
+
+    def leaving_bytes_per_s(self, num_near: int) -> float:
+        """Rate in one direction of a ring that leaves a domain through the ports of its `num_near` GPUs there, in the
+        data sheet; within a domain of several nodes, the ring is no faster than the links of a GPU."""
+        bytes_per_s = self.node_link_bytes_per_s * num_near
+        return (
+            min(bytes_per_s, self.link_bytes_per_s) if self.nvlink_gpus > self.gpus_per_node else bytes_per_s
         )
 
     @property
@@ -88,7 +102,7 @@ def network(
     An all-gather of S bytes over N ranks takes t = S/busbw * (N-1)/N and has N-1 hops. What is left of t/(N-1)
     when S/N bytes have travelled at the rate that the all-gather reaches inside a node is the time of a hop.
 
-    In an all-to-all over N ranks on nodes of g GPUs, (N-g)/N of the S bytes of a rank leave its node, so that their
+    In an all-to-all over N ranks in domains of g GPUs, (N-g)/N of the S bytes of a rank leave its domain, so that their
     rate is busbw * (N-g)/(N-1). Where it was not measured, links between nodes reach as much less of their data sheet
     as they do in the all-reduce.
 
@@ -99,8 +113,9 @@ def network(
         alltoall_bytes_per_s: the same of an all-to-all.
         alltoall_intra_node_bytes_per_s: bus bandwidth of an all-to-all of the ranks of a node.
     """
-    gpus_per_node, num_ranks, hop_s = hardware.gpus_per_node, nodes * hardware.gpus_per_node, 0.0
-    node_bytes_per_s = hardware.node_link_bytes_per_s * gpus_per_node if nodes > 1 else math.inf
+    near_gpus, num_ranks, hop_s = hardware.nvlink_gpus, nodes * hardware.gpus_per_node, 0.0
+    leaves_domain = num_ranks > near_gpus
+    node_bytes_per_s = hardware.node_link_bytes_per_s * near_gpus if leaves_domain else math.inf
     sheet_bytes_per_s = min(hardware.link_bytes_per_s, node_bytes_per_s)
     if allgather_bytes_per_s:
         inside_bytes_per_s = SHEET_ALLGATHER * hardware.link_bytes_per_s
@@ -108,11 +123,14 @@ def network(
         hop_s = max(0.0, shard_bytes / allgather_bytes_per_s - shard_bytes / inside_bytes_per_s)
     allreduce_share = (allreduce_bytes_per_s or math.inf) / (SHEET_ALLREDUCE * sheet_bytes_per_s)
     leaving_bytes_per_s = SHEET_ALLTOALL * hardware.node_link_bytes_per_s * min(1.0, allreduce_share)
-    if alltoall_bytes_per_s and nodes > 1:
-        leaving_bytes_per_s = alltoall_bytes_per_s * (num_ranks - gpus_per_node) / (num_ranks - 1)
+    if alltoall_bytes_per_s and leaves_domain:
+        leaving_bytes_per_s = alltoall_bytes_per_s * (num_ranks - near_gpus) / (num_ranks - 1)
+    if not leaves_domain and nodes > 1:  # all ranks are as near as those of a node
+        alltoall_intra_node_bytes_per_s = alltoall_bytes_per_s or alltoall_intra_node_bytes_per_s
     return Network(
         nodes=nodes,
         gpus_per_node=hardware.gpus_per_node,
+        nvlink_gpus=near_gpus,
         link_bytes_per_s=hardware.link_bytes_per_s,
         node_link_bytes_per_s=hardware.node_link_bytes_per_s,
         allreduce_bytes_per_s=allreduce_bytes_per_s or SHEET_ALLREDUCE * sheet_bytes_per_s,

@@ -182,12 +182,15 @@ class Predictor:
         no allocator waits.
         """
         memory_share, spec = reserved_share(stages, self.hardware), self.profile.as_divided(spec)
-        return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, memory_share)
+        return predict_step_time(
+            spec, self.hardware, self.peak, self.links, self.profile.time_of(spec), memory_share
+        )
 
     def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
         spec = self.profile.as_divided(spec)
-        ratios = communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
+        constants = self.profile.time_of(spec)
+        ratios = communication_ratios(spec, self.hardware, self.peak, self.links, constants)
         return ratios.by_axis
 
     def _predict_probe(self, spec: RunSpec) -> Prediction:
@@ -238,7 +241,9 @@ def with_links(
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     divided = profile.as_divided(spec)
-    step_time = predict_step_time(divided, hardware, peak, links, profile.time, prediction.memory_share)
+    step_time = predict_step_time(
+        divided, hardware, peak, links, profile.time_of(spec), prediction.memory_share
+    )
     log_low_ratio, log_high_ratio = profile.interval_of(spec, hardware.gpu_at_limit, links)
     time_s = model_scale(spec).flops * step_time.total
     return replace(
@@ -286,7 +291,10 @@ def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings
     gpus_per_node, link_bytes_per_s = hardware.gpus_per_node, hardware.link_bytes_per_s
     scopes = [(gpus_per_node, link_bytes_per_s)]
     if spec.nodes > 1:
-        scopes.append((gpus_per_node * spec.nodes, min(link_bytes_per_s, hardware.node_link_bytes_per_s)))
+        num_ranks = gpus_per_node * spec.nodes
+        leaves_domain = num_ranks > hardware.nvlink_gpus
+        far_bytes_per_s = hardware.node_link_bytes_per_s if leaves_domain else link_bytes_per_s
+        scopes.append((num_ranks, min(link_bytes_per_s, far_bytes_per_s)))
     return sum(
         settings.calls * size_bytes * crossing_share(operation, num_ranks) / (bytes_per_s * LINK_EFFICIENCY)
         for num_ranks, bytes_per_s in scopes

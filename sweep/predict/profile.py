@@ -11,7 +11,8 @@ from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import INDEPENDENT
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.sweep.predict.time_constants import FLAG_CONSTANTS, TimeConstants, with_changes, with_flags
+from ultrabench.variant import FLAGS
 
 FRAMEWORKS = ("ultrabench", "nanotron", "megatron")
 REGIMES = ("fast", "fast_pipeline", "slow", "slow_pipeline", "slow_many_nodes")
@@ -24,6 +25,9 @@ by root of squares.
 
 With 0.09 the interval of a fit to the playbook's runs on one node holds 78 to 86 % of the others at
 each distance up to 8."""
+KNOB_STEPS = 5
+"""Steps to a value of a knob whose constants nobody gave, which alone widen log(measured / predicted) by 0.2 at each
+end. It is an assumption: few single knobs of published recipes change step times by more than 20 %."""
 GPU_STEPS = 6
 """Steps to another GPU: one H100 is 20 to 32 % slower than constants of another tell,
 where their power limits differ."""
@@ -54,6 +58,11 @@ class Profile:
     prior: str = ""
     """Name of the profile from which the fit of the constants started; empty where they were not fitted."""
     time: TimeConstants
+    flags: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Knob of a program -> its value -> constants of `time` that this value changes -> what they are then. A value
+    without constants, such as `{none: {}}`, is known to change none."""
+    flag_runs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Knob -> its value -> the number of runs that its constants were fitted to; those of other values are priors."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Constant of the framework's form of memory -> its value."""
     interval: dict[str, Quantiles]
@@ -74,6 +83,53 @@ class Profile:
             if not low <= 0 <= high:
                 rule = "must contain 0, because the interval contains the prediction"
                 raise ConfigError(f"profile {self.name}: interval.{regime_name}=[{low}, {high}]; {rule}")
+
+        self._require_flags()
+
+    def _require_flags(self) -> None:
+        """Raises ConfigError for a constant in `flags` that does not exist, has an impossible value, or that two
+        knobs change."""
+        where, knob_by_constant = f"profile {self.name}:", dict[str, str]()
+        for knob, constants_by_value in self.flags.items():
+            for value, constants in constants_by_value.items():
+                kind = f"constant of time in {where} flags.{knob}.{value}:"
+                require_known(kind, FLAG_CONSTANTS, *constants)
+                try:
+                    with_changes(self.time, tuple(constants.items()))
+                except ConfigError as error:
+                    raise ConfigError(f"{where} flags.{knob}.{value}: {error}") from error
+                for name in constants:
+                    if (other := knob_by_constant.setdefault(name, knob)) != knob:
+                        fact = f"{where} flags.{other} and flags.{knob} both change {name}"
+                        raise ConfigError(
+                            fact, "leave it to one of them, so that their values can be combined"
+                        )
+        for knob, runs_by_value in self.flag_runs.items():
+            for value in runs_by_value:
+                if value not in self.flags.get(knob, {}):
+                    raise ConfigError(
+                        f"{where} flag_runs.{knob}.{value} has no constants in flags; leave it out"
+                    )
+
+    def time_of(self, spec: RunSpec) -> TimeConstants:
+        """The constants of the step time of a run, with what the values of its knobs change."""
+        return with_flags(self.time, self.flags, spec)
+
+    def _fitted_values(self, spec: RunSpec, feature: str) -> tuple[Any, ...]:
+        """The values of a feature that the constants are for: those of the fit, of numbers the smallest and the
+        largest; of a knob those with constants, and the one that runs have where a sweep lists none."""
+        values, (group, _, knob) = self.measured.get(feature, ()), feature.partition(".")
+        if group != FLAGS or (knob not in spec.kernel.knobs and knob not in self.flags):
+            return values
+        usual_values = (str(spec.kernel.usual_knob_value(knob)),) if knob in spec.kernel.knobs else ()
+        return tuple(dict.fromkeys((*usual_values, *self.flags.get(knob, ()), *values)))
+
+    def knowledge(self, knob: str, value: str, usual_value: str) -> str | None:
+        """What predictions know of a value of a knob: its constants are fitted or prior, or it is the usual one or one
+        of runs of the fit, which those of `time` are for; None: nothing."""
+        if value in self.flags.get(knob, {}):
+            return "fitted" if value in self.flag_runs.get(knob, {}) else "prior"
+        return "usual" if value in (usual_value, *self.measured.get(f"{FLAGS}.{knob}", ())) else None
 
     def as_divided(self, spec: RunSpec) -> RunSpec:
         """The run with the layers of its stages as the program divides them, where its layout does not say it."""
@@ -96,23 +152,20 @@ class Profile:
             else Quantiles(low, high)
         )
 
-    def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, int | str]:
-        """The features of a run that no run of the fit had -> their values."""
+    def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, tuple[int | str, str]]:
+        """The features of a run that the constants are not for -> its value, and the values that they are for, such as
+        `0 to 1` or `H100-SXM`."""
         return {
-            feature: value
+            feature: (value, _fitted_text(fitted_values))
             for feature, value, fitted_values in self._compared(spec, gpu)
             if steps_beyond(feature, value, fitted_values)
         }
 
-    def fitted_to(self, feature: str) -> str:
-        """The values of a feature that the runs of the fit had, such as `0 to 1` or `H100-SXM`."""
-        return _fitted_text(self.measured[feature])
-
     def _compared(self, spec: RunSpec, gpu: str) -> Iterator[tuple[str, int | str, tuple[Any, ...]]]:
         """Name and value of each feature of a run whose values in the fit are known, with these values."""
         for feature, value in features(spec, gpu).items():
-            if feature in self.measured:
-                yield feature, value, self.measured[feature]
+            if fitted_values := self._fitted_values(spec, feature):
+                yield feature, value, fitted_values
 
 
 @lru_cache(maxsize=4096)
@@ -125,9 +178,12 @@ def _fitted_text(fitted_values: tuple[Any, ...]) -> str:
 @lru_cache(maxsize=4096)
 def steps_beyond(feature: str, value: int | str, fitted_values: tuple[Any, ...]) -> float:
     """How far a value is from those that the runs of a fit had: the doublings of a number, the difference of ZeRO
-    stages, GPU_STEPS for another GPU, and 1 for another word; 0 between the smallest and the largest."""
+    stages, GPU_STEPS for another GPU, KNOB_STEPS for another value of a knob, and 1 for another word; 0 between the
+    smallest and the largest."""
     if not fitted_values or any(isinstance(compared, str) for compared in (value, *fitted_values)):
-        return 0.0 if value in fitted_values else GPU_STEPS if feature == "gpu" else 1.0
+        if value in fitted_values:
+            return 0.0
+        return KNOB_STEPS if feature.startswith(f"{FLAGS}.") else GPU_STEPS if feature == "gpu" else 1.0
     nearest_fitted = min(max(value, min(fitted_values)), max(fitted_values))
     if feature == "zero_stage":
         return float(abs(value - nearest_fitted))
@@ -138,7 +194,8 @@ def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:
     """The values by which a run is like or unlike those that a profile was fitted to; `gpu` names the accelerator."""
     values: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
     values |= {"precision": spec.kernel.precision, "experts": "some" if spec.shape.num_experts else "none"}
-    return values | {axis: getattr(spec.layout, axis) for axis in INDEPENDENT}
+    values |= {axis: getattr(spec.layout, axis) for axis in INDEPENDENT}
+    return values | {f"{FLAGS}.{knob}": str(value) for knob, value in spec.flag_values.items()}
 
 
 def regime(spec: RunSpec, links: Network) -> str:

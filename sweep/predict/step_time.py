@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
-from ultrabench.hardware import Hardware, Peak
+from ultrabench.hardware import SCALED_PRECISIONS, Hardware, Peak
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layout import GroupAxes, Layout, crosses_nodes
 from ultrabench.model_shape import ModelShape
@@ -257,13 +257,14 @@ def _micro_batch_work(
 
 
 def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeConstants) -> Rates:
-    """What a GPU reaches that has `peak_flops` FLOPs per second; with fp8 only linear layers use it, the rest bf16.
+    """What a GPU reaches that has `peak_flops` FLOPs per second; with scaled precisions such as fp8 only linear layers
+    use it, the rest bf16.
 
     A power limit slows down the clock of all products, not the memory.
     """
     peak_flops *= hardware.clock_share
     linear_flops, cast_bytes = peak_flops * c.gemm_efficiency, 0.0
-    if spec.kernel.precision == "fp8":
+    if spec.kernel.precision in SCALED_PRECISIONS:
         linear_flops, cast_bytes = peak_flops * c.fp8_efficiency, c.fp8_cast_bytes
         cast_bytes *= c.compiled_traffic if spec.compiles else 1
         if bf16_flops := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
@@ -402,7 +403,7 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     usual_s *= c.compiled_launch if spec.compiles else 1
     if spec.layout.recompute == "selective" and not spec.compiles:
         usual_s += c.selective_launch_s
-    if spec.kernel.precision == "fp8" and not spec.compiles:
+    if spec.kernel.precision in SCALED_PRECISIONS and not spec.compiles:
         usual_s += c.fp8_launch_s
     if not links.slow:
         return usual_s
@@ -416,7 +417,7 @@ def _exchange_s(spec: RunSpec, work: LayerWork, links: Network, c: TimeConstants
     layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
     if layout.pp == 1:
         return 0.0
-    if not crosses_nodes(layout.group_axes("pp", rank_order=spec.kernel.rank_order), links.gpus_per_node):
+    if not crosses_nodes(layout.group_axes("pp", rank_order=spec.kernel.rank_order), links.nvlink_gpus):
         bytes_per_s, call_s = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
     else:
         bytes_per_s = links.node_link_bytes_per_s * c.pp_node_link_efficiency

@@ -1,9 +1,13 @@
 """The constants of the step time: what differs between training frameworks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated
 
 from ultrabench.allowed import NonNegative, between, require_allowed
+from ultrabench.record import field_types
+from ultrabench.run import RunSpec
 
 Share = Annotated[float, between(0.0, 1.0)]
 
@@ -153,3 +157,27 @@ class TimeConstants:
 
     def __post_init__(self) -> None:
         require_allowed(self, "profile.time.")
+
+
+FlagConstants = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""Knob -> its value -> constant of the step time that this value changes -> what it is then."""
+FLAG_CONSTANTS = tuple(name for name, hint in field_types(TimeConstants).items() if hint is not bool)
+"""The constants that a value of a knob may change: all numbers."""
+
+
+def with_flags(time: TimeConstants, flags: FlagConstants, spec: RunSpec) -> TimeConstants:
+    """The constants of a run, with what the values of its knobs change."""
+    changes = dict[str, float]()
+    for knob, value in spec.flag_values.items() if flags else ():
+        changes |= flags.get(knob, {}).get(str(value), {})
+    return with_changes(time, tuple(changes.items())) if changes else time
+
+
+@lru_cache(maxsize=1024)
+def with_changes(time: TimeConstants, changes: tuple[tuple[str, float], ...]) -> TimeConstants:
+    """The constants, of which those named in `changes` have other values.
+
+    Raises:
+        ConfigError: a constant cannot have its value.
+    """
+    return replace(time, **dict(changes))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import msgspec
 
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
-from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
 from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -250,10 +250,15 @@ def _allocations_text(value_by_allocation: Mapping[str, float], nodes: int) -> s
     return f"{counted(len(value_by_allocation), 'allocation')} of {counted(nodes, 'node')}"
 
 
-LOSS_TOLERANCE = {"fp8": 5e-2, "bf16": 1e-3, "fp32": 1e-6, "fp64": 1e-9}
+LOSS_TOLERANCE = dict.fromkeys(SCALED_PRECISIONS, 5e-2) | {
+    "bf16": 1e-3,
+    "fp16": 1e-3,
+    "fp32": 1e-6,
+    "fp64": 1e-9,
+}
 """Precision -> largest relative difference of two losses that count as equal.
 
-The order of sums causes it, and in fp8 also which numbers share a scale, which layouts change.
+The order of sums causes it, and in scaled precisions also which numbers share a scale, which layouts change.
 """
 PROGRAM_LOSS_TOLERANCE = 1e-2
 """Largest relative difference of two losses of a user's program that count as equal; it may round them."""

@@ -21,9 +21,9 @@ from ultrabench.sweep.running.outliers import (
     suspect_attempts,
 )
 
-FP8_OVER_BF16 = 2.0
-"""Rate of products in fp8 over that of the bf16 products that a preflight measures:
-the ratio of all published peaks."""
+RATE_OVER_BF16 = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
+"""Precision -> rate of its products over that of the bf16 products that a preflight measures: the largest ratio of the
+published peaks."""
 Suspects = Mapping[AttemptKey, str]
 """Ok attempts whose measurement is suspect -> the reasons."""
 
@@ -60,7 +60,7 @@ class Suspicion:
         """
         gemm_flops_per_s, share_of_gemm_rate = self.gemm_rates.get(attempt.allocation or ""), None
         if gemm_flops_per_s and shape:
-            gemm_flops_per_s *= FP8_OVER_BF16 if precision == "fp8" else 1
+            gemm_flops_per_s *= RATE_OVER_BF16.get(precision, 1.0)
             flops_per_s = shape.flops_per_token(seq_len, "megatron") * tokens_per_s_per_gpu
             share_of_gemm_rate = flops_per_s / gemm_flops_per_s
         return [*self.outliers.get(attempt.key, ()), *rate_doubts(mfu, self.device, share_of_gemm_rate)]

@@ -1,11 +1,57 @@
 """`ultrabench configs` lists the names that overrides may use, and prints the file of a name."""
 
 import sys
+from typing import Any
 
 import typer
 
 from ultrabench.cli.options import Json
 from ultrabench.errors import require_known
+
+KNOBS_LEGEND = (
+    "A sweep lists values: +sweep.flags.NAME=[A,B]. Values in brackets are the usual ones. After a value: (fitted) or "
+    "(prior), where the profile says what it changes; (unknown), where predictions do not know it and have wider "
+    "intervals."
+)
+"""What is said below the table of knobs."""
+
+
+def _knobs(name: str) -> list[dict[str, Any]]:
+    """The knobs of a kernel: what each sets, and its values with what the usual profile knows of them.
+
+    `known` is fitted or prior where the profile says which constants a value changes, usual where the constants of
+    the profile are for it, and null where predictions do not know what it changes.
+    """
+    from ultrabench.kernel_config import ANY
+    from ultrabench.sweep.config.knobs import with_texts
+    from ultrabench.sweep.config.load import kernel_settings, load_profile
+
+    settings = with_texts(kernel_settings(name))
+    if not settings.get("knobs"):
+        return []
+    profile = load_profile(str(settings.get("profile") or "ultrabench"))
+    flags, usual_values = settings.get("flags") or {}, settings.get("knob_values") or {}
+    knobs = list[dict[str, Any]]()
+    for knob, meaning in settings["knobs"].items():
+        values = [str(value) for value in flags.get(knob) or {}]
+        usual_value = str(usual_values.get(knob, values[0] if values else ANY))
+        known_by_value = {value: profile.knowledge(knob, value, usual_value) for value in values}
+        known_by_value = {usual_value: profile.knowledge(knob, usual_value, usual_value)} | known_by_value
+        knobs.append({
+            "name": knob, "meaning": meaning, "usual": usual_value, "profile": profile.name,
+            "values": [{"value": value, "known": known} for value, known in known_by_value.items()],
+        })  # fmt: skip
+    return knobs
+
+
+def _values_text(knob: dict[str, Any]) -> str:
+    """The values of a knob, the usual one in brackets, each with what a prediction knows of it."""
+    texts = list[str]()
+    for entry in knob["values"]:
+        value_text = f"[{entry['value']}]" if entry["value"] == knob["usual"] else entry["value"]
+        known_text = "" if entry["known"] == "usual" else f" ({entry['known'] or 'unknown'})"
+        texts.append(f"{value_text}{known_text}")
+    return ", ".join(texts)
 
 
 def configs(
@@ -24,10 +70,15 @@ def configs(
         require_known(group, path_by_name, name)
         file_text = read_text(path_by_name[name])
         if json_:
-            print_json({"path": str(path_by_name[name]), "text": file_text})
-        else:
-            say(str(path_by_name[name]))
-            sys.stdout.write(plain_text(file_text))
+            document: dict[str, Any] = {"path": str(path_by_name[name]), "text": file_text}
+            print_json(document | ({"knobs": _knobs(name)} if group == "kernel" else {}))
+            return
+        say(str(path_by_name[name]))
+        sys.stdout.write(plain_text(file_text))
+        sys.stdout.flush()
+        if group == "kernel" and (knobs := _knobs(name)):
+            rows = [(knob["name"], knob["meaning"], _values_text(knob), knob["profile"]) for knob in knobs]
+            say(table("knobs", "name", "what it sets", "values", "profile", rows=rows), KNOBS_LEGEND)
         return
     texts_by_group = {name: describe(FOLDER_BY_NAME[name]) for name in ([group] if group else FOLDER_BY_NAME)}
     if json_:

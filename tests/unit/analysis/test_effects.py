@@ -9,7 +9,11 @@ import pyarrow as pa
 import pytest
 
 from tests.configs import refused
+from tests.sweep_folder import write
+from tests.unit.analysis.sweeps import LAYOUTS as LAYOUTS_OF_SWEEP
+from tests.unit.analysis.sweeps import OK, attempted, make_sweep, spec_of
 from tests.unit.analysis.tables import row, table_of
+from ultrabench.analysis.collect import collect
 from ultrabench.analysis.effects import (
     cells,
     competing,
@@ -22,6 +26,7 @@ from ultrabench.analysis.effects import (
 )
 from ultrabench.analysis.knobs import in_order, knobs
 from ultrabench.analysis.ranking import leaderboard
+from ultrabench.kernel_config import KernelConfig
 
 LAYOUTS = [*product((1, 2, 4, 8), (1, 2, 4, 8, 16))]
 """tp and mbs of 20 layouts, each of which runs with two values of zero_stage."""
@@ -102,6 +107,35 @@ def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
     assert effects(competing(table_of(*torch)), "zero_stage") == []
     same = (row("a", env_id="x", kernel_version="1"), row("b", env_id="x", kernel_version="2", zero_stage=1))
     assert len(effects(competing(table_of(*same)), "zero_stage")) == 1
+
+
+def test_a_knob_that_costs_6_per_cent_is_found_in_the_results_of_a_sweep(tmp_path):
+    """Each step time has 1 % of noise; another knob has no effect."""
+    flags = {"graph": {"none": (), "full": ("--graph",)}, "fuse": {"off": (), "on": ("--fuse",)}}
+    knobs_in_words = {"graph": "what is captured", "fuse": "whether kernels are fused"}
+    kernel = KernelConfig(
+        name="mine", kind="command", command=("train",), precision="bf16", knobs=knobs_in_words, flags=flags
+    )
+    specs = [
+        replace(spec_of(layout, kernel), variant={"flags.fuse": fuse, "flags.graph": graph})
+        for layout in LAYOUTS_OF_SWEEP
+        for fuse, graph in product(flags["fuse"], flags["graph"])
+    ]
+    rng = np.random.default_rng(7)
+    slowdown = {"none": 1.0, "full": 1.06}
+    seconds = [
+        0.2 / s.layout.mbs**0.3 * slowdown[s.variant["flags.graph"]] * rng.normal(1, 0.01, 10) for s in specs
+    ]
+    folder = make_sweep(tmp_path / "s", specs, kernel=kernel)
+    results = [replace(OK, step_times_s=tuple(times)) for times in seconds]
+    write(folder, *(event for words in zip(specs, results, strict=True) for event in attempted(*words)))
+    measured = competing(collect([folder], pytest.fail))
+    (graph,) = effects(measured, "flags.graph")
+    assert (graph.value, graph.against, graph.pairs) == ("none", "full", 16)
+    assert graph.ratio == pytest.approx(1.06, abs=0.01)
+    assert graph.proven_log_ratio > 0.04
+    (fuse,) = effects(measured, "flags.fuse")
+    assert fuse.proven_log_ratio == 0
 
 
 def test_two_pairs_give_no_interval_and_a_table_says_how_many_do():

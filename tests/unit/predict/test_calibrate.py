@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import replace
 from itertools import product
 from statistics import median
@@ -17,7 +18,15 @@ from ultrabench.analysis.figures.plots.predicted import validation_figure
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
-from ultrabench.analysis.predict.fit import FP8_NAMES, fit_constants, fitted_names, intervals, log_errors
+from ultrabench.analysis.predict.fit import (
+    FP8_NAMES,
+    FittedTime,
+    fit_constants,
+    fitted_flags,
+    fitted_names,
+    intervals,
+    log_errors,
+)
 from ultrabench.analysis.predict.nanotron import fit_memory, memory_runs, nanotron_version
 from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import fp8_priors_warning, metrics, profiles_without_group, table
@@ -102,6 +111,31 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
     assert to_dict(read_back.time) == pytest.approx(to_dict(fitted.profile.time), rel=1e-3)
 
 
+def test_constants_of_a_knob_are_fitted_where_its_value_varies():
+    """A value with which matrix products are slower than the prior says, in more than half of the runs."""
+    flags = {"recipe": {"blockwise": {"gemm_efficiency": 0.6}}}
+    base = replace(BASE, flags=flags)
+
+    def with_recipe(run):
+        return replace(run.spec, variant={"flags.recipe": "blockwise"})
+
+    slower = measured(replace(BASE.time, gemm_efficiency=0.35), 14, seed=1)
+    plain, varied = measured(BASE.time, 8), changed(slower, spec=with_recipe)
+    assert not fitted_flags(plain, flags), "no run has the value"
+    calibration = fit([*plain, *varied], base)
+    assert calibration.profile.flag_runs == {"recipe": {"blockwise": 14}}
+    assert calibration.profile.flags["recipe"]["blockwise"]["gemm_efficiency"] == pytest.approx(
+        0.35, abs=0.05
+    )
+    assert calibration.profile.time.gemm_efficiency == pytest.approx(BASE.time.gemm_efficiency, rel=0.1)
+    assert calibration.after["median_error"] < calibration.before["median_error"]
+    assert calibration.profile.measured["flags.recipe"] == ("blockwise",)
+    text = to_yaml(calibration.profile, base)
+    assert re.search(r'    "blockwise":\n      gemm_efficiency: [0-9.]+ +# 0.6 before\n', text)
+    read_back = yaml.safe_load(text)
+    assert (read_back["flags"].keys(), read_back["flag_runs"]) == ({"recipe"}, {"recipe": {"blockwise": 14}})
+
+
 def in_fp8(cases_, constants):
     """The same cases in fp8, as they would be with these constants."""
     peak = GPUS.peak("fp8", 1, None, 1)
@@ -119,13 +153,13 @@ def test_runs_in_fp8_alone_tell_its_constants():
     cases = in_fp8(measured(BASE.time, 6, noise=0), replace(BASE.time, fp8_efficiency=0.4))
     assert {*fitted_names(cases, BASE.time)} - {*fitted_names(measured(BASE.time, 2), BASE.time)} == FP8_NAMES
     constants = fit_constants(
-        BASE.time, ["fp8_efficiency"], lambda now: log_errors(cases, now), scale=0.1, ridge=2.0
+        BASE.time, ["fp8_efficiency"], lambda now: log_errors(cases, FittedTime(now)), scale=0.1, ridge=2.0
     )
     assert constants.fp8_efficiency == pytest.approx(0.4, rel=0.05)
     assert median_error(cases, constants) < median_error(cases, BASE.time) / 4
     knows_fp8 = replace(BASE, measured={"precision": ("bf16", "fp8")})
     assert [fp8_priors_warning(cases_, BASE) for cases_ in (cases[:2], measured(BASE.time, 2))] == [
-        "2 rows in fp8: profile ultrabench was fitted without fp8, so fp8_cast_bytes=7, fp8_efficiency=0.61, "
+        "2 rows in fp8: profile ultrabench was fitted without them, so fp8_cast_bytes=7, fp8_efficiency=0.61, "
         "fp8_launch_s=0.002 are priors",
         None,
     ]

@@ -17,6 +17,7 @@ from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
+from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.profile import REGIMES, regime
 from ultrabench.sweep.predict.step_time import communication_ratios, predict_step_time
@@ -228,6 +229,51 @@ def test_what_a_rank_waits_for_makes_others_faster_where_they_share_processors()
     assert step_time(alone) == step_time(alone, wait_shared=1.0)
 
 
+GRAPHS = {"graph": {"full": {"layer_launch_s": 1e-4, "layer_launch_tp_s": 1e-4}, "none": {}}}
+"""What a profile says of two values of a knob, of which one changes constants."""
+
+
+def with_knob(spec, **variant):
+    """The run by a program with the knob graph, whose usual value is none; `variant` has values of flags."""
+    kernel = KernelConfig(
+        name="mine", kind="command", command=("train",), precision="bf16", knobs={"graph": "what is captured"},
+        flags={"graph": {"none": (), "full": ("--graph",), "local": ("--local",)}},
+    )  # fmt: skip
+    return replace(spec, kernel=kernel, variant={f"flags.{name}": value for name, value in variant.items()})
+
+
+def test_a_value_of_a_knob_has_constants_of_its_own_or_a_wider_interval():
+    spec, links = spec_of(Layout(dp=4, tp=2, gas=2, mbs=1)), network(GPUS, 1)
+    profile = replace(profile_of("ultrabench"), flags=GRAPHS)
+    usual, none, full, local = (
+        with_knob(spec, **words) for words in ({}, *({"graph": v} for v in ("none", "full", "local")))
+    )
+    assert profile.time_of(usual) == profile.time_of(none) == profile.time_of(local) == profile.time
+    assert profile.time_of(full) == replace(profile.time, layer_launch_s=1e-4, layer_launch_tp_s=1e-4)
+    assert (
+        predict_step_time(full, GPUS, PEAK, links, profile.time_of(full)).launch
+        < step_time(spec, "ultrabench").launch
+    )
+    intervals = [profile.interval_of(run, GPUS.gpu, links) for run in (usual, none, full, local)]
+    assert intervals[0] == intervals[1] == intervals[2]
+    assert intervals[3].high == pytest.approx(math.hypot(intervals[0].high, 0.09 * 5**0.5), rel=1e-3)
+    assert beyond_fit([local], profile, GPUS.gpu)[-1] == "flags.graph=local (none, full)"
+    assert not any(
+        "graph" in text for run in (usual, none, full) for text in beyond_fit([run], profile, GPUS.gpu)
+    )
+    silent = profile_of("ultrabench")
+    assert [bool(silent.unmeasured(run, GPUS.gpu).get("flags.graph")) for run in (usual, none, full)] == [
+        False,
+        False,
+        True,
+    ]
+    # The usual value of another file of the same program, and a flag that no file declares.
+    usual_full = replace(usual, kernel=replace(usual.kernel, knob_values={"graph": "full"}))
+    assert profile.time_of(usual_full) == profile.time_of(full)
+    undeclared = replace(full, kernel=replace(full.kernel, knobs={}, flags={}))
+    assert profile.time_of(undeclared) == profile.time_of(full)
+
+
 def test_every_regime_has_a_name():
     pure, pipeline = Layout(dp=512), Layout(dp=64, pp=8, pp_schedule="1f1b", gas=8)
     regimes = {
@@ -249,6 +295,22 @@ def test_every_regime_has_a_name():
         ({"interval": {"all": [0.1, 0.2]}}, r"interval.all=\[0.1, 0.2\]; must contain 0"),
         ({"interval": None}, "interval lacks the key"),
         ({"interval": {"slwo": [-0.1, 0.1]}}, "unknown regime of profile .*did you mean slow"),
+        (
+            {"flags": {"graph": {"full": {"layer_lunch_s": 1e-4}}}},
+            "unknown constant of time in .*flags.graph.full: 'layer_lunch_s'; did you mean layer_launch_s",
+        ),
+        (
+            {"flags": {"graph": {"full": {"gemm_efficiency": 7.0}}}},
+            "flags.graph.full: .*gemm_efficiency=7.0; must be 0 to 1",
+        ),
+        (
+            {"flags": {"graph": {"full": {"rest_s": 0.1}}, "gc": {"manual": {"rest_s": 0.2}}}},
+            "flags.gc and flags.graph both change rest_s; leave it to one of them",
+        ),
+        (
+            {"flag_runs": {"graph": {"full": 7}}},
+            "flag_runs.graph.full has no constants in flags; leave it out",
+        ),
         (None, r"unknown profile 'nanotrn'; did you mean nanotron.*calibrate"),
     ],
 )
@@ -261,7 +323,7 @@ def test_a_profile_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path, mon
     mine.write_text(yaml.safe_dump(values))
     assert load_profile("mine").time == load_profile("nanotron").time
     for name, value in (change or {}).items():
-        values[name] = values[name] | value if isinstance(value, dict) else value or {}
+        values[name] = values.get(name, {}) | value if isinstance(value, dict) else value or {}
     mine.write_text(yaml.safe_dump(values))
     with refused(match="mine.yaml: .*" * bool(change) + message):
         load_profile("mine" if change else "nanotrn")

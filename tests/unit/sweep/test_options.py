@@ -43,10 +43,14 @@ ENV = "+sweep.env={ALGO: [null, Ring]}"
 FLAGS = '+sweep.flags={overlap: {off: [], on: ["--overlap"]}}'
 KNOBS = (
     "kernel.knobs={graph: what is captured, recipe: which numbers share a scale, parts: parts of the loss}",
-    "kernel.flags={graph: {none: [], full: [--graph=full]}, recipe: {delayed: [], rowwise: []}, "
-    'parts: {"*": ["--parts={parts}"]}, precision: {bf16: [], fp8: ["--recipe={recipe}"]}}',
+    'kernel.flags={graph: {none: [], full: ["--graph=full"]}, recipe: {delayed: [], rowwise: []}, '
+    'parts: {1: [], 2: ["--parts={parts}"], 4: ["--parts={parts}"]}, '
+    'precision: {bf16: [], fp8: ["--recipe={recipe}"]}}',
     "kernel.knob_values={parts: 2}",
 )
+KNOB_PROGRAM = (
+    "kernel=command", "kernel.command=[train]", "kernel.precision=bf16", "launcher=slurm", "sweep.tp=[1]"
+)  # fmt: skip
 WORDS = ("+sweep.words={etp: [1, 2]}", "+sweep.rules=['etp divides dp']")
 
 
@@ -292,22 +296,24 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.flags={q: [1]}"], "write {VALUE: [ARGUMENT, ...]}, such as sweep.flags: {overlap: {on: "),
         (["kernel.flags={recomput: {a: []}}"], "unknown knob, axis or field of the model in kernel.flags: 'recomput'; "
         "did you mean recompute?"),
-        (["kernel.supports={hidden_sise: [64]}"], "unknown axis or field of the model in kernel.supports: 'hidden_sise'; "
-        "did you mean hidden_size?"),
+        (["kernel.supports={hidden_sise: [64]}"], "unknown axis or field of the model in kernel.supports: "
+        "'hidden_sise'; did you mean hidden_size?"),
         ([*KNOBS, "+sweep.flags={grap: [none]}"], "unknown knob in sweep.flags: 'grap'; did you mean graph?"),
         ([*KNOBS, "+sweep.flags={graph: [non]}"], "unknown value of sweep.flags.graph: 'non'; did you mean none?"),
         ([*KNOBS, "+sweep.flags={graph: []}"], "sweep.flags.graph is empty; list at least one value"),
         ([*KNOBS, "+sweep.flags={graph: [none, none]}"], "sweep.flags.graph lists none twice; leave one out"),
-        ([*KNOBS, "+sweep.flags={graph: {a: []}}"], "sweep.flags.graph maps values to arguments, as kernel command does; "
-        "list values instead, such as sweep.flags.graph=[none,full]"),
+        ([*KNOBS, "+sweep.flags={graph: {a: []}}"], "sweep.flags.graph maps values to arguments, as kernel command "
+        "does; list values instead, such as sweep.flags.graph=[none,full]"),
         ([*KNOBS, "+sweep.words={parts: [2]}"], "sweep.words.parts: parts is a knob of kernel command; list it in "
         "sweep.flags"),
-        ([*KNOBS, "kernel.knob_values={grph: none}"], "unknown knob in kernel.knob_values: 'grph'; did you mean graph?"),
-        ([*KNOBS, "kernel.knob_values={graph: fll}"], "unknown value of kernel.knob_values.graph: 'fll'; did you mean full?"),
-        ([KNOBS[1], "kernel.knobs={tp: what it is}"], "kernel.knobs.tp: tp is already a word of every run"),
-        ([KNOBS[1], "kernel.knobs={other: what it is}"], "kernel.knobs.other has no values; map them to arguments"),
-        ([KNOBS[1], "kernel.knobs={graph: ' '}"], "kernel.knobs.graph is empty; say in words what it sets"),
-        ([*KNOBS[:2]], "kernel.knobs.parts has only the value '*', so that no usual value is known; give one"),
+        ([*KNOBS, "kernel.knob_values={grph: none}"], "unknown knob in kernel.knob_values: 'grph'; did you mean "
+        "graph?"),
+        ([*KNOBS, "kernel.knob_values={graph: fll}"], "unknown value of kernel.knob_values.graph: 'fll'; "
+        "did you mean full?"),
+        (["kernel.knobs={tp: what it is}"], "kernel.knobs.tp: tp is already a word of every run"),
+        (["kernel.knobs={other: what it is}"], "kernel.knobs.other has no values; map them to arguments"),
+        (["kernel.flags={graph: {a: []}}", "kernel.knobs={graph: ' '}"],
+         "kernel.knobs.graph is empty; say in words what it sets"),
         (["kernel.spans={tq: node}"], "unknown degree in kernel.spans: 'tq'"),
         (["kernel.spans={tp: rack}"], "kernel.spans.tp='rack'; must be node, nvlink_domain or a number of ranks"),
         (["kernel.spans={tp: 0}"], "kernel.spans.tp=0; must be at least 1 rank"),
@@ -324,7 +330,7 @@ def test_losses_of_different_programs_are_not_compared():
         (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own "
         "kernel supports"),
         (["+sweep.container=[a,b]"], "sweep.container has no effect: no command contains {container}"),
-        (["kernel.precision=[fp32,fp16]"], "kernel.precision='fp16'"),
+        (["kernel.precision=[fp32,fp15]"], "kernel.precision='fp15'"),
         (["sweep.seq_len=[]"], "sweep.seq_len is empty; list at least one value"),
     ],
 )  # fmt: skip
@@ -332,6 +338,74 @@ def test_what_cannot_vary_is_refused_in_one_line(words, line):
     with refused(line):
         arguments = ',"--etp={etp}"' if "etp" in str(words) else ""
         plan(f"kernel.command=[train{arguments}]", *words)
+
+
+def arguments_of(run):
+    return fill_in(run.spec, AttemptKey(run.run_id, 0, 0), ALL.config.measure)[1:]
+
+
+def test_knobs_of_a_kernel_file_are_options_within_a_cell():
+    program = (*KNOB_PROGRAM, *KNOBS)
+    (usual,) = plan(program=program).runs
+    assert (usual.spec.variant, arguments_of(usual)) == ({}, ["--parts=2"])
+    varied = plan("+sweep.flags={graph: [none, full], parts: [1, 4]}", program=program)
+    parts_arguments = {1: [], 4: ["--parts=4"]}
+    assert {str(run.spec.variant): arguments_of(run) for run in varied.runs} == {
+        str({"flags.graph": graph, "flags.parts": parts}): [*graph_arguments, *parts_arguments[parts]]
+        for graph, graph_arguments in (("none", []), ("full", ["--graph=full"]))
+        for parts in (1, 4)
+    }
+    mapped = plan('+sweep.flags={graph: {none: [], full: ["--graph=full"]}}', program=KNOB_PROGRAM)
+    listed = plan("+sweep.flags.graph=[none,full]", program=program)
+    assert {run.run_id for run in mapped.runs} == {run.run_id for run in listed.runs}
+
+
+def test_a_knob_of_a_file_may_have_any_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "ultrabench" / "kernel" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    text = "defaults: [command, _self_]\ncommand: [train]\nknobs: {overlap: what hides, parts: parts of the loss}\n"
+    text += "flags: {overlap: {off: [], on: [--overlap]}, parts: {'*': ['--parts={parts}']}}\n"
+    path.write_text(text)
+    with refused(
+        f"{path}: kernel.knobs.parts has only the value '*', so that no usual value is known; give one"
+    ):
+        plan(program=("kernel=mine",))
+    path.write_text(f"{text}knob_values: {{parts: 2, overlap: on}}\n")
+    varied = plan("+sweep.flags={overlap: [on, off], parts: [3]}", program=("kernel=mine", "sweep.tp=[1]"))
+    assert {run.spec.variant["flags.overlap"]: arguments_of(run) for run in varied.runs} == {
+        "on": ["--overlap", "--parts=3"],
+        "off": ["--parts=3"],
+    }
+    (usual,) = plan(program=("kernel=mine", "sweep.tp=[1]")).runs
+    assert arguments_of(usual) == ["--overlap", "--parts=2"]
+    digests = {usual.spec.kernel.digest(), replace(usual.spec.kernel, knob_values={"parts": "4"}).digest()}
+    assert len(digests) == 2
+
+
+def test_a_knob_that_changes_nothing_in_a_run_runs_once():
+    precisions = "kernel.precision=[bf16,fp8]"
+    both = plan("+sweep.flags.recipe=[delayed,rowwise]", precisions, program=(*KNOB_PROGRAM, *KNOBS))
+    (left_out,) = (candidate for candidate in both.candidates if not candidate.runs)
+    assert (left_out.spec.kernel.precision, left_out.spec.variant["flags.recipe"]) == ("bf16", "rowwise")
+    reason = "recipe=rowwise changes nothing in this run: the one with recipe=delayed has the same command"
+    assert (left_out.rule, left_out.reason, len(both.runs)) == ("kernel", reason, 3)
+
+
+def test_only_a_command_whose_file_has_it_is_told_a_routing():
+    program = (*KNOB_PROGRAM, "model=tiny-moe", "sweep.ep=[1]")
+    declared = "kernel.flags={routing: {balanced: [--balance], learned: []}}"
+    plans = [
+        plan(*words, program=program) for words in ((), (declared,), (declared, "kernel.routing=learned"))
+    ]
+    undeclared, balanced, learned = (plan.runs[0] for plan in plans)
+    assert undeclared.run_id == balanced.run_id != learned.run_id
+    assert [arguments_of(run) for run in (undeclared, balanced, learned)] == [[], ["--balance"], []]
+    assert [run.spec.kernel.routing_of(run.shape) for run in (undeclared, learned)] == [None, "learned"]
+    (skewed,) = plan(declared, 'kernel.routing="skew=0.5"', program=program).candidates
+    assert skewed.reason == "kernel command supports routing in [balanced, learned]; routing=skew=0.5"
+    (unknown,) = plan("kernel.routing=learned", program=program).candidates
+    assert "add routing to kernel.flags, or leave kernel.routing out" in unknown.reason
 
 
 @pytest.mark.parametrize(

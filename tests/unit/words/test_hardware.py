@@ -8,13 +8,16 @@ import pytest
 from tests.configs import refused, write_config
 from ultrabench.cli.predict.layout import document
 from ultrabench.launchers.open_sweep import folder_of, in_force, require_same, sweep_json_of
+from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.files import describe, files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_hardware, read_hardware
-from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.standings import FP8_OVER_BF16
+from ultrabench.sweep.plan import make_plan, predictor
+from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.refusals import refusal
+from ultrabench.sweep.running.standings import RATE_OVER_BF16
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -41,7 +44,8 @@ RATES = {
     "h100-96gb-x8": (989e12, 95.04, 450e9),
     "h200x8": (989e12, 139.8, 450e9), "a100-80x8": (312e12, 79.2, 300e9), "a100-40x8": (312e12, 39.5, 300e9),
     "b200x8": (2.25e15, 178.4, 900e9), "gb200x4": (2.5e15, 184.3, 900e9), "l40s-x8": (362.05e12, 44.5, 32e9),
-    "mi300x-x8": (1307.4e12, 192, 448e9),
+    "mi300x-x8": (1307.4e12, 192, 448e9), "mi325x-x8": (1307.4e12, 256, 448e9), "mi355x-x8": (2516.6e12, 288, 537.6e9),
+    "h200-nvl-x8": (835.5e12, 139.8, 64e9), "b300x8": (2.25e15, 267.5, 900e9), "gb300x4": (2.5e15, 276.9, 900e9),
 }  # fmt: skip
 """Of one GPU the dense bf16 products in FLOP/s and the links in bytes/s of the data sheets,
 and the GiB that torch reports."""
@@ -174,7 +178,99 @@ def test_a_precision_without_a_rate_is_refused():
 @pytest.mark.parametrize("name", [name for name in RATES if not name.startswith("a100")])
 def test_fp8_is_twice_as_fast_as_bf16_where_it_is_published(name):
     rates = hardware_of(name).peak_flops_per_s
-    assert rates["fp8"] / rates["bf16"] == pytest.approx(FP8_OVER_BF16, rel=0.013)
+    assert rates["fp8"] / rates["bf16"] == pytest.approx(RATE_OVER_BF16["fp8"], rel=0.013)
+
+
+def test_peaks_of_16_bits_are_equal_and_those_of_4_bits_are_only_blackwells():
+    hardware_by_name = {name: hardware_of(name) for name in RATES}
+    for name, hardware in hardware_by_name.items():
+        rates = hardware.peak_flops_per_s
+        assert rates["fp16"] == rates["bf16"], name
+        assert rates.get("mxfp8", rates.get("fp8")) == rates.get("fp8"), name
+        assert ("nvfp4" in rates) == ((hardware.compute_capability or 0) >= 100), name
+        assert rates.get("nvfp4", 0) / rates["bf16"] <= RATE_OVER_BF16["nvfp4"], name
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["kernel=megatron", "hardware=h100x8", "kernel.precision=nvfp4"],
+         "peak_flops_per_s of hardware=h100x8 has no rate for nvfp4, only for bf16, fp16, fp32, fp64, fp8; choose"),
+        (["hardware=b200x8", "kernel.precision=mxfp8"],
+         "kernel.precision=mxfp8 with kernel=embedded; choose fp32, bf16, fp8, fp64 or a program of your own"),
+        (["hardware=b200x8", "kernel.precision=[bf16,nvfp4]"], "kernel.precision=nvfp4 with kernel=embedded"),
+        (["hardware=h100x8", "kernel.precision=fp16"], "kernel.precision=fp16 with kernel=embedded"),
+        (["hardware=h100x8", "+hardware.nvlink_domain=12"],
+         "hardware.nvlink_domain=12 with gpus_per_node=8; give a multiple of 8, or leave it out"),
+    ],
+)  # fmt: skip
+def test_formats_and_domains_that_do_not_exist_are_refused(words, line):
+    with refused(line):
+        load_config(["model=tiny", "sweep.nodes=[1]", *words])
+
+
+def test_a_program_of_the_user_may_have_any_format_with_a_rate():
+    words = ["model=tiny", "sweep.nodes=[1]", "kernel=command", "kernel.command=[train]", "hardware=b200x8"]
+    runs = make_plan(load_config([*words, "kernel.precision=[fp16,fp8,mxfp8,nvfp4]"])).runs
+    peaks = {run.spec.kernel.precision: run.peak_flops_per_s for run in runs}
+    assert peaks == {"fp16": 2.25e15, "fp8": 4.5e15, "mxfp8": 4.5e15, "nvfp4": 9e15}
+
+
+def test_groups_within_an_nvlink_domain_use_its_links():
+    """On 16 nodes of four GPUs, all in one domain of 18 nodes."""
+    rack = load_hardware("gb200x4")
+    node_only = replace(rack, nvlink_domain=None)
+    assert (rack.nvlink_gpus, node_only.nvlink_gpus) == (72, 4)
+    arguments = ["model=qwen3-235b-a22b", "nodes=16", "mbs=1"]
+
+    def parts_of(hardware, *words):
+        spec, config = read_run(
+            [*arguments, *words], PREDICTION_DEFAULTS | {"hardware": "gb200x4"}, any_model=True
+        )
+        predicts = predictor(replace(config, hardware=hardware), 16, hardware.peak("bf16", 16, None, 1))
+        # Waiting for the slowest stage hides the exchanges of a pipeline, so that only their ratio tells.
+        return predicts.step_time(spec, ())._asdict() | {"pp": predicts.communication_ratios(spec).get("pp")}
+
+    words_by_part = {
+        "tp": ("tp=8", "gas=1"),
+        "ep": ("ep=64", "gas=1"),
+        "cp": ("cp=8", "gas=1"),
+        "pp": ("tp=4", "pp=4", "gas=8"),
+        "dp": ("tp=4", "pp=2", "gas=2"),
+    }
+    for part, words in words_by_part.items():
+        inside, outside = (parts_of(hardware, *words)[part] for hardware in (rack, node_only))
+        assert inside < outside, part
+    # Twice as many ranks do not lie in one domain; a half of what each sends leaves it.
+    links, far = network(rack, 64), rack.node_link_bytes_per_s * 0.75
+    assert links.alltoall_s(2**30, 128) == pytest.approx(64 / 128 * 2**30 / far)
+    assert links.alltoall_s(2**30, 64) == pytest.approx(63 / 64 * 2**30 / (0.75 * 9e11))
+    measured = network(rack, 16, alltoall_bytes_per_s=4e11, alltoall_intra_node_bytes_per_s=5e11)
+    assert measured.alltoall_s(2**30, 64) == pytest.approx(63 / 64 * 2**30 / 4e11)
+
+
+def test_a_program_says_how_far_its_groups_reach():
+    words = [
+        "model=tiny-moe",
+        "sweep.nodes=[32]",
+        "kernel=command",
+        "kernel.command=[train]",
+        "hardware=gb200x4",
+    ]
+    config = load_config([*words, "kernel.spans={tp: node, ep: nvlink_domain, cp: 2}"])
+    shape, kernel, hardware = config.models[0], config.kernel, config.hardware
+
+    def reason(**axes):
+        return refusal(kernel, Layout(**axes), shape, 4096, "cuda", hardware)
+
+    assert reason(dp=32, tp=4, ep=8) is None
+    assert reason(dp=16, tp=8) == (
+        "kernel command has groups of tp only within a node, of 4 GPUs; those of tp=8 span several"
+    )
+    assert reason(dp=128, ep=128) == (
+        "kernel command has groups of ep only within an NVLink domain, of 72 GPUs; those of ep=128 span several"
+    )
+    assert reason(dp=32, cp=4) == "kernel command has groups of cp of at most 2 ranks; cp=4"
 
 
 def test_fp8_is_planned_on_hardware_that_has_it():
