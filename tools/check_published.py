@@ -50,7 +50,7 @@ WITHOUT_EFFECT = re.compile(
     r"train\.(?!manual_gc$).*|optimizer\.(lr|min_lr|weight_decay|adam.*|clip_grad|bf16|fp16|optimizer|sgd.*|"
     r"main_params_dtype|use_distributed_optimizer|lion.*|muon.*|overlap_param_gather)|"
     r"ddp\.(check.*|use_distributed_optimizer|overlap_param_gather|data_parallel_sharding_strategy|num_buckets)|"
-    r"mixed_precision\.(?!fp8_dot|fp8_multi).*|.*te_rng_tracker|model\.(transformer_impl|pipeline_dtype|"
+    r"model\.cross_entropy_fusion_impl|mixed_precision\.(?!fp8_dot|fp8_multi).*|.*te_rng_tracker|model\.(transformer_impl|pipeline_dtype|"
     r"apply_rope_fusion|bias_activation_fusion|persist_layer_norm|masked_softmax_fusion|cuda_graph_warmup_steps|"
     r"moe_router_force_load_balancing|attention_softmax_in_fp32|apply_query_key_layer_scaling|seq_length|"
     r"moe_router_padding_for_fp8|moe_a2a_overlap|init_model_with_meta_device|account_for.*|num_layers_in.*|"
@@ -257,11 +257,12 @@ LAYOUT_SETTINGS = {
 
 def settings_without_knob(recipe: Settings, read_settings: set[str]) -> Iterator[str]:
     """The settings of a recipe that neither a knob nor the layout nor the model has, and that may change a step."""
+    has_experts = recipe.get("model.expert_model_parallel_size") is not None
     for name, value in recipe.items():
         is_known = name in read_settings or name in LAYOUT_SETTINGS
-        is_idle = value in (None, False, [], 0)
+        is_idle = value in (None, False, [], 0) or name.startswith("model.moe_") and not has_experts
         if not (is_known or is_idle or OF_THE_MODEL.fullmatch(name) or WITHOUT_EFFECT.fullmatch(name)):
-            yield f"{name}={value}"
+            yield f"{name}={re.sub(r'<class .__main__.(.*).>', r'\1', str(value))}"
     if recipe.get("model.cross_entropy_fusion_impl") == "te":
         yield "model.cross_entropy_fusion_impl=te (Megatron-LM refuses it; native instead)"
 
@@ -297,6 +298,12 @@ def expressed(row: Row, kernel: str, recipes: Mapping[str, Settings]) -> None:
     row.left_out = [*settings_without_knob(recipe, {name for *_, names in pairs for name in names}), *unknown]
     for pair in unknown:
         del knobs[pair.partition("=")[0]]
+    if knobs.get("ep_overlap", "off") != "off" and row.number("pp") > 1 and num_virtual == 1:
+        row.left_out += [f"ep_overlap={knobs['ep_overlap']} (needs virtual stages, which this older row does not have)"]
+        knobs["ep_overlap"] = "off"
+    if knobs.get("ep_overlap", "off") != "off" and knobs["shared_expert_overlap"] == "on":
+        row.left_out += ["shared_expert_overlap=on (Megatron-LM refuses it beside ep_overlap)"]
+        knobs["shared_expert_overlap"] = "off"
     recompute = "full" if recipe.get("model.recompute_method") == "uniform" else "none"
     num_stages = row.number("pp") * num_virtual
     overrides = [
@@ -307,7 +314,10 @@ def expressed(row: Row, kernel: str, recipes: Mapping[str, Settings]) -> None:
         f"sweep.zero_stage=[{3 if is_fsdp else 1}]", f"sweep.recompute=[{recompute}]",
     ]  # fmt: skip
     if row.number("pp") > 1:
-        overrides += [f"sweep.pp_layout=[{stage_layers(recipe, shape, num_stages)}]"]
+        layers = stage_layers(recipe, shape, num_stages)
+        # The grid divides the layers of auto by cost, which may leave the last stages empty.
+        layers = "even" if layers == "auto" and num_stages == shape.num_hidden_layers else layers
+        overrides += [f"sweep.pp_layout=[{layers}]"]
         schedule = "interleaved" if num_virtual > 1 else "1f1b"
         overrides += [f"sweep.pp_schedule=[{schedule}]"]
         overrides += [f"sweep.virtual_stages=[{num_virtual}]"] if num_virtual > 1 else []
@@ -331,6 +341,8 @@ def show(rows: Sequence[Row], title: str) -> None:
     """Prints what is expressed and what is not."""
     expressed_rows = [row for row in rows if not row.problem]
     print(f"{title}: {len(rows)} distinct settings, {len(expressed_rows)} are candidates whose command parses")
+    num_whole = sum(not any("=te" not in setting for setting in row.left_out) for row in expressed_rows)
+    print(f"  with all settings of the recipe but cross_entropy_fusion_impl: {num_whole}")
     num_same = sum(row.same_layout for row in expressed_rows)
     print(f"  with the layout of the recipe: {num_same}; with another one: {len(expressed_rows) - num_same}")
     for problem, number in Counter(row.problem for row in rows if row.problem).most_common():
