@@ -159,7 +159,6 @@ def model_words(shape: ModelShape) -> Mapping[str, Any]:
     """
     plain_values = (str, int, float, type(None))
     words = {name: value for name, value in values_of(shape).items() if isinstance(value, plain_values)}
-    words["head_dim"] = shape.head_width
     for name in TYPE_FIELDS:
         is_of_types = shape.layer_types and name in (*REPLACED_BY_TYPES, *SIZES_OF_TYPES)
         if name in words and not is_of_types:

@@ -212,6 +212,7 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
     spec_values = to_dict(spec)
     pipeline_microbatches = spec.layout.gas if spec.layout.pp > 1 else 1
     shape_words = spec_values["shape"] | model_words(spec.shape)
+    shape_words["head_dim"] = shape_words["head_dim"] or spec.shape.head_width
     return {**shape_words, **spec_values["workload"], **spec_values["layout"], **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "dp_shard_size": spec.layout.dp_shard_size, "dp_replicate_size": spec.layout.dp // spec.layout.dp_shard_size,

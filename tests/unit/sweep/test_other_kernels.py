@@ -87,9 +87,9 @@ def test_torchtitan_after_0_3_0_is_told_batches_in_tokens_and_no_context_paralle
 
 def test_megatron_is_told_layout_and_model():
     plan, runs, _ = planned("megatron")
-    assert {s.layout.zero_stage for s in runs} == {1}
+    assert {s.layout.zero_stage for s in runs} == {1, 3}
     assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
-    spec = next(s for s in runs if s.layout.pp == 2 and s.shape.name == "llama3-70b")
+    spec = next(s for s in runs if s.layout.pp == 2 and s.layout.zero_stage == 1 and s.shape.name == "llama3-70b")
     expected = {
         "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2,
         "seq-length": 4096,
@@ -202,11 +202,17 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
         "moe-router-topk-scaling-factor": "2.5", "add-qkv-bias": "", "rotary-percent": "0.5",
     }  # fmt: skip
     assert flags.items() >= expected.items()
-    routing = "routing=balanced: its own router chooses the experts of each token"
-    assert list(not_expressed(spec, config.kernel)) == [routing]
-    assert list(not_expressed(replace(spec, kernel=config.kernel), config.kernel)) == []
+    assert list(not_expressed(spec, config.kernel)) == []
+    own = replace(spec, kernel=config.kernel)
+    assert "--moe-router-force-load-balancing" in command_of(own, config)
+    learned = replace(spec, kernel=replace(config.kernel, routing="learned"))
+    assert "--moe-router-force-load-balancing" not in fill_in(learned, AttemptKey("x", 0, 0), config.measure)
+    skewed = replace(config.kernel, routing="skew=0.5")
+    reason = "kernel megatron supports routing in [balanced, learned]; routing=skew=0.5"
+    assert refusal(skewed, spec.layout, spec.shape, 64, "cuda") == reason
     dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
-    assert not [arg for arg in command_of(dense, config) if "moe" in arg or "expert" in arg]
+    arguments = [arg for arg in command_of(dense, config)[4:] if "moe" in arg or "expert" in arg]
+    assert arguments == ["--moe-grouped-gemm"], "a model without experts does not care"
 
 
 @pytest.mark.parametrize(
@@ -238,8 +244,8 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
     assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned: ")
     assert spec_for_kernel(learned, config.kernel).kernel.command == config.kernel.command
-    command = command_of(spec, config)
-    assert "--debug.moe-force-load-balance" not in command, "its router chooses in a run of its own"
+    own = replace(spec, kernel=replace(config.kernel, routing="balanced"))
+    assert "--debug.moe-force-load-balance" in fill_in(own, AttemptKey("x", 0, 0), config.measure)
     full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
     reason = "kernel torchtitan supports num_experts in [0]; num_experts=8"
     assert refusal(config.kernel, spec.layout, full, 64, "cuda") == reason
