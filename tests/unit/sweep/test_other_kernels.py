@@ -46,7 +46,7 @@ def command_of(spec, config):
 def told_to(spec, config):
     """The flags of the command with their values; it tells the program all that a run has."""
     command = command_of(spec, config)
-    assert not [arg for arg in command if "{" in arg]
+    assert not [arg for arg in command if "{" in arg and "{files}" not in arg]
     assert list(not_expressed(spec, config.kernel)) == []
     return dict(arg.lstrip("-").partition("=")[::2] for arg in command)
 
@@ -361,3 +361,71 @@ def test_nanotron_is_told_layout_and_model_by_the_lines_of_its_file():
     shape = settings["model"]["model_config"]
     assert (shape["hidden_size"], shape["rms_norm_eps"], shape["rope_theta"]) == (4096, 1e-5, 5e5)
     assert (shape["tie_word_embeddings"], type(shape["rope_theta"])) == (False, float)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("llama3.1-8b", {"--use-rope-scaling", "--rope-scaling-factor=8", "--swiglu", "--num-query-groups=8"}),
+        ("mistral-7b", {"--swiglu", "--position-embedding-type=rope", "--rotary-base=1000000"}),
+        ("deepseek-v3", {"--multi-latent-attention", "--q-lora-rank=1536", "--qk-head-dim=128", "--v-head-dim=128",
+                         "--moe-router-num-groups=8", "--moe-shared-expert-intermediate-size=2048"}),
+        ("gpt-oss-120b", {"--softmax-type=learnable", "--window-size=127,0", "--quick-geglu",
+                          "--activation-func-clamp-value=7"}),
+        ("nemotron-3", {"--squared-relu", "--mamba-num-heads=64", "--position-embedding-type=none"}),
+    ],
+)  # fmt: skip
+def test_megatron_is_told_the_types_of_layers(model, arguments):
+    config = load_config(["kernel=megatron", f"model={model}", "sweep.nodes=[1]"])
+    spec = spec_of(Layout(dp=8, zero_stage=1), config.models[0], config.kernel)
+    assert refusal(spec.kernel, spec.layout, spec.shape, 4096, "cuda") is None
+    command = command_of(spec, config)
+    assert arguments <= {*command}
+    hybrid = [word for word in command if word.startswith("--hybrid-layer-pattern=MEMEM*")]
+    assert len(hybrid) == (model == "nemotron-3")
+    assert ("--disable-bias-linear" in command) == (model != "gpt-oss-120b")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("gemma3-27b", "kernel megatron has one rope_theta for all layers; the layers of gemma3-27b differ in it"),
+        ("llama4-scout", "kernel megatron has one partial_rotary_factor for all layers"),
+        ("qwen3-next", "kernel megatron has no word for linear attention, which qwen3-next has"),
+        ("deepseek-v3.2", "kernel megatron supports index in [None]; index="),
+    ],
+)
+def test_models_whose_layers_megatron_cannot_be_told_are_refused_by_name(model, reason):
+    config = load_config(["kernel=megatron", f"model={model}", "sweep.nodes=[1]"])
+    assert reason in refusal(config.kernel, Layout(dp=8, zero_stage=1), config.models[0], 4096, "cuda")
+
+
+def test_the_program_and_the_connections_of_megatron_follow_from_its_arguments(tmp_path):
+    """The command runs as it is, with another python that writes its first word and a variable."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1 $CUDA_DEVICE_MAX_CONNECTIONS"\n')
+    python.chmod(0o755)
+    config = load_config(["kernel=megatron-perf", "model=llama3-8b", "sweep.nodes=[1]"])
+
+    def started(layout, model, kernel=config.kernel):
+        words = fill_in(spec_of(layout, load_model(model), kernel), AttemptKey("x", 0, 0), config.measure)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.check_output(words, env=environment, text=True).strip()
+
+    assert started(Layout(dp=8, zero_stage=1), "llama3-8b") == "pretrain_gpt.py 32"
+    assert started(Layout(dp=4, tp=2, zero_stage=1), "llama3-8b") == "pretrain_gpt.py 1"
+    assert started(Layout(dp=4, tp=2, zero_stage=3), "llama3-8b") == "pretrain_gpt.py 32"
+    assert started(Layout(dp=8, zero_stage=1), "nemotron-3") == "pretrain_hybrid.py 32"
+    megatron = load_config(["kernel=megatron", "model=llama3-8b"]).kernel
+    assert started(Layout(dp=8, zero_stage=1), "llama3-8b", megatron) == "pretrain_gpt.py 1"
+
+
+def test_megatron_perf_has_other_usual_values_of_knobs():
+    base, fast = (load_config([f"kernel={name}", "model=8B"]).kernel for name in ("megatron", "megatron-perf"))
+    changed = {knob for knob in base.knobs if base.usual_knob_value(knob) != fast.usual_knob_value(knob)}
+    assert changed == {*fast.knob_values}
+    assert fast.command == base.command
+    spec = spec_of(Layout(dp=8, zero_stage=1), load_model("llama3-8b"), fast)
+    assert {"--grad-reduce-in-bf16", "--manual-gc", "--cross-entropy-loss-fusion"} <= {
+        *fill_in(spec, AttemptKey("x", 0, 0), load_config(["kernel=megatron", "model=8B"]).measure)
+    }
