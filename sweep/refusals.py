@@ -9,11 +9,12 @@ from ultrabench.layer_products import COLUMNS, ROWS
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
+from ultrabench.model_words import MIXED, model_words, pipeline_words
 from ultrabench.record import values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import untold_names, untrained_features
+from ultrabench.sweep.untrained import features_of, untrained_features
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 FP8_MULTIPLE = 16
@@ -264,14 +265,14 @@ def value_refusals(
         program_text: what the reasons call it; None for `kernel NAME`.
     """
     program_text = program_text or f"kernel {kernel.name}"
-    copies_value = {KV_COPIES_WORD: most_kv_copies(shape, layout.tp)}
+    words = {**model_words(shape), **pipeline_words(shape, layout)}
+    words |= {KV_COPIES_WORD: most_kv_copies(shape, layout.tp)}
     num_heads = fewest_kv_heads(shape)
     heads_text = f" (tp={layout.tp}, num_key_value_heads={num_heads})" if num_heads else ""
     for field_name, allowed_values in (kernel.flags | kernel.supports).items():
         if field_name in kernel.knobs:
             continue
-        fallback_value = copies_value.get(field_name, getattr(shape, field_name, None))
-        value = getattr(layout, field_name, fallback_value)
+        value = getattr(layout, field_name, words.get(field_name, getattr(shape, field_name, None)))
         if field_name == "precision":
             value = kernel.precision
         elif field_name == ROUTING:
@@ -283,6 +284,7 @@ def value_refusals(
         zero_shards_nothing = field_name == "zero_stage" and layout.dp * layout.cp == 1
         is_allowed_text = str(value) in allowed_values or ANY in allowed_values
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
+        is_supported &= value != MIXED
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
             allowed_text = ", ".join(map(str, allowed_values))
             value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD)}"
@@ -331,14 +333,23 @@ def _has_no_effect(layout: Layout, name: str) -> bool:
 
 
 def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
-    """The reason why a program that comes with ultrabench cannot be told the layers of a model.
+    """The reasons why a program cannot be told the layers of a model.
 
-    It would train a model without some of what it has.
+    One that comes with ultrabench would train a model without those features of it of which its command says nothing.
     """
+    braced_words, words = words_in(kernel, with_tables=False), model_words(shape)
+    for name in sorted(braced_words):
+        if words.get(name) == MIXED:
+            reason = (
+                f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
+            )
+            yield f"{reason}: use a command that trains this model"
     if is_command_of_package(kernel.name, kernel.command):
-        for feature in untold_names(shape):
-            reason = f"kernel {kernel.name} has no word for {feature}, which {shape.name} has"
-            yield f"{reason}: use kernel=command with a command that trains this model"
+        command_words = words_in(kernel)
+        for feature in features_of(shape):
+            if feature.word not in command_words:
+                reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
+                yield f"{reason}: use kernel=command with a command that trains this model"
 
 
 def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

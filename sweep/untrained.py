@@ -1,49 +1,94 @@
-"""What of a model the embedded kernel does not train."""
+"""What only some models have: whether the embedded kernel trains it, and by which word a command tells it."""
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 
-_OF_LAYERS: dict[str, Callable[[LayerType], object]] = {
-    "the index of sparse attention": lambda t: t.latent and t.latent.index,
-    "linear attention": lambda t: t.linear,
-    "state space layers": lambda t: t.state_space,
-    "layers without attention": lambda t: t.attention is None,
-    "layers without a feed-forward block": lambda t: t.ffn is None,
-    "attention within chunks": lambda t: t.grouped_query and t.grouped_query.attention_chunk_size,
-    "attention sinks": lambda t: t.grouped_query and t.grouped_query.sinks,
-    "gated attention": lambda t: t.grouped_query and t.grouped_query.output_gate != "none",
-    "attention without rotation": lambda t: t.grouped_query and not t.grouped_query.rotary_width,
-    "soft caps of attention": lambda t: t.grouped_query and t.grouped_query.attn_logit_softcapping,
-    "a scale of attention": lambda t: t.grouped_query and t.grouped_query.attention_multiplier,
-    "a bias of the output projection": lambda t: t.grouped_query and t.grouped_query.output_bias,
-    "norms of q and k without weights": lambda t: t.grouped_query and t.grouped_query.qk_norm == "l2",
-    "norms after blocks": lambda t: t.norms != "before",
-    "feed-forward blocks without a gate": lambda t: t.feed_forward and not t.feed_forward.gated,
-    "feed-forward blocks with biases": lambda t: t.feed_forward and t.feed_forward.mlp_bias,
-    "activations other than silu": lambda t: (t.feed_forward or t.experts) and _activation(t) != "silu",
-    "experts without a gate": lambda t: t.experts and not t.experts.gated,
-    "experts with biases": lambda t: t.experts and (t.experts.expert_bias or t.experts.router_bias),
-    "experts of a latent width": lambda t: t.experts and t.experts.moe_latent_size,
-    "groups of experts": lambda t: t.experts and t.experts.n_group > 1,
-    "a gate of the shared expert": lambda t: t.experts and t.experts.shared_expert_gate,
-    "bounds of activations": lambda t: t.experts and t.experts.swiglu_limit,
-}
-"""What the embedded kernel does not train of a type of layer -> whether the type has it."""
-_OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
-    "multi-token prediction": lambda shape: shape.num_nextn_predict_layers,
-    "embedding_multiplier": lambda shape: shape.embedding_multiplier != 1,
-    "residual_multiplier": lambda shape: shape.residual_multiplier != 1,
-    "logits_scaling": lambda shape: shape.logits_scaling != 1,
-    "soft caps of logits": lambda shape: shape.final_logit_softcapping,
-    "rotations of its rope_type": lambda shape: shape.rope_type != "default",
-    "layers with different attention": lambda shape: len({kind.attention for kind in shape.kinds}) > 1,
-    "windows of attention in layer_types": lambda shape: (
-        shape.layer_types and any(map(_has_window, shape.kinds))
+
+class Feature(NamedTuple):
+    """Something that some models have."""
+
+    name: str
+    word: str
+    """The word by which a command tells it to a program of its own."""
+    is_trained: bool = False
+    """Whether the embedded kernel trains it."""
+
+
+_OF_LAYERS: dict[Feature, Callable[[LayerType], object]] = {
+    Feature("latent attention", "kv_lora_rank", is_trained=True): lambda t: t.latent,
+    Feature("the index of sparse attention", "index"): lambda t: t.latent and t.latent.index,
+    Feature("linear attention", "linear_num_key_heads"): lambda t: t.linear,
+    Feature("state space layers", "mamba_num_heads"): lambda t: t.state_space,
+    Feature("layers without attention", "hybrid_pattern"): lambda t: t.attention is None,
+    Feature("layers without a feed-forward block", "hybrid_pattern"): lambda t: t.ffn is None,
+    Feature("attention within chunks", "attention_chunk_size"): (
+        lambda t: t.grouped_query and t.grouped_query.attention_chunk_size
     ),
+    Feature("attention sinks", "sinks"): lambda t: t.grouped_query and t.grouped_query.sinks,
+    Feature("gated attention", "output_gate"): (
+        lambda t: t.grouped_query and t.grouped_query.output_gate != "none"
+    ),
+    Feature("attention without rotation", "partial_rotary_factor"): (
+        lambda t: t.grouped_query and not t.grouped_query.rotary_width
+    ),
+    Feature("soft caps of attention", "attn_logit_softcapping"): (
+        lambda t: t.grouped_query and t.grouped_query.attn_logit_softcapping
+    ),
+    Feature("a scale of attention", "attention_multiplier"): (
+        lambda t: t.grouped_query and t.grouped_query.attention_multiplier
+    ),
+    Feature("a bias of the output projection", "linear_biases"): (
+        lambda t: t.grouped_query and t.grouped_query.output_bias
+    ),
+    Feature("norms of q and k without weights", "qk_norm"): (
+        lambda t: t.grouped_query and t.grouped_query.qk_norm == "l2"
+    ),
+    Feature("norms after blocks", "norms"): lambda t: t.norms != "before",
+    Feature("feed-forward blocks without a gate", "activation"): (
+        lambda t: t.feed_forward and not t.feed_forward.gated
+    ),
+    Feature("feed-forward blocks with biases", "linear_biases"): (
+        lambda t: t.feed_forward and t.feed_forward.mlp_bias
+    ),
+    Feature("activations other than silu", "activation"): (
+        lambda t: (t.feed_forward or t.experts) and _activation(t) != "silu"
+    ),
+    Feature("experts without a gate", "activation"): lambda t: t.experts and not t.experts.gated,
+    Feature("experts with biases", "linear_biases"): (
+        lambda t: t.experts and (t.experts.expert_bias or t.experts.router_bias)
+    ),
+    Feature("experts of a latent width", "moe_latent_size"): lambda t: (
+        t.experts and t.experts.moe_latent_size
+    ),
+    Feature("groups of experts", "n_group"): lambda t: t.experts and t.experts.n_group > 1,
+    Feature("a gate of the shared expert", "shared_expert_gate"): (
+        lambda t: t.experts and t.experts.shared_expert_gate
+    ),
+    Feature("bounds of activations", "activation"): lambda t: t.experts and t.experts.swiglu_limit,
 }
-"""What the embedded kernel does not train of a whole model -> whether the model has it."""
+"""Feature of a type of layer -> whether the type has it."""
+_OF_MODELS: dict[Feature, Callable[[ModelShape], object]] = {
+    Feature("multi-token prediction", "num_nextn_predict_layers"): lambda shape: (
+        shape.num_nextn_predict_layers
+    ),
+    Feature("embedding_multiplier", "embedding_multiplier"): lambda shape: shape.embedding_multiplier != 1,
+    Feature("residual_multiplier", "residual_multiplier"): lambda shape: shape.residual_multiplier != 1,
+    Feature("logits_scaling", "logits_scaling"): lambda shape: shape.logits_scaling != 1,
+    Feature("soft caps of logits", "final_logit_softcapping"): lambda shape: shape.final_logit_softcapping,
+    Feature("rotations of its rope_type", "rope_type"): lambda shape: shape.rope_type != "default",
+    Feature("layers with different attention", "attention_kinds"): (
+        lambda shape: len({kind.attention for kind in shape.kinds}) > 1
+    ),
+    Feature("windows of attention in layer_types", "sliding_window"): (
+        lambda shape: shape.layer_types and any(map(_has_window, shape.kinds))
+    ),
+    Feature("layers of these types", "attention_kinds", is_trained=True): lambda shape: shape.layer_types,
+}
+"""Feature of a whole model -> whether the model has it. The last one is of layers that differ in what a field alone
+cannot say, such as sizes."""
 
 
 def _has_window(layer_type: LayerType) -> bool:
@@ -56,26 +101,16 @@ def _activation(layer_type: LayerType) -> str | None:
     return block.hidden_act if block else None
 
 
-def untrained_names(shape: ModelShape) -> Iterator[str]:
-    """The names of the features of a model that the embedded kernel does not train."""
+def features_of(shape: ModelShape) -> Iterator[Feature]:
+    """The features that a model has."""
     if shape.layer_types:
-        yield from (name for name, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
-    yield from (name for name, has in _OF_MODELS.items() if has(shape))
-
-
-def untold_names(shape: ModelShape) -> Iterator[str]:
-    """The names of the features of a model that programs which come with ultrabench have no words for.
-
-    They are those that the embedded kernel does not train, and what only layer_types can say.
-    """
-    if any(kind.latent for kind in shape.kinds):
-        yield "latent attention"
-    yield from untrained_names(shape)
-    if shape.layer_types:
-        yield "layers of these types"
+        yield from (feature for feature, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
+    yield from (feature for feature, has in _OF_MODELS.items() if has(shape))
 
 
 def untrained_features(shape: ModelShape) -> Iterator[str]:
     """A reason for each feature of a model that the embedded kernel does not train."""
-    for name in untrained_names(shape):
-        yield f"the embedded kernel does not train {name}, which {shape.name} has: use kernel=command or another model"
+    for feature in features_of(shape):
+        if not feature.is_trained:
+            reason = f"the embedded kernel does not train {feature.name}, which {shape.name} has"
+            yield f"{reason}: use kernel=command or another model"

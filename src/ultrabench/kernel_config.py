@@ -59,7 +59,7 @@ def auto_attention(device: str, in_16_bits: bool, prefers_cudnn: bool | None) ->
 
 SIZE_OPTIONS = ("params", "flops_per_token")
 """Options that say what is known of the size of a program's model: a number, or a pattern for its log."""
-JUDGED_ANEW = ("written_from", "loss_comparable", "rank_order", *SIZE_OPTIONS)
+JUDGED_ANEW = ("written_from", "accepted_by", "loss_comparable", "rank_order", *SIZE_OPTIONS)
 """Options that change nothing that runs: the latest launch decides them for all results of a sweep."""
 UNKNOWN = "unknown"
 """The value of kernel.params for a model of unknown size."""
@@ -158,6 +158,8 @@ class KernelConfig:
     value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
     written_from: str | None = None
     """The version of the program from whose sources the command was written."""
+    accepted_by: str | None = None
+    """The version of the program whose own parser accepted the command last, and when (tools/check_flags.py)."""
     loss_comparable: bool | None = None
     """Whether losses of layouts are compared, because the initial weights do not depend on the layout; None means true
     for our own kernel and false for a command."""

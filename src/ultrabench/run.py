@@ -16,6 +16,7 @@ from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
+from ultrabench.model_words import FIELDS_BY_WORD, model_words, pipeline_words
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
@@ -199,29 +200,23 @@ class Task(AttemptRecord):
         return not self.forked and self.spec.kernel.starts_ranks
 
 
-SIZES_BY_WORD = {
-    "sparse_layers": ("first_k_dense_replace", "decoder_sparse_step"),
-    "shared_expert_intermediate_size": ("n_shared_experts",),
-    "expert_weights": ("scoring_func", "norm_topk_prob"),
-}
-"""Word of a command whose value is computed from sizes of the model -> the names of these sizes."""
-
-
 def words_of(spec: RunSpec) -> dict[str, Any]:
     """Word that a command may use in braces -> its value in this run; the words are those of a run and
     those of the user.
     """
     spec_values = to_dict(spec)
     pipeline_microbatches = spec.layout.gas if spec.layout.pp > 1 else 1
-    return {**spec_values["shape"], **spec_values["workload"], **spec_values["layout"], **{
+    shape_words = spec_values["shape"] | model_words(spec.shape)
+    shape_words["head_dim"] = shape_words["head_dim"] or spec.shape.head_width
+    return {**shape_words, **spec_values["workload"], **spec_values["layout"], **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "dp_shard_size": spec.layout.dp_shard_size, "dp_replicate_size": spec.layout.dp // spec.layout.dp_shard_size,
-        "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
+        "world_size": spec.layout.world_size,
         KV_COPIES_WORD: most_kv_copies(spec.shape, spec.layout.tp),
         "pipeline_batch": spec.layout.mbs * pipeline_microbatches, "pipeline_microbatches": pipeline_microbatches,
         "microbatch_tokens": spec.layout.mbs * spec.workload.seq_len,
         "step_tokens": spec.workload.gbs * spec.workload.seq_len,
-        **{name: getattr(spec.shape, name) for name in SIZES_BY_WORD},
+        **pipeline_words(spec.shape, spec.layout),
         ROUTING: spec.kernel.routing_of(spec.shape), **spec.kernel.knobs_of(spec.variant),
         **options_in_group(spec.variant, WORDS),
     }}  # fmt: skip
@@ -246,7 +241,9 @@ def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str
     names.update(*map(names_in, (command, *kernel.files.values())))
     if with_tables:
         names |= {*kernel.supports, *kernel.flags}
-        names.update(size_name for name in names & SIZES_BY_WORD.keys() for size_name in SIZES_BY_WORD[name])
+        names.update(
+            size_name for name in names & FIELDS_BY_WORD.keys() for size_name in FIELDS_BY_WORD[name]
+        )
     return frozenset(names)
 
 

@@ -7,11 +7,12 @@ from ultrabench.errors import ConfigError, require_known
 from ultrabench.kernel_config import ANY, ROUTING, KernelConfig
 from ultrabench.layout import AXES, Layout, choice_text
 from ultrabench.model_shape import ModelShape
+from ultrabench.model_words import WORDS_OF_MODELS
 from ultrabench.record import field_types
 from ultrabench.tensor_parallel import KV_COPIES_WORD
 from ultrabench.variant import FLAGS, Value
 
-OTHER_WORDS = ("precision", ROUTING, KV_COPIES_WORD)
+OTHER_WORDS = ("precision", ROUTING, KV_COPIES_WORD, *WORDS_OF_MODELS)
 """Words that kernel.flags and kernel.supports may name beside knobs, axes and fields of the model."""
 
 

@@ -11,7 +11,7 @@ from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import split_stages
+from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight
 from ultrabench.tensor_parallel import added_params, kinds_of_ranks, padded_vocab_size
 
@@ -39,14 +39,15 @@ def megatron_layer_bytes(
 
     With sequence parallelism, flash attention and SwiGLU each of T/tp tokens keeps in bf16 the inputs of both norms
     and their outputs (4 h), q, k, v and the output of attention (2 q + 2 kv), gate, up and their product (3 f).
-    That is the inventory of arXiv 2205.05198, section 4.1, for this layer and without dropout. selective and
+    That is the inventory of arXiv 2205.05198, section 4.1, for this layer and without dropout. Without sequence
+    parallelism each rank keeps the inputs and outputs of norms of all T tokens (section 4.2.1). selective and
     attention compute core attention again, of which flash attention keeps nothing. full keeps the input, h.
     """
     tokens, h = layout.mbs * seq_len / layout.cp / layout.tp, shape.hidden_size
-    kept_numbers = (
-        kind.norm_channels(h) + _attention_numbers(kind, h, layout.tp) + _feed_forward_numbers(kind, h)
-    )
-    dropped_numbers = (kept_numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
+    norm_copies = layout.tp if layout.sequence_parallel == "off" else 1
+    norm_numbers = norm_copies * kind.norm_channels(h)
+    kept_numbers = norm_numbers + _attention_numbers(kind, h, layout.tp) + _feed_forward_numbers(kind, h)
+    dropped_numbers = (kept_numbers - norm_copies * h) / layout.full_every if layout.full_every else 0.0
     return 2 * tokens * kept_numbers, 2 * tokens * (kept_numbers - dropped_numbers)
 
 
@@ -74,8 +75,11 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     """The memory of each rank of the pipeline axis at the end of forward.
 
     Static bytes are 18 n, or 6 n + 12 n / dp with the distributed optimizer (zero_stage 1 and above), which shards
-    experts among the ranks that hold the same ones; they are not cut by tp (expert_tensor_parallel_size=1). Beside the
-    micro-batches in flight there are the logits or, under recomputation, all activations of one layer.
+    experts among the ranks that hold the same ones; they are not cut by tp (expert_tensor_parallel_size=1).
+    Megatron-FSDP also shards the 4 n bytes of gradients (zero_stage 2) and the 2 n bytes of parameters (zero_stage 3),
+    beside which the rank then has two whole layers. Beside the micro-batches in flight there are the logits or, under
+    recomputation, all activations of one layer. With several stages on a rank the activations of a micro-batch are
+    those of all its stages, as those of all are about alike.
     """
     shape, layout = spec.shape, spec.layout
     kinds = kinds_of_ranks(shape, layout.tp)
@@ -83,21 +87,43 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     vocabulary = padded_vocab_size(shape.vocab_size, layout.tp)
     logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * vocabulary
     stage_memories = list[StageMemory]()
-    for pp_rank, stage in enumerate(split_stages(shape, layout.pp, pp_layout=layout.pp_layout)):
-        expert_params = stage.num_expert_params(shape) / layout.ep
-        tp_params = stage.num_params(shape) - stage.num_expert_params(shape)
-        other_params = (tp_params + added_params(shape, stage, layout.tp)) / layout.tp
-        num_by_kind = stage.num_by_kind(shape)
+    for pp_rank, rank_stages in enumerate(stages_by_rank(shape, layout)):
+        expert_params = sum(stage.num_expert_params(shape) for stage in rank_stages) / layout.ep
+        tp_params = sum(s.num_params(shape) - s.num_expert_params(shape) + added_params(shape, s, layout.tp)
+                        for s in rank_stages)  # fmt: skip
+        other_params = tp_params / layout.tp
+        num_by_kind = [sum(nums) for nums in zip(*(s.num_by_kind(shape) for s in rank_stages), strict=True)]
         kept_bytes = sum(num * kept for num, (_, kept) in zip(num_by_kind, bytes_by_kind, strict=True))
         activation_bytes = in_flight(layout, pp_rank) * kept_bytes
-        head_bytes = logit_bytes * stage.has_head
+        head_bytes = logit_bytes * any(stage.has_head for stage in rank_stages)
         present = [n for n, num in enumerate(num_by_kind) if num] or [0]
         largest = max(present, key=lambda n: (kinds[n].experts is not None, bytes_by_kind[n]))
         layer_bytes, kept_layer_bytes = bytes_by_kind[largest]
         buffer_bytes = layer_bytes if kept_layer_bytes < layer_bytes else 0.0
         reserve_bytes = c.base_bytes + c.fragmentation * activation_bytes
-        optimizer_bytes = 12 * other_params / layout.zero_shards + 12 * expert_params / layout.expert_shards
-        n = other_params + expert_params
-        part_bytes = 2 * n, 4 * n, optimizer_bytes, activation_bytes, head_bytes, buffer_bytes, reserve_bytes
+        shards = _Shards(other_params, expert_params, layout)
+        num_layers = max(1, sum(num_by_kind))
+        whole_layers_bytes = (
+            2 * 2 * (other_params + expert_params) / num_layers if layout.zero_stage == 3 else 0.0
+        )
+        part_bytes = (
+            2 * shards.params(3), 4 * shards.params(2), 12 * shards.params(1), activation_bytes, head_bytes,
+            buffer_bytes + whole_layers_bytes, reserve_bytes,
+        )  # fmt: skip
         stage_memories.append(StageMemory(pp_rank, FORWARD, *part_bytes))
     return tuple(stage_memories)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """The parameters of a rank, which ZeRO shards."""
+
+    other_params: float
+    expert_params: float
+    layout: Layout
+
+    def params(self, first_zero_stage: int) -> float:
+        """The parameters of which the rank has a shard, if its ZeRO stage is this one or a higher one, or else all."""
+        if self.layout.zero_stage < first_zero_stage:
+            return self.other_params + self.expert_params
+        return self.other_params / self.layout.zero_shards + self.expert_params / self.layout.expert_shards

@@ -250,9 +250,9 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
     assert (
         reason == f"the embedded kernel does not train the index of sparse attention, which m has: {advice}"
     )
-    megatron = load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel
-    reason = refusal(megatron, Layout(dp=2, zero_stage=1), shape, 64, "cuda")
+    nanotron = load_config(["kernel=nanotron", "model=tiny", "hardware=h100x8"]).kernel
+    reason = refusal(nanotron, Layout(dp=2, zero_stage=1), shape, 64, "cuda")
     told = "use kernel=command with a command that trains this model"
-    assert reason == f"kernel megatron has no word for latent attention, which m has: {told}"
+    assert reason == f"kernel nanotron has no word for latent attention, which m has: {told}"
     command = KernelConfig(name="command", kind="command", command=("true",), step_line="(?P<seconds>x)")
     assert refusal(command, Layout(dp=1), shape, 64, "cpu") is None

@@ -46,7 +46,7 @@ def command_of(spec, config):
 def told_to(spec, config):
     """The flags of the command with their values; it tells the program all that a run has."""
     command = command_of(spec, config)
-    assert not [arg for arg in command if "{" in arg]
+    assert not [arg for arg in command if "{" in arg and "{files}" not in arg]
     assert list(not_expressed(spec, config.kernel)) == []
     return dict(arg.lstrip("-").partition("=")[::2] for arg in command)
 
@@ -87,9 +87,11 @@ def test_torchtitan_after_0_3_0_is_told_batches_in_tokens_and_no_context_paralle
 
 def test_megatron_is_told_layout_and_model():
     plan, runs, _ = planned("megatron")
-    assert {s.layout.zero_stage for s in runs} == {1}
+    assert {s.layout.zero_stage for s in runs} == {1, 3}
     assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
-    spec = next(s for s in runs if s.layout.pp == 2 and s.shape.name == "llama3-70b")
+    spec = next(
+        s for s in runs if s.layout.pp == 2 and s.layout.zero_stage == 1 and s.shape.name == "llama3-70b"
+    )
     expected = {
         "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2,
         "seq-length": 4096,
@@ -202,11 +204,17 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
         "moe-router-topk-scaling-factor": "2.5", "add-qkv-bias": "", "rotary-percent": "0.5",
     }  # fmt: skip
     assert flags.items() >= expected.items()
-    routing = "routing=balanced: its own router chooses the experts of each token"
-    assert list(not_expressed(spec, config.kernel)) == [routing]
-    assert list(not_expressed(replace(spec, kernel=config.kernel), config.kernel)) == []
+    assert list(not_expressed(spec, config.kernel)) == []
+    own = replace(spec, kernel=config.kernel)
+    assert "--moe-router-force-load-balancing" in command_of(own, config)
+    learned = replace(spec, kernel=replace(config.kernel, routing="learned"))
+    assert "--moe-router-force-load-balancing" not in fill_in(learned, AttemptKey("x", 0, 0), config.measure)
+    skewed = replace(config.kernel, routing="skew=0.5")
+    reason = "kernel megatron supports routing in [balanced, learned]; routing=skew=0.5"
+    assert refusal(skewed, spec.layout, spec.shape, 64, "cuda") == reason
     dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
-    assert not [arg for arg in command_of(dense, config) if "moe" in arg or "expert" in arg]
+    arguments = [arg for arg in command_of(dense, config)[4:] if "moe" in arg or "expert" in arg]
+    assert arguments == ["--moe-grouped-gemm"], "a model without experts does not care"
 
 
 @pytest.mark.parametrize(
@@ -238,8 +246,8 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
     assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned: ")
     assert spec_for_kernel(learned, config.kernel).kernel.command == config.kernel.command
-    command = command_of(spec, config)
-    assert "--debug.moe-force-load-balance" not in command, "its router chooses in a run of its own"
+    own = replace(spec, kernel=replace(config.kernel, routing="balanced"))
+    assert "--debug.moe-force-load-balance" in fill_in(own, AttemptKey("x", 0, 0), config.measure)
     full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
     reason = "kernel torchtitan supports num_experts in [0]; num_experts=8"
     assert refusal(config.kernel, spec.layout, full, 64, "cuda") == reason
@@ -355,3 +363,76 @@ def test_nanotron_is_told_layout_and_model_by_the_lines_of_its_file():
     shape = settings["model"]["model_config"]
     assert (shape["hidden_size"], shape["rms_norm_eps"], shape["rope_theta"]) == (4096, 1e-5, 5e5)
     assert (shape["tie_word_embeddings"], type(shape["rope_theta"])) == (False, float)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("llama3.1-8b", {"--use-rope-scaling", "--rope-scaling-factor=8", "--swiglu", "--num-query-groups=8"}),
+        ("mistral-7b", {"--swiglu", "--position-embedding-type=rope", "--rotary-base=1000000"}),
+        ("deepseek-v3", {"--multi-latent-attention", "--q-lora-rank=1536", "--qk-head-dim=128", "--v-head-dim=128",
+                         "--moe-router-num-groups=8", "--moe-shared-expert-intermediate-size=2048"}),
+        ("gpt-oss-120b", {"--softmax-type=learnable", "--window-size=127,0", "--quick-geglu",
+                          "--activation-func-clamp-value=7"}),
+        ("nemotron-3", {"--squared-relu", "--mamba-num-heads=64", "--position-embedding-type=none"}),
+    ],
+)  # fmt: skip
+def test_megatron_is_told_the_types_of_layers(model, arguments):
+    config = load_config(["kernel=megatron", f"model={model}", "sweep.nodes=[1]"])
+    spec = spec_of(Layout(dp=8, zero_stage=1), config.models[0], config.kernel)
+    assert refusal(spec.kernel, spec.layout, spec.shape, 4096, "cuda") is None
+    command = command_of(spec, config)
+    assert arguments <= {*command}
+    hybrid = [word for word in command if word.startswith("--hybrid-layer-pattern=MEMEM*")]
+    assert len(hybrid) == (model == "nemotron-3")
+    assert ("--disable-bias-linear" in command) == (model != "gpt-oss-120b")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            "gemma3-27b",
+            "kernel megatron has one rope_theta for all layers; the layers of gemma3-27b differ in it",
+        ),
+        ("llama4-scout", "kernel megatron has one partial_rotary_factor for all layers"),
+        ("qwen3-next", "kernel megatron has no word for linear attention, which qwen3-next has"),
+        ("deepseek-v3.2", "kernel megatron supports index in [None]; index="),
+    ],
+)
+def test_models_whose_layers_megatron_cannot_be_told_are_refused_by_name(model, reason):
+    config = load_config(["kernel=megatron", f"model={model}", "sweep.nodes=[1]"])
+    assert reason in refusal(config.kernel, Layout(dp=8, zero_stage=1), config.models[0], 4096, "cuda")
+
+
+def test_the_program_and_the_connections_of_megatron_follow_from_its_arguments(tmp_path):
+    """The command runs as it is, with another python that writes its first word and a variable."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1 $CUDA_DEVICE_MAX_CONNECTIONS"\n')
+    python.chmod(0o755)
+    config = load_config(["kernel=megatron-perf", "model=llama3-8b", "sweep.nodes=[1]"])
+
+    def started(layout, model, kernel=config.kernel):
+        words = fill_in(spec_of(layout, load_model(model), kernel), AttemptKey("x", 0, 0), config.measure)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.check_output(words, env=environment, text=True).strip()
+
+    assert started(Layout(dp=8, zero_stage=1), "llama3-8b") == "pretrain_gpt.py 32"
+    assert started(Layout(dp=4, tp=2, zero_stage=1), "llama3-8b") == "pretrain_gpt.py 1"
+    assert started(Layout(dp=4, tp=2, zero_stage=3), "llama3-8b") == "pretrain_gpt.py 32"
+    assert started(Layout(dp=8, zero_stage=1), "nemotron-3") == "pretrain_hybrid.py 32"
+    megatron = load_config(["kernel=megatron", "model=llama3-8b"]).kernel
+    assert started(Layout(dp=8, zero_stage=1), "llama3-8b", megatron) == "pretrain_gpt.py 1"
+
+
+def test_megatron_perf_has_other_usual_values_of_knobs():
+    base, fast = (
+        load_config([f"kernel={name}", "model=8B"]).kernel for name in ("megatron", "megatron-perf")
+    )
+    changed = {knob for knob in base.knobs if base.usual_knob_value(knob) != fast.usual_knob_value(knob)}
+    assert changed == {*fast.knob_values}
+    assert fast.command == base.command
+    spec = spec_of(Layout(dp=8, zero_stage=1), load_model("llama3-8b"), fast)
+    assert {"--grad-reduce-in-bf16", "--manual-gc", "--cross-entropy-loss-fusion"} <= {
+        *fill_in(spec, AttemptKey("x", 0, 0), load_config(["kernel=megatron", "model=8B"]).measure)
+    }

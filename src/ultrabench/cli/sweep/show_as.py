@@ -226,7 +226,9 @@ def not_expressed(
     supports = {name: values for name, values in kernel.supports.items() if name not in ignored_words}
     yield from value_refusals(replace(shape_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
     used_words = words_in(shape_kernel)
-    expressed_words = {*used_words, *kernel.flags, *IMPLIED_FIELDS}
+    tables, texts = shape_kernel.flags, words_in(shape_kernel, with_tables=False)
+    silent_words = {name for name, table in tables.items() if name not in texts and not any(table.values())}
+    expressed_words = {*used_words, *kernel.flags, *IMPLIED_FIELDS} - silent_words
     if dropped_words:
         expressed_words |= model_sizes.keys()
         dropped_flags = (flags for name in dropped_words for flags in kernel.flags[name].values())
