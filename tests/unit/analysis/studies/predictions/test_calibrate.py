@@ -156,7 +156,7 @@ def in_fp8(cases_, constants):
 
 
 def test_a_case_has_the_stages_of_its_profile():
-    """Megatron's are even, nanotron's of about equal cost; the head of a tiny model costs as much as some layers."""
+    """By cost, the head counts as much as four layers, so the last of two stages has fewer of them."""
     layout = Layout(dp=4, pp=2, pp_schedule="1f1b", gas=4)
     spec, even = (spec_of(replace(layout, pp_layout=stages), "llama3.2-1b") for stages in ("auto", "even"))
     (case,) = cases([run_of(spec, 1.0)])[0]
