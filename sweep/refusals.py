@@ -176,11 +176,13 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits the feed-forward block, and sequence parallelism the tokens.
-    size_by_name = {"intermediate_size": shape.intermediate_size}
+    sizes = [("intermediate_size", shape.intermediate_size)]
+    if shape.layer_types:
+        sizes = [size for kind in shape.kinds if kind.ffn for size in kind.ffn.tp_sizes().items()]
     if layout.sequence_parallel == "on":
-        size_by_name["seq_len/cp"] = seq_len // layout.cp
-    size_by_name["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
-    for name, size in size_by_name.items():
+        sizes.append(("seq_len/cp", seq_len // layout.cp))
+    sizes.append(("n_shared_experts*moe_intermediate_size", shape.shared_expert_intermediate_size))
+    for name, size in sizes:
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
     if shape.num_experts and layout.sequence_parallel == "off":
@@ -189,7 +191,8 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
             "sequence_parallel=off with experts; tp ranks must split the tokens that they send: "
             "use sequence_parallel=on"
         )
-    if shape.qk_norm_across_heads and layout.tp > 1:
+    is_normed_across = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
+    if is_normed_across and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):

@@ -256,3 +256,23 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
     assert reason == f"kernel nanotron has no word for latent attention, which m has: {told}"
     command = KernelConfig(name="command", kind="command", command=("true",), step_line="(?P<seconds>x)")
     assert refusal(command, Layout(dp=1), shape, 64, "cpu") is None
+
+
+def test_layers_that_the_embedded_kernel_cannot_tell_apart_or_cut_are_refused():
+    embedded, advice = KernelConfig(name="embedded"), "which m has: use kernel=command or another model"
+    sizes = {key: SIZES[key] for key in SIZES if key not in ("pad_token_id", "attention_bias")}
+    window = {"grouped_query": {"sliding_window": 16}, "feed_forward": {}}
+    full = {"grouped_query": {}, "feed_forward": {}}
+    for types, feature in (
+        ([window, full], "layers with different attention"),
+        (
+            [window, window | {"feed_forward": {"intermediate_size": 8}}],
+            "windows of attention in layer_types",
+        ),
+    ):
+        words = {"name": "m", **sizes, "tie_word_embeddings": False, "layer_types": types}
+        reason = refusal(embedded, Layout(dp=1), shape_from(words, "model m"), 64, "cpu")
+        assert reason == f"the embedded kernel does not train {feature}, {advice}"
+    shared = shape_of(DEEPSEEK | {"n_shared_experts": 1, "moe_intermediate_size": 42}, "m", "m")
+    reason = refusal(embedded, Layout(dp=1, tp=4), shared, 64, "cpu", any_model=True)
+    assert reason == "tp=4 does not divide shared_expert_intermediate_size=42"
