@@ -323,7 +323,9 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
     braced_words, words = words_in(kernel, with_tables=False), model_words(shape)
     for name in sorted(braced_words):
         if words.get(name) == MIXED:
-            reason = f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
+            reason = (
+                f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
+            )
             yield f"{reason}: use a command that trains this model"
     if is_command_of_package(kernel.name, kernel.command):
         command_words = words_in(kernel)

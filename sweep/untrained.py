@@ -58,7 +58,9 @@ _OF_LAYERS: dict[Feature, Callable[[LayerType], object]] = {
     Feature("experts with biases", "linear_biases"): (
         lambda t: t.experts and (t.experts.expert_bias or t.experts.router_bias)
     ),
-    Feature("experts of a latent width", "moe_latent_size"): lambda t: t.experts and t.experts.moe_latent_size,
+    Feature("experts of a latent width", "moe_latent_size"): lambda t: (
+        t.experts and t.experts.moe_latent_size
+    ),
     Feature("groups of experts", "n_group"): lambda t: t.experts and t.experts.n_group > 1,
     Feature("a gate of the shared expert", "shared_expert_gate"): (
         lambda t: t.experts and t.experts.shared_expert_gate
@@ -67,7 +69,9 @@ _OF_LAYERS: dict[Feature, Callable[[LayerType], object]] = {
 }
 """What the embedded kernel does not train of a type of layer -> whether the type has it."""
 _OF_MODELS: dict[Feature, Callable[[ModelShape], object]] = {
-    Feature("multi-token prediction", "num_nextn_predict_layers"): lambda shape: shape.num_nextn_predict_layers,
+    Feature("multi-token prediction", "num_nextn_predict_layers"): lambda shape: (
+        shape.num_nextn_predict_layers
+    ),
     Feature("embedding_multiplier", "embedding_multiplier"): lambda shape: shape.embedding_multiplier != 1,
     Feature("residual_multiplier", "residual_multiplier"): lambda shape: shape.residual_multiplier != 1,
     Feature("logits_scaling", "logits_scaling"): lambda shape: shape.logits_scaling != 1,

@@ -19,7 +19,9 @@ PACKAGE = "megatron.bridge.perf_recipes"
 REAL_MODULES = (PACKAGE, "megatron.bridge.recipes", "megatron.bridge.training.mixed_precision")
 """Modules that are imported from the checkout, with those below them."""
 REPLACED_PACKAGES = ("megatron", "torch", "transformers", "omegaconf", "datasets", "nvidia_resiliency_ext")
-NAME = re.compile(r"(?P<model>\w+)_pretrain_(?P<gpus>\d+)gpu_(?P<gpu>[a-z0-9]+)_(?P<precision>[a-z0-9]+)_config")
+NAME = re.compile(
+    r"(?P<model>\w+)_pretrain_(?P<gpus>\d+)gpu_(?P<gpu>[a-z0-9]+)_(?P<precision>[a-z0-9]+)_config"
+)
 """The name of a recipe: model, number of GPUs, GPU and precision."""
 
 
@@ -41,6 +43,7 @@ class Settings:
         self.values[name] = value
 
     def __call__(self, *args: Any, **values: Any) -> "Settings":
+        """Other settings, as a function of a replaced module returns them."""
         return Settings(**values)
 
 
@@ -74,7 +77,9 @@ class _ReplacedModule(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         value = (
-            _Name(name) if self.__name__ == "torch" and name[0].islower() else _ReplacedClass(name, (Settings,), {})
+            _Name(name)
+            if self.__name__ == "torch" and name[0].islower()
+            else _ReplacedClass(name, (Settings,), {})
         )
         setattr(self, name, value)
         return value

@@ -132,7 +132,9 @@ class Draws:
         self.models = [m for m in models if drawn_layout(m, config, self.rng, config.kernel.precision)]
         if not self.models:
             raise ConfigError(f"kernel {config.kernel.name} trains none of the models {', '.join(models)}")
-        print(f"models: {', '.join(self.models)}; not trained: {', '.join({*models} - {*self.models}) or 'none'}")
+        print(
+            f"models: {', '.join(self.models)}; not trained: {', '.join({*models} - {*self.models}) or 'none'}"
+        )
 
     def run(self) -> RunSpec:
         """A run with the usual values of knobs."""
@@ -157,7 +159,11 @@ class Draws:
         """Runs in which each of these values of knobs stands beside each value of another one."""
         all_values = [f"{name}={value}" for name, value in knob_values(self.config)]
         return [
-            Drawn(spec=with_knobs(self.run(), dict(k.split("=") for k in (knob, other))), knob=knob, beside=other)
+            Drawn(
+                spec=with_knobs(self.run(), dict(k.split("=") for k in (knob, other))),
+                knob=knob,
+                beside=other,
+            )
             for knob in knobs
             for other in all_values
             if other.split("=")[0] != knob.split("=")[0]
@@ -221,7 +227,9 @@ def show_refusals(runs: Sequence[Drawn], refusals: Sequence[str | None]) -> bool
             runs_by_reason[reason].append(run)
     is_clean = True
     for reason, refused_runs in sorted(runs_by_reason.items(), key=lambda item: -len(item[1])):
-        is_fault = not all(run.knob for run in refused_runs) or "unrecognized" in reason or "invalid" in reason
+        is_fault = (
+            not all(run.knob for run in refused_runs) or "unrecognized" in reason or "invalid" in reason
+        )
         is_clean &= not is_fault
         kind = "REFUSED" if is_fault else "refused beside other values"
         knobs_text = ", ".join(sorted({run.knob for run in refused_runs if run.knob})) or "usual knobs"
@@ -270,9 +278,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     first_model = options.models.split(",")[0]
-    config = load_config(
-        [f"kernel={options.kernel}", f"hardware={options.hardware}", f"model={first_model}"]
-    )
+    config = load_config([f"kernel={options.kernel}", f"hardware={options.hardware}", f"model={first_model}"])
     judge = Judge(config, options.python, options.checkout, options.capability)
     try:
         draws = Draws(config, options.models.split(","), options.seed)
@@ -292,7 +298,9 @@ def main() -> int:
             print(f"accepted only beside {beside}: {knob}")
     is_accepted &= not judge.missing()
     print(f"{judge.num_accepted:,} of {judge.num_commands:,} commands are accepted")
-    print(f"{'accepted' if is_accepted else 'refused'} by: {judge.version} {commit_of(options.checkout)}".rstrip())
+    print(
+        f"{'accepted' if is_accepted else 'refused'} by: {judge.version} {commit_of(options.checkout)}".rstrip()
+    )
     return 0 if is_accepted else 1
 
 

@@ -3,10 +3,10 @@
 
 Example: python tools/check_published.py layouts.csv --bridge Megatron-Bridge --python PYTHON --checkout Megatron-LM
 
-The CSV has a row for each published run, with the columns model, gpu, precision, seq_len, gbs, mbs, tp, pp, cp, ep, vpp,
-and num_gpus or gpus. For each distinct row the recipe of the same model, GPU, count and precision is read from
-Megatron-Bridge (tools/bridge_recipes.py). Its settings become values of knobs, the layout of the row is looked for among
-the candidates of the kernel, and Megatron-LM's own parser judges the command (tools/check_flags.py).
+The CSV has a row for each published run, with the columns model, gpu, precision, seq_len, gbs, mbs, tp, pp, cp, ep,
+vpp, and num_gpus or gpus. For each distinct row the recipe of the same model, GPU, count and precision is read from
+Megatron-Bridge (tools/bridge_recipes.py). Its settings become values of knobs, the layout of the row is looked for
+among the candidates of the kernel, and Megatron-LM's own parser judges the command (tools/check_flags.py).
 """
 
 import argparse
@@ -91,7 +91,12 @@ class Row:
         """What makes two rows the same setting."""
         numbers = (self.number(name) for name in ("seq_len", "gbs", "mbs", "tp", "pp", "cp", "ep", "vpp"))
         names = ("model", "gpu", "precision", "recompute")
-        return self.gpus, self.number("fsdp", default=0), *numbers, *(self.cells.get(name, "") for name in names)
+        return (
+            self.gpus,
+            self.number("fsdp", default=0),
+            *numbers,
+            *(self.cells.get(name, "") for name in names),
+        )
 
     @property
     def label(self) -> str:
@@ -107,7 +112,9 @@ class Row:
 def read_rows(path: Path, source: str) -> list[Row]:
     """The distinct rows whose source has this text."""
     with path.open() as table:
-        rows = [Row(cells=cells) for cells in csv.DictReader(table) if source.lower() in cells["source"].lower()]
+        rows = [
+            Row(cells=cells) for cells in csv.DictReader(table) if source.lower() in cells["source"].lower()
+        ]
     return [*{row.key: row for row in rows}.values()]
 
 
@@ -119,7 +126,11 @@ def recipe_of(row: Row, recipes: Mapping[str, Settings]) -> tuple[str, Settings]
         parts = NAME.fullmatch(name)
         is_model = parts and f"{model}_".startswith(f"{parts['model']}_")
         precision = parts and FORMATS.get(parts["precision"], parts["precision"])
-        if is_model and (parts["gpu"], parts["gpus"], precision) == (gpu, str(row.gpus), row.cells["precision"]):
+        if is_model and (parts["gpu"], parts["gpus"], precision) == (
+            gpu,
+            str(row.gpus),
+            row.cells["precision"],
+        ):
             return name, settings
     return None
 
@@ -127,7 +138,9 @@ def recipe_of(row: Row, recipes: Mapping[str, Settings]) -> tuple[str, Settings]
 def stage_layers(recipe: Settings, shape: ModelShape, num_stages: int) -> str:
     """The layers of each stage, as the axis pp_layout has them; auto where all stages have equally many."""
     layout = recipe.get("model.pipeline_model_parallel_layout")
-    counts = [stage.count("decoder") for stage in layout] if isinstance(layout, list) else _counts(layout or "")
+    counts = (
+        [stage.count("decoder") for stage in layout] if isinstance(layout, list) else _counts(layout or "")
+    )
     if len(counts) != num_stages or sum(counts) != shape.num_hidden_layers:
         if shape.num_hidden_layers % num_stages == 0:
             return "auto"
@@ -166,7 +179,11 @@ def knobs_of(recipe: Settings, row: Row) -> Iterator[tuple[str, str, tuple[str, 
     param_gather = gathers if any(map(get, names)) else "bf16"
     if get("mixed_precision.fp4_param_gather"):
         param_gather = "nvfp4"
-    yield "param_gather", param_gather, (*names, "mixed_precision.fp4_param_gather", "ddp.reuse_grad_buf_for_mxfp8_param_ag")
+    yield (
+        "param_gather",
+        param_gather,
+        (*names, "mixed_precision.fp4_param_gather", "ddp.reuse_grad_buf_for_mxfp8_param_ag"),
+    )
     if row.cells["precision"] == "fp8":
         yield "fp8_recipe", str(get("mixed_precision.fp8_recipe")), ("mixed_precision.fp8_recipe",)
     ends = get("mixed_precision.first_last_layers_bf16") and row.cells["precision"] != "bf16"
@@ -181,14 +198,18 @@ def knobs_of(recipe: Settings, row: Row) -> Iterator[tuple[str, str, tuple[str, 
     if state == "bf16" and get(names[3]) == "bfloat16" and not get("ddp.grad_reduce_in_fp32"):
         state = "bf16+gradients"
     yield "optimizer_state", state, names
-    step_gather = get("optimizer.overlap_param_gather_with_optimizer_step") and row.number("vpp") > 1 and not is_fsdp
+    step_gather = (
+        get("optimizer.overlap_param_gather_with_optimizer_step") and row.number("vpp") > 1 and not is_fsdp
+    )
     yield "step_gather", on_off[bool(step_gather)], ("optimizer.overlap_param_gather_with_optimizer_step",)
     is_fused = get("model.cross_entropy_loss_fusion")
     yield "cross_entropy", "native" if is_fused else "unfused", ("model.cross_entropy_loss_fusion",)
     backend = get("model.attention_backend")
     yield "attention_backend", str(backend or "auto"), ("model.attention_backend",)
     yield "garbage_collection", "manual" if get("train.manual_gc") else "automatic", ("train.manual_gc",)
-    overlaps_tp = row.number("tp") > 1 and get("model.sequence_parallel") and get("comm_overlap.tp_comm_overlap")
+    overlaps_tp = (
+        row.number("tp") > 1 and get("model.sequence_parallel") and get("comm_overlap.tp_comm_overlap")
+    )
     yield "tp_overlap", on_off[bool(overlaps_tp)], ("comm_overlap.tp_comm_overlap",)
     names = tuple(f"model.recompute_{name}" for name in ("granularity", "method", "modules", "num_layers"))
     granularity, method, modules, num_layers = map(get, names)
@@ -223,7 +244,11 @@ def knobs_of(recipe: Settings, row: Row) -> Iterator[tuple[str, str, tuple[str, 
         backend = str(get(names[1]) or "deepep")
         yield "dispatcher", backend if is_flex else str(get(names[0])), names
         sms = get(f"model.moe_{backend}_num_sms") if is_flex else None
-        yield "dispatcher_sms", str(sms or "usual"), ("model.moe_hybridep_num_sms", "model.moe_deepep_num_sms")
+        yield (
+            "dispatcher_sms",
+            str(sms or "usual"),
+            ("model.moe_hybridep_num_sms", "model.moe_deepep_num_sms"),
+        )
         sms_name = "model.moe_hybridep_num_sms_preprocessing"
         yield "hybridep_sms", str(get(sms_name) or 108), (sms_name,)
         names = ("comm_overlap.overlap_moe_expert_parallel_comm", "comm_overlap.delay_wgrad_compute")
@@ -260,9 +285,10 @@ def settings_without_knob(recipe: Settings, read_settings: set[str]) -> Iterator
     has_experts = recipe.get("model.expert_model_parallel_size") is not None
     for name, value in recipe.items():
         is_known = name in read_settings or name in LAYOUT_SETTINGS
-        is_idle = value in (None, False, [], 0) or name.startswith("model.moe_") and not has_experts
+        is_idle = value in (None, False, [], 0) or (name.startswith("model.moe_") and not has_experts)
         if not (is_known or is_idle or OF_THE_MODEL.fullmatch(name) or WITHOUT_EFFECT.fullmatch(name)):
-            yield f"{name}={re.sub(r'<class .__main__.(.*).>', r'\1', str(value))}"
+            value_text = re.sub(r"<class .__main__.(.*).>", r"\1", str(value))
+            yield f"{name}={value_text}"
     if recipe.get("model.cross_entropy_fusion_impl") == "te":
         yield "model.cross_entropy_fusion_impl=te (Megatron-LM refuses it; native instead)"
 
@@ -294,12 +320,16 @@ def expressed(row: Row, kernel: str, recipes: Mapping[str, Settings]) -> None:
     row.same_layout = same_degrees and recipe.get("train.micro_batch_size") == row.number("mbs")
     pairs = [*knobs_of(recipe, row)]
     knobs = {knob: value for knob, value, _ in pairs}
-    unknown = [f"{knob}={value}" for knob, value in knobs.items() if not first.kernel.has_knob_value(knob, value)]
+    unknown = [
+        f"{knob}={value}" for knob, value in knobs.items() if not first.kernel.has_knob_value(knob, value)
+    ]
     row.left_out = [*settings_without_knob(recipe, {name for *_, names in pairs for name in names}), *unknown]
     for pair in unknown:
         del knobs[pair.partition("=")[0]]
     if knobs.get("ep_overlap", "off") != "off" and row.number("pp") > 1 and num_virtual == 1:
-        row.left_out += [f"ep_overlap={knobs['ep_overlap']} (needs virtual stages, which this older row does not have)"]
+        row.left_out += [
+            f"ep_overlap={knobs['ep_overlap']} (needs virtual stages, which this older row does not have)"
+        ]
         knobs["ep_overlap"] = "off"
     if knobs.get("ep_overlap", "off") != "off" and knobs["shared_expert_overlap"] == "on":
         row.left_out += ["shared_expert_overlap=on (Megatron-LM refuses it beside ep_overlap)"]
@@ -340,7 +370,9 @@ def expressed(row: Row, kernel: str, recipes: Mapping[str, Settings]) -> None:
 def show(rows: Sequence[Row], title: str) -> None:
     """Prints what is expressed and what is not."""
     expressed_rows = [row for row in rows if not row.problem]
-    print(f"{title}: {len(rows)} distinct settings, {len(expressed_rows)} are candidates whose command parses")
+    print(
+        f"{title}: {len(rows)} distinct settings, {len(expressed_rows)} are candidates whose command parses"
+    )
     num_whole = sum(not any("=te" not in setting for setting in row.left_out) for row in expressed_rows)
     print(f"  with all settings of the recipe but cross_entropy_fusion_impl: {num_whole}")
     num_same = sum(row.same_layout for row in expressed_rows)
@@ -374,7 +406,9 @@ def main() -> int:
         except UltrabenchError as error:
             row.problem = str(error)
     for capability in ("9.0", "10.0"):
-        part = [row for row in rows if row.spec and (row.cells["gpu"].startswith("H")) == (capability == "9.0")]
+        part = [
+            row for row in rows if row.spec and (row.cells["gpu"].startswith("H")) == (capability == "9.0")
+        ]
         if part:
             judge = Judge(part[0].config, options.python, options.checkout, capability)
             for row, refusal in zip(part, judge.judge([Drawn(spec=row.spec) for row in part]), strict=True):

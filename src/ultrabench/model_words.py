@@ -10,7 +10,7 @@ from ultrabench.feed_forward_type import Experts, FeedForward
 from ultrabench.layer_type import BLOCK_TYPES, LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import REPLACED_BY_TYPES, SIZES_OF_TYPES, ModelShape
-from ultrabench.record import values_of
+from ultrabench.record import field_types, values_of
 from ultrabench.stages import split_stages
 
 MIXED = "mixed"
@@ -80,7 +80,12 @@ def _windowed_layers(shape: ModelShape) -> str:
 
 def _attention_kinds(shape: ModelShape) -> str:
     """The kinds of attention of a model, joined by `+`."""
-    kinds = (name for name in BLOCK_TYPES for kind in shape.kinds if getattr(kind, name) is kind.attention is not None)
+    kinds = (
+        name
+        for name in BLOCK_TYPES
+        for kind in shape.kinds
+        if getattr(kind, name) is kind.attention is not None
+    )
     return "+".join(dict.fromkeys(kinds)) or "none"
 
 
@@ -146,7 +151,7 @@ def _field_value(shape: ModelShape, name: str) -> Any:
 
 
 TYPE_FIELDS = tuple(
-    dict.fromkeys(name for block_type in BLOCK_TYPES.values() for name in block_type.__dataclass_fields__)
+    dict.fromkeys(name for block_type in BLOCK_TYPES.values() for name in field_types(block_type))
 )
 """The fields of all kinds of blocks, each of which is a word of a command."""
 
@@ -199,7 +204,9 @@ def pipeline_words(shape: ModelShape, layout: Layout) -> dict[str, Any]:
         division = auto_division if layout.pp_layout == "auto" else "listed"
         pp_layout = "even" if layout.pp_layout == "auto" else layout.pp_layout
         counts = [s.num_layers for s in split_stages(shape, layout.num_stages, pp_layout=pp_layout)]
-        stage_texts = "E" + "|".join("t" * count for count in counts) + "m" * shape.num_nextn_predict_layers + "L"
+        stage_texts = (
+            "E" + "|".join("t" * count for count in counts) + "m" * shape.num_nextn_predict_layers + "L"
+        )
         if pattern:
             ends = [sum(counts[: index + 1]) for index in range(len(counts))]
             pattern = "|".join(pattern[end - count : end] for end, count in zip(ends, counts, strict=True))

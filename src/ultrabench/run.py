@@ -246,7 +246,9 @@ def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str
     names.update(*map(names_in, (command, *kernel.files.values())))
     if with_tables:
         names |= {*kernel.supports, *kernel.flags}
-        names.update(size_name for name in names & FIELDS_BY_WORD.keys() for size_name in FIELDS_BY_WORD[name])
+        names.update(
+            size_name for name in names & FIELDS_BY_WORD.keys() for size_name in FIELDS_BY_WORD[name]
+        )
     return frozenset(names)
 
 

@@ -103,7 +103,9 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
         reserve_bytes = c.base_bytes + c.fragmentation * activation_bytes
         shards = _Shards(other_params, expert_params, layout)
         num_layers = max(1, sum(num_by_kind))
-        whole_layers_bytes = 2 * 2 * (other_params + expert_params) / num_layers if layout.zero_stage == 3 else 0.0
+        whole_layers_bytes = (
+            2 * 2 * (other_params + expert_params) / num_layers if layout.zero_stage == 3 else 0.0
+        )
         part_bytes = (
             2 * shards.params(3), 4 * shards.params(2), 12 * shards.params(1), activation_bytes, head_bytes,
             buffer_bytes + whole_layers_bytes, reserve_bytes,

@@ -1,7 +1,7 @@
 """Judges commands with Megatron-LM's own parser; runs in Megatron-LM's Python, and imports nothing of ultrabench.
 
-Arguments: the checkout and the compute capability of the GPUs, such as 9.0. Reads a JSON list of commands on stdin, each
-with `program`, `arguments`, `env` and `world_size`. Writes on stdout the version and, for each command, why it is
+Arguments: the checkout and the compute capability of the GPUs, such as 9.0. Reads a JSON list of commands on stdin,
+each with `program`, `arguments`, `env` and `world_size`. Writes on stdout the version and, for each command, why it is
 refused, or null. Calls that need a GPU or Transformer Engine get fixed answers.
 """
 
@@ -25,11 +25,13 @@ TRANSFORMER_ENGINE = "2.13.0"
 def stub_calls(capability: tuple[int, int]) -> None:
     """Answers what the parser asks of GPUs and of Transformer Engine, so that it runs without either."""
     import megatron.core.utils
-    import megatron.training.arguments  # noqa: F401  # imports must see the machine as it is
+    import megatron.training.arguments  # imports must see the machine as it is
     import torch
     from packaging.version import Version
 
-    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132, name="GPU")
+    properties = SimpleNamespace(
+        major=capability[0], minor=capability[1], multi_processor_count=132, name="GPU"
+    )
     answers = {
         "get_device_capability": capability, "get_device_properties": properties, "current_device": 0,
         "get_device_name": "GPU", "is_available": True, "device_count": 8,
@@ -48,7 +50,9 @@ def stub_calls(capability: tuple[int, int]) -> None:
     arguments = megatron.training.arguments
     arguments.add_megatron_arguments = functools.cache(arguments.add_megatron_arguments)
     shared_parser = argparse.ArgumentParser(description="Megatron-LM", allow_abbrev=False)
-    arguments.argparse = SimpleNamespace(**vars(argparse) | {"ArgumentParser": lambda **options: shared_parser})
+    arguments.argparse = SimpleNamespace(
+        **vars(argparse) | {"ArgumentParser": lambda **options: shared_parser}
+    )
 
 
 def first_line(text: str) -> str:

@@ -14,7 +14,17 @@ import os
 import sys
 import types
 
-REPLACED = ("grain", "datasets", "tokenizers", "torchao", "wandb", "safetensors", "huggingface_hub", "PIL", "tensorboard")
+REPLACED = (
+    "grain",
+    "datasets",
+    "tokenizers",
+    "torchao",
+    "wandb",
+    "safetensors",
+    "huggingface_hub",
+    "PIL",
+    "tensorboard",
+)
 """Packages of data and metrics, which are replaced where they are not installed, since no option needs them."""
 
 
@@ -30,7 +40,9 @@ class ReplacedModule(types.ModuleType):
 class Replacements(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a module of REPLACED packages that nothing else finds."""
 
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """A replaced module."""
         if name.partition(".")[0] in REPLACED:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)

@@ -89,7 +89,9 @@ def test_megatron_is_told_layout_and_model():
     plan, runs, _ = planned("megatron")
     assert {s.layout.zero_stage for s in runs} == {1, 3}
     assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
-    spec = next(s for s in runs if s.layout.pp == 2 and s.layout.zero_stage == 1 and s.shape.name == "llama3-70b")
+    spec = next(
+        s for s in runs if s.layout.pp == 2 and s.layout.zero_stage == 1 and s.shape.name == "llama3-70b"
+    )
     expected = {
         "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2,
         "seq-length": 4096,
@@ -389,7 +391,10 @@ def test_megatron_is_told_the_types_of_layers(model, arguments):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ("gemma3-27b", "kernel megatron has one rope_theta for all layers; the layers of gemma3-27b differ in it"),
+        (
+            "gemma3-27b",
+            "kernel megatron has one rope_theta for all layers; the layers of gemma3-27b differ in it",
+        ),
         ("llama4-scout", "kernel megatron has one partial_rotary_factor for all layers"),
         ("qwen3-next", "kernel megatron has no word for linear attention, which qwen3-next has"),
         ("deepseek-v3.2", "kernel megatron supports index in [None]; index="),
@@ -421,7 +426,9 @@ def test_the_program_and_the_connections_of_megatron_follow_from_its_arguments(t
 
 
 def test_megatron_perf_has_other_usual_values_of_knobs():
-    base, fast = (load_config([f"kernel={name}", "model=8B"]).kernel for name in ("megatron", "megatron-perf"))
+    base, fast = (
+        load_config([f"kernel={name}", "model=8B"]).kernel for name in ("megatron", "megatron-perf")
+    )
     changed = {knob for knob in base.knobs if base.usual_knob_value(knob) != fast.usual_knob_value(knob)}
     assert changed == {*fast.knob_values}
     assert fast.command == base.command
