@@ -42,7 +42,7 @@ from ultrabench.kernel_config import EMBEDDED_PRECISIONS, PRECISIONS_16_BIT
 
 MASTER_DTYPE = dict.fromkeys(EMBEDDED_PRECISIONS, torch.float32) | {"fp64": torch.float64}
 """Precision -> dtype of parameters, gradients and optimizer states."""
-COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys({*PRECISIONS_16_BIT} & {*EMBEDDED_PRECISIONS}, torch.bfloat16)
+COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys(PRECISIONS_16_BIT, torch.bfloat16)
 """Precision -> dtype of forward and backward."""
 
 

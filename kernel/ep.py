@@ -26,9 +26,10 @@ from ultrabench.kernel import cp
 from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, mark_as_kept, silu_backward, wait
 from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.moe import LEARNED_ROUTING, Experts, Route, Routing, RowCounts, SparseFeedForward
+from ultrabench.kernel.moe import Experts, Route, Routing, RowCounts, SparseFeedForward
 from ultrabench.kernel.tp import TensorParallel
 from ultrabench.layout import Layout
+from ultrabench.routing import LEARNED_ROUTING
 
 
 @dataclass(slots=True)

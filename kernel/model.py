@@ -16,8 +16,9 @@ from torch.nn import functional
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, is_expert, part_view
-from ultrabench.kernel.moe import LEARNED_ROUTING, Route, Routing, SparseFeedForward
+from ultrabench.kernel.moe import Route, Routing, SparseFeedForward
 from ultrabench.model_shape import ModelShape
+from ultrabench.routing import LEARNED_ROUTING
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02

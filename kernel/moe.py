@@ -19,10 +19,8 @@ from torch.nn import functional
 
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.model_shape import ModelShape
-from ultrabench.routing import expert_shares
+from ultrabench.routing import LEARNED_ROUTING, expert_shares
 
-LEARNED_ROUTING = "learned"
-"""The routing by scores of the router; every other routing chooses experts by the position of a token."""
 BIAS_STEP = 1e-3
 """What a step adds to the bias of an expert with fewer tokens than the mean (arXiv 2408.15664, section 4.1)."""
 GOLDEN_FRACTION = (5**0.5 - 1) / 2

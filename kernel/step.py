@@ -26,7 +26,7 @@ from ultrabench.kernel.mesh import (
     own_values,
 )
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.moe import LEARNED_ROUTING, update_router_biases
+from ultrabench.kernel.moe import update_router_biases
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
 from ultrabench.kernel.tp import (
@@ -39,6 +39,7 @@ from ultrabench.kernel.tp import (
 )
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.routing import LEARNED_ROUTING
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.tensor_parallel import kv_copies

@@ -23,7 +23,8 @@ from ultrabench.layout import (
 from ultrabench.record import value_from
 from ultrabench.routing import override_value
 from ultrabench.run import RunSpec, Workload
-from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.files import files
+from ultrabench.sweep.config.load import kernel_settings, load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import broken_rules, shards_of
 from ultrabench.sweep.refusals import refusal
@@ -52,15 +53,17 @@ _ADVICE_BY_NAME = {
 """Name that one of the commands does not take -> what to do instead."""
 
 
-def read_arguments(arguments: Sequence[str], other_names: Collection[str], example: str) -> dict[str, Any]:
-    """Name -> value of all arguments; a name is an axis of a layout or one of `other_names`.
+def read_arguments(
+    arguments: Sequence[str], other_names: Collection[str], example: str, knobs: Collection[str] = ()
+) -> dict[str, Any]:
+    """Name -> value of all arguments; a name is an axis of a layout, one of `other_names`, or a knob.
 
     Raises:
         ConfigError: an argument is not NAME=VALUE, its name is unknown or given twice, or its value is not an
             integer.
     """
     require_once(arguments)
-    known_names = (*AXES, *other_names)
+    known_names = (*AXES, *other_names, *knobs)
     values: dict[str, Any] = {}
     for argument in arguments:
         name, equals_sign, value = argument.partition("=")
@@ -71,7 +74,8 @@ def read_arguments(arguments: Sequence[str], other_names: Collection[str], examp
         require_known("argument", known_names, name)
         try:
             value = value_text(name, value) if name in TEXT_AXES else value
-            values[name] = value if name in TEXT_ARGUMENTS or argument in _SHARD_WORDS else _integer(value)
+            is_text = name in TEXT_ARGUMENTS or name in knobs or argument in _SHARD_WORDS
+            values[name] = value if is_text else _integer(value)
         except ValueError:
             problem = f"{name}={value!r} is not an integer"
             raise ConfigError(f"{problem}; give one layout, such as {name}=2") from None
@@ -115,21 +119,33 @@ def read_run(
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    given_values = read_arguments(arguments, defaults, "model=llama3-8b nodes=8 tp=8")
+    knobs = knobs_of(arguments)
+    given_values = read_arguments(arguments, defaults, "model=llama3-8b nodes=8 tp=8", knobs)
     values = {**defaults, **given_values}
-    config = config_of(values)
+    config = config_of(values, knobs)
     return run_of(values, config, any_model=any_model), config
 
 
-def config_of(values: Mapping[str, Any]) -> SweepConfig:
+def knobs_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The knobs of the kernel that the arguments name; a kernel that does not exist has none."""
+    kernel_names = [
+        value for name, _, value in (argument.partition("=") for argument in arguments) if name == "kernel"
+    ]
+    if not kernel_names or kernel_names[0] not in files("kernel"):
+        return ()
+    return tuple(kernel_settings(kernel_names[0]).get("knobs") or ())
+
+
+def config_of(values: Mapping[str, Any], knobs: Collection[str] = ()) -> SweepConfig:
     """What the arguments of a run configure beside its layout: model, hardware, kernel,
-    profile and settings of the kernel.
+    profile, settings of the kernel and the values of its knobs.
     """
-    run_arguments = {*AXES, "nodes", "seq_len", *KERNEL_SETTINGS}
+    run_arguments = {*AXES, "nodes", "seq_len", *KERNEL_SETTINGS, *knobs}
     overrides = {key: value for key, value in values.items() if key not in run_arguments}
     overrides |= {f"kernel.{name}": values.get(name) for name in KERNEL_SETTINGS}
     if routing := values.get("routing"):
         overrides["kernel.routing"] = override_value(routing)
+    overrides |= {f"+sweep.flags.{knob}": f"[{values[knob]}]" for knob in knobs if knob in values}
     return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
 
 
@@ -160,6 +176,7 @@ def run_of(values: Mapping[str, Any], config: SweepConfig, *, any_model: bool = 
         kernel=config.kernel,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
+        variant=dict(config.options.first_variant),
     )
     require_possible(spec, hardware.device, hardware, any_model=any_model)
     return spec

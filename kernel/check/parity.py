@@ -36,13 +36,14 @@ from ultrabench.kernel.data import make_batch
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import Part, build_mesh, join_process_group, own_values, part_view
 from ultrabench.kernel.model import TIED_PARAMETER_NAME, Decoder, cross_entropy
-from ultrabench.kernel.moe import LEARNED_ROUTING, router_biases, update_router_biases
+from ultrabench.kernel.moe import router_biases, update_router_biases
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
 from ultrabench.kernel.requests import FP64_TOLERANCE, CheckResult, CheckSpec
 from ultrabench.kernel.step import ADAMW_BETAS, CLIP_NORM, WEIGHT_DECAY, TrainStep, learning_rate
 from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict, to_dict
+from ultrabench.routing import LEARNED_ROUTING
 from ultrabench.run import RunSpec
 from ultrabench.stages import split_stages
 

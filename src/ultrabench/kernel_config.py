@@ -17,6 +17,7 @@ from ultrabench.layout import AUTO, DEGREES, RANK_ORDER, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
 from ultrabench.model_shape import ModelShape
 from ultrabench.quantity import parsed_number
+from ultrabench.routing import LEARNED_ROUTING
 from ultrabench.variant import FLAGS, Value, Variant, options_in_group
 
 KERNEL_VERSION = 4
@@ -27,8 +28,8 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(SCALED_PRECISI
 PRECISIONS = tuple(ELEMENT_BYTES)
 EMBEDDED_PRECISIONS = ("fp32", "bf16", "fp8", "fp64")
 """Precisions of our own kernel."""
-PRECISIONS_16_BIT = tuple(precision for precision, num_bytes in ELEMENT_BYTES.items() if num_bytes == 2)
-"""Precisions with parameters, activations and attention of 16 bits, and fp32 master weights."""
+PRECISIONS_16_BIT = tuple(precision for precision in EMBEDDED_PRECISIONS if ELEMENT_BYTES[precision] == 2)
+"""Precisions of our own kernel with parameters, activations and attention of 16 bits, and fp32 master weights."""
 
 ROUTING_RULE = matching(
     r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned or skew=NUMBER, such as skew=0.5"
@@ -332,8 +333,12 @@ class KernelConfig:
 
     @property
     def takes_routing(self) -> bool:
-        """Whether the program is told how tokens choose their experts; another one decides it itself."""
-        return self.forks or ROUTING in self.flags or ROUTING in self.supports
+        """Whether the program is told how tokens choose their experts; another one decides it itself.
+
+        A command is told if its file says what it supports, or which arguments it needs for LEARNED_ROUTING. Arguments
+        for other routings alone only serve `sweep show --as`, which gives a run of our own kernel to the program.
+        """
+        return self.forks or ROUTING in self.supports or LEARNED_ROUTING in self.flags.get(ROUTING, ())
 
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""

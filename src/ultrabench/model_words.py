@@ -181,7 +181,7 @@ def model_words(shape: ModelShape) -> Mapping[str, Any]:
 PIPELINE_DIVISION, PIPELINE_LAYOUT, GAS_MODULO_PP = "pipeline_division", "pipeline_layout", "gas_modulo_pp"
 FIELDS_BY_WORD = {name: word.fields for name, word in MODEL_WORDS.items()} | {
     PIPELINE_DIVISION: ("pp_layout",),
-    PIPELINE_LAYOUT: ("pp_layout", "virtual_stages"),
+    PIPELINE_LAYOUT: ("pp_layout",),
 }
 """Word of a command that is computed -> the names of the axes and sizes that it says."""
 WORDS_OF_MODELS = (*TYPE_FIELDS, *FIELDS_BY_WORD, GAS_MODULO_PP)

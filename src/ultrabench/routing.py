@@ -1,5 +1,7 @@
 """The words of a routing, and how skewed routing spreads tokens over experts."""
 
+LEARNED_ROUTING = "learned"
+"""The routing by scores of the router; every other routing chooses experts by the position of a token."""
 SKEW_PREFIX = "skew="
 """How the word of a skewed routing begins; the exponent of its power law follows, as in `skew=1.5`."""
 

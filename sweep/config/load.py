@@ -140,7 +140,8 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         if isinstance(variables := tree[group].get("env"), dict):
             require_variables(variables, f"{group}.env")
     names, cluster, sweep = tree["names"], tree["cluster"], tree["sweep"]
-    kernel, secrets = dict(tree["kernel"]), dict[str, str]()
+    kernel, secrets = with_texts(tree["kernel"]), dict[str, str]()
+    tree = tree | {"kernel": kernel}
     if isinstance(kernel.get("env"), dict):
         kernel["env"], secrets = redact_env(kernel["env"])
         tree = tree | {"kernel": kernel}
@@ -152,7 +153,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         }
     kernel_options = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in kernel_options.items()}
-    settings = {k: value for k, value in with_texts(kernel).items() if k != "profile" and value is not None}
+    settings = {k: value for k, value in kernel.items() if k != "profile" and value is not None}
     kernel_values = {"name": names["kernel"]} | settings | first_values
     kernel_config = from_dict(KernelConfig, kernel_values, where="kernel")
     workload_types = {key: key_type for key, key_type in WORKLOAD_TYPES.items() if key in sweep}

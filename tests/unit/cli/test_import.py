@@ -278,18 +278,14 @@ def test_an_example_map_reads_what_frameworks_publish_and_every_other_row_is_jud
     assert (account["rows"], account["suspect"]) == (18, 0)
     words = "predict", "validate", "out.parquet"
     judged, err = as_json(ultrabench, *words), ultrabench(*words)[2]
-    refused = (
-        "2 rows cannot be predicted, such as run ", "3 rows cannot be predicted, such as run ",
-        " of llama3-70b on 16 nodes: precision=mxfp8 cannot be predicted; supported: fp32, bf16, fp8, fp64\n",
-        ": missing hidden_size, num_hidden_layers, ", "1 unknown hardware 'GB300'",
-    )  # fmt: skip
+    refused = ("3 rows cannot be predicted, such as run ", ": missing hidden_size, num_hidden_layers, ")
     assert [reason for reason in refused if reason not in err] == []
     of_llama = [row for row in judged["rows"] if "llama3.1-8b" in row["model"]]
     assert {(row["profile"], row["hardware"]) for row in of_llama} == {("ultrabench", "h100-96gb-x8")}
-    assert Counter(row["profile"] for row in judged["rows"]) == {"megatron": 6, "ultrabench": 6}
+    assert Counter(row["profile"] for row in judged["rows"]) == {"megatron": 9, "ultrabench": 6}
     errors = [abs(row["step_time_error"]) for row in judged["rows"]]
     assert median(errors) == pytest.approx(judged["healthy"]["step_time"]["median_error"])
-    assert sum(row["inside"] for row in judged["rows"]) / 12 == judged["healthy"]["interval"]["coverage"]
+    assert sum(row["inside"] for row in judged["rows"]) / 15 == judged["healthy"]["interval"]["coverage"]
 
 
 def published_cells():

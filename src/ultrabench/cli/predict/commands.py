@@ -1,6 +1,6 @@
 """The commands `ultrabench predict ...`, which check predictions against runs and fit them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +24,7 @@ from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
 if TYPE_CHECKING:
+    from ultrabench.analysis.predict.cases import Case
     from ultrabench.sweep.predict.profile import Profile
 
 Metrics = dict[str, Any]
@@ -279,7 +280,30 @@ def calibrate(
             rows.append((quantity.replace("_", " "), constants_text[constants], *error_texts))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
+    _say_knobs(calibration.profile, fitted_cases)
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
+
+
+def _say_knobs(profile: "Profile", cases: Sequence["Case"]) -> None:
+    """Says which values of knobs have fitted constants, and which values share those of `time`."""
+    from ultrabench.cli.tables import say
+
+    fitted_texts = [
+        f"{knob}={value} ({counted(num_runs, 'run')})"
+        for knob, runs_by_value in profile.flag_runs.items()
+        for value, num_runs in runs_by_value.items()
+    ]
+    if fitted_texts:
+        say(f"constants of knobs fitted: {', '.join(fitted_texts)}")
+    values_by_knob = dict[str, dict[str, None]]()
+    for case in cases:
+        for knob, knob_value in case.run.spec.flag_values.items():
+            values_by_knob.setdefault(knob, {})[str(knob_value)] = None
+    for knob, values in values_by_knob.items():
+        unknown_values = [value for value in values if value not in profile.flags.get(knob, {})]
+        if len(unknown_values) > 1:  # the constants of time are for one of them
+            advice = f"say in flags.{knob} of the profile what each changes, and calibrate again"
+            say(f"the same constants predict {knob}={', '.join(unknown_values)}: {advice}")
 
 
 @predict_app.command()
