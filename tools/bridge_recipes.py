@@ -43,6 +43,7 @@ class Settings:
         self.values[name] = value
 
     def __call__(self, *args: Any, **values: Any) -> "Settings":
+        """Other settings, as a function of a replaced module returns them."""
         return Settings(**values)
 
 

@@ -3,10 +3,10 @@
 
 Example: python tools/check_published.py layouts.csv --bridge Megatron-Bridge --python PYTHON --checkout Megatron-LM
 
-The CSV has a row for each published run, with the columns model, gpu, precision, seq_len, gbs, mbs, tp, pp, cp, ep, vpp,
-and num_gpus or gpus. For each distinct row the recipe of the same model, GPU, count and precision is read from
-Megatron-Bridge (tools/bridge_recipes.py). Its settings become values of knobs, the layout of the row is looked for among
-the candidates of the kernel, and Megatron-LM's own parser judges the command (tools/check_flags.py).
+The CSV has a row for each published run, with the columns model, gpu, precision, seq_len, gbs, mbs, tp, pp, cp, ep,
+vpp, and num_gpus or gpus. For each distinct row the recipe of the same model, GPU, count and precision is read from
+Megatron-Bridge (tools/bridge_recipes.py). Its settings become values of knobs, the layout of the row is looked for
+among the candidates of the kernel, and Megatron-LM's own parser judges the command (tools/check_flags.py).
 """
 
 import argparse
@@ -287,7 +287,8 @@ def settings_without_knob(recipe: Settings, read_settings: set[str]) -> Iterator
         is_known = name in read_settings or name in LAYOUT_SETTINGS
         is_idle = value in (None, False, [], 0) or (name.startswith("model.moe_") and not has_experts)
         if not (is_known or is_idle or OF_THE_MODEL.fullmatch(name) or WITHOUT_EFFECT.fullmatch(name)):
-            yield f"{name}={re.sub(r'<class .__main__.(.*).>', r'\1', str(value))}"
+            value_text = re.sub(r"<class .__main__.(.*).>", r"\1", str(value))
+            yield f"{name}={value_text}"
     if recipe.get("model.cross_entropy_fusion_impl") == "te":
         yield "model.cross_entropy_fusion_impl=te (Megatron-LM refuses it; native instead)"
 
