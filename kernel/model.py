@@ -5,7 +5,6 @@ V vocabulary; the suffix of a tensor's name is its shape (`x_BSH`).
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench import feed_forward_type
+from ultrabench.attention_type import GroupedQuery
+from ultrabench.feed_forward_type import Experts
+from ultrabench.kernel.activation import activate
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, is_expert, part_view
 from ultrabench.kernel.moe import LEARNED_ROUTING, Route, Routing, SparseFeedForward
+from ultrabench.kernel.rope import rope_tables, rotate, rotation_of
+from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
@@ -65,44 +70,6 @@ class RmsNorm(nn.Module):
         return y
 
 
-def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
-    """The angle by which each pair of channels is rotated from one position to the next, R/2 for R rotated channels.
-
-    They are theta^(-2i/R), in radians. A llama3 scaling divides those that turn less than low_freq_factor times in the
-    original context by its factor, keeps those that turn more than high_freq_factor times, and goes from one to
-    the other linearly in the number of turns.
-
-    Args:
-        even_channels: 0, 2, ... R-2.
-    """
-    frequency = shape.rope_theta ** (-even_channels / shape.rotary_width)
-    if (scaling := shape.rope_scaling) is None:
-        return frequency
-    turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
-    unscaled_share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequency / scaling.factor, frequency, unscaled_share.clamp(0, 1))
-
-
-def rope_tables(
-    positions: Sequence[range], shape: ModelShape, x: Tensor, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """The cosine and sine of the rotation of every position, S x 1 x R/2 each (arXiv 2104.09864).
-
-    They have the dtype and the device of `x`. Their angles are computed in `dtype`, by default in at least fp32.
-    """
-    angle_dtype = dtype or torch.promote_types(x.dtype, torch.float32)
-    even_channels = torch.arange(0, shape.rotary_width, 2, device=x.device, dtype=angle_dtype)
-    chunks = [torch.arange(c.start, c.stop, device=x.device, dtype=angle_dtype) for c in positions]
-    angle = torch.outer(torch.cat(chunks), rope_frequencies(shape, even_channels))[:, None, :]
-    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-
-
-def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
-    half_1, half_2, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
-    return torch.cat((half_1 * cos - half_2 * sin, half_2 * cos + half_1 * sin, *unrotated), dim=-1)
-
-
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """The attention of each query to its own and earlier positions, B x N x S x D."""
     has_gqa = q_BNSD.shape[1] != k_BKSD.shape[1]
@@ -137,18 +104,18 @@ class Attention(Block):
     core: Callable[[Tensor, Tensor, Tensor], Tensor]
     """The attention function, over all tokens of a sequence or around a ring of ranks."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, kind: GroupedQuery, hidden_size: int, eps: float) -> None:
         super().__init__()
-        hidden_size = shape.hidden_size
-        self.head_width, self.core = shape.head_width, causal_attention
-        self.q = nn.Linear(hidden_size, shape.q_width, bias=shape.attention_bias)
-        self.k = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
-        self.v = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
-        self.out = nn.Linear(shape.q_width, hidden_size, bias=False)
-        self.norm_across_heads = shape.qk_norm_across_heads
-        widths = (shape.q_width, shape.kv_width) if self.norm_across_heads else (shape.head_width,) * 2
+        has_bias = kind.attention_bias
+        self.head_width, self.core = kind.head_dim, causal_attention
+        self.q = nn.Linear(hidden_size, kind.q_width, bias=has_bias)
+        self.k = nn.Linear(hidden_size, kind.kv_width, bias=has_bias)
+        self.v = nn.Linear(hidden_size, kind.kv_width, bias=has_bias)
+        self.out = nn.Linear(kind.q_width, hidden_size, bias=False)
+        self.norm_across_heads = kind.qk_norm == "all"
+        widths = (kind.q_width, kind.kv_width) if self.norm_across_heads else (kind.head_dim,) * 2
         self.q_norm, self.k_norm = (
-            RmsNorm(width, shape.rms_norm_eps) if shape.qk_norm else None for width in widths
+            RmsNorm(width, eps) if kind.qk_norm != "none" else None for width in widths
         )
 
     def _heads(self, projection: Tensor, norm: RmsNorm | None) -> Tensor:
@@ -175,37 +142,53 @@ class Attention(Block):
 
 
 class FeedForward(Block):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """down(act(gate(x)) * up(x)) (arXiv 2002.05202), or down(act(up(x))) without a gate."""
 
-    def __init__(self, hidden_size: int, ffn_width: int) -> None:
+    def __init__(
+        self, sizes: feed_forward_type.FeedForward | Experts, hidden_size: int, ffn_width: int
+    ) -> None:
+        """`sizes` says the activation, and whether there is a gate."""
         super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_width, bias=False)
+        self.hidden_act = sizes.hidden_act
+        self.gate = nn.Linear(hidden_size, ffn_width, bias=False) if sizes.gated else None
         self.up = nn.Linear(hidden_size, ffn_width, bias=False)
         self.down = nn.Linear(ffn_width, hidden_size, bias=False)
 
     def forward(self, x_BSH: Tensor, _: Route | None = None) -> Tensor:
         """The x_BSH that the block adds to the residual; only a sparse layer has a route."""
+        if self.gate is None:
+            (up,) = self.column_products(x_BSH, self.up.weight)
+            return self.row_product(activate(self.hidden_act, up), self.down.weight)
         gate, up = self.column_products(x_BSH, self.gate.weight, self.up.weight)
-        return self.row_product(functional.silu(gate) * up, self.down.weight)
+        return self.row_product(activate(self.hidden_act, gate) * up, self.down.weight)
 
 
-def sparse_feed_forward(shape: ModelShape) -> SparseFeedForward:
+def feed_forward_of(kind: LayerType, hidden_size: int) -> FeedForward | SparseFeedForward:
+    """The feed-forward block of a layer of this type."""
+    if kind.experts is not None:
+        return sparse_feed_forward(kind.experts, hidden_size)
+    assert kind.feed_forward is not None, "no plan accepts a layer of this type"
+    return FeedForward(kind.feed_forward, hidden_size, kind.feed_forward.intermediate_size)
+
+
+def sparse_feed_forward(experts: Experts, hidden_size: int) -> SparseFeedForward:
     """The feed-forward block of a sparse layer, with the shared experts as one block."""
-    shared_width = shape.n_shared_experts * shape.moe_intermediate_size
-    return SparseFeedForward(shape, FeedForward(shape.hidden_size, shared_width) if shared_width else None)
+    shared_width = experts.shared_expert_intermediate_size
+    shared_experts = FeedForward(experts, hidden_size, shared_width) if shared_width else None
+    return SparseFeedForward(experts, hidden_size, shared_experts)
 
 
 class Layer(nn.Module):
     """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
-    def __init__(self, shape: ModelShape, layer_number: int) -> None:
-        """`layer_number` counts the layers of the whole model from 0."""
+    def __init__(self, shape: ModelShape, kind: LayerType) -> None:
         super().__init__()
-        h, f, eps = shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps
+        h, eps = shape.hidden_size, shape.rms_norm_eps
+        assert kind.grouped_query is not None, "no plan accepts a layer of this type"
         self.attention_norm = RmsNorm(h, eps)
-        self.attention = Attention(shape)
+        self.attention = Attention(kind.grouped_query, h, eps)
         self.ffn_norm = RmsNorm(h, eps)
-        self.ffn = sparse_feed_forward(shape) if shape.is_sparse(layer_number) else FeedForward(h, f)
+        self.ffn = feed_forward_of(kind, h)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, *route: Route | None) -> Tensor:
         """The x_BSH after this layer; layers of a model with experts get the route of the tokens."""
@@ -254,7 +237,8 @@ class Decoder(nn.Module):
         layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         hidden_size = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in layer_numbers})
+        self.layers = nn.ModuleDict({str(n): Layer(shape, shape.layer(n)) for n in layer_numbers})
+        self.rotations = [rotation_of(shape, shape.layer(n)) for n in layer_numbers]
         self.norm = RmsNorm(hidden_size, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
         self.tie()
@@ -276,11 +260,10 @@ class Decoder(nn.Module):
         return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
-        layer_arguments: tuple[Any, ...] = rope_tables(self.positions, self.shape, x)
-        if self.shape.num_experts:
-            layer_arguments += (self.route(x),)
-        for layer in self.layers.values():
-            x = layer(x, *layer_arguments)
+        tables = {r: rope_tables(self.positions, r, x) for r in dict.fromkeys(self.rotations)}
+        route: tuple[Any, ...] = (self.route(x),) if self.shape.num_experts else ()
+        for layer, rotation in zip(self.layers.values(), self.rotations, strict=True):
+            x = layer(x, *tables[rotation], *route)
         x = x if self.norm is None else self.norm(x)
         out: Tensor = x if self.head is None else self.head(x, targets_BS)
         return out

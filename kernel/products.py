@@ -54,16 +54,22 @@ _kept_product = mark_as_kept(product)
 
 
 def outputs(x_BSK: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The products of x with several weights N x K.
+    """The products of x with one or several weights N x K, by which a block begins.
 
-    Of several, selective recomputation keeps every second one, from the first on, as it does in other precisions.
+    Selective recomputation keeps every second one, from the first on, as it does in other precisions.
     """
     scaled_x = scale_rows(x_BSK.flatten(0, 1))
     outputs_TN = [
-        (product if i % 2 or len(weights) == 1 else _kept_product)(scaled_x, scale_rows(weight), "output")
+        (product if i % 2 else _kept_product)(scaled_x, scale_rows(weight), "output")
         for i, weight in enumerate(weights)
     ]
     return tuple(y_TN.view(*x_BSK.shape[:-1], -1) for y_TN in outputs_TN)
+
+
+def last_output(x_BSK: Tensor, weight: Tensor) -> Tensor:
+    """The product of x with the weight N x K by which a block ends; selective recomputation does not keep it."""
+    y_TN = product(scale_rows(x_BSK.flatten(0, 1)), scale_rows(weight), "output")
+    return y_TN.view(*x_BSK.shape[:-1], -1)
 
 
 def input_gradient(output_grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.tensor_parallel import kv_copies
+from ultrabench.tensor_parallel import most_kv_copies
 
 ADAMW_BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -117,11 +117,12 @@ class TrainStep:
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.after_microbatch = CLIP_NORM, after_microbatch
         self.compiler = GraphCounter(compile_backend)
-        self.attention_backend = choose_backend(spec.kernel, spec.shape.head_width, device)
+        head_width = max(kind.attention.core_width for kind in spec.shape.kinds if kind.attention)
+        self.attention_backend = choose_backend(spec.kernel, head_width, device)
         self.coordinates = layout.coordinates(dist.get_rank())
         self.positions = cp.local_positions(spec.workload.seq_len, layout.cp, self.coordinates.cp)
         self.cp_group = cp_group(layout)
-        num_kv_copies = kv_copies(spec.shape.num_key_value_heads, layout.tp)
+        num_kv_copies = most_kv_copies(spec.shape, layout.tp)
         self.kv_group = kv_group(layout, num_kv_copies, mesh.get_group("tp"))
         self.expert_mesh = build_expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.coordinates.pp]

@@ -48,7 +48,7 @@ from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
 from ultrabench.kernel.model import Block, Decoder, column_products
 from ultrabench.model_shape import ModelShape
-from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
+from ultrabench.tensor_parallel import most_kv_copies, padded_vocab_size
 
 TokenMove = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
@@ -75,7 +75,7 @@ def num_tp_copies(name: str, shape: ModelShape, tp: int) -> int:
     """Number of ranks of tp that hold the same part of the parameter `name`; experts, which ep cuts, have one."""
     if cut_dim(name) is None:
         return tp
-    return kv_copies(shape.num_key_value_heads, tp) if module_of(name) in KV_MODULES else 1
+    return most_kv_copies(shape, tp) if module_of(name) in KV_MODULES else 1
 
 
 def _rank_size(module_name: str, full_size: int, shape: ModelShape, tp: int) -> int:
@@ -208,10 +208,7 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx, tp_ranks: TensorParallel, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.tp_ranks = tp_ranks
         ctx.save_for_backward(x_BSh, weight)
-        if tp_ranks.fp8:
-            (y_BSH,) = products.outputs(x_BSh, weight)
-        else:
-            y_BSH = functional.linear(x_BSh, weight)
+        y_BSH = (products.last_output if tp_ranks.fp8 else functional.linear)(x_BSh, weight)
         return tp_ranks.scatter(y_BSH)()
 
     @staticmethod

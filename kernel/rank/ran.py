@@ -33,12 +33,10 @@ from ultrabench.kernel_config import PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 from ultrabench.stages import stages_by_rank
-from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
+from ultrabench.tensor_parallel import most_kv_copies, padded_vocab_size
 
 _PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
-NUM_LINEAR_LAYERS = 7
-"""Number of the weights of a decoder layer without experts: q, k, v, out, gate, up and down."""
 MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
 """Keys of the two moments in the optimizer states of AdamW."""
 TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -129,16 +127,20 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
-    tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
+    kinds = [shape.layer(int(n)).grouped_query for model in trainer.models for n in model.layers]
+    attentions = [(kind, layer.attention) for kind, layer in zip(kinds, layers, strict=True) if kind]
+    tp_degrees = [kind.q_width // attention.q.weight.shape[0] for kind, attention in attentions]
     copies = (
-        layer.attention.k.weight.shape[0] * tp // shape.kv_width
-        for tp, layer in zip(tp_degrees, layers, strict=True)
+        attention.k.weight.shape[0] * tp // kind.kv_width
+        for tp, (kind, attention) in zip(tp_degrees, attentions, strict=True)
     )
     options |= {"kv_copies": _common_value(copies), **_padded_vocabulary(trainer, tp_degrees[0])}
     sparse_ffns = [layer.ffn for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
     if sparse_ffns or not shape.num_experts:
-        num_gate_rows = shape.num_experts * shape.moe_intermediate_size
-        ep_degrees = [num_gate_rows // len(ffn.experts.gate) for ffn in sparse_ffns]
+        ep_degrees = [
+            ffn.sizes.num_experts * ffn.sizes.moe_intermediate_size // len(ffn.experts.up)
+            for ffn in sparse_ffns
+        ]
         options["ep"] = _common_value(ep_degrees or [1])
         options["routing"] = _common_value(model.routing.name for model in trainer.models)
     assert observations.rotations is not None
@@ -165,7 +167,7 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
             3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states
         ),
         "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes,
-            s.dtypes) for s in shard_states), observations, len(shard_states)),
+            s.dtypes) for s in shard_states), observations, len(shard_states) // len(layers) * _num_weights(layers)),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compile_value(observations.num_graph_calls, len(shard_states)),
         "attention": _common_value(args[-1] for args in fixed_args),
@@ -192,14 +194,18 @@ def _padded_vocabulary(trainer: TrainStep, tp: int) -> dict[str, int]:
     return {"padded_vocab_size": _common_value(len(t.weight) * tp for t in tables)} if tables else {}
 
 
-def _precision_of_products(precision: str, observations: StepObservations, num_forwards: int) -> str:
+def _num_weights(layers: Iterable[torch.nn.Module]) -> int:
+    """Number of the weights of products in layers without experts."""
+    return sum(isinstance(module, torch.nn.Linear) for layer in layers for module in layer.modules())
+
+
+def _precision_of_products(precision: str, observations: StepObservations, num_layer_outputs: int) -> str:
     """`fp8` if all matrix products of the layers ran in fp8, else `precision`, followed by how many did if any did.
 
     `precision` belongs to the dtypes that the layers got. For each forward a layer computes one output and two
-    gradients with each of its NUM_LINEAR_LAYERS weights; recomputation may repeat the outputs.
+    gradients with each of its weights, which are `num_layer_outputs`; recomputation may repeat the outputs.
     """
     num_outputs, num_gradients = (observations.scaled_products[purpose] for purpose in ("output", "gradient"))
-    num_layer_outputs = NUM_LINEAR_LAYERS * num_forwards
     if precision == "bf16" and num_outputs >= num_layer_outputs and num_gradients == 2 * num_layer_outputs:
         return "fp8"
     counts_text = (
@@ -224,8 +230,9 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
             precision_by_kind[kind] = _common_value(kind_precisions)
     assert observations.rotations is not None
     cos, sin = observations.rotations
+    rotation = next(rotation for model in trainer.models for rotation in model.rotations)
     return precision_by_kind | {
-        "angles": precisions.rotation_precision(cos, sin, trainer.positions, trainer.spec.shape),
+        "angles": precisions.rotation_precision(cos, sin, trainer.positions, rotation),
         "norms": precisions.norm_precision(layers_of(trainer)[0].ffn_norm, cos),
     }
 
@@ -253,7 +260,7 @@ def require_requested_options(trainer: TrainStep, observations: StepObservations
     requests, num_replicas = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
     requests |= {"compile": trainer.spec.compiles, "attention": trainer.attention_backend}
     requests |= {
-        "kv_copies": kv_copies(trainer.spec.shape.num_key_value_heads, layout.tp),
+        "kv_copies": most_kv_copies(trainer.spec.shape, layout.tp),
         "padded_vocab_size": padded_vocab_size(trainer.spec.shape.vocab_size, layout.tp),
     }
     requests |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}

@@ -113,6 +113,11 @@ def words_of_layers(
 def rotation_fields(rotation: Block) -> Block:
     """The fields of a shape that say how its rotations are stretched."""
     bounds = rotation.get("low_freq_factor"), rotation.get("high_freq_factor")
-    if rotation["rope_type"] == "llama3" and bounds[0] != bounds[1]:
-        return {"rope_scaling": {key: rotation[key] for key in field_types(RopeScaling) if key in rotation}}
+    stretches = {
+        "llama3": bounds[0] != bounds[1],
+        "yarn": None not in (rotation.get("factor"), rotation.get("original_max_position_embeddings")),
+    }
+    if stretches.get(rotation["rope_type"]):
+        keys = (key for key in field_types(RopeScaling) if rotation.get(key) is not None)
+        return {"rope_scaling": {key: rotation[key] for key in keys}}
     return {"rope_type": rotation["rope_type"]}

@@ -388,6 +388,17 @@ def _decoder(keys: ConfigKeys, **settings: Any) -> Block:
     return _common(keys, rotation, **settings.get("shape", {})) | layers
 
 
+def _arcee(keys: ConfigKeys) -> Block:
+    """Feed-forward blocks without a gate."""
+    has_bias = keys.get("attention_bias", default=False)
+    block = {
+        "gated": False, "mlp_bias": keys.get("mlp_bias", default=False),
+        "hidden_act": keys.activation("hidden_act", default="relu2"),
+    }  # fmt: skip
+    attention = {"attention_bias": has_bias, "output_bias": has_bias}
+    return _decoder(keys, attention=attention, block=block, shape={"eps": 1e-5})
+
+
 def _olmo3(keys: ConfigKeys) -> Block:
     has_bias = keys.get("attention_bias", default=False)
     attention = {"qk_norm": "all", "attention_bias": has_bias, "output_bias": has_bias}
@@ -566,7 +577,7 @@ READERS: dict[str, Callable[[ConfigKeys], Block]] = {
     "llama4_text": _llama4, "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_next,
     "minimax_m2": _minimax_m2, "nemotron_h": _nemotron_h, "olmo3": _olmo3, "phi3": _phi3, "smollm3": _smollm3,
     "exaone4": _exaone4, "seed_oss": _seed_oss, "ernie4_5": _ernie, "ernie4_5_moe": _ernie_moe, "granite": _granite,
-    "nemotron-nas": _nemotron_nas,
+    "nemotron-nas": _nemotron_nas, "arcee": _arcee,
 }  # fmt: skip
 """model_type -> what reads the files of such models."""
 TEXT_TYPES = {

@@ -26,6 +26,7 @@ SCALED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 CONFIGS = {
@@ -45,6 +46,21 @@ CONFIGS = {
         "model_type": "glm4_moe", "head_dim": 12, **SHARED, "use_qk_norm": True, "rope_scaling": SCALED,
         "norm_topk_prob": False,
     },
+    "glm-groups": {
+        "model_type": "glm4_moe", "head_dim": 16, **SHARED, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    },
+    "dots-groups": {
+        "model_type": "dots1", "head_dim": 16, **SHARED, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
+    "llama-yarn": {"model_type": "llama", "rope_scaling": YARN, "rope_theta": 100.0},
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 4.0, "truncate": False},
+    },
+    "arcee": {"model_type": "arcee"},
+    "arcee-gelu": {"model_type": "arcee", "hidden_act": "gelu", "tie_word_embeddings": True},
+    "arcee-gelu-tanh": {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh", "rope_scaling": YARN},
     "olmoe": {"model_type": "olmoe", "num_experts_per_tok": 3, "num_experts": 8},
     "dots": {"model_type": "dots1", "head_dim": 16, **SHARED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
 }  # fmt: skip
@@ -104,14 +120,16 @@ def models(name):
     torch.manual_seed(0)
     ours = Decoder(shape, split_stages(shape, 1)[0], [range(SEQ_LEN)]).double()
     for param in ours.parameters():
-        torch.nn.init.normal_(param, 0.5, 0.2)
+        # Matrices of mean 0 give activations of both signs, where their kinds differ.
+        torch.nn.init.normal_(param, 0.5 if param.dim() == 1 else 0.0, 0.2)
     config = AutoConfig.for_model(**values)
     options = {"experts_implementation": "eager"} if shape.num_experts else {}
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).double()
     state = {key: value for key, value in ours.state_dict().items() if not key.endswith("counts")}
     if shape.scoring_func == "sigmoid":  # the bias of an expert changes the choice, but no weight
         for balance in router_biases(ours).values():
-            balance.copy_(torch.linspace(0, 0.5, shape.num_experts))
+            # Their order lets the best experts, and the best groups by both measures, differ.
+            balance.copy_(torch.linspace(0, 0.5, shape.num_experts)[3 * torch.arange(shape.num_experts) % 8])
     else:
         state = {key: value for key, value in state.items() if not key.endswith("balance")}
     theirs.load_state_dict(in_their_words(shape, state))

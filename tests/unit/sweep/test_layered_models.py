@@ -70,6 +70,7 @@ MODELS = {
         "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
         "moe_layer_end_index": 6,
     }],
+    "arcee": [{}, {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}],
     "granite": [{"head_dim": None}, {"head_dim": None, "mlp_bias": True, "embedding_multiplier": 12.0}],
 }  # fmt: skip
 CASES = [(model_type, words) for model_type, cases in MODELS.items() for words in cases]
@@ -256,3 +257,15 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
     assert reason == f"kernel megatron has no word for latent attention, which m has: {told}"
     command = KernelConfig(name="command", kind="command", command=("true",), step_line="(?P<seconds>x)")
     assert refusal(command, Layout(dp=1), shape, 64, "cpu") is None
+
+
+def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_refused():
+    kernels = KernelConfig(name="embedded"), load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel
+    for model_type, words, feature in (
+        ("arcee", {}, "feed-forward blocks without a gate"),
+        ("llama", {"rope_scaling": DEEPSEEK["rope_scaling"], "head_dim": 16}, "yarn rotations"),
+    ):
+        shape = shape_of(config_of(model_type, words).to_dict(), "m", "m")
+        ours, theirs = (refusal(kernel, Layout(dp=2, zero_stage=1), shape, 64, "cuda") for kernel in kernels)
+        assert ours is None
+        assert f"kernel megatron has no word for {feature}, which m has" in theirs
