@@ -100,6 +100,8 @@ class _LayerWidths(NamedTuple):
     """What a dense feed-forward block keeps, or that of shared experts."""
     width: int
     """Width of this block."""
+    recomputed_block: int
+    """What of this block a compiled layer computes again: the activation of a gate."""
     kept_block: int
     """What of a feed-forward block, or of a router, recompute=selective keeps."""
     row: int
@@ -132,6 +134,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
             kv = kind.latent.exchanged_channels() / 2
         kept_attention = sum(p.inputs if p.cut == ROWS else round(p.kept_share * p.outputs) for p in products)
         input_params = sum(p.params for p in products if p.cut != ROWS)
+    block_type = kind.feed_forward or experts
     if kind.feed_forward is not None:
         block, width = kind.feed_forward.kept(h).cut, kind.feed_forward.intermediate_size
     elif experts is not None:
@@ -145,6 +148,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
         input_params=input_params,
         block=block,
         width=width,
+        recomputed_block=width * bool(block_type and block_type.gated),
         kept_block=width or (experts.num_experts if experts else 0),
         row=experts.row_width(h) if experts else 0,
         expert=experts.moe_intermediate_size if experts else 0,
@@ -157,7 +161,8 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
 
     It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up,
     silu(gate) and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps
-    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again.
+    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again. Without a gate
+    it keeps up and its activation, compiled or not.
     """
     layout, compiled, is_sparse, tp = spec.layout, spec.compiles, of.kept_of_experts > 0, spec.layout.tp
     channel = whole_hidden / spec.shape.hidden_size / tp  # of the tokens of a rank, t*w
@@ -171,7 +176,7 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
     layer = of.norms * hidden + channel * of.attention + block
     if compiled and spec.kernel.precision == "fp8" and not is_sparse:
         layer -= hidden * (2 if tp == 1 else 1)  # backward computes the outputs of norms again
-    stored = layer - channel * width * compiled
+    stored = layer - channel * of.recomputed_block * compiled
     if layout.recompute == "selective":  # the inputs of both blocks, q, v, the output of attention, and gate
         sums = (1 + (width > 0 and not compiled)) * (tp > 1)
         stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)
