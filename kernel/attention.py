@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ultrabench.kernel.compat import activate_flash3, prefers_cudnn_attention
 from ultrabench.kernel.cp import ring_attention
-from ultrabench.kernel.model import Attention, Decoder, causal_attention
+from ultrabench.kernel.model import Decoder, Layer, causal_attention
 from ultrabench.kernel_config import KernelConfig, auto_attention
 from ultrabench.layout import AUTO
 
@@ -50,8 +50,7 @@ def pinned_attention(backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tenso
 def apply_attention(model: Decoder, backend: str, ring_group: ProcessGroup | None, cp_exchange: str) -> None:
     """Makes every layer of `model` attend by `backend`, with the ranks of `ring_group` if given."""
     for layer in model.layers.values():
-        attention = layer.attention
-        assert isinstance(attention, Attention)
-        attention.core = partial(pinned_attention, backend)
+        assert isinstance(layer, Layer)
+        layer.attention.core = partial(pinned_attention, backend)
         if ring_group is not None:
-            attention.core = partial(ring_attention, ring_group.group_name, cp_exchange, backend)
+            layer.attention.core = partial(ring_attention, ring_group.group_name, cp_exchange, backend)

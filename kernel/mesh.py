@@ -57,6 +57,11 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def is_norm(name: str) -> bool:
+    """Whether the parameter is the weight of a norm."""
+    return name.endswith("norm.weight")
+
+
 def cp_group(layout: Layout) -> dist.ProcessGroup | None:
     """The group of ranks that share the tokens of this rank's sequences; None if this rank holds them all.
 

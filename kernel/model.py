@@ -17,8 +17,9 @@ from ultrabench.attention_type import GroupedQuery
 from ultrabench.feed_forward_type import Experts
 from ultrabench.kernel.activation import activate
 from ultrabench.kernel.compat import kept_linear
+from ultrabench.kernel.cut import COLUMNS, OF_HEADS, OF_TOKENS, ROWS, VOCABULARY, Cut
 from ultrabench.kernel.loss import HeadGradient, head_loss
-from ultrabench.kernel.mesh import Part, is_expert, part_view
+from ultrabench.kernel.mesh import Part, is_expert, is_norm, part_view
 from ultrabench.kernel.moe import LEARNED_ROUTING, Route, Routing, SparseFeedForward
 from ultrabench.kernel.rope import rope_tables, rotate, rotation_of
 from ultrabench.layer_type import LayerType
@@ -89,6 +90,8 @@ def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 class Block(nn.Module):
     """Products with several weights, something between, and a product with one weight."""
 
+    cuts: dict[str, Cut]
+    """Name of each layer of the block -> how tensor parallelism cuts it."""
     column_products: Callable[..., tuple[Tensor, ...]]
     row_product: Callable[[Tensor, Tensor], Tensor]
     """The last product; tensor parallelism cuts its weight along its input."""
@@ -97,26 +100,45 @@ class Block(nn.Module):
         super().__init__()
         self.column_products, self.row_product = column_products, functional.linear
 
+    @property
+    def linear_layers(self) -> list[nn.Linear]:
+        """The layers with whose weights the block multiplies each token."""
+        return [layer for layer in self.children() if isinstance(layer, nn.Linear)]
+
 
 class Attention(Block):
-    """Causal self-attention with grouped keys and values."""
+    """Causal self-attention of any kind."""
 
     core: Callable[[Tensor, Tensor, Tensor], Tensor]
     """The attention function, over all tokens of a sequence or around a ring of ranks."""
 
-    def __init__(self, kind: GroupedQuery, hidden_size: int, eps: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        has_bias = kind.attention_bias
-        self.head_width, self.core = kind.head_dim, causal_attention
-        self.q = nn.Linear(hidden_size, kind.q_width, bias=has_bias)
-        self.k = nn.Linear(hidden_size, kind.kv_width, bias=has_bias)
-        self.v = nn.Linear(hidden_size, kind.kv_width, bias=has_bias)
-        self.out = nn.Linear(kind.q_width, hidden_size, bias=False)
-        self.norm_across_heads = kind.qk_norm == "all"
-        widths = (kind.q_width, kind.kv_width) if self.norm_across_heads else (kind.head_dim,) * 2
-        self.q_norm, self.k_norm = (
-            RmsNorm(width, eps) if kind.qk_norm != "none" else None for width in widths
-        )
+        self.core = causal_attention
+
+
+class GroupedQueryAttention(Attention):
+    """Causal self-attention with grouped keys and values."""
+
+    def __init__(self, sizes: GroupedQuery, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        has_bias, self.head_width = sizes.attention_bias, sizes.head_dim
+        self.q = nn.Linear(hidden_size, sizes.q_width, bias=has_bias)
+        self.k = nn.Linear(hidden_size, sizes.kv_width, bias=has_bias)
+        self.v = nn.Linear(hidden_size, sizes.kv_width, bias=has_bias)
+        self.out = nn.Linear(sizes.q_width, hidden_size, bias=False)
+        self.norm_across_heads, has_norms = sizes.qk_norm == "all", sizes.qk_norm != "none"
+        widths = (sizes.q_width, sizes.kv_width) if self.norm_across_heads else (sizes.head_dim,) * 2
+        self.q_norm, self.k_norm = (RmsNorm(width, eps) if has_norms else None for width in widths)
+        kv_columns = COLUMNS._replace(num_heads=sizes.num_key_value_heads)
+        self.cuts = {
+            "q": COLUMNS,
+            "k": kv_columns,
+            "v": kv_columns,
+            "out": ROWS,
+            "q_norm": OF_HEADS,
+            "k_norm": OF_HEADS,
+        }
 
     def _heads(self, projection: Tensor, norm: RmsNorm | None) -> Tensor:
         """The heads of queries, keys or values, B x S x N x D, from their projection B x S x N*D.
@@ -144,6 +166,8 @@ class Attention(Block):
 class FeedForward(Block):
     """down(act(gate(x)) * up(x)) (arXiv 2002.05202), or down(act(up(x))) without a gate."""
 
+    cuts = {"gate": COLUMNS, "up": COLUMNS, "down": ROWS}  # noqa: RUF012  one for all blocks
+
     def __init__(
         self, sizes: feed_forward_type.FeedForward | Experts, hidden_size: int, ffn_width: int
     ) -> None:
@@ -163,7 +187,13 @@ class FeedForward(Block):
         return self.row_product(activate(self.hidden_act, gate) * up, self.down.weight)
 
 
-def feed_forward_of(kind: LayerType, hidden_size: int) -> FeedForward | SparseFeedForward:
+def attention_of(kind: LayerType, hidden_size: int, eps: float) -> Attention:
+    """The attention of a layer of this type."""
+    assert kind.grouped_query is not None, "no plan accepts a layer of this type"
+    return GroupedQueryAttention(kind.grouped_query, hidden_size, eps)
+
+
+def feed_forward_of(kind: LayerType, hidden_size: int) -> "FeedForward | SparseFeedForward":
     """The feed-forward block of a layer of this type."""
     if kind.experts is not None:
         return sparse_feed_forward(kind.experts, hidden_size)
@@ -181,14 +211,21 @@ def sparse_feed_forward(experts: Experts, hidden_size: int) -> SparseFeedForward
 class Layer(nn.Module):
     """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
-    def __init__(self, shape: ModelShape, kind: LayerType) -> None:
+    cuts = {"attention_norm": OF_TOKENS, "ffn_norm": OF_TOKENS}  # noqa: RUF012  one for all layers
+
+    def __init__(self, shape: ModelShape, layer_number: int) -> None:
+        """`layer_number` counts the layers of the whole model from 0."""
         super().__init__()
-        h, eps = shape.hidden_size, shape.rms_norm_eps
-        assert kind.grouped_query is not None, "no plan accepts a layer of this type"
+        h, eps, kind = shape.hidden_size, shape.rms_norm_eps, shape.layer(layer_number)
         self.attention_norm = RmsNorm(h, eps)
-        self.attention = Attention(kind.grouped_query, h, eps)
+        self.attention = attention_of(kind, h, eps)
         self.ffn_norm = RmsNorm(h, eps)
         self.ffn = feed_forward_of(kind, h)
+
+    @property
+    def num_products(self) -> int:
+        """Number of the weights of its blocks, each of which makes one product in forward."""
+        return sum(len(block.linear_layers) for block in self.modules() if isinstance(block, Block))
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, *route: Route | None) -> Tensor:
         """The x_BSH after this layer; layers of a model with experts get the route of the tokens."""
@@ -223,6 +260,7 @@ class Decoder(nn.Module):
     values in every layout.
     """
 
+    cuts = {"embedding": VOCABULARY, "head": VOCABULARY, "norm": OF_TOKENS}  # noqa: RUF012  one for all stages
     route: Callable[[Tensor], Route | None]
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
@@ -237,7 +275,7 @@ class Decoder(nn.Module):
         layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         hidden_size = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(n): Layer(shape, shape.layer(n)) for n in layer_numbers})
+        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in layer_numbers})
         self.rotations = [rotation_of(shape, shape.layer(n)) for n in layer_numbers]
         self.norm = RmsNorm(hidden_size, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
@@ -285,7 +323,7 @@ class Decoder(nn.Module):
         return part_view(self._full_value(name, full_shape, seed, device), part)
 
     def _full_value(self, name: str, full_shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             return torch.ones(full_shape, device=device, dtype=torch.float32)
         if self.shape.tie_word_embeddings and name == "head.weight":
             name = TIED_PARAMETER_NAME

@@ -21,6 +21,7 @@ from torch.nn import functional
 from ultrabench import feed_forward_type
 from ultrabench.kernel.activation import activate
 from ultrabench.kernel.compat import kept_linear
+from ultrabench.kernel.cut import EXPERTS, OF_TOKENS
 from ultrabench.model_shape import ModelShape
 from ultrabench.routing import expert_shares
 
@@ -143,6 +144,8 @@ class SparseFeedForward(nn.Module):
     """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
     token_counts: Tensor
     """The number of this rank's tokens of each expert in the backward passes of a step."""
+
+    cuts = {"router": OF_TOKENS, "experts": EXPERTS}  # noqa: RUF012  one for all blocks
 
     def __init__(
         self, sizes: feed_forward_type.Experts, hidden_size: int, shared_experts: nn.Module | None

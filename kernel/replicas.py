@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultrabench.kernel.cut import num_tp_copies
 from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, reduce_over_ranks
 from ultrabench.kernel.moe import router_biases
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.kernel.step import TrainStep
-from ultrabench.kernel.tp import cut_dim, num_tp_copies
 
 MAX_ROUNDINGS = 16
 """Largest allowed mean difference of two copies of an RMSNorm's weight, in units of eps times their mean size.
@@ -40,9 +40,9 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     Raises:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
     """
-    params, shape, tp = trainer.shards, trainer.spec.shape, trainer.layout.tp
-    tp_copies = {n: p for n, p in params.items() if num_tp_copies(n, shape, tp) > 1}
-    head_copies = {n: p for n, p in tp_copies.items() if cut_dim(n) is not None}
+    params, cuts, tp = trainer.shards, trainer.cuts, trainer.layout.tp
+    tp_copies = {n: p for n, p in params.items() if num_tp_copies(cuts[n], tp) > 1}
+    head_copies = {n: p for n, p in tp_copies.items() if cuts[n].dim is not None}
     whole_copies = {n: p for n, p in tp_copies.items() if n not in head_copies}
     checked_params = {name: param for name, param in params.items() if name not in tp_copies}
     checksums = {n: p.view(_INT_DTYPES[p.element_size()]).sum() for n, p in checked_params.items()}

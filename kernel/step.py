@@ -12,6 +12,7 @@ from ultrabench.kernel import cp
 from ultrabench.kernel.attention import apply_attention, choose_backend
 from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
+from ultrabench.kernel.cut import Cut, cuts_of, num_tp_copies
 from ultrabench.kernel.data import make_batch, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
 from ultrabench.kernel.ep import apply_ep
@@ -29,14 +30,7 @@ from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED_ROUTING, update_router_biases
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
-from ultrabench.kernel.tp import (
-    TensorParallel,
-    apply_tp,
-    num_tp_copies,
-    part_of,
-    sum_copied_gradients,
-    sum_norm_layer_gradients,
-)
+from ultrabench.kernel.tp import TensorParallel, apply_tp, part_of, sum_copied_gradients, sum_whole_gradients
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -83,16 +77,17 @@ def initialise(
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
+    cuts, vocab_size = cuts_of(model), model.shape.vocab_size
     with torch.no_grad():
         for name, param in model.named_parameters():
-            part = part_of(name, param, cut_group(name), model.shape)
+            part = part_of(cuts[name], param, cut_group(name), vocab_size)
             local_shard(param).zero_()
             own_values(param, part).copy_(model.initial_value(name, full_shapes[name], seed, device, part))
 
 
-def num_copies(name: str, param: Tensor, layout: Layout, shape: ModelShape) -> int:
+def num_copies(name: str, param: Tensor, layout: Layout, cut: Cut) -> int:
     """Number of ranks that hold the same part of a parameter: the ranks of a pipeline stage / the number of parts."""
-    num_cut_parts = layout.ep if is_expert(name) else layout.tp // num_tp_copies(name, shape, layout.tp)
+    num_cut_parts = layout.ep if is_expert(name) else layout.tp // num_tp_copies(cut, layout.tp)
     return layout.dp * layout.cp * layout.tp // (num_cut_parts * num_shards(param))
 
 
@@ -127,15 +122,23 @@ class TrainStep:
         self.expert_mesh = build_expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.coordinates.pp]
         is_fp8 = spec.kernel.precision == "fp8"
+        self.full_shapes = dict[str, torch.Size]()
+        """The shape of each full parameter of this rank's stages, by its name."""
         self.tp_ranks = TensorParallel(mesh.get_group("tp"), layout.sequence_parallel == "on", is_fp8)
         self.models = [self._build_stage(stage) for stage in stages]
         self.ties_across_stages = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.coordinates.pp) if self.ties_across_stages else None
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
-        self.parts = {n: part_of(n, p, self.cut_group(n), spec.shape) for n, p in self.params.items()}
+        self.cuts = {name: cut for model in self.models for name, cut in cuts_of(model).items()}
+        vocab_size = spec.shape.vocab_size
+        self.parts = {
+            n: part_of(self.cuts[n], p, self.cut_group(n), vocab_size) for n, p in self.params.items()
+        }
         self.shards = {name: own_values(p.detach(), self.parts[name]) for name, p in self.params.items()}
         # The norm counts each number once: that of a tied embedding on the first stage.
-        self.grad_norm_weights = {n: 1 / num_copies(n, p, layout, spec.shape) for n, p in self.params.items()}
+        self.grad_norm_weights = {
+            n: 1 / num_copies(n, p, layout, self.cuts[n]) for n, p in self.params.items()
+        }
         if self.ties_across_stages:
             self.grad_norm_weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
@@ -157,7 +160,7 @@ class TrainStep:
         spec, kernel = self.spec, self.spec.kernel
         with torch.device("meta"):
             model = Decoder(spec.shape, stage, self.positions, kernel.routing)
-        full_shapes = {name: param.shape for name, param in model.named_parameters()}
+        self.full_shapes |= {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[kernel.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[kernel.precision])  # tensors of a dry run do not permit this
         apply_attention(model, self.attention_backend, self.cp_group, self.layout.cp_exchange)
@@ -169,7 +172,7 @@ class TrainStep:
         if spec.compiles:
             apply_compile(model, self.compiler)
         apply_dp(model, self.mesh, self.layout.zero_stage, kernel.precision, self.expert_mesh)
-        initialise(model, full_shapes, spec.workload.seed, self.device, self.cut_group)
+        initialise(model, self.full_shapes, spec.workload.seed, self.device, self.cut_group)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -208,8 +211,8 @@ class TrainStep:
                 end_microbatch(model, self.layout.zero_stage, **microbatch_options)
                 losses.append(loss.detach())
                 self.after_microbatch()
-        sum_norm_layer_gradients(self.params.items(), self.tp_ranks)
-        sum_copied_gradients(self.params.items(), self.kv_group)
+        sum_whole_gradients(self.params.items(), self.cuts, self.tp_ranks)
+        sum_copied_gradients(self.params.items(), self.cuts, self.kv_group)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
     def update(self, loss_summand: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ If there are more ranks than key/value heads, neighbouring ranks hold copies of 
 own. The gradients of the copies are summands, which are summed once a step over these ranks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,45 +44,21 @@ from torch.nn import functional
 from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, process_group, reduce_scatter, wait
 from ultrabench.kernel.compile import as_operator
+from ultrabench.kernel.cut import ALWAYS, WITH_SEQUENCE_PARALLEL, Cut, cuts_of, num_tp_copies
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
 from ultrabench.kernel.model import Block, Decoder, column_products
-from ultrabench.model_shape import ModelShape
-from ultrabench.tensor_parallel import most_kv_copies, padded_vocab_size
+from ultrabench.tensor_parallel import padded_vocab_size
 
 TokenMove = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
-CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
-"""Module -> the dim along which its weight is cut; weights of norms are not cut."""
-VOCABULARY_MODULES = ("embedding", "head")
-"""Modules whose weight has a row for each token."""
-KV_MODULES = ("k", "v")
-"""Modules whose rows belong to key/value heads."""
 
-
-def module_of(name: str) -> str:
-    """The name of the module that has the parameter `name`, such as `q`."""
-    return name.split(".")[-2]
-
-
-def cut_dim(name: str) -> int | None:
-    """The dim along which the parameter `name` is cut, over tp, or over ep for experts; None if it is whole."""
-    return 0 if is_expert(name) else CUT_DIM.get(module_of(name))
-
-
-def num_tp_copies(name: str, shape: ModelShape, tp: int) -> int:
-    """Number of ranks of tp that hold the same part of the parameter `name`; experts, which ep cuts, have one."""
-    if cut_dim(name) is None:
-        return tp
-    return most_kv_copies(shape, tp) if module_of(name) in KV_MODULES else 1
-
-
-def _rank_size(module_name: str, full_size: int, shape: ModelShape, tp: int) -> int:
-    """What a rank holds of `full_size` rows or columns of a module's weight."""
-    if module_name in VOCABULARY_MODULES:
+def _rank_size(cut: Cut, full_size: int, tp: int) -> int:
+    """What a rank holds of `full_size` rows or columns of a weight with this cut."""
+    if cut.is_vocabulary:
         full_size = padded_vocab_size(full_size, tp)
-    return full_size * num_tp_copies(f"{module_name}.weight", shape, tp) // tp
+    return full_size * num_tp_copies(cut, tp) // tp
 
 
 @dataclass(slots=True)
@@ -278,13 +254,14 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
                 block.row_product = partial(_RowProduct.apply, tp_ranks)
     if tp_ranks.group.size() == 1:
         return
-    for module_path, module in model.named_modules():
-        module_name = module_path.rpartition(".")[2]
-        if (dim := CUT_DIM.get(module_name)) is not None:
-            for param_name, param in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                sizes = list(param.shape)
-                sizes[dim] = _rank_size(module_name, sizes[dim], model.shape, tp_ranks.group.size())
-                setattr(module, param_name, nn.Parameter(param.detach().new_empty(sizes)))
+    for name, cut in cuts_of(model).items():
+        if cut.dim is not None and not is_expert(name):
+            module_path, _, param_name = name.rpartition(".")
+            module = model.get_submodule(module_path)
+            param = module.get_parameter(param_name)
+            sizes = list(param.shape)
+            sizes[cut.dim] = _rank_size(cut, sizes[cut.dim], tp_ranks.group.size())
+            setattr(module, param_name, nn.Parameter(param.detach().new_empty(sizes)))
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, tp_ranks, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
@@ -292,17 +269,17 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
     model.tie()
 
 
-def part_of(name: str, param: Tensor, group: dist.ProcessGroup, shape: ModelShape) -> Part:
-    """The cuts that turn the full tensor into this rank's part of the parameter `name`: over `group`, then over dp.
+def part_of(cut: Cut, param: Tensor, group: dist.ProcessGroup, vocab_size: int) -> Part:
+    """The cuts that turn the full tensor into this rank's part of a parameter: over `group`, then over dp.
 
     `group` holds the ranks of tp, or those of ep for experts; `param` is already cut over it. A part has no padding, so
     that it may be smaller than `param`, or empty.
     """
-    if (dim := cut_dim(name)) is None:
+    if cut.dim is None:
         return dp_part(param)
-    part_index = group.rank() // num_tp_copies(name, shape, group.size())
-    part = (dim, part_index * param.shape[dim], param.shape[dim]), *dp_part(param)
-    return _without_padding(part, shape.vocab_size) if module_of(name) in VOCABULARY_MODULES else part
+    part_index = group.rank() // num_tp_copies(cut, group.size())
+    part = (cut.dim, part_index * param.shape[cut.dim], param.shape[cut.dim]), *dp_part(param)
+    return _without_padding(part, vocab_size) if cut.is_vocabulary else part
 
 
 def _without_padding(part: Part, vocab_size: int) -> Part:
@@ -314,8 +291,10 @@ def _without_padding(part: Part, vocab_size: int) -> Part:
     return tuple(cuts)
 
 
-def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: TensorParallel) -> None:
-    """Sums the gradients of the weights of norm layers and routers over tp.
+def sum_whole_gradients(
+    params: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], tp_ranks: TensorParallel
+) -> None:
+    """Sums over tp the gradients of what its ranks hold whole, such as the weights of norm layers and routers.
 
     Each rank has other tokens, or for the norms of q and k other heads, so that its gradient is a summand.
 
@@ -323,10 +302,9 @@ def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: Ten
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    suffixes = ("norm", "router") if tp_ranks.sequence_parallel else ("q_norm", "k_norm")
-    uncut_params = {name: param for name, param in params if cut_dim(name) is None}
-    norm_grads = (p.grad for name, p in uncut_params.items() if module_of(name).endswith(suffixes))
-    grads = [local_shard(grad) for grad in norm_grads if grad is not None]
+    summed = (WITH_SEQUENCE_PARALLEL, ALWAYS) if tp_ranks.sequence_parallel else (ALWAYS,)
+    summand_grads = (param.grad for name, param in params if cuts[name].summed in summed)
+    grads = [local_shard(grad) for grad in summand_grads if grad is not None]
     if tp_ranks.group.size() == 1 or not grads:
         return
     flat_grad = torch.cat([grad.flatten() for grad in grads])
@@ -335,7 +313,9 @@ def sum_norm_layer_gradients(params: Iterable[tuple[str, Tensor]], tp_ranks: Ten
         grad.copy_(grad_sum.view_as(grad))
 
 
-def sum_copied_gradients(params: Iterable[tuple[str, Tensor]], kv_group: dist.ProcessGroup | None) -> None:
+def sum_copied_gradients(
+    params: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], kv_group: dist.ProcessGroup | None
+) -> None:
     """Sums the gradients of key/value heads over the ranks that hold copies of them, in place; None if no rank does.
 
     It makes two all-reduces for each layer of the rank, of D*H/shards elements each, and two of D/shards with biases.
@@ -343,7 +323,7 @@ def sum_copied_gradients(params: Iterable[tuple[str, Tensor]], kv_group: dist.Pr
     """
     if kv_group is None:
         return
-    kv_grads = (param.grad for name, param in params if module_of(name) in KV_MODULES)
+    kv_grads = (param.grad for name, param in params if cuts[name].num_heads)
     grads = (local_shard(grad) for grad in kv_grads if grad is not None)
     sums = [dist.all_reduce(grad, group=kv_group, async_op=True) for grad in grads if grad.numel()]
     for pending_sum in sums:

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from ultrabench.kernel.cut import num_tp_copies
 from ultrabench.kernel.mesh import reduce_over_ranks
 from ultrabench.kernel.moe import router_biases
 from ultrabench.kernel.rank.clock import Result, run_timed
 from ultrabench.kernel.step import TrainStep
-from ultrabench.kernel.tp import num_tp_copies
 
 SYNC_FOLDER, ASYNC_FOLDER = "sync", "async"
 """Names of the folders of the two saves, inside the folder of the checkpoints of a run."""
@@ -50,10 +50,9 @@ def sharded_state(trainer: TrainStep) -> dict[str, Tensor]:
     rounding (see `replicas.py`), so that each rank saves its own.
     """
     tensors = {name: bias for model in trainer.models for name, bias in router_biases(model).items()}
-    shape, tp = trainer.spec.shape, trainer.layout.tp
     for name, shard in trainer.shards.items():
         place_text = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
-        if num_tp_copies(name, shape, tp) > 1:
+        if num_tp_copies(trainer.cuts[name], trainer.layout.tp) > 1:
             place_text = f"rank{dist.get_rank()}"
         if shard.numel():
             moment_by_key = trainer.optimizer.state[shard]

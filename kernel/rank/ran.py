@@ -8,7 +8,7 @@ is found, and so is one that torch ignored.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import unwrap
@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.kernel.compat import ShardState, shard_state
+from ultrabench.kernel.cut import Cut
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.fp8 import SCALED_PRODUCTS
-from ultrabench.kernel.mesh import local_shard
+from ultrabench.kernel.mesh import is_expert, is_norm, local_shard
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.pp import SCHEDULE_CLASSES
 from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
@@ -96,7 +96,7 @@ def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
 
 def _is_matrix(name: str) -> bool:
     """Whether the parameter is a matrix of a layer, to whose gradient every micro-batch adds."""
-    return name.startswith("layers.") and not name.endswith("norm.weight")
+    return name.startswith("layers.") and not is_norm(name)
 
 
 def layers_of(trainer: TrainStep) -> list[Any]:
@@ -127,20 +127,11 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
-    kinds = [shape.layer(int(n)).grouped_query for model in trainer.models for n in model.layers]
-    attentions = [(kind, layer.attention) for kind, layer in zip(kinds, layers, strict=True) if kind]
-    tp_degrees = [kind.q_width // attention.q.weight.shape[0] for kind, attention in attentions]
-    copies = (
-        attention.k.weight.shape[0] * tp // kind.kv_width
-        for tp, (kind, attention) in zip(tp_degrees, attentions, strict=True)
-    )
-    options |= {"kv_copies": _common_value(copies), **_padded_vocabulary(trainer, tp_degrees[0])}
-    sparse_ffns = [layer.ffn for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
-    if sparse_ffns or not shape.num_experts:
-        ep_degrees = [
-            ffn.sizes.num_experts * ffn.sizes.moe_intermediate_size // len(ffn.experts.up)
-            for ffn in sparse_ffns
-        ]
+    tp_degrees = _part_counts(trainer, lambda name, cut: not (cut.num_heads or is_expert(name)))
+    copies = [tp_degrees[0] // n for n in _part_counts(trainer, lambda _, cut: bool(cut.num_heads))]
+    options |= {"kv_copies": _common_value(copies or [1]), **_padded_vocabulary(trainer, tp_degrees[0])}
+    ep_degrees = _part_counts(trainer, lambda name, _: is_expert(name))
+    if ep_degrees or not shape.num_experts:
         options["ep"] = _common_value(ep_degrees or [1])
         options["routing"] = _common_value(model.routing.name for model in trainer.models)
     assert observations.rotations is not None
@@ -148,6 +139,7 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
     cp_degrees = [seq_len // (x_shape[1] * num_token_parts ** (len(x_shape) - 2)) for x_shape, _ in records]
     shard_states = [state for _, layer_states in records for state in layer_states]
+    num_layer_outputs = sum(layer.num_products for layer in layers) * len(records) // len(trainer.models)
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     later_has_reduced = {s.has_reduced for i, (_, states) in enumerate(records) for s in states if i % gas}
     zero_stage_if_sharded = 2 if not pipeline and later_has_reduced == {True} else 1
@@ -167,12 +159,21 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
             3 if s.is_sharded else zero_stage_if_sharded if s.num_shards > 1 else 0 for s in shard_states
         ),
         "precision": _precision_of_products(_common_value(_PRECISION_BY_DTYPES.get(s.dtypes,
-            s.dtypes) for s in shard_states), observations, len(shard_states) // len(layers) * _num_weights(layers)),
+            s.dtypes) for s in shard_states), observations, num_layer_outputs),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compile_value(observations.num_graph_calls, len(shard_states)),
         "attention": _common_value(args[-1] for args in fixed_args),
         "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in fixed_args),
     }  # fmt: skip
+
+
+def _part_counts(trainer: TrainStep, is_counted: Callable[[str, Cut], bool]) -> list[int]:
+    """Into how many parts the ranks of tp, or of ep, cut each counted parameter of the layers of this rank."""
+    return [
+        trainer.full_shapes[name][cut.dim] // trainer.params[name].shape[cut.dim]
+        for name, cut in trainer.cuts.items()
+        if name.startswith("layers.") and cut.dim is not None and is_counted(name, cut)
+    ]
 
 
 def _pp_layout_of(trainer: TrainStep) -> str:
@@ -194,16 +195,11 @@ def _padded_vocabulary(trainer: TrainStep, tp: int) -> dict[str, int]:
     return {"padded_vocab_size": _common_value(len(t.weight) * tp for t in tables)} if tables else {}
 
 
-def _num_weights(layers: Iterable[torch.nn.Module]) -> int:
-    """Number of the weights of products in layers without experts."""
-    return sum(isinstance(module, torch.nn.Linear) for layer in layers for module in layer.modules())
-
-
 def _precision_of_products(precision: str, observations: StepObservations, num_layer_outputs: int) -> str:
     """`fp8` if all matrix products of the layers ran in fp8, else `precision`, followed by how many did if any did.
 
-    `precision` belongs to the dtypes that the layers got. For each forward a layer computes one output and two
-    gradients with each of its weights, which are `num_layer_outputs`; recomputation may repeat the outputs.
+    `precision` belongs to the dtypes that the layers got. `num_layer_outputs` is the number of outputs that forwards of
+    layers computed by their products; for each, backward makes two gradients. Recomputation may repeat outputs.
     """
     num_outputs, num_gradients = (observations.scaled_products[purpose] for purpose in ("output", "gradient"))
     if precision == "bf16" and num_outputs >= num_layer_outputs and num_gradients == 2 * num_layer_outputs:

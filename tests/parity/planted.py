@@ -17,6 +17,7 @@ from torch.distributed.pipelining import stage
 from tests.parity import planted_clock, planted_experts, planted_model, planted_options, planted_products  # noqa: F401  their faults are in FAULTS, too
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, loss, model, pp, recompute, step, tp
+from ultrabench.kernel.cut import OF_HEADS
 from ultrabench.kernel.dryrun import counts, rank_cost
 
 __all__ = ["FAULTS"]
@@ -26,22 +27,22 @@ __all__ = ["FAULTS"]
 
 
 @planted(
-    step, "sum_norm_layer_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16", replicas="tp=2 gas=2"
+    step, "sum_whole_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16", replicas="tp=2 gas=2"
 )  # fmt: skip
 def drop_tp_all_reduce(right, *_):
     """Gradients of norms, summands on each rank of tp, pass for sums."""
 
 
-@planted(step, "sum_norm_layer_gradients", parity="tp=2 qwen")
-def forgotten_head_norms(right, params, ranks):
+@planted(step, "sum_whole_gradients", parity="tp=2 qwen")
+def forgotten_head_norms(right, params, cuts, ranks):
     """Only norms of tokens are summed over tp, not those of queries and keys."""
-    right([(n, p) for n, p in params if n.split(".")[-2] not in ("q_norm", "k_norm")], ranks)
+    right([(n, p) for n, p in params if cuts[n] != OF_HEADS], cuts, ranks)
 
 
-@planted(step, "sum_norm_layer_gradients", parity="tp=2 gas=2 biased")
-def summed_biases(right, params, ranks):
+@planted(step, "sum_whole_gradients", parity="tp=2 gas=2 biased")
+def summed_biases(right, params, cuts, ranks):
     """Gradients of biases, of which each rank of tp has all of its columns, are summed over tp."""
-    right(params, ranks)
+    right(params, cuts, ranks)
     for name, param in params:
         if name.endswith(".bias"):
             dist.all_reduce(param.grad.to_local(), group=ranks.group)
@@ -97,11 +98,11 @@ def copied_tokens(right, tensor, group):
     return right(tensor.clone(), group)
 
 
-@planted(step, "sum_norm_layer_gradients", counts="test_tensor_parallel 1")
-def norms_one_by_one(right, params, ranks):
+@planted(step, "sum_whole_gradients", counts="test_tensor_parallel 1")
+def norms_one_by_one(right, params, *args):
     """Each norm has an all-reduce of its own."""
     for param in params:
-        right([param], ranks)
+        right([param], *args)
 
 
 @planted(loss, "mask_padding", parity="tp=2 uneven, tp=4 padded")
@@ -125,9 +126,9 @@ def copies_summed_twice(right, *args):
 
 
 @planted(step, "sum_copied_gradients", parity="tp=2 uneven biased")
-def forgotten_key_biases(right, params, group):
+def forgotten_key_biases(right, params, *args):
     """Of the gradients of copies only those of weights are summed, not those of biases."""
-    right([(name, param) for name, param in params if not name.endswith(".bias")], group)
+    right([(name, param) for name, param in params if not name.endswith(".bias")], *args)
 
 
 @planted(step, "kv_group", parity="tp=4 padded")
@@ -137,17 +138,16 @@ def copies_summed_over_tp(right, layout, copies, group):
 
 
 @planted(step, "num_copies", parity="tp=2 uneven, dp=2 tp=2 zero_stage=3 uneven")
-def copies_in_the_norm(right, name, param, layout, shape):
+def copies_in_the_norm(right, name, param, layout, cut):
     """The norm weighs copied key/value heads as if each rank of tp had heads of its own."""
-    copied = name.split(".")[-2] in tp.KV_MODULES
-    return right(name, param, layout, shape) // (layout.tp if copied else 1)
+    return right(name, param, layout, cut) // (layout.tp if cut.num_heads else 1)
 
 
 @planted(tp, "num_tp_copies", parity="tp=4 padded")
-def head_of_other_queries(right, name, shape, degree):
+def head_of_other_queries(right, cut, degree):
     """The third rank of tp starts with the key/value head of the first two, not with that of its query heads."""
-    copies = right(name, shape, degree)
-    return degree - 1 if name.startswith("layers.") and 1 < copies < degree else copies
+    copies = right(cut, degree)
+    return degree - 1 if 1 < copies < degree else copies
 
 
 # Data parallelism, ZeRO and the optimizer.

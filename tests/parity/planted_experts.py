@@ -86,16 +86,16 @@ def shifted_expert_gradients(right, *args):
     return right(*args).roll(1, 0)
 
 
-@planted(step, "sum_norm_layer_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
-def router_of_own_tokens(right, params, ranks):
+@planted(step, "sum_whole_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
+def router_of_own_tokens(right, params, *args):
     """Gradients of routers, summands on each rank of tp, pass for sums."""
-    right([(name, param) for name, param in params if ".router." not in name], ranks)
+    right([(name, param) for name, param in params if ".router." not in name], *args)
 
 
 @planted(step, "num_copies", parity="dp=2 ep=2 moe")
-def experts_in_the_norm(right, name, param, layout, shape):
+def experts_in_the_norm(right, name, param, layout, cut):
     """The norm weighs experts as if all ranks of ep held the same ones."""
-    return right(name, param, layout, shape) * (layout.ep if ".experts." in name else 1)
+    return right(name, param, layout, cut) * (layout.ep if ".experts." in name else 1)
 
 
 @planted(moe, "dist", parity="dp=2 ep=2 moe routing=learned", replicas="dp=2 ep=2 moe routing=learned")

@@ -52,7 +52,7 @@ def yarn_of_turns_swapped(right, base, width, scaling):
     return right(base, width, scaling)[::-1]
 
 
-@planted(model.Attention, "_heads", transformers="olmoe")
+@planted(model.GroupedQueryAttention, "_heads", transformers="olmoe")
 def norm_of_each_head(right, self, x, norm):
     """Queries and keys are normalised in each head instead of across heads."""
     heads = right(self, x, None)
@@ -62,7 +62,7 @@ def norm_of_each_head(right, self, x, norm):
     return heads * rstd * norm.weight.view(-1, self.head_width)
 
 
-@planted(model.Attention, "_heads", transformers="qwen2")
+@planted(model.GroupedQueryAttention, "_heads", transformers="qwen2")
 def bias_without_gradient(right, self, x, norm):
     """Values get no gradient of their bias."""
     return right(self, x - self.v.bias + self.v.bias.detach() if x.shape[-1] == len(self.v.bias) else x, norm)

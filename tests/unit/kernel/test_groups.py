@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ultrabench.kernel import replicas
+from ultrabench.kernel.cut import COLUMNS, OF_TOKENS, VOCABULARY
 from ultrabench.kernel.mesh import cp_group, kv_group
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.kernel.requests import TINY
@@ -17,6 +18,12 @@ from ultrabench.layout import Layout
 ONE_ULP = torch.finfo(torch.float32).eps
 NORM, MATRIX, HEAD = "layers.0.attention_norm.weight", "layers.0.ffn.up.weight", "head.weight"
 KEYS = "layers.0.attention.k.weight"
+CUTS = {
+    NORM: OF_TOKENS,
+    MATRIX: COLUMNS,
+    HEAD: VOCABULARY,
+    KEYS: COLUMNS._replace(num_heads=TINY.num_key_value_heads),
+}
 
 
 @pytest.mark.parametrize("on_nccl", [True, False])
@@ -85,7 +92,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(
         shards=params, spec=SimpleNamespace(shape=TINY), layout=Layout(dp=2, tp=tp), device="cpu",
-        mesh=SimpleNamespace(get_group=str),
+        mesh=SimpleNamespace(get_group=str), cuts=CUTS,
         ties_across_stages=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if differs:

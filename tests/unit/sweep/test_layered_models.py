@@ -260,7 +260,10 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
 
 
 def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_refused():
-    kernels = KernelConfig(name="embedded"), load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel
+    kernels = (
+        KernelConfig(name="embedded"),
+        load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel,
+    )
     for model_type, words, feature in (
         ("arcee", {}, "feed-forward blocks without a gate"),
         ("llama", {"rope_scaling": DEEPSEEK["rope_scaling"], "head_dim": 16}, "yarn rotations"),
