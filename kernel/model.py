@@ -29,7 +29,12 @@ from ultrabench.stages import Stage
 INIT_STD = 0.02
 """Standard deviation of the initial values of every matrix, and of biases, which would hide a fault if they were 0."""
 TIED_PARAMETER_NAME = "embedding.weight"
-"""The parameter from whose name the values of a tied lm_head are drawn, on whichever rank its copy is."""
+"""The parameter from whose name the values of a copy of the embedding are drawn, on whichever rank it is."""
+NEXT_EMBEDDING_NAME = "next_embedding.weight"
+"""The copy of the embedding on the last stage of a pipeline, for the tokens that modules behind the last layer get."""
+PREDICT_WEIGHT = 0.3
+"""Weight of the mean loss of the modules that predict one more token each, beside that of the model itself: that of
+DeepSeek-V3 for most of its training (arXiv 2412.19437, section 4.2)."""
 
 
 class _RmsNormFunction(torch.autograd.Function):
@@ -234,6 +239,46 @@ class Layer(nn.Module):
         return out
 
 
+class Embedding(nn.Embedding):
+    """The table of the vectors of tokens."""
+
+    def forward(self, *tokens_BS: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The vectors B x S x H of each tensor of tokens."""
+        return tuple(super(Embedding, self).forward(tokens) for tokens in tokens_BS)
+
+
+class TokenJoin(nn.Module):
+    """Joins the hidden state of each position with the embedding of a later token."""
+
+    cuts = {"hidden_norm": OF_TOKENS, "embedding_norm": OF_TOKENS, "projection": OF_TOKENS}  # noqa: RUF012  one for all
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        h, eps = shape.hidden_size, shape.rms_norm_eps
+        self.hidden_norm, self.embedding_norm = RmsNorm(h, eps), RmsNorm(h, eps)
+        self.projection = nn.Linear(2 * h, h, bias=False)
+
+    def forward(self, x_BSH: Tensor, embedded_BSH: Tensor) -> Tensor:
+        """The x_BSH that the layer of a module gets."""
+        joined = torch.cat((self.hidden_norm(x_BSH), self.embedding_norm(embedded_BSH)), dim=-1)
+        out: Tensor = self.projection(joined)
+        return out
+
+
+class PredictModule(nn.Module):
+    """What predicts one more token beside a layer, which is among those of the model (arXiv 2412.19437, section 2.2).
+
+    Module k of D joins what the module before gives at a position with the embedding of the k-th token after it, and
+    predicts the token after that. The first one gets what the head of the model gets.
+    """
+
+    cuts = {"norm": OF_TOKENS}  # noqa: RUF012  one for all
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.join, self.norm = TokenJoin(shape), RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
@@ -246,11 +291,24 @@ class Head(nn.Linear):
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
         self.loss, self.shared_gradient = head_loss, None
 
-    def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """The mean loss if it gets targets, otherwise the logits B x S x V."""
+    def forward(
+        self,
+        x_BSH: Tensor,
+        targets_BS: Tensor | None = None,
+        predictions: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:
+        """The mean loss if it gets targets, otherwise the logits B x S x V.
+
+        `predictions` has what each module that predicts one more token gives the head, with the targets. A second call
+        would be a second forward for fully_shard.
+        """
         if targets_BS is None:
             return super().forward(x_BSH)
-        return self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
+        loss = self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
+        for predicted_x, later_targets in predictions:
+            options = {"loss_weight": PREDICT_WEIGHT / len(predictions)}
+            loss = loss + self.loss(predicted_x, self.weight, later_targets, self.shared_gradient, **options)
+        return loss
 
 
 class Decoder(nn.Module):
@@ -260,7 +318,9 @@ class Decoder(nn.Module):
     values in every layout.
     """
 
-    cuts = {"embedding": VOCABULARY, "head": VOCABULARY, "norm": OF_TOKENS}  # noqa: RUF012  one for all stages
+    cuts = {  # noqa: RUF012  one for all stages
+        "embedding": VOCABULARY, "head": VOCABULARY, "norm": OF_TOKENS, "next_embedding": VOCABULARY,
+    }  # fmt: skip
     route: Callable[[Tensor], Route | None]
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
@@ -274,11 +334,16 @@ class Decoder(nn.Module):
         self.route = self.routing.route
         layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         hidden_size = shape.hidden_size
-        self.embedding = nn.Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in layer_numbers})
-        self.rotations = [rotation_of(shape, shape.layer(n)) for n in layer_numbers]
+        num_modules = shape.num_nextn_predict_layers if stage.has_head else 0
+        predict_numbers = range(shape.num_hidden_layers, shape.num_hidden_layers + num_modules)
+        self.embedding = Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
+        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in (*layer_numbers, *predict_numbers)})
+        self.rotations = {number: rotation_of(shape, shape.layer(int(number))) for number in self.layers}
         self.norm = RmsNorm(hidden_size, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
+        self.predict = nn.ModuleDict({str(n): PredictModule(shape) for n in predict_numbers})
+        needs_copy = num_modules > 0 and not stage.has_embedding
+        self.next_embedding = Embedding(shape.vocab_size, hidden_size) if needs_copy else None
         self.tie()
 
     @property
@@ -290,20 +355,55 @@ class Decoder(nn.Module):
         """Makes embedding and head one parameter, if both are in this stage and the shape ties them."""
         if self.is_tied:
             self.head.weight = self.embedding.weight  # type: ignore[union-attr]
+        elif self.shape.tie_word_embeddings and self.next_embedding is not None:
+            self.next_embedding.weight = self.head.weight  # type: ignore[union-attr]
 
-    def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+    @property
+    def embedding_copies(self) -> list[nn.Module]:
+        """The modules of this stage that hold the embedding, or the copy of it that the last stage has."""
+        last = self.head if self.shape.tie_word_embeddings else self.next_embedding
+        return [module for module in (self.embedding, last) if module is not None]
+
+    @property
+    def end_modules(self) -> list[nn.Module]:
+        """The modules of this stage behind its layers, in the order in which forward calls each of them once."""
+        parts: list[nn.Module] = [part for module in self.predict.values() for part in module.children()]
+        return [m for m in (self.norm, self.next_embedding, *parts, self.head) if m is not None]
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """The output of this stage for tokens (B x S) or for the x_BSH of the previous stage.
 
         The last stage returns the mean loss if it gets targets, otherwise the logits B x S x V; other stages
-        return x_BSH.
+        return x_BSH. Targets are B x S, or B x S x (1 + D) for the next token and D more, which D modules predict.
         """
-        x = x if self.embedding is None else self.embedding(x)
-        tables = {r: rope_tables(self.positions, r, x) for r in dict.fromkeys(self.rotations)}
+        later_targets: list[Tensor] = []
+        if targets is not None and self.predict:
+            targets, *later_targets = targets.unbind(-1)
+        next_tokens = [targets, *later_targets[:-1]] if later_targets else []
+        embedded: Sequence[Tensor] = ()
+        if self.embedding is not None:
+            x, *embedded = self.embedding(x, *next_tokens)
+        tables = {r: rope_tables(self.positions, r, x) for r in dict.fromkeys(self.rotations.values())}
         route: tuple[Any, ...] = (self.route(x),) if self.shape.num_experts else ()
-        for layer, rotation in zip(self.layers.values(), self.rotations, strict=True):
-            x = layer(x, *tables[rotation], *route)
+
+        def run_layer(number: str, x: Tensor) -> Tensor:
+            out: Tensor = self.layers[number](x, *tables[self.rotations[number]], *route)
+            return out
+
+        for number in self.layers:
+            x = x if number in self.predict else run_layer(number, x)
         x = x if self.norm is None else self.norm(x)
-        out: Tensor = x if self.head is None else self.head(x, targets_BS)
+        if self.head is None:
+            return x
+        if self.next_embedding is not None and next_tokens:
+            embedded = self.next_embedding(*next_tokens)
+        predictions, predicted_x = [], x
+        for number, embedded_x, module_targets in zip(self.predict, embedded, later_targets, strict=False):
+            module = self.predict[number]
+            assert isinstance(module, PredictModule)
+            predicted_x = module.norm(run_layer(number, module.join(predicted_x, embedded_x)))
+            predictions.append((predicted_x, module_targets))
+        out: Tensor = self.head(x, targets, predictions) if predictions else self.head(x, targets)
         return out
 
     def initial_value(
@@ -325,12 +425,22 @@ class Decoder(nn.Module):
     def _full_value(self, name: str, full_shape: torch.Size, seed: int, device: torch.device) -> Tensor:
         if is_norm(name):
             return torch.ones(full_shape, device=device, dtype=torch.float32)
-        if self.shape.tie_word_embeddings and name == "head.weight":
+        if name == copy_name(self.shape):
             name = TIED_PARAMETER_NAME
         seed_digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(seed_digest[:7], "big"))
         normal_values = torch.randn(full_shape, generator=generator, device=device, dtype=torch.float32)
         return normal_values.mul_(INIT_STD)
+
+
+def copy_name(shape: ModelShape) -> str | None:
+    """The parameter that is a copy of the embedding on the last stage of a pipeline; None if there is none.
+
+    A head that is the embedding serves as the copy for modules that predict more tokens, too.
+    """
+    if shape.tie_word_embeddings:
+        return "head.weight"
+    return NEXT_EMBEDDING_NAME if shape.num_nextn_predict_layers else None
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

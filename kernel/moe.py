@@ -220,15 +220,16 @@ def router_biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
 
 
-def update_router_biases(models: Sequence[Any], num_layers: int) -> None:
+def update_router_biases(models: Sequence[Any], shape: ModelShape) -> None:
     """Adds to the bias of each expert that got fewer tokens in this step than the mean, and subtracts from the others.
 
-    All ranks have to call it; it sums one number for each expert of each of the `num_layers` layers of the model.
+    All ranks have to call it; it sums one number for each expert of each layer of the whole model.
     """
+    num_layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
     numbered_ffns = ((int(n), layer.ffn) for model in models for n, layer in model.layers.items())
     block_by_number = {n: ffn for n, ffn in numbered_ffns if isinstance(ffn, SparseFeedForward)}
-    num_experts, device = models[0].shape.num_experts, next(models[0].parameters()).device
-    token_counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+    device = next(models[0].parameters()).device
+    token_counts = torch.zeros(num_layers, shape.num_experts, dtype=torch.int64, device=device)
     for layer_number, block in block_by_number.items():
         token_counts[layer_number] = block.token_counts
     if dist.is_initialized():

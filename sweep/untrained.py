@@ -48,7 +48,7 @@ _OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
 what the commands of other programs take from one field, such as sizes."""
 TRAINED = frozenset({
     "feed-forward blocks without a gate", "activations other than silu", "experts without a gate", "groups of experts",
-    "yarn rotations", "layers of these types",
+    "yarn rotations", "layers of these types", "multi-token prediction",
 })  # fmt: skip
 """Those of both tables that the embedded kernel trains."""
 

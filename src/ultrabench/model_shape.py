@@ -309,9 +309,12 @@ class ModelShape:
         return int(self.head_width * self.partial_rotary_factor)
 
     def layer(self, number: int) -> LayerType:
-        """The type of the layer of this number, counted from 0."""
+        """The type of the layer of this number, counted from 0.
+
+        Layers behind the last one, of modules that predict one more token each, have its type.
+        """
         layers = _layers(self)
-        return layers.kinds[layers.numbers[number]]
+        return layers.kinds[layers.numbers[min(number, self.num_hidden_layers - 1)]]
 
     @property
     def kinds(self) -> tuple[LayerType, ...]:

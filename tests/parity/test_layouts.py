@@ -54,6 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         ),
         "layer_order": "a(b)", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     },
+    "mtp": {"num_nextn_predict_layers": 1}, "mtp2": {"num_nextn_predict_layers": 2},
     "padded": {"vocab_size": 131}, "uneven": {"vocab_size": 131, "num_key_value_heads": 1},
 }  # fmt: skip
 """Word of a case -> what it changes in the model.
@@ -168,6 +169,11 @@ PARTS = [
     "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv plain_experts", "tp=2 pp=2 ep=2 gas=2 plain_experts routing=learned",
     "dp=2 tp=2 ep=4 zero_stage=2 gas=2 moe groups routing=learned",
     "cp=2 ep=2 moe groups yarn routing=learned selective",
+    # Modules that predict more tokens: the last stage of a pipeline has a copy of the embedding, or its tied head.
+    "dp=1 gas=2 mtp2", "tp=2 gas=2 mbs=2 mtp uneven", "cp=2 gas=2 mtp", "dp=2 zero_stage=3 gas=2 mtp tied",
+    "dp=2 pp=2 zero_stage=3 gas=4 mtp", "pp=2 gas=4 mtp tied", "pp=2 gas=4 zbv mtp", "pp=2 gas=2 afab mtp2",
+    "tp=2 pp=2 gas=2 interleaved mtp tied uneven", "dp=2 ep=2 gas=2 moe mtp routing=learned",
+    "tp=2 sequence_parallel=off selective compile mtp", "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe mtp tied",
 ]  # fmt: skip
 """Layouts of models with other feed-forward blocks, rotations and routers."""
 CASES = LAYOUTS + EXPERTS + PARTS

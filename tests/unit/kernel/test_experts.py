@@ -132,6 +132,6 @@ def test_the_bias_of_an_expert_follows_its_tokens():
     block = model.layers["0"].ffn
     block.balance.zero_()
     block.token_counts.copy_(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
-    update_router_biases([model], 1)
+    update_router_biases([model], model.shape)
     assert block.balance.tolist() == pytest.approx([-1e-3, 1e-3, 0, 0, 0, 0, 0, 0])
     assert not block.token_counts.any()
