@@ -361,8 +361,11 @@ class Decoder(nn.Module):
     @property
     def embedding_copies(self) -> list[nn.Module]:
         """The modules of this stage that hold the embedding, or the copy of it that the last stage has."""
-        last = self.head if self.shape.tie_word_embeddings else self.next_embedding
-        return [module for module in (self.embedding, last) if module is not None]
+        return [module for module in (self.embedding, self.copy_of_last_stage()) if module is not None]
+
+    def copy_of_last_stage(self) -> nn.Module | None:
+        """The module whose weight is a copy of the embedding on the last stage of a pipeline; None elsewhere."""
+        return self.head if self.shape.tie_word_embeddings else self.next_embedding
 
     @property
     def end_modules(self) -> list[nn.Module]:

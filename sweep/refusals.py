@@ -180,6 +180,12 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     has_wide_norms = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
     if has_wide_norms and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
+    # The tied head is then the table of the tokens that the modules get, so that its weights have two backward passes.
+    if schedule == "zbv" and shape.tie_word_embeddings and shape.num_nextn_predict_layers:
+        modules_text = (
+            f"num_nextn_predict_layers={shape.num_nextn_predict_layers} and tie_word_embeddings=true"
+        )
+        yield f"zbv splits the backward pass, which torch cannot do with {modules_text}: use another schedule"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"

@@ -4,7 +4,6 @@ fully_shard pads the rows of each matrix to a multiple of the ranks among which 
 group of their own, with other shards than the rest of the layer.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -146,8 +145,8 @@ class BlockSizes(NamedTuple):
     norm: Size
     layers: tuple[tuple[Size, Size], ...]
     """For each type of layer its experts, and the rest of it."""
-    predict: Size
-    """A module that predicts one more token."""
+    join: Size
+    """What a module that predicts one more token has beside its layer."""
 
 
 @lru_cache(maxsize=4096)
@@ -164,12 +163,9 @@ def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards
         )
         for kind in kinds_of_ranks(shape, tp)
     )
-    predict = NOTHING
-    if shape.num_nextn_predict_layers:
-        join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
-        predict = functools.reduce(Size.plus, layers[shape.kind_numbers[-1]], join)
+    join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
     table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
-    return BlockSizes(table, _padded_size(shards, (h, 1)), layers, predict)
+    return BlockSizes(table, _padded_size(shards, (h, 1)), layers, join)
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
@@ -211,15 +207,19 @@ def _stage_params(
         degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
     """
     sizes = _block_sizes(shape, *degrees)
-    start, end = stage.first_layer, stage.first_layer + stage.num_layers
     num_modules = stage.has_head * shape.num_nextn_predict_layers
+    # The layers of modules that predict more tokens follow the last layer, and have its type.
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers + num_modules
     head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
         sizes.table, stage.has_head and not is_tied
     )
-    head = head.plus(sizes.predict, num_modules)
+    # They look up tokens, for which the last stage of a pipeline has a copy of the embedding.
+    has_copy = num_modules > 0 and not (stage.has_embedding or shape.tie_word_embeddings)
+    head = head.plus(sizes.join, num_modules * (not is_tied)).plus(sizes.table, has_copy)
     embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
+    embedding = embedding.plus(sizes.join, num_modules * is_tied)
     # What backward passes, each with the parts whose gradients it reduces first and then.
-    numbers = shape.kind_numbers
+    numbers = (*shape.kind_numbers, *[shape.kind_numbers[-1]] * num_modules)
     layers = [(n, LAYER, sizes.layers[numbers[n]]) for n in reversed(range(start, end))]
     order = [(end, HEAD, (NOTHING, head)), *layers, (start - 1, EMBEDDING, (NOTHING, embedding))]
     shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
@@ -230,8 +230,6 @@ def _stage_params(
         kept = [0] * len(shape.kinds)
         for n in range(start, layer + 1):
             kept[numbers[n]] += n not in full
-        if layer == end - 1:
-            kept[numbers[-1]] += num_modules
         num_dense = sum(num for number, num in enumerate(kept) if number not in sparse_numbers)
         return Layers(tuple(kept), len(full), num_dense)
 

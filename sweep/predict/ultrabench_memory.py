@@ -67,6 +67,9 @@ class UltrabenchMemory:
         require_allowed(self, "memory.")
 
 
+JOINED = 5
+"""Residual streams that a module which predicts one more token keeps beside its layer: the embeddings, both normed
+inputs in one tensor of twice the width, and the input and the output of its last norm."""
 Moment = tuple[float, str, float, float, float, float, float]
 """All bytes, the phase, and the bytes of weights, gradients, activations, logits and buffers."""
 
@@ -140,7 +143,9 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
     sums_shards = _sums_shards(layout)
     has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
-    stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
+    num_modules = spec.shape.num_nextn_predict_layers
+    joined = num_modules * (loss + JOINED * m.hidden)
+    stored = [_stored(m, p.layers) + (loss + joined) * p.stage.has_head for p in params]
     load_bytes = (
         *stored, *(_halfway(m, p.layers) if _is_halved(spec, p) else m.hidden for p in params),
         *(4 * p.size.whole for p in params), *(w * _num_unsummed(p) for p in params),
@@ -221,8 +226,10 @@ def _forward(
             gathered += p.first
         elif is_alone or (is_zero3 and (layout.pp == 1 or not has_head)):
             gathered += p.last or p.following
+    num_modules = spec.shape.num_nextn_predict_layers
+    kept_loss = m.whole_hidden + m.table * (layout.pp_schedule != "afab")
     logits, buffers = (
-        (m.loss + m.hidden * p.stage.has_norm) * has_head,
+        (m.loss + m.hidden * p.stage.has_norm + num_modules * (kept_loss + JOINED * m.hidden)) * has_head,
         m.layers[p.last_type_number].forward * p.ends_sparse,
     )
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
@@ -260,7 +267,10 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
                 new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
-        stored, released, buffers = _work(m, p, group, added_bytes, has_table=has_table, halved=halved)
+        modules = spec.shape.num_nextn_predict_layers * p.stage.has_head
+        stored, released, buffers = _work(
+            m, p, group, added_bytes, modules, has_table=has_table, halved=halved
+        )
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         if reducing + released + buffers > new - freed:
             yield _moment(BACKWARD, w * gathered, gradients + reducing, stored, 0.0, buffers)
@@ -287,25 +297,35 @@ def _weight_half(m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iter
 
 
 def _work(
-    m: MicroBatch, p: StageParams, group: ParamGroup, added: float, *, has_table: bool, halved: bool
+    m: MicroBatch,
+    p: StageParams,
+    group: ParamGroup,
+    added: float,
+    num_modules: int = 0,
+    *,
+    has_table: bool,
+    halved: bool,
 ) -> tuple[float, float, float]:
     """The activations as the backward of a group begins, those that it uses up, and what it needs beside them.
 
     Args:
         added: bytes of the gradients of its weights that are not added in place.
+        num_modules: modules that predict one more token each, of which all keep what they joined until the end.
         has_table: whether the gradient of the head's weights is not yet taken.
         halved: whether the gradients of weights are left to another half.
     """
-    stored = _stored(m, group.remaining)
+    joined = num_modules * (JOINED * m.hidden + m.whole_hidden)
+    stored = _stored(m, group.remaining) + joined
     if group.kind == EMBEDDING:
         return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
     if group.kind == HEAD:
         # The gradients of the loss, and those of the norm with three copies in fp32.
-        loss = 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
+        num_losses = 1 + num_modules
+        loss = 2 * m.whole_hidden + (num_losses * m.table + m.element * (p.last or p.first)) * has_table
         return stored, 0.0, max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
     layer = m.layers[group.type_number]
     if halved:
-        kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
+        kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining) + joined
         return kept, 0.0, layer.input_half
     released = m.hidden if group.is_full else layer.stored
     # Gradients of weights are made one matrix after the other, those of q, k and v last and at once.

@@ -386,3 +386,22 @@ def frozen_rank(right, *args):
     if dist.get_rank() == 1:
         time.sleep(1000)
     return right(*args)
+
+
+@planted(
+    model.Decoder, "copy_of_last_stage", parity="pp=2 gas=4 mtp, pp=2 gas=4 zbv mtp", replicas="pp=2 gas=4 mtp"
+)  # fmt: skip
+def third_gradient_lost(right, decoder):
+    """The copy of the embedding for modules that predict more tokens does not add its gradient."""
+    copy = right(decoder)
+    if copy is not None and copy.weight.grad is not None:
+        copy.weight.grad.zero_()
+    return copy
+
+
+@planted(step.TrainStep, "batch", parity="cp=2 gas=2 mtp")
+def later_targets_of_own_chunks(right, self, number):
+    """The second target of a token of a ring is the target of the next token that its rank holds."""
+    inputs, targets = right(self, number)
+    targets[..., 1] = targets[..., 0].roll(-1, 1)
+    return inputs, targets

@@ -6,6 +6,8 @@ from tests.parity.fault import changed, planted
 from ultrabench.kernel import activation, data, model, rope
 
 INITIAL = "test_model.test_initial_values_depend_on_seed_and_name"
+LATER_TOKENS = "test_model.test_targets_are_the_next_tokens"
+PREDICTION = "test_model.test_a_module_predicts_the_token_after_the_next"
 TOKENS = "test_model.test_tokens_depend_on_seed_step_and_index_only"
 
 
@@ -176,6 +178,25 @@ def copied_targets(right, *args):
     """A target is the token itself instead of the next one."""
     inputs, _ = right(*args)
     return inputs, inputs
+
+
+@planted(data, "make_batch", unit=LATER_TOKENS)
+def later_targets_shifted(right, *args):
+    """Modules that predict one more token get the targets of the model itself."""
+    inputs, targets = right(*args)
+    return inputs, targets if targets.dim() == 2 else targets[..., :1].expand_as(targets)
+
+
+@planted(model, "PREDICT_WEIGHT", unit=PREDICTION)
+def whole_prediction(right):
+    """The loss of modules that predict one more token has the weight of that of the model."""
+    return 1.0
+
+
+@planted(model.TokenJoin, "forward", unit=PREDICTION)
+def unjoined(right, self, x, embedded):
+    """Modules that predict one more token do not get that token."""
+    return right(self, x, torch.zeros_like(embedded))
 
 
 @planted(model.RmsNorm, "forward", ignored="tp=2 bf16")

@@ -173,7 +173,7 @@ PARTS = [
     "dp=1 gas=2 mtp2", "tp=2 gas=2 mbs=2 mtp uneven", "cp=2 gas=2 mtp", "dp=2 zero_stage=3 gas=2 mtp tied",
     "dp=2 pp=2 zero_stage=3 gas=4 mtp", "pp=2 gas=4 mtp tied", "pp=2 gas=4 zbv mtp", "pp=2 gas=2 afab mtp2",
     "tp=2 pp=2 gas=2 interleaved mtp tied uneven", "dp=2 ep=2 gas=2 moe mtp routing=learned",
-    "tp=2 sequence_parallel=off selective compile mtp", "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe mtp tied",
+    "tp=2 sequence_parallel=off selective compile mtp", "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe mtp",
 ]  # fmt: skip
 """Layouts of models with other feed-forward blocks, rotations and routers."""
 CASES = LAYOUTS + EXPERTS + PARTS
