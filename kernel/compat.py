@@ -231,14 +231,37 @@ def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
     return bool(dict(zip(argument_names, args, strict=False), **kwargs).get("is_causal"))
 
 
+def pads_values(backend: str) -> bool:
+    """Whether an implementation needs values as wide as queries; zeros are then added to narrower ones.
+
+    Goes when the flash attention of torch takes heads of two widths.
+    """
+    return backend in ("flash", "flash3")
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    """The tensor with zeros after its last channels, up to `width` of them."""
+    return functional.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor
+
+
+def _narrowed(tensor_BNSD: Tensor, width: int) -> Tensor:
+    """The first channels of each head, in memory that holds nothing else, in the order B, S, heads, channels."""
+    if tensor_BNSD.shape[-1] == width:
+        return tensor_BNSD
+    return tensor_BNSD.transpose(1, 2)[..., :width].contiguous().transpose(1, 2)
+
+
 def attention_forward(
     backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and the log of its softmax sums.
 
-    q is B x N x S x D like the output, k and v are B x K x S x D, and the log is B x N x S.
+    q is B x N x S x D, k and v are B x K x S x D, the log is B x N x S. Values, and then the output, may be narrower.
     Stays like the operators that it calls, and so does its backward.
     """
+    v_width = v.shape[-1]
+    if pads_values(backend):
+        v = _widened(v, q.shape[-1])
     if backend == "cudnn":
         outputs = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         return outputs[0], outputs[1].squeeze(3)
@@ -246,7 +269,7 @@ def attention_forward(
         outputs = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     else:
         outputs = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return outputs[0], outputs[1]
+    return _narrowed(outputs[0], v_width), outputs[1]
 
 
 def attention_backward(
@@ -256,6 +279,9 @@ def attention_backward(
 
     `out` and `log_sum` are those of the query over all parts.
     """
+    v_width = v.shape[-1]
+    if pads_values(backend):
+        grad, v, out = (_widened(tensor, q.shape[-1]) for tensor in (grad, v, out))
     tensors, log_sum = (grad, q, k, v, out), log_sum.contiguous()
     lengths_and_mask = (q.shape[2], k.shape[2], 0.0, causal)  # 0.0 is the probability of dropout
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
@@ -269,7 +295,8 @@ def attention_backward(
         grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *options)
     else:
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum, 0.0, causal)
-    return grads  # type: ignore[no-any-return]
+    grad_q, grad_k, grad_v = grads
+    return grad_q, grad_k, _narrowed(grad_v, v_width)
 
 
 def prefers_cudnn_attention(device: torch.device) -> bool:

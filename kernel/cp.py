@@ -12,7 +12,8 @@ Softmax over parts: let l_j be the log of the sum of exponentials of part j (sha
 output. Then l = log sum_j exp(l_j) and out = sum_j o_j exp(l_j - l). The backward of a part is that of flash
 attention with `out` and `l` of all parts (arXiv 2307.08691, section 3.1.2).
 
-For each layer and micro-batch a rank sends 2*B*K*S/cp*D elements cp-1 times in forward. In backward it sends
+For each layer and micro-batch a rank sends 2*B*K*S/cp*D elements cp-1 times in forward (of latent attention the widths
+of a head's keys and values add up to its 2*D). In backward it sends
 the same again, and also the gradients of these elements cp times.
 
 With cp_exchange=allgather nothing travels beside attention: one all-gather before it brings the keys and values of
@@ -94,9 +95,9 @@ def _attended_slices(rank: int, other_rank: int, local_seq_len: int) -> tuple[sl
 
 
 def _visits(
-    kv: Tensor, group: dist.ProcessGroup, cp_exchange: str
+    kv: Tensor, local_seq_len: int, group: dist.ProcessGroup, cp_exchange: str
 ) -> Iterator[tuple[Tensor, slice, slice, bool]]:
-    """Yields the keys and values of each rank, this one's first, then the three values of `_attended_slices`."""
+    """Yields the packed keys and values of each rank, this one's first, then the three values of `_attended_slices`."""
     rank, num_ranks, kv_by_rank = group.rank(), group.size(), None
     if cp_exchange == "allgather":
         kv_by_rank = wait(all_gather(kv, group)).unflatten(0, (num_ranks, -1))  # type: ignore[no-untyped-call]
@@ -106,18 +107,32 @@ def _visits(
             kv = kv_by_rank[source_rank]
         elif turn < num_ranks - 1:
             transfer = RingTransfer(kv, torch.empty_like(kv), group)
-        yield kv, *_attended_slices(rank, source_rank, kv.shape[2])
+        yield kv, *_attended_slices(rank, source_rank, local_seq_len)
         if transfer is not None:
             kv = transfer.wait()
 
 
-def _stack_kv(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """Keys and values in one tensor to send, 2 x B x S x K x D: in this order attention need not copy them."""
-    return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
+def _pack_kv(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """Keys and values in one tensor of one dim to send, each in the order B, S, K, D, which attention need not copy."""
+    return torch.cat([tensor.transpose(1, 2).flatten() for tensor in (k_BKSD, v_BKSD)])
 
 
-def _empty_ring_results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+def _unpack_kv(kv: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and the values in what `_pack_kv` makes of tensors that have the shapes of k and v, as views."""
+    k, v = torch.split(kv, [k_BKSD.numel(), v_BKSD.numel()])
+    return k.view_as(k_BKSD.transpose(1, 2)).transpose(1, 2), v.view_as(v_BKSD.transpose(1, 2)).transpose(
+        1, 2
+    )
+
+
+def empty_output(q_BNSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """Memory for the output of attention, in the order B, S, N, D."""
+    batch_size, num_heads, seq_len, _ = q_BNSD.shape
+    return q_BNSD.new_empty(batch_size, seq_len, num_heads, v_BKSD.shape[-1]).transpose(1, 2)
+
+
+def _empty_ring_results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return empty_output(q, v), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @as_operator(_empty_ring_results)
@@ -126,8 +141,8 @@ def _ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums, B x N x S."""
     out, log_sum, group = torch.empty(0), torch.empty(0), process_group(group_name)
-    for kv, query_slice, key_slice, causal in _visits(_stack_kv(k, v), group, cp_exchange):
-        keys, values = kv[:, :, key_slice].transpose(2, 3)
+    for kv, query_slice, key_slice, causal in _visits(_pack_kv(k, v), k.shape[2], group, cp_exchange):
+        keys, values = (tensor[:, :, key_slice] for tensor in _unpack_kv(kv, k, v))
         part_out, part_log_sum = attention_forward(backend, q[:, :, query_slice], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
             wide_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -141,7 +156,7 @@ def _ring_forward(
 
 
 def _empty_ring_gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(_stack_kv(k, v))
+    return torch.empty_like(q), torch.empty_like(_pack_kv(k, v))
 
 
 @as_operator(_empty_ring_gradients)
@@ -149,30 +164,33 @@ def _ring_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, cp_exchange: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of q, and those of k and v stacked as by `_stack_kv`.
+    """The gradient of q, and those of k and v packed as by `_pack_kv`.
 
     cp_exchange=ring: the gradients of a rank's keys and values travel behind these. Each rank adds its summand, and
     the last transfer brings the sum to the rank that owns them. cp_exchange=allgather: each rank adds its summands to
     one sum per owner, and a reduce-scatter adds these up over the ranks.
     """
-    kv, group = _stack_kv(k, v), process_group(group_name)
+    kv, group = _pack_kv(k, v), process_group(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
     num_kv_owners = 1 if cp_exchange == "ring" else group.size()
     grad_kv_sums, transfer = kv.new_zeros((num_kv_owners, *kv.shape), dtype=log_sum.dtype), None
-    for turn, (visiting_kv, query_slice, key_slice, causal) in enumerate(_visits(kv, group, cp_exchange)):
+    visits = _visits(kv, k.shape[2], group, cp_exchange)
+    for turn, (visiting_kv, query_slice, key_slice, causal) in enumerate(visits):
         query_tensors = (t[:, :, query_slice] for t in (grad_out, q, out, log_sum))
-        keys_and_values = visiting_kv[:, :, key_slice].transpose(2, 3)
+        keys_and_values = (tensor[:, :, key_slice] for tensor in _unpack_kv(visiting_kv, k, v))
         dq, dk, dv = attention_backward(backend, *query_tensors, *keys_and_values, causal=causal)
         if transfer is not None:
             grad_kv_sums = transfer.wait()
-        visiting_grad_kv = grad_kv_sums[(group.rank() - turn) % num_kv_owners]
-        visiting_grad_kv[0, :, key_slice] += dk.transpose(1, 2)
-        visiting_grad_kv[1, :, key_slice] += dv.transpose(1, 2)
+        visiting_grad_k, visiting_grad_v = _unpack_kv(
+            grad_kv_sums[(group.rank() - turn) % num_kv_owners], k, v
+        )
+        visiting_grad_k[:, :, key_slice] += dk
+        visiting_grad_v[:, :, key_slice] += dv
         grad_q[:, :, query_slice] += dq
         if cp_exchange == "ring":
             transfer = RingTransfer(grad_kv_sums, torch.empty_like(grad_kv_sums), group)
     if transfer is None:
-        return grad_q.to(q.dtype), wait(reduce_scatter(grad_kv_sums.flatten(0, 1), group)).to(q.dtype)
+        return grad_q.to(q.dtype), wait(reduce_scatter(grad_kv_sums.flatten(), group)).to(q.dtype)
     return grad_q.to(q.dtype), transfer.wait()[0].to(q.dtype)
 
 
@@ -193,5 +211,5 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
         grad_q, grad_kv = _ring_backward(grad_out, *ctx.saved_tensors, *ctx.ring_options)
-        grad_k, grad_v = grad_kv.transpose(2, 3)
-        return grad_q, grad_k, grad_v, None, None, None
+        _, k, v, *_ = ctx.saved_tensors
+        return grad_q, *_unpack_kv(grad_kv, k, v), None, None, None

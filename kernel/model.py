@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench import feed_forward_type
-from ultrabench.attention_type import GroupedQuery
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.feed_forward_type import Experts
 from ultrabench.kernel.activation import activate
 from ultrabench.kernel.compat import kept_linear
@@ -21,13 +21,15 @@ from ultrabench.kernel.cut import COLUMNS, OF_HEADS, OF_TOKENS, ROWS, VOCABULARY
 from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, is_expert, is_norm, part_view
 from ultrabench.kernel.moe import LEARNED_ROUTING, Route, Routing, SparseFeedForward
-from ultrabench.kernel.rope import rope_tables, rotate, rotation_of
+from ultrabench.kernel.rope import rope_tables, rotate, rotate_pairs, rotation_of, score_factor
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02
 """Standard deviation of the initial values of every matrix, and of biases, which would hide a fault if they were 0."""
+LATENT_NORM_EPS = 1e-6
+"""Eps of the norms of latents, whatever rms_norm_eps is: the default of DeepseekV3RMSNorm in transformers."""
 TIED_PARAMETER_NAME = "embedding.weight"
 """The parameter from whose name the values of a copy of the embedding are drawn, on whichever rank it is."""
 NEXT_EMBEDDING_NAME = "next_embedding.weight"
@@ -92,18 +94,42 @@ def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def part_widths(x: Tensor, weights: Sequence[Tensor]) -> list[int]:
+    """The channels of x that each of several weights multiplies, and those that remain."""
+    widths = [weight.shape[1] for weight in weights]
+    return [*widths, x.shape[-1] - sum(widths)]
+
+
+def part_products(x_BSC: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The products of successive channels of x with a weight each, then the channels that remain.
+
+    Tensor parallelism cuts these weights along their output. Selective recomputation keeps the first one of several.
+    """
+    *parts, rest = torch.split(x_BSC, part_widths(x_BSC, weights), dim=-1)
+    is_kept = len(weights) > 1
+    products = (
+        (kept_linear if i == 0 and is_kept else functional.linear)(part, weight)
+        for i, (part, weight) in enumerate(zip(parts, weights, strict=True))
+    )
+    return *products, rest
+
+
 class Block(nn.Module):
     """Products with several weights, something between, and a product with one weight."""
 
     cuts: dict[str, Cut]
     """Name of each layer of the block -> how tensor parallelism cuts it."""
     column_products: Callable[..., tuple[Tensor, ...]]
+    part_products: Callable[..., tuple[Tensor, ...]]
+    whole_product: Callable[[Tensor, Tensor], Tensor]
+    """A product of the tokens of a rank with a weight that all ranks of tensor parallelism hold whole."""
     row_product: Callable[[Tensor, Tensor], Tensor]
     """The last product; tensor parallelism cuts its weight along its input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.column_products, self.row_product = column_products, functional.linear
+        self.column_products, self.part_products = column_products, part_products
+        self.whole_product = self.row_product = functional.linear
 
     @property
     def linear_layers(self) -> list[nn.Linear]:
@@ -168,6 +194,86 @@ class GroupedQueryAttention(Attention):
         return self.row_product(attended_BNSD.transpose(1, 2).flatten(2), self.out.weight)
 
 
+def own_memory(view: Tensor) -> Tensor:
+    """A copy of a view, which does not keep the rest of the tensor that it is a view of."""
+    return view.contiguous()
+
+
+class LatentAttention(Attention):
+    """Causal self-attention whose keys and values, and perhaps queries, follow from a few channels: latents.
+
+    Heads of queries and keys have qk_nope_head_dim channels, then qk_rope_head_dim that are rotated, of which all
+    heads share those of the keys (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Each rank of tensor parallelism computes the latents of its own tokens with whole weights. What its heads get of
+    the tokens of all ranks are the normed latents and the rotated channels of the keys, in one tensor.
+    """
+
+    def __init__(self, sizes: Latent, hidden_size: int, score_factor: float = 1.0) -> None:
+        """`score_factor` multiplies all scores, beside what their usual scale or attention_multiplier does."""
+        super().__init__()
+        if sizes.attention_multiplier is not None:  # attention itself divides by the root of their width
+            score_factor *= sizes.attention_multiplier * sizes.qk_head_dim**0.5
+        self.score_factor = score_factor
+        self.sizes, has_bias, num_heads = sizes, sizes.attention_bias, sizes.num_attention_heads
+        q_width, self.q_a, self.q_a_norm = num_heads * sizes.qk_head_dim, None, None
+        if sizes.q_lora_rank:
+            self.q_a = nn.Linear(hidden_size, sizes.q_lora_rank, bias=has_bias)
+            self.q_a_norm = RmsNorm(sizes.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b = nn.Linear(sizes.q_lora_rank, q_width, bias=False)
+        else:
+            self.q = nn.Linear(hidden_size, q_width, bias=False)
+        self.kv_a = nn.Linear(hidden_size, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=has_bias)
+        self.kv_a_norm = RmsNorm(sizes.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b = nn.Linear(
+            sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False
+        )
+        self.out = nn.Linear(num_heads * sizes.v_head_dim, hidden_size, bias=has_bias)
+        whole_names = "q_a", "q_a_norm", "kv_a", "kv_a_norm", "out.bias"
+        self.cuts = (
+            dict.fromkeys(whole_names, OF_TOKENS)
+            | dict.fromkeys(("q", "q_b", "kv_b"), COLUMNS)
+            | {"out": ROWS}
+        )
+
+    def _latent(self, x_BSH: Tensor, projection: nn.Linear) -> Tensor:
+        """The product of a rank's own tokens with the weight of a projection to latents, with its bias."""
+        y = self.whole_product(x_BSH, projection.weight)
+        return y if projection.bias is None else y + projection.bias
+
+    def _projections(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries of all heads, their keys without rotated channels with their values, and the rotated channels."""
+        sizes = self.sizes
+        kv_latent, k_rope = torch.split(
+            self._latent(x_BSH, self.kv_a), [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1
+        )
+        normed_kv = self.kv_a_norm(kv_latent)
+        if self.q_a is None or self.q_a_norm is None:
+            kv, k_rope = self.part_products(torch.cat((normed_kv, k_rope), dim=-1), self.kv_b.weight)
+            (q,) = self.column_products(x_BSH, self.q.weight)
+            return q, kv, k_rope
+        normed_q = self.q_a_norm(self._latent(x_BSH, self.q_a))
+        latents = torch.cat((normed_q, normed_kv, k_rope), dim=-1)
+        q, kv, k_rope = self.part_products(latents, self.q_b.weight, self.kv_b.weight)
+        return q, kv, k_rope
+
+    def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
+        sizes = self.sizes
+        q, kv, k_rope = self._projections(x_BSH)
+        q_BSND = rotate_pairs(q.view(*q.shape[:-1], -1, sizes.qk_head_dim), cos, sin)
+        if self.score_factor != 1:
+            q_BSND = q_BSND * self.score_factor
+        kv_BSND = kv.view(*kv.shape[:-1], -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
+        k_nope, v = torch.split(kv_BSND, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        shared_k = rotate_pairs(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, k_nope.shape[2], -1)
+        k_BSND = torch.cat((k_nope, shared_k), dim=-1)
+        heads = (t.transpose(1, 2) for t in (q_BSND, k_BSND, own_memory(v)))
+        attended_BSND = self.core(*heads).transpose(1, 2)
+        y_BSH = self.row_product(attended_BSND.flatten(2), self.out.weight)
+        return y_BSH if self.out.bias is None else y_BSH + self.out.bias
+
+
 class FeedForward(Block):
     """down(act(gate(x)) * up(x)) (arXiv 2002.05202), or down(act(up(x))) without a gate."""
 
@@ -192,10 +298,12 @@ class FeedForward(Block):
         return self.row_product(activate(self.hidden_act, gate) * up, self.down.weight)
 
 
-def attention_of(kind: LayerType, hidden_size: int, eps: float) -> Attention:
+def attention_of(shape: ModelShape, kind: LayerType) -> Attention:
     """The attention of a layer of this type."""
+    if kind.latent is not None:
+        return LatentAttention(kind.latent, shape.hidden_size, score_factor(rotation_of(shape, kind)))
     assert kind.grouped_query is not None, "no plan accepts a layer of this type"
-    return GroupedQueryAttention(kind.grouped_query, hidden_size, eps)
+    return GroupedQueryAttention(kind.grouped_query, shape.hidden_size, shape.rms_norm_eps)
 
 
 def feed_forward_of(kind: LayerType, hidden_size: int) -> "FeedForward | SparseFeedForward":
@@ -223,7 +331,7 @@ class Layer(nn.Module):
         super().__init__()
         h, eps, kind = shape.hidden_size, shape.rms_norm_eps, shape.layer(layer_number)
         self.attention_norm = RmsNorm(h, eps)
-        self.attention = attention_of(kind, h, eps)
+        self.attention = attention_of(shape, kind)
         self.ffn_norm = RmsNorm(h, eps)
         self.ffn = feed_forward_of(kind, h)
 

@@ -3,7 +3,7 @@
 full: a layer keeps only its input, and backward runs its forward again (arXiv 1604.06174); everyN does so with
 every N-th layer of the model.
 selective: a layer keeps the results that `keeps_result` of compat.py names and, if it is compiled, the whole output
-of a ring; backward computes the rest again.
+of a ring or of attention that pads values; backward computes the rest again.
 attention: backward runs attention again from q, k and v (arXiv 2205.05198, section 5).
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ultrabench.kernel.attention import PADDED_FORWARD
 from ultrabench.kernel.compat import keeps_result, uncompiled_function
 from ultrabench.kernel.cp import RING_FORWARD
 from ultrabench.kernel.model import Decoder, Layer
@@ -72,7 +73,7 @@ def _selective_contexts() -> Any:
     """Two contexts, for forward and for its repetition, that keep some results."""
 
     def choose_policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = operator is RING_FORWARD or keeps_result(operator, *args, **kwargs)
+        is_kept = operator in (RING_FORWARD, PADDED_FORWARD) or keeps_result(operator, *args, **kwargs)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose_policy)  # type: ignore[no-untyped-call]

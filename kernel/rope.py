@@ -117,3 +117,15 @@ def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
     half_1, half_2, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
     return torch.cat((half_1 * cos - half_2 * sin, half_2 * cos + half_1 * sin, *unrotated), dim=-1)
+
+
+def rotate_pairs(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x with each pair (2i, 2i + 1) of the last R channels of every head rotated by the angle of its position.
+
+    The first numbers of all pairs come before the second ones. Queries and keys have this order alike, so that scores
+    do not depend on it.
+    """
+    rotary_width = 2 * cos.shape[-1]
+    unrotated, pairs = torch.split(x_BSND, [x_BSND.shape[-1] - rotary_width, rotary_width], dim=-1)
+    evens, odds = pairs[..., ::2], pairs[..., 1::2]
+    return torch.cat((unrotated, evens * cos - odds * sin, odds * cos + evens * sin), dim=-1)

@@ -112,8 +112,7 @@ class TrainStep:
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.after_microbatch = CLIP_NORM, after_microbatch
         self.compiler = GraphCounter(compile_backend)
-        head_width = max(kind.attention.core_width for kind in spec.shape.kinds if kind.attention)
-        self.attention_backend = choose_backend(spec.kernel, head_width, device)
+        self.attention_backend = choose_backend(spec.kernel, spec.shape.head_widths, device)
         self.coordinates = layout.coordinates(dist.get_rank())
         self.positions = cp.local_positions(spec.workload.seq_len, layout.cp, self.coordinates.cp)
         self.cp_group = cp_group(layout)

@@ -47,7 +47,7 @@ from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.cut import ALWAYS, WITH_SEQUENCE_PARALLEL, Cut, cuts_of, num_tp_copies
 from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
-from ultrabench.kernel.model import Block, Decoder, Embedding, column_products
+from ultrabench.kernel.model import Block, Decoder, Embedding, column_products, part_products, part_widths
 from ultrabench.tensor_parallel import padded_vocab_size
 
 TokenMove = Callable[[Tensor], Callable[[], Tensor]]
@@ -104,24 +104,31 @@ def _columns_backward(
     output_grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     group_name: str,
+    shares_input: bool,
     sequence_parallel: bool,
     fp8: bool,
     wants_input_grads: bool,
     wants_weight_grads: bool,
 ) -> list[Tensor]:
-    """`_column_gradients` of a TensorParallel with these options.
+    """`_column_gradients` of a TensorParallel with the options from sequence_parallel on.
 
     A compiler that saw what it does would keep the tokens that forward has gathered, and scatter last.
     """
     options = sequence_parallel, fp8, wants_input_grads, wants_weight_grads
     tp_ranks = TensorParallel(process_group(group_name), *options)
-    return _column_gradients(tp_ranks, x_BsH, output_grads, weights)
+    return _column_gradients(tp_ranks, x_BsH, output_grads, weights, shares_input)
 
 
 def _column_gradients(
-    tp_ranks: TensorParallel, x_BsH: Tensor, output_grads: Sequence[Tensor], weights: Sequence[Tensor]
+    tp_ranks: TensorParallel,
+    x_BsH: Tensor,
+    output_grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    shares_input: bool,
 ) -> list[Tensor]:
     """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
+
+    With `shares_input` all weights have multiplied all channels of the tokens, else those of `part_products`.
 
     It gathers the tokens while it computes the gradient of all tokens, and sums and scatters that one while it
     computes those of the weights.
@@ -129,9 +136,21 @@ def _column_gradients(
     wait_x = tp_ranks.gather(x_BsH) if tp_ranks.wants_weight_grads else None
     wait_grad_x, grads_TN = None, [grad.flatten(0, 1) for grad in output_grads]
     if tp_ranks.wants_input_grads:
-        grad_TH = _input_gradient(tp_ranks, grads_TN, weights)
+        if shares_input:
+            grad_TH = _input_gradient(tp_ranks, grads_TN, weights)
+        else:
+            pairs = zip(grads_TN[:-1], weights, strict=True)
+            grad_parts = (_input_gradient(tp_ranks, [grad], [weight]) for grad, weight in pairs)
+            grad_TH = torch.cat((*grad_parts, grads_TN[-1]), dim=-1)
         wait_grad_x = tp_ranks.scatter(grad_TH.view(len(output_grads[0]), -1, x_BsH.shape[-1]))
-    grad_weights = [] if wait_x is None else _weight_gradients(tp_ranks, grads_TN, wait_x().flatten(0, 1))
+        del grad_TH
+    grad_weights: list[Tensor] = []
+    if wait_x is not None and shares_input:
+        grad_weights = _weight_gradients(tp_ranks, grads_TN, wait_x().flatten(0, 1))
+    elif wait_x is not None:
+        x_parts = torch.split(wait_x().flatten(0, 1), part_widths(x_BsH, weights), dim=-1)
+        for grad, x_part in zip(grads_TN[:-1], x_parts[:-1], strict=True):
+            grad_weights += _weight_gradients(tp_ranks, [grad], x_part)
     return [*([] if wait_grad_x is None else [wait_grad_x()]), *grad_weights]
 
 
@@ -155,26 +174,77 @@ def _weight_gradients(tp_ranks: TensorParallel, grads: Sequence[Tensor], x_TH: T
     return [torch.mm(grad.t(), x_TH) for grad in grads]
 
 
+def _part_products(tp_ranks: TensorParallel, x_BSC: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """`part_products` in the precision of the products; no output is a view of x."""
+    if not tp_ranks.fp8:
+        *outputs, rest = part_products(x_BSC, *weights)
+        return *outputs, rest.clone()
+    *parts, rest = torch.split(x_BSC, part_widths(x_BSC, weights), dim=-1)
+    first, *others = zip(parts, weights, strict=True)
+    outputs = [] if others else [products.last_output(*first)]
+    if others:
+        outputs = [*products.outputs(*first), *(products.last_output(*other) for other in others)]
+    return *outputs, rest.clone()
+
+
 class _ColumnProducts(torch.autograd.Function):
-    """Products of gathered tokens with several column-parallel weights."""
+    """Products of gathered tokens with several column-parallel weights, or of their channels with a weight each."""
 
     @staticmethod
-    def forward(ctx, tp_ranks: TensorParallel, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-        ctx.tp_ranks = tp_ranks
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, tp_ranks: TensorParallel, shares_input: bool, x_BsH: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tp_ranks, ctx.shares_input = tp_ranks, shares_input
         ctx.save_for_backward(x_BsH, *weights)
-        return (products.outputs if tp_ranks.fp8 else column_products)(tp_ranks.gather(x_BsH)(), *weights)
+        x_BSH = tp_ranks.gather(x_BsH)()
+        if not shares_input:
+            return _part_products(tp_ranks, x_BSH, *weights)
+        return (products.outputs if tp_ranks.fp8 else column_products)(x_BSH, *weights)
 
     @staticmethod
     def backward(ctx, *output_grads: Tensor):  # type: ignore[no-untyped-def]
         tp_ranks, (x_BsH, *weights) = ctx.tp_ranks, ctx.saved_tensors
         if tp_ranks.group.size() == 1:
-            remaining_grads = iter(_column_gradients(tp_ranks, x_BsH, output_grads, weights))
+            remaining_grads = iter(
+                _column_gradients(tp_ranks, x_BsH, output_grads, weights, ctx.shares_input)
+            )
         else:
             wanted_grads = tp_ranks.wants_input_grads, tp_ranks.wants_weight_grads
-            options = tp_ranks.group.group_name, tp_ranks.sequence_parallel, tp_ranks.fp8, *wanted_grads
+            options = (
+                tp_ranks.group.group_name,
+                ctx.shares_input,
+                tp_ranks.sequence_parallel,
+                tp_ranks.fp8,
+                *wanted_grads,
+            )
             remaining_grads = iter(_columns_backward(x_BsH, output_grads, weights, *options))
         grad_x = next(remaining_grads) if tp_ranks.wants_input_grads else None
-        return None, grad_x, *(remaining_grads if tp_ranks.wants_weight_grads else [None] * len(weights))
+        return (
+            None,
+            None,
+            grad_x,
+            *(remaining_grads if tp_ranks.wants_weight_grads else [None] * len(weights)),
+        )
+
+
+class _WholeProduct(torch.autograd.Function):
+    """The product in 8 bits of a rank's own tokens with a weight that all ranks hold whole."""
+
+    @staticmethod
+    def forward(ctx, tp_ranks: TensorParallel, x_BsH: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.tp_ranks = tp_ranks
+        ctx.save_for_backward(x_BsH, weight)
+        return products.last_output(x_BsH, weight)
+
+    @staticmethod
+    def backward(ctx, grad_BsN: Tensor):  # type: ignore[no-untyped-def]
+        tp_ranks, (x_BsH, weight) = ctx.tp_ranks, ctx.saved_tensors
+        grads_TN, grad_x, grad_weight = [grad_BsN.flatten(0, 1)], None, None
+        if tp_ranks.wants_input_grads:
+            grad_x = products.input_gradient(grads_TN, [weight]).view_as(x_BsH)
+        if tp_ranks.wants_weight_grads:
+            (grad_weight,) = products.weight_gradients(grads_TN, x_BsH.flatten(0, 1))
+        return None, grad_x, grad_weight
 
 
 class _RowProduct(torch.autograd.Function):
@@ -254,8 +324,11 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
     for layer in model.layers.values():
         for block in layer.modules():
             if isinstance(block, Block):
-                block.column_products = partial(_ColumnProducts.apply, tp_ranks)
+                block.column_products = partial(_ColumnProducts.apply, tp_ranks, True)
+                block.part_products = partial(_ColumnProducts.apply, tp_ranks, False)
                 block.row_product = partial(_RowProduct.apply, tp_ranks)
+                if tp_ranks.fp8:
+                    block.whole_product = partial(_WholeProduct.apply, tp_ranks)
     if tp_ranks.group.size() == 1:
         return
     for name, cut in cuts_of(model).items():

@@ -74,7 +74,7 @@ def refusal(
         )
         return next(chain(*command_refusals), None)
     attention_refusals = _attention_refusals(kernel, layout, device)
-    gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
+    gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_widths[0], hardware) if hardware else ()
     layout_refusals = chain(
         _sequence_refusals(kernel, layout.cp, seq_len), _layout_refusals(layout, shape, seq_len)
     )

@@ -1,8 +1,10 @@
 """What of a model the embedded kernel does not train, and what programs that come with ultrabench have no word for."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 
@@ -41,14 +43,14 @@ _OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
     "soft caps of logits": lambda shape: shape.final_logit_softcapping,
     "rotations of its rope_type": lambda shape: shape.rope_type != "default",
     "yarn rotations": lambda shape: shape.rope_scaling and shape.rope_scaling.rope_type == "yarn",
-    "layers with different heads": lambda shape: len({*map(_heads, shape.kinds)}) > 1,
+    "layers with different attention": lambda shape: len({*map(_heads, shape.kinds)}) > 1,
     "layers of these types": lambda shape: shape.layer_types,
 }
 """What of a whole model not every program trains -> whether the model has it. The last one is of layers that differ in
 what the commands of other programs take from one field, such as sizes."""
 TRAINED = frozenset({
     "feed-forward blocks without a gate", "activations other than silu", "experts without a gate", "groups of experts",
-    "yarn rotations", "layers of these types", "multi-token prediction",
+    "latent attention", "yarn rotations", "layers of these types", "multi-token prediction",
 })  # fmt: skip
 """Those of both tables that the embedded kernel trains."""
 
@@ -58,11 +60,14 @@ def _activation(layer_type: LayerType) -> str | None:
     return block.hidden_act if block else None
 
 
-def _heads(layer_type: LayerType) -> tuple[object, ...]:
-    """What layers that the embedded kernel trains have in common: heads, and norms of their queries and keys."""
-    attention = layer_type.grouped_query
-    sizes = "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", "attention_bias"
-    return tuple(getattr(attention, name, None) for name in sizes)
+def _heads(layer_type: LayerType) -> object:
+    """What layers that the embedded kernel trains have in common: their attention but for rotations and windows."""
+    attention = layer_type.attention
+    if not isinstance(attention, GroupedQuery | Latent):
+        return attention
+    if isinstance(attention, Latent):
+        return replace(attention, rope_theta=1.0)
+    return replace(attention, rope_theta=1.0, partial_rotary_factor=1.0, sliding_window=None)
 
 
 @lru_cache(maxsize=256)  # a plan asks for those of a few models for each of its candidates

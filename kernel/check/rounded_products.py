@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ultrabench.kernel.fp8 import fp8_dtype
-from ultrabench.kernel.model import Block, Decoder
+from ultrabench.kernel.model import Block, Decoder, part_widths
 
 
 def round_rows(matrix: Tensor) -> Tensor:
@@ -43,9 +43,15 @@ def rounded_linear(x_BSK: Tensor, weight_NK: Tensor) -> Tensor:
     return y_BSN
 
 
+def _rounded_part_products(x_BSC: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    *parts, rest = torch.split(x_BSC, part_widths(x_BSC, weights), dim=-1)
+    return *map(rounded_linear, parts, weights), rest
+
+
 def round_products(model: Decoder) -> None:
     """Gives all blocks of a plain model these products, in place."""
     for block in model.modules():
         if isinstance(block, Block):
             block.column_products = lambda x, *weights: tuple(rounded_linear(x, weight) for weight in weights)
-            block.row_product = rounded_linear
+            block.part_products = _rounded_part_products
+            block.whole_product = block.row_product = rounded_linear

@@ -120,8 +120,9 @@ _FUSED_ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("f
 class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of matrix products and attention inside the `with` block, in `flops`.
 
-    Causal attention counts like full attention: two products of q.shape[2] x k.shape[2] x D for each head in
-    forward, and five in backward, which recomputes the scores (arXiv 2205.14135, algorithm 4). In compiled layers
+    Causal attention counts like full attention: for each head and pair of a query and a key one product over the
+    channels of keys and one over those of values in forward, and three and two in backward, which recomputes the
+    scores (arXiv 2205.14135, algorithm 4). Zeros that pad values are multiplied, so they count. In compiled layers
     these are still operators of torch, which inductor calls, except those in kernels that it generates.
     """
 
@@ -141,8 +142,10 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
             self.flops += 2 * args[0].numel() * int(args[1].shape[-1])
         elif operator_name.startswith(_FUSED_ATTENTION):
             is_backward = "backward" in operator_name
-            q, k = args[1:3] if is_backward else args[:2]
-            self.flops += (5 if is_backward else 2) * 2 * q.numel() * int(k.shape[2])
+            q, k, v = args[1:4] if is_backward else args[:3]
+            num_pairs, v_width = q.numel() // q.shape[-1] * int(k.shape[2]), int(v.shape[-1])
+            qk_products, v_products = (3, 2) if is_backward else (1, 1)
+            self.flops += 2 * num_pairs * (qk_products * int(q.shape[-1]) + v_products * v_width)
 
 
 class _CountedStorage:

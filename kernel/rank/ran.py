@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import ShardState, shard_state
+from ultrabench.kernel.compat import ShardState, pads_values, shard_state
 from ultrabench.kernel.cut import Cut
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.fp8 import SCALED_PRODUCTS
@@ -149,6 +149,10 @@ def options_of(trainer: TrainStep, observations: StepObservations) -> dict[str, 
     # A core is a partial whose arguments end with the backend; those of a ring begin with its group and exchange.
     attention_cores = (unwrap(layer.attention.core) for layer in layers)
     fixed_args: list[tuple[str, ...]] = [getattr(core, "args", ("any",)) for core in attention_cores]
+    qk_width, v_width = shape.head_widths
+    if v_width < qk_width:  # how many channels of zeros an implementation of attention added to values
+        padded_counts = ((qk_width - v_width) * pads_values(args[-1]) for args in fixed_args)
+        options["padded_value_channels"] = _common_value(padded_counts)
     return options | _precisions(trainer, observations) | {
         "tp": _common_value(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
@@ -259,6 +263,8 @@ def require_requested_options(trainer: TrainStep, observations: StepObservations
         "kv_copies": most_kv_copies(trainer.spec.shape, layout.tp),
         "padded_vocab_size": padded_vocab_size(trainer.spec.shape.vocab_size, layout.tp),
     }
+    qk_width, v_width = trainer.spec.shape.head_widths
+    requests["padded_value_channels"] = (qk_width - v_width) * pads_values(trainer.attention_backend)
     requests |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
     wide_precision = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
     requests |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)

@@ -140,6 +140,11 @@ class GroupedQuery:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
+    def head_widths(self) -> tuple[int, int]:
+        """Widths of a head of queries and keys, and of a head of values."""
+        return self.head_dim, self.head_dim
+
+    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim
@@ -249,6 +254,11 @@ class Latent:
         """Width of a head of queries and of keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """Widths of a head of queries and keys, and of a head of values."""
+        return self.qk_head_dim, self.v_head_dim
+
     def products(self, h: int) -> tuple[Product, ...]:
         """Down to the latents, which is done whole by each rank, up to the heads, the index, and the output."""
         num_heads, q_rank, kv_rank = self.num_attention_heads, self.q_lora_rank, self.kv_lora_rank
@@ -301,9 +311,11 @@ class Latent:
         return core_flops + index_flops * doubled_positions(seq_len, formula, num_causal)
 
     def kept(self, h: int) -> Channels:
-        """Latents before and after their norms, q, k, v and the output, and what an index scores with."""
+        """Latents before and after their norms, both times with the channels of keys that are rotated, q, k, v and the
+        output, and what an index scores with.
+        """
         q_rank, kv_rank = self.q_lora_rank or 0, self.kv_lora_rank
-        latents = 2 * (q_rank + kv_rank) + self.qk_rope_head_dim
+        latents = 2 * (q_rank + kv_rank + self.qk_rope_head_dim)
         heads = 2 * self.num_attention_heads * (self.qk_head_dim + self.v_head_dim)
         index = (self.index.index_n_heads + 1) * (self.index.index_head_dim + 1) if self.index else 0
         return Channels(heads, latents + index)

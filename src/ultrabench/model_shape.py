@@ -306,7 +306,15 @@ class ModelShape:
     @property
     def rotary_width(self) -> int:
         """Number of channels of a head that are rotated."""
-        return int(self.head_width * self.partial_rotary_factor)
+        latent = self.layer(0).latent if self.layer_types else None
+        return latent.qk_rope_head_dim if latent else int(self.head_width * self.partial_rotary_factor)
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """Widths of the widest head of queries and keys, and of the widest head of values, that any layer has."""
+        heads = [kind.grouped_query or kind.latent for kind in self.kinds]
+        widths = [attention.head_widths for attention in heads if attention]
+        return max((qk for qk, _ in widths), default=0), max((v for _, v in widths), default=0)
 
     def layer(self, number: int) -> LayerType:
         """The type of the layer of this number, counted from 0.

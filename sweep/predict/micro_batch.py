@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.layer_products import ROWS
+from ultrabench.layer_products import ROWS, WHOLE
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -87,15 +87,19 @@ class _LayerWidths(NamedTuple):
     norms: float
     """Inputs and outputs of norms, in hidden sizes."""
     attention: int
-    """What attention keeps, divided by tp or not."""
+    """What attention keeps, divided by tp."""
+    latents: int
+    """What attention keeps of the rank's own tokens, whole: the latents of latent attention."""
+    padding: int
+    """What an implementation of attention adds to values that are narrower than keys, if it does."""
     kept_attention: int
-    """What of it recompute=selective keeps."""
+    """What of attention recompute=selective keeps."""
     q: float
     """Width of the queries, and of the output of attention."""
     kv: float
     """Width of the keys, and of the values."""
-    input_params: int
-    """Parameters of the products by which attention begins, before tp divides them."""
+    input_params: float
+    """Parameters of the products by which attention begins on a rank."""
     block: int
     """What a dense feed-forward block keeps, or that of shared experts."""
     width: int
@@ -119,13 +123,12 @@ def _widths_of_types(shape: ModelShape, tp: int) -> tuple[_LayerWidths, ...]:
 
 
 def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
-    """What a type of layer keeps of a token; ranks of tp hold some numbers of attention whole."""
+    """What a type of layer keeps of a token."""
     attention, experts, block, width = kind.attention, kind.experts, 0, 0
-    kept, q, kv, kept_attention, input_params = 0, 0.0, 0.0, 0, 0
+    kept, latents, padding, q, kv, kept_attention, input_params = 0, 0, 0, 0.0, 0.0, 0, 0.0
     if attention is not None:
-        cut_channels, whole_channels = attention.kept(h)
-        kept, products = cut_channels + tp * whole_channels, attention.products(h)
-        q, kv = cut_channels / 2, 0.0
+        (kept, latents), products = attention.kept(h), attention.products(h)
+        q, kv = kept / 2, 0.0
         if kind.grouped_query is not None:
             q, kv = kind.grouped_query.q_width, kind.grouped_query.kv_width
         elif kind.latent is not None:
@@ -133,7 +136,11 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
             q = num_heads * max(kind.latent.qk_head_dim, kind.latent.v_head_dim)
             kv = kind.latent.exchanged_channels() / 2
         kept_attention = sum(p.inputs if p.cut == ROWS else round(p.kept_share * p.outputs) for p in products)
-        input_params = sum(p.params for p in products if p.cut != ROWS)
+        if kind.latent is not None:
+            padding = kind.latent.num_attention_heads * max(
+                0, kind.latent.qk_head_dim - kind.latent.v_head_dim
+            )
+        input_params = sum(p.params if p.cut == WHOLE else p.params / tp for p in products if p.cut != ROWS)
     block_type = kind.feed_forward or experts
     if kind.feed_forward is not None:
         block, width = kind.feed_forward.kept(h).cut, kind.feed_forward.intermediate_size
@@ -142,6 +149,8 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
     return _LayerWidths(
         norms=kind.norm_channels(h) / h,
         attention=kept,
+        latents=latents,
+        padding=padding,
         kept_attention=kept_attention,
         q=q,
         kv=kv,
@@ -173,7 +182,8 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
         )
         rows, products = row_channel * of.row, row_channel * of.expert
     block = channel * of.block + rows + of.kept_of_experts * products
-    layer = of.norms * hidden + channel * of.attention + block
+    latents = hidden / spec.shape.hidden_size * of.latents
+    layer = of.norms * hidden + channel * of.attention + latents + block
     if compiled and spec.kernel.precision == "fp8" and not is_sparse:
         layer -= hidden * (2 if tp == 1 else 1)  # backward computes the outputs of norms again
     stored = layer - channel * of.recomputed_block * compiled
@@ -181,6 +191,8 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
         sums = (1 + (width > 0 and not compiled)) * (tp > 1)
         stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)
         stored += rows * (layout.ep > 1)
+        if not compiled and spec.kernel.attention not in ("cudnn", "math"):
+            stored += channel * of.padding  # eager calls keep the output of the implementation
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (layout.ep > 1)) * rows + hidden * (width > 0)
     forward += (rows + of.kept_of_experts * products + 2 * hidden) * (
@@ -195,7 +207,7 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, of: 
     gradients = channel * _gradients_of_attention(spec, element, q, of.kv)
     attention = layer - block - hidden + gradients
     qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)
-    qkv_weights = float(element * of.input_params // tp)
+    qkv_weights = float(element * of.input_params)
     # The gradients of the feed-forward and of its norm, and then those of attention.
     halfway = 2 * hidden + channel * of.block / 2 + rows + 2 * products
     input_half = max(feed_forward - layer, halfway + gradients)

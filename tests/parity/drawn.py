@@ -1,4 +1,6 @@
-"""Compares layouts drawn at random with one process in fp64: `python -m tests.parity.drawn 40 2026`.
+"""Compares layouts drawn at random with one process in fp64: `python -m tests.parity.drawn 40 2026 [latent]`.
+
+latent draws only layouts of models with latent attention.
 
 It prints a line of JSON for each layout, then the largest differences, and exits with 1 when a layout differs.
 """
@@ -9,17 +11,25 @@ import sys
 from dataclasses import asdict, replace
 
 from tests.parity.conftest import Server
-from tests.parity.test_layouts import CHANGES, MOE, STEPS
+from tests.parity.test_layouts import CHANGES, MOE, STEPS, mla_shape
 from ultrabench.errors import ConfigError
 from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import TINY, CheckSpec
 from ultrabench.layout import Layout, default_virtual_stages
+from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.arguments import require_possible
 
 MAX_RANKS = 8
 
 
-def draw(pick: random.Random) -> CheckSpec | None:
+def draw_latent_shape(pick: random.Random) -> ModelShape:
+    """A model with latent attention, with and without experts, latents of queries, biases and tied tables."""
+    words = [word for word in ("narrow", "dense") if pick.random() < 1 / 2]
+    shape = mla_shape(words, pick.choice((2, 4, 8)))
+    return replace(shape, tie_word_embeddings=pick.random() < 1 / 3, vocab_size=pick.choice((256, 131)))
+
+
+def draw(pick: random.Random, *, latent: bool = False) -> CheckSpec | None:
     """A check of a model that is changed in up to two ways, a third of them with experts,
     or None when it cannot run.
     """
@@ -30,6 +40,8 @@ def draw(pick: random.Random) -> CheckSpec | None:
         shape = MOE if pick.random() < 1 / 3 else TINY
         for change in changes:
             shape = replace(shape, **change)
+        if latent:
+            shape = draw_latent_shape(pick)
         layout = Layout(
             dp=pick.choice((1, 2, 3, 4)), tp=tp, pp=pp, cp=pick.choice((1, 1, 2)), zero_stage=pick.choice((0, 1, 2, 3)),
             ep=pick.choice((1, 2, 4)) if shape.num_experts else 1, dp_shard=pick.choice((0, 0, 0, 2)),
@@ -50,13 +62,19 @@ def draw(pick: random.Random) -> CheckSpec | None:
     return None if layout.world_size > MAX_RANKS else spec
 
 
+def drawn_specs(number: int, pick: random.Random, *, latent: bool = False) -> list[CheckSpec]:
+    """The first layouts of several ranks that are drawn and can run."""
+    specs = list[CheckSpec]()
+    while len(specs) < number:
+        spec = draw(pick, latent=latent)
+        specs += [spec] if spec and spec.layout.world_size > 1 else []
+    return specs
+
+
 def main() -> int:
     number, seed = int(sys.argv[1]), int(sys.argv[2])
     pick, server = random.Random(seed), Server()
-    specs = list[CheckSpec]()
-    while len(specs) < number:
-        spec = draw(pick)
-        specs += [spec] if spec and spec.layout.world_size > 1 else []
+    specs = drawn_specs(number, pick, latent="latent" in sys.argv)
     failed, largest = list[str](), dict.fromkeys(("loss_diff", "grad_diff", "param_diff"), 0.0)
     for spec in specs:
         result = asdict(server.ask(run_check, spec))

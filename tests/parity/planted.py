@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage
 
-from tests.parity import planted_clock, planted_experts, planted_model, planted_options, planted_products  # noqa: F401  their faults are in FAULTS, too
+from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
+    planted_clock,
+    planted_experts,
+    planted_latent,
+    planted_model,
+    planted_options,
+    planted_products,
+)
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, loss, model, pp, recompute, step, tp
 from ultrabench.kernel.cut import OF_HEADS
@@ -272,9 +279,9 @@ def positions_from_zero(right, spans, *args):
 
 
 @planted(cp, "_visits", counts="test_ring")
-def ring_goes_on(right, pair, group, exchange):
+def ring_goes_on(right, pair, seq_len, group, exchange):
     """Keys and values travel one turn more than needed."""
-    yield from right(pair, group, exchange)
+    yield from right(pair, seq_len, group, exchange)
     cp.RingTransfer(pair, torch.empty_like(pair), group).wait()
 
 

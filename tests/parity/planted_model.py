@@ -48,6 +48,12 @@ def unscaled_rotation(right, rotation):
     return 1.0
 
 
+@planted(model, "score_factor", transformers="deepseek-v3-groups")
+def unscaled_scores_of_yarn(right, rotation):
+    """What yarn multiplies all scores of latent attention by is left out."""
+    return 1.0
+
+
 @planted(rope, "_yarn_bounds", transformers="llama-yarn")
 def yarn_of_turns_swapped(right, base, width, scaling):
     """yarn divides the frequencies that turn fast in place of those that turn slowly."""

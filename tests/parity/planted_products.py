@@ -63,5 +63,5 @@ def no_fp8(right, self, group, sequence_parallel=True, fp8=False, **options):
 def head_in_fp8(right, x, weight, targets, *_):
     """The products of the head are in fp8, too."""
     alone = tp.TensorParallel(SimpleNamespace(size=lambda: 1), fp8=True)
-    (logits,) = tp._ColumnProducts.apply(alone, x, weight)
+    (logits,) = tp._ColumnProducts.apply(alone, True, x, weight)
     return model.cross_entropy(logits, targets)

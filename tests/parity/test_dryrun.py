@@ -12,8 +12,11 @@ import pytest
 from benchmarks import memory
 from tests.parity.server import dry_cost, dry_costs, dry_costs_of_rank, in_precision, real_costs
 from tests.parity.test_layouts import SHALLOW, TINY, every_run, spec_of
+from ultrabench.attention_type import Latent
 from ultrabench.cli.kernel.dryrun import dryrun_spec
+from ultrabench.feed_forward_type import FeedForward
 from ultrabench.hardware import GIB
+from ultrabench.layer_type import LayerType
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
@@ -166,6 +169,31 @@ def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute)
     m = micro_batch(in_precision(specs[0], "bf16"))
     stored = m.hidden if recompute == "full" else m.stored[0]
     assert (deep - shallow) / 4 == pytest.approx(stored, rel=0.02)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(8, marks=pytest.mark.campaign)])
+def test_a_layer_of_latents_keeps_what_the_closed_form_says(server, tp):
+    """The growth of the peak's activations with the number of layers, within 1 %; values are narrower than keys."""
+    specs = [spec_of(f"tp={tp} mbs=16", wide_latents(layers)) for layers in (2, 4)]
+    shallow, deep = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
+    (stored,) = micro_batch(in_precision(specs[0], "bf16")).stored
+    assert (deep - shallow) / 2 == pytest.approx(stored, rel=0.01)
+
+
+def wide_latents(num_layers):
+    """A dense model with latent attention, wide enough that the log-sums of attention count little."""
+    attention = Latent(
+        num_attention_heads=8, q_lora_rank=192, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32,
+        v_head_dim=64,
+    )  # fmt: skip
+    layer_type = LayerType(latent=attention, feed_forward=FeedForward(intermediate_size=1024))
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 1024,
+    }
+    return dataclasses.replace(TINY, layer_types=(layer_type,), num_hidden_layers=num_layers, **sizes)
 
 
 @pytest.mark.campaign

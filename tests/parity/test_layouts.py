@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ultrabench.attention_type import GroupedQuery
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.feed_forward_type import Experts, FeedForward
 from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import FP64_TOLERANCE, TINY, CheckSpec
@@ -25,6 +25,12 @@ SHALLOW = dataclasses.replace(TINY, num_hidden_layers=2)
 LONG = RopeScaling(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )  # fmt: skip
+LATENT = Latent(
+    num_attention_heads=4, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=12
+)  # fmt: skip
+ROUTED = Experts(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+)
 YARN = RopeScaling(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3
 )  # fmt: skip
@@ -129,7 +135,8 @@ LAYOUTS = [
 FP8 = [
     "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8",
     "tp=2 selective qwen biased uneven fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
-    "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8",
+    "tp=2 pp=2 gas=4 zbv fp8", "tp=2 selective mla dense fp8", "tp=2 pp=2 gas=4 zbv mla dense narrow fp8",
+    "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8",
     "full compile fp8", "tp=2 selective compile plain fp8", "tp=2 pp=2 gas=4 zbv plain yarn fp8",
 ]  # fmt: skip
 """Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""
@@ -160,6 +167,26 @@ EXPERTS = [
     "tp=2 ep=2 full compile moe", "dp=2 ep=2 selective compile moe routing=skew=0.8",
 ]  # fmt: skip
 """Layouts of a model with experts."""
+MLA = dataclasses.replace(
+    TINY, name="mla", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, layer_order="a(b)",
+    layer_types=(
+        LayerType(latent=LATENT, feed_forward=FeedForward(intermediate_size=128)),
+        LayerType(latent=LATENT, experts=dataclasses.replace(ROUTED, scoring_func="sigmoid")),
+    ),
+)  # fmt: skip
+"""A model with latent attention, a dense layer, then layers with experts of which one is shared."""
+LATENTS = [
+    # One process, wrapped; latents under each form of parallelism, and with all of them.
+    "dp=2 zero_stage=3 gas=2 mla selective", "dp=4 zero_stage=2 dp_shard=2 gas=2 mla narrow",
+    "tp=2 gas=2 mbs=2 mla routing=learned", "tp=4 mla narrow dense", "tp=2 mbs=2 mla dense sequence_parallel=off",
+    "pp=2 gas=2 mla", "tp=2 pp=2 gas=4 zbv mla narrow", "pp=2 gas=4 interleaved mla dense full",
+    "tp=2 pp=2 gas=4 zbv sequence_parallel=off attention mla dense", "cp=2 gas=2 mbs=2 mla",
+    "tp=2 cp=2 gas=2 mla narrow",
+    "cp=2 cp_exchange=allgather mla dense compile", "tp=2 ep=2 mla full compile", "tp=2 mla dense selective compile",
+    "dp=2 tp=2 ep=4 zero_stage=3 mla routing=learned", "dp=2 tp=2 pp=2 ep=2 zero_stage=1 gas=2 mla narrow",
+    "tp=2 mbs=2 mla dense sequence_parallel=off narrow selective compile",
+]  # fmt: skip
+"""Layouts of a model with latent attention."""
 PARTS = [
     # Feed-forward blocks without a gate, two rotations, and yarn.
     "tp=2 gas=2 mbs=2 selective compile plain yarn", "tp=2 pp=2 gas=4 zbv plain", "dp=2 zero_stage=3 gas=2 full plain",
@@ -179,6 +206,19 @@ PARTS = [
 CASES = LAYOUTS + EXPERTS + PARTS
 
 
+def mla_shape(words, num_layers):
+    """A model with latent attention: `dense` has no experts, and queries of `narrow` follow from the input."""
+    shape = dataclasses.replace(MLA, num_hidden_layers=num_layers)
+    if "narrow" in words:
+        attention = dataclasses.replace(LATENT, q_lora_rank=None, attention_bias=True)
+        types = tuple(dataclasses.replace(kind, latent=attention) for kind in shape.layer_types)
+        shape = dataclasses.replace(shape, layer_types=types)
+    if "dense" in words:
+        no_experts = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
+        shape = dataclasses.replace(shape, layer_types=shape.layer_types[:1], layer_order="", **no_experts)
+    return shape
+
+
 def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes, which may name a precision;
     without a pipeline of the model `shallow`.
@@ -189,6 +229,8 @@ def spec_of(case, shallow=SHALLOW):
     pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
     routing = axes.pop("routing", "balanced")
+    if "mla" in words:
+        shape = mla_shape({*words}, shape.num_hidden_layers)
     if "moe" in words:
         shape = dataclasses.replace(MOE, num_hidden_layers=shape.num_hidden_layers)
     for term in CHANGES.keys() & set(words):
@@ -213,7 +255,7 @@ def traits(case: str) -> set[str]:
             degrees |= {name} if value > 1 else set()
         else:
             others.add(f"{name}={value}")
-    words = {*CHANGES, "moe", "compile"} & {*case.split()}
+    words = {*CHANGES, "moe", "mla", "narrow", "dense", "compile"} & {*case.split()}
     return degrees | others | words | {spec.routing.split("=")[0]}
 
 
@@ -224,7 +266,10 @@ def cost(case: str) -> float:
 
 
 def covering(cases: Iterable[str], size: int) -> set[str]:
-    """Cheap cases that together have all that some case has: each trait (size 1), or each pair of traits (2)."""
+    """Cheap cases that together have all that some case has: each trait (size 1), or each pair of traits (2).
+
+    Of size 0 it is one case.
+    """
     missing_by_case = {case: {*combinations(sorted(traits(case)), size)} for case in cases}
     chosen = set[str]()
     while any(missing_by_case.values()):
@@ -245,7 +290,7 @@ def every_run(*groups: tuple[list[str], int]) -> Callable[..., Any]:
     return pytest.mark.parametrize("case", parameters)
 
 
-@every_run((LAYOUTS + EXPERTS, 2), (PARTS, 1), (FP8, 1))
+@every_run((LAYOUTS + EXPERTS, 2), (LATENTS, 0), (PARTS, 1), (FP8, 1))
 def test_layout_equals_one_process(server, case):
     """Losses of all steps, gradients of the first, parameters after the last; one graph for each kind of layer."""
     spec = spec_of(case)
@@ -253,8 +298,7 @@ def test_layout_equals_one_process(server, case):
     assert result.error is None
     assert not result.missing_gradients
     assert result.passed, f"{result} (tolerance {FP64_TOLERANCE})"
-    num_kinds = len({dataclasses.replace(kind, grouped_query=None) for kind in spec.shape.kinds})
-    kinds = 2 if spec.layout.full_every > 1 else num_kinds
+    kinds = 2 if spec.layout.full_every > 1 or len(spec.shape.kinds) > 1 else 1
     assert result.graphs == kinds * spec.run.compiles
 
 

@@ -75,7 +75,10 @@ def _deepseek(
     keys.only("mlp_bias", False)
     keys.only("moe_layer_freq", 1)
     keys.only("scoring_func", scoring)
-    keys.unused("topk_method", "mscale")
+    keys.unused("mscale")
+    groups = _router_groups(keys)
+    if keys.get("topk_method") == "greedy":  # the router of DeepSeek V2 that ignores its groups
+        groups |= {"n_group": 1, "topk_group": 1}
     rotation, num_layers = keys.rotation(), keys.count("num_hidden_layers")
     words = words_of_layers(
         keys, ("mlp_layer_types",), num_layers,
@@ -92,7 +95,7 @@ def _deepseek(
     width = keys.count("moe_intermediate_size")
     experts = routed(
         keys, width=width, shared_expert_intermediate_size=keys.count("n_shared_experts", default=0) * width,
-        scoring_func=scoring, norm_topk_prob=keys.get("norm_topk_prob", default=normalized), **_router_groups(keys),
+        scoring_func=scoring, norm_topk_prob=keys.get("norm_topk_prob", default=normalized), **groups,
     )  # fmt: skip
     blocks = {"dense": dense(keys), "sparse": experts}
     layers = layers_of(keys, num_layers, lambda n: attention | blocks[words[n]], words.__getitem__)

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from tests.configs import refused
 from ultrabench.kernel import attention, cp, recompute
 from ultrabench.kernel.compat import attention_backward, attention_forward
+from ultrabench.kernel.dryrun.counts import ExecutedFlops
+from ultrabench.kernel.model import causal_attention
 from ultrabench.kernel_config import KernelConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -44,9 +46,9 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
     shares = (sums - sums.logsumexp(0))[..., None].exp()
     merged = sum(share * out.double() for share, (out, _) in zip(shares, parts, strict=True))
 
-    def visits_in_turn(kv, group, exchange):
+    def visits_in_turn(kv, seq_len, group, exchange):
         for n, visit in enumerate(visits):
-            yield cp._stack_kv(*visit), slice(None), slice(None), n == 0
+            yield cp._pack_kv(*visit), slice(None), slice(None), n == 0
 
     with mock.patch.multiple(cp, _visits=visits_in_turn, process_group=lambda name: None):
         out, _ = cp._ring_forward(query, *visits[0], "group", "ring", "flash")
@@ -71,14 +73,14 @@ def test_what_runs(monkeypatch, chosen, precision, head_width, device, has_cudnn
     """`has_cudnn` is whether torch prefers cuDNN on that GPU."""
     monkeypatch.setattr(attention, "prefers_cudnn_attention", lambda _: has_cudnn)
     kernel = KernelConfig(name="embedded", attention=chosen, precision=precision)
-    assert attention.choose_backend(kernel, head_width, device) == runs
+    assert attention.choose_backend(kernel, (head_width, 64), device) == runs
 
 
 def test_flash3_that_is_not_installed_is_told_in_one_line():
     """The package flash_attn_interface exists for GPUs only."""
     kernel = KernelConfig(name="embedded", attention="flash3", precision="bf16")
     with refused("kernel.attention=flash3: "):
-        attention.choose_backend(kernel, 128, GPU)
+        attention.choose_backend(kernel, (128, 128), GPU)
 
 
 def test_the_operators_of_cudnn_take_our_arguments():
@@ -88,6 +90,33 @@ def test_the_operators_of_cudnn_take_our_arguments():
     assert (out.shape, log_sum.shape, log_sum.dtype) == (q.shape, (B, N, S), torch.float32)
     grads = attention_backward("cudnn", out, q, out, log_sum, k, k, causal=True)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_flops_of_attention_follow_both_widths():
+    """Of one head and 16 pairs: a product over 12 and one over 8 channels in forward, three and two in backward."""
+    q, k, v = (torch.empty(1, 1, 4, width, dtype=torch.bfloat16, device="meta") for width in (12, 12, 8))
+    with ExecutedFlops() as forward:
+        out, log_sum = attention_forward("cudnn", q, k, v, causal=True)
+    with ExecutedFlops() as backward:
+        attention_backward("cudnn", out, q, out, log_sum, k, v, causal=True)
+    assert out.shape == v.shape
+    assert (forward.flops, backward.flops) == (2 * 16 * (12 + 8), 2 * 16 * (3 * 12 + 2 * 8))
+
+
+@pytest.mark.parametrize("chosen", ["math", "flash"])
+def test_narrow_values_give_the_same_with_and_without_padding(chosen):
+    """Output and gradients are those of plain attention, without padding in memory; flash pads values."""
+    torch.manual_seed(0)
+    inputs = [*(heads(N) for _ in range(3))]
+    inputs[2] = inputs[2][..., : D - 2].detach().requires_grad_()
+    exact, out = causal_attention(*inputs), attention.pinned_attention(chosen, *inputs)
+    torch.testing.assert_close(exact, out, rtol=0, atol=1e-12)
+    assert chosen == "math" or out.transpose(1, 2).is_contiguous()
+    grad = torch.randn_like(exact)
+    for of_exact, of_chosen in zip(
+        *(torch.autograd.grad(o, inputs, grad) for o in (exact, out)), strict=True
+    ):
+        torch.testing.assert_close(of_exact, of_chosen, rtol=0, atol=1e-12)
 
 
 def test_selective_recomputation_keeps_a_compiled_ring():

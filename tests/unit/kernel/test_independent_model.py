@@ -29,6 +29,12 @@ SCALED = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
+LATENT = {
+    "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-3, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+"""Values that are narrower than keys, and norms of latents with another eps than the others."""
+GROUPS = {"n_group": 4, "topk_group": 2}
 CONFIGS = {
     "llama": {"model_type": "llama"},
     "llama-scaled": {"model_type": "llama", "rope_scaling": SCALED, "rope_theta": 100.0, "rms_norm_eps": 1e-3},
@@ -62,6 +68,26 @@ CONFIGS = {
     "arcee-gelu": {"model_type": "arcee", "hidden_act": "gelu", "tie_word_embeddings": True},
     "arcee-gelu-tanh": {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh", "rope_scaling": YARN},
     "olmoe": {"model_type": "olmoe", "num_experts_per_tok": 3, "num_experts": 8},
+    # Moonlight has no latent of queries, Kimi shares a single expert.
+    "deepseek-v2": {"model_type": "deepseek_v2", **LATENT, **SHARED, "routed_scaling_factor": 1.5, "head_dim": 6},
+    "deepseek-v2-lite": {"model_type": "deepseek_v2", **LATENT, **SHARED, "q_lora_rank": None, "head_dim": 6},
+    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, **SHARED, "routed_scaling_factor": 2.5},
+    "deepseek-v2-groups": {
+        "model_type": "deepseek_v2", **LATENT, **SHARED, "head_dim": 6, **GROUPS, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek-v3-groups": {
+        "model_type": "deepseek_v3", **LATENT, **SHARED, **GROUPS, "routed_scaling_factor": 2.5,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    "moonlight": {
+        "model_type": "deepseek_v3", **LATENT, **SHARED, "q_lora_rank": None, "routed_scaling_factor": 2.446,
+        "rope_theta": 50000.0, "attention_bias": True,
+    },
+    "kimi": {
+        "model_type": "deepseek_v3", **LATENT, **SHARED, "n_shared_experts": 1, "rope_theta": 50000.0,
+        "tie_word_embeddings": True, "v_head_dim": 16, "routed_scaling_factor": 2.827,
+    },
     "dots": {"model_type": "dots1", "head_dim": 16, **SHARED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
 }  # fmt: skip
 THEIRS = {
@@ -69,7 +95,9 @@ THEIRS = {
     "attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",
     "ffn": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "router": "gate", "shared": "shared_experts", "balance": "gate.e_score_correction_bias",
+    "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "router": "gate",
+    "shared": "shared_experts", "balance": "gate.e_score_correction_bias",
 }  # fmt: skip
 """Our name of a module -> theirs, where they differ."""
 WIDE = (
@@ -126,7 +154,10 @@ def models(name):
     options = {"experts_implementation": "eager"} if shape.num_experts else {}
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).double()
     state = {key: value for key, value in ours.state_dict().items() if not key.endswith("counts")}
-    if shape.scoring_func == "sigmoid":  # the bias of an expert changes the choice, but no weight
+    experts = [kind.experts for kind in shape.kinds if kind.experts]
+    if (
+        experts and experts[0].scoring_func == "sigmoid"
+    ):  # the bias of an expert changes the choice, but no weight
         for balance in router_biases(ours).values():
             # Their order lets the best experts, and the best groups by both measures, differ.
             balance.copy_(torch.linspace(0, 0.5, shape.num_experts)[3 * torch.arange(shape.num_experts) % 8])

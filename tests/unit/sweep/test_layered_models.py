@@ -245,11 +245,11 @@ def test_types_that_cannot_be_are_refused(words, line):
 
 
 def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
-    shape = shape_of(DEEPSEEK, "m", "m")
+    shape = shape_of(DEEPSEEK | INDEX | {"model_type": "deepseek_v32"}, "m", "m")
     reason = refusal(KernelConfig(name="embedded"), Layout(dp=1), shape, 64, "cpu")
+    advice = "use kernel=command or another model"
     assert (
-        reason
-        == "the embedded kernel does not train latent attention, which m has: use kernel=command or another model"
+        reason == f"the embedded kernel does not train the index of sparse attention, which m has: {advice}"
     )
     megatron = load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel
     reason = refusal(megatron, Layout(dp=2, zero_stage=1), shape, 64, "cuda")
