@@ -12,6 +12,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from tests.configs import refused
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.model_shape import RopeScaling
 from ultrabench.sweep.config.checkpoint import shape_from, shape_of
 from ultrabench.sweep.config.families.readers import READERS, TEXT_TYPES
 from ultrabench.sweep.config.load import load_config
@@ -272,3 +273,13 @@ def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_r
         ours, theirs = (refusal(kernel, Layout(dp=2, zero_stage=1), shape, 64, "cuda") for kernel in kernels)
         assert ours is None
         assert f"kernel megatron has no word for {feature}, which m has" in theirs
+
+
+def test_a_rotation_with_another_key_is_not_trained_as_yarn():
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    other = {**yarn, "llama_4_scaling_beta": 0.1}
+    scalings = [shape_of({**DEEPSEEK, "rope_scaling": rope}, "m", "m").rope_scaling for rope in (yarn, other)]
+    assert scalings == [RopeScaling(**yarn), None]
+    shape = shape_of({**DEEPSEEK, "rope_scaling": other}, "m", "m")
+    reason = refusal(KernelConfig(name="embedded"), Layout(dp=1), shape, 64, "cpu")
+    assert "the embedded kernel does not train rotations of its rope_type, which m has" in reason
