@@ -86,7 +86,9 @@ def ultrabench_memory(
     stored_scale = scale * (1 + constants.zbv_margin * (layout.pp_schedule == "zbv"))
     for rank, params in params_of_ranks(spec, ranks):
         _, phase, weights, gradients, stored, logits, buffers = max(_moments(spec, m, params, rank))
-        buffers = scale * buffers + 16 * layout.gas * rank_tokens(spec)  # the batch: inputs and targets
+        # The batch: inputs and targets.
+        num_token_ids = 2 + spec.shape.num_nextn_predict_layers
+        buffers = scale * buffers + 8 * num_token_ids * layout.gas * rank_tokens(spec)
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
         reserve += constants.reduce_stream_bytes * sum([p.size.shard for p in params])
@@ -102,7 +104,8 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
 
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
-    target_bytes = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
+    num_targets = 1 + spec.shape.num_nextn_predict_layers
+    target_bytes = 8 * num_targets * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
     return tuple(_state_bytes(spec, params) + target_bytes for _, params in params_of_ranks(spec, EVERY))
 
 
