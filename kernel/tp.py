@@ -15,14 +15,17 @@ costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 Without sequence parallelism each rank holds all B*S tokens between the blocks (arXiv 1909.08053, section 3). Nothing is
 gathered, and an all-reduce takes the place of each reduce-scatter: two in forward of a layer and two in backward.
 
+Latent attention gathers the latents of all tokens instead of tokens, and its heads read channels of them: each weight
+has channels of its own. The projections to latents are products of a rank's own tokens with whole weights.
+
 Biases are added to the products of a rank with its own columns. Each rank has all tokens there,
 so that its gradients of them are complete.
 
 In fp8 factors are rounded after they are gathered, and the summands of a rank are added up in bf16.
 The products of a rank without tp are then those here, too: it gathers and sums nothing.
 
-The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
-parallelism only that of the norms of q and k is one, over the heads of all ranks.
+The gradient of what each rank holds whole, such as a norm's weight, is a sum over the tokens of all ranks of tp, which
+is made once a step; without sequence parallelism only that of the norms of q and k is one, over the heads of all ranks.
 
 If tp does not divide the vocabulary, embedding and head have more rows than there are tokens, as `padded_vocab_size`
 says. These rows are 0, the loss masks their logits, and they are no part of the parameters that a rank trains.

@@ -29,6 +29,8 @@ GATED_CHANNELS = 4
 """Numbers that a gated feed-forward block keeps for each channel, to which the constant ffn_bytes belongs."""
 HALF = 0.5
 """Share of a layer's collectives over tp that attention makes, and the feed-forward block."""
+INPUT_SHARE = 3 / 5
+"""Share of a block's collectives over tp that move its input: three of five; the others move its output."""
 
 
 class LayerWork(NamedTuple):
@@ -287,7 +289,7 @@ def _layer_times(
     traffic_bytes = norm_tokens * norm_bytes + tokens / tp * (ffn.token_bytes + attention.token_bytes)
     traffic_s = traffic_bytes / hbm_bytes_per_s * (c.compiled_traffic if work.compiled else 1)
     traffic_s += tokens / tp * ffn.routed_bytes / hbm_bytes_per_s
-    tp_share = ffn.tp_share + HALF * (kind.attention is not None)
+    tp_share = ffn.tp_share + _attention_tp_share(kind, h)
     call_s = tp_call_s(tokens * h * work.element_bytes, work.tp_axes, links, c) * tp_share
     # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
     kept_down_s = ffn.down_s if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
@@ -313,6 +315,19 @@ def _layer_times(
         PartSeconds(3 * forward_s, 3.5 * attention_s, traffic_s, tp_s, cp_s, 4 * ffn.alltoall_s),
         PartSeconds(more_gemm_s, more_attention_s, more_traffic_s, more_tp_s, 0.0, more_ep_s),
     )
+
+
+def _attention_tp_share(kind: LayerType, h: int) -> float:
+    """Share of a layer's collectives over tp that attention makes, in relation to those that move hidden sizes.
+
+    Latents are gathered in forward and in backward, and their gradients scattered, in place of tokens.
+    """
+    if kind.attention is None:
+        return 0.0
+    if (latent := kind.latent) is None:
+        return HALF
+    gathered_channels = (latent.q_lora_rank or h) + latent.kv_lora_rank + latent.qk_rope_head_dim
+    return HALF * (1 - INPUT_SHARE + INPUT_SHARE * gathered_channels / h)
 
 
 def _gemm_s(m: float, n: float, k: float, flops_per_s: float, c: TimeConstants) -> float:

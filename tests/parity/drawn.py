@@ -25,7 +25,7 @@ MAX_RANKS = 8
 def draw_latent_shape(pick: random.Random) -> ModelShape:
     """A model with latent attention, with and without experts, latents of queries, biases and tied tables."""
     words = [word for word in ("narrow", "dense") if pick.random() < 1 / 2]
-    shape = mla_shape(words, pick.choice((2, 4, 8)))
+    shape = mla_shape(words, pick.choice((2, 4)))
     return replace(shape, tie_word_embeddings=pick.random() < 1 / 3, vocab_size=pick.choice((256, 131)))
 
 

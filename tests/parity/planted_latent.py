@@ -51,7 +51,7 @@ def halves_rotate(right, x, cos, sin):
 @planted(model, "LATENT_NORM_EPS", transformers="deepseek-v3")
 def eps_of_the_model(right):
     """The norms of latents have the eps of the other norms."""
-    return 1e-3  # that of the model with which it is planted
+    return 0.1  # that of the model with which it is planted
 
 
 @planted(model, "own_memory", cost="test_a_layer_of_latents_keeps_what_the_closed_form_says 2")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.parity.server import compiled_losses, counted, tokens_of_experts
-from tests.parity.test_layouts import MOE, SHALLOW, spec_of
+from tests.parity.test_layouts import LATENT, MOE, SHALLOW, spec_of
 from ultrabench.kernel.requests import TINY
 
 pytestmark = pytest.mark.parity
@@ -103,6 +103,21 @@ def test_order(server):
     (_, first), *_, (_, last) = server.ask(counted, spec_of("dp=2 pp=2 gas=2 zero_stage=3"))
     assert first[:3] == ["dp_shard all_gather", "dp_shard all_gather", "look-up"]
     assert last.index("dp_shard reduce_scatter") < max(i for i, name in enumerate(last) if name == "pp send")
+
+
+def test_latents_are_gathered_instead_of_tokens(server):
+    """Before attention and again in backward, which scatters their gradients: 52 channels instead of 64."""
+    latents = 4 * 64 * (LATENT.q_lora_rank + LATENT.kv_lora_rank + LATENT.qk_rope_head_dim)
+    for counts in counts_of(server, "tp=2 mla dense"):
+        assert counts["tp all_gather"] == [6 * LAYERS + 2, LAYERS * (4 * BLOCK + 2 * latents) + 2 * BLOCK]
+        assert counts["tp reduce_scatter"] == [4 * LAYERS + 2, LAYERS * (3 * BLOCK + latents) + 2 * BLOCK]
+
+
+def test_a_ring_sends_keys_and_values_of_two_widths(server):
+    """Without the zeros that an implementation of attention adds to values."""
+    pair = 4 * LATENT.num_attention_heads * sum(LATENT.head_widths) * 64 // 2
+    for counts in counts_of(server, "cp=2 mla dense"):
+        assert counts["cp send"] == counts["cp recv"] == [4 * LAYERS, 4 * LAYERS * pair]
 
 
 def test_ring(server):

@@ -43,8 +43,9 @@ CASES = [
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=6 afab",
     "pp=2 gas=11 afab",
     "dp=2 ep=2 gas=2 moe", "dp=2 tp=2 ep=4 zero_stage=3 moe", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2",
-    "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen", "tp=2 selective plain", "gas=2 mbs=2 compile plain",
-    "dp=2 ep=2 gas=2 plain_experts", "tp=2 gas=2 mtp", "pp=2 gas=4 zbv mtp", "pp=2 gas=4 full mtp tied",
+    "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen", "tp=2 gas=2 mbs=4 mla dense", "tp=2 selective plain",
+    "gas=2 mbs=2 compile plain", "dp=2 ep=2 gas=2 plain_experts", "tp=2 gas=2 mtp", "pp=2 gas=4 zbv mtp",
+    "pp=2 gas=4 full mtp tied",
 ]  # fmt: skip
 
 
@@ -124,10 +125,11 @@ def flops_of_one_rank_a_stage(spec):
     recomputing = range((layout.full_every or 1) - 1, num_layers, layout.full_every or 1)
     rows = padded_vocab_size(shape.vocab_size, layout.tp) - shape.vocab_size
     num_copies = kv_copies(shape.num_key_value_heads, layout.tp)
-    copied = 2 * (num_copies - 1) * shape.kv_width * num_layers
+    copied = 2 * (num_copies - 1) * shape.kv_width * num_layers * (not shape.layer_types)
     rows *= 1 + shape.num_nextn_predict_layers
-    plain = 6 * (shape.num_matmul_params + (rows + copied) * h) + 14 * num_layers * shape.q_width * seq_len
-    # Ranks of tp share the work, but for the products that join hidden states and embeddings of their own tokens.
+    plain = 6 * (shape.num_matmul_params + (rows + copied) * h)
+    # Values that are narrower than keys are padded.
+    plain += 14 * num_layers * shape.num_attention_heads * shape.head_widths[0] * seq_len
     again = sum(recomputed(shape.layer(n)) for n in recomputing)
     return spec.run.tokens_per_step * (plain + again) // (layout.dp * layout.tp)
 

@@ -31,7 +31,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 LATENT = {
     "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-3, "n_group": 1, "topk_group": 1,
+    "num_key_value_heads": 4, "rms_norm_eps": 0.1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 """Values that are narrower than keys, and norms of latents with another eps than the others."""
 GROUPS = {"n_group": 4, "topk_group": 2}
