@@ -297,10 +297,10 @@ def rounded_parts(right):
 
 @planted(
     step, "sum_tied_gradients",
-    parity="pp=2 gas=2 tied fp32, pp=2 gas=2 zbv tied bf16", replicas="pp=2 gas=2 tied",
+    parity="pp=2 gas=2 tied fp32, pp=2 gas=2 zbv tied bf16", replicas="pp=2 gas=2 tied, pp=2 gas=4 mtp",
 )  # fmt: skip
 def untied_sum(right, *_):
-    """Each copy of a tied embedding keeps its own gradient."""
+    """Each copy of an embedding keeps its own gradient."""
 
 
 @planted(pp.Pipeline, "run", parity="pp=2 gas=2")
@@ -395,9 +395,7 @@ def frozen_rank(right, *args):
     return right(*args)
 
 
-@planted(
-    model.Decoder, "copy_of_last_stage", parity="pp=2 gas=4 mtp, pp=2 gas=4 zbv mtp", replicas="pp=2 gas=4 mtp"
-)  # fmt: skip
+@planted(model.Decoder, "copy_of_last_stage", parity="pp=2 gas=4 mtp, pp=2 gas=4 zbv mtp")
 def third_gradient_lost(right, decoder):
     """The copy of the embedding for modules that predict more tokens does not add its gradient."""
     copy = right(decoder)
