@@ -210,6 +210,6 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):  # type: ignore[no-untyped-def]
-        grad_q, grad_kv = _ring_backward(grad_out, *ctx.saved_tensors, *ctx.ring_options)
-        _, k, v, *_ = ctx.saved_tensors
+        q, k, v, *results = ctx.saved_tensors  # recomputation gives them once
+        grad_q, grad_kv = _ring_backward(grad_out, q, k, v, *results, *ctx.ring_options)
         return grad_q, *_unpack_kv(grad_kv, k, v), None, None, None

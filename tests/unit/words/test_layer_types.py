@@ -154,7 +154,7 @@ def test_what_a_layer_keeps_and_has_by_hand():
     down, up = 24 * 64 + (16 + 8) * 64, 4 * 20 * 24 + 4 * (12 + 10) * 16
     assert layer_type.matmul_params(64) == down + up + 64 * 4 * 10 + 3 * 64 * 96
     assert layer_type.num_params(64) == layer_type.matmul_params(64) + 24 + 16 + 2 * 64
-    latents, heads = 2 * (24 + 16) + 8, 4 * (2 * 20 + 2 * 10)
+    latents, heads = 2 * (24 + 16 + 8), 4 * (2 * 20 + 2 * 10)
     assert layer_type.kept(64) == (heads + 4 * 96, latents)
     assert layer_type.kept_channels(64) == 4 * 64 + heads + latents + 4 * 96
     assert math.isclose(layer_type.flops_per_token(64, 4096, "palm").core, 6 * 4 * (20 + 10) * 4096)
