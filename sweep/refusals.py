@@ -9,11 +9,11 @@ from ultrabench.layer_products import COLUMNS, ROWS
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.record import values_of
+from ultrabench.record import non_default_values, values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import untold_names, untrained_features
+from ultrabench.sweep.untrained import special_features, untrained_features
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 FP8_MULTIPLE = 16
@@ -151,11 +151,11 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     num_layers = shape.num_hidden_layers
     # A window that is as long as the sequence hides nothing.
-    if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
+    windows = [kind.grouped_query.sliding_window for kind in shape.kinds if kind.grouped_query]
+    if (window := min(filter(None, windows), default=seq_len)) < seq_len:
         yield (
-            f"{window_text}; ultrabench's attention has no window: "
-            f"use seq_len <= {shape.sliding_window} or another model"
+            f"sliding_window={window} is shorter than seq_len={seq_len}; ultrabench's attention has no window: "
+            f"use seq_len <= {window} or another model"
         )
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages, layout.pp_layout):
@@ -175,11 +175,16 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits the feed-forward block, and sequence parallelism the tokens.
-    size_by_name = {"intermediate_size": shape.intermediate_size}
-    if layout.sequence_parallel == "on":
-        size_by_name["seq_len/cp"] = seq_len // layout.cp
-    size_by_name["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
-    for name, size in size_by_name.items():
+    num_tokens = seq_len // layout.cp if layout.sequence_parallel == "on" else 0
+    names_and_sizes = [
+        ("intermediate_size", shape.intermediate_size), ("seq_len/cp", num_tokens),
+        ("n_shared_experts*moe_intermediate_size", shape.shared_expert_intermediate_size),
+    ]  # fmt: skip
+    if shape.layer_types:
+        names_and_sizes = [names_and_sizes[1]]
+        for block in (kind.ffn for kind in shape.kinds if kind.ffn):
+            names_and_sizes += block.tp_sizes().items()
+    for name, size in names_and_sizes:
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
     if shape.num_experts and layout.sequence_parallel == "off":
@@ -188,8 +193,15 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
             "sequence_parallel=off with experts; tp ranks must split the tokens that they send: "
             "use sequence_parallel=on"
         )
-    if shape.qk_norm_across_heads and layout.tp > 1:
+    has_wide_norms = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
+    if has_wide_norms and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
+    # The tied head is then the table of the tokens that the modules get, so that its weights have two backward passes.
+    if schedule == "zbv" and shape.tie_word_embeddings and shape.num_nextn_predict_layers:
+        modules_text = (
+            f"num_nextn_predict_layers={shape.num_nextn_predict_layers} and tie_word_embeddings=true"
+        )
+        yield f"zbv splits the backward pass, which torch cannot do with {modules_text}: use another schedule"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
@@ -279,7 +291,7 @@ def value_refusals(
             if value is None:
                 continue
         if isinstance(value, RopeScaling):
-            value = values_of(value)
+            value = non_default_values(value)
         zero_shards_nothing = field_name == "zero_stage" and layout.dp * layout.cp == 1
         is_allowed_text = str(value) in allowed_values or ANY in allowed_values
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
@@ -333,10 +345,10 @@ def _has_no_effect(layout: Layout, name: str) -> bool:
 def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
     """The reason why a program that comes with ultrabench cannot be told the layers of a model.
 
-    It would train a model without some of what it has.
+    It would train a model without these features.
     """
     if is_command_of_package(kernel.name, kernel.command):
-        for feature in untold_names(shape):
+        for feature in special_features(shape):
             reason = f"kernel {kernel.name} has no word for {feature}, which {shape.name} has"
             yield f"{reason}: use kernel=command with a command that trains this model"
 

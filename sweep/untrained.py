@@ -1,11 +1,15 @@
-"""What of a model the embedded kernel does not train."""
+"""What of a model the embedded kernel does not train, and what programs that come with ultrabench have no word for."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 
 _OF_LAYERS: dict[str, Callable[[LayerType], object]] = {
+    "latent attention": lambda t: t.latent,
     "the index of sparse attention": lambda t: t.latent and t.latent.index,
     "linear attention": lambda t: t.linear,
     "state space layers": lambda t: t.state_space,
@@ -30,7 +34,7 @@ _OF_LAYERS: dict[str, Callable[[LayerType], object]] = {
     "a gate of the shared expert": lambda t: t.experts and t.experts.shared_expert_gate,
     "bounds of activations": lambda t: t.experts and t.experts.swiglu_limit,
 }
-"""What the embedded kernel does not train of a type of layer -> whether the type has it."""
+"""What of a type of layer not every program trains -> whether the type has it."""
 _OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
     "multi-token prediction": lambda shape: shape.num_nextn_predict_layers,
     "embedding_multiplier": lambda shape: shape.embedding_multiplier != 1,
@@ -38,17 +42,17 @@ _OF_MODELS: dict[str, Callable[[ModelShape], object]] = {
     "logits_scaling": lambda shape: shape.logits_scaling != 1,
     "soft caps of logits": lambda shape: shape.final_logit_softcapping,
     "rotations of its rope_type": lambda shape: shape.rope_type != "default",
-    "layers with different attention": lambda shape: len({kind.attention for kind in shape.kinds}) > 1,
-    "windows of attention in layer_types": lambda shape: (
-        shape.layer_types and any(map(_has_window, shape.kinds))
-    ),
+    "yarn rotations": lambda shape: shape.rope_scaling and shape.rope_scaling.rope_type == "yarn",
+    "layers with different attention": lambda shape: len({*map(_heads, shape.kinds)}) > 1,
+    "layers of these types": lambda shape: shape.layer_types,
 }
-"""What the embedded kernel does not train of a whole model -> whether the model has it."""
-
-
-def _has_window(layer_type: LayerType) -> bool:
-    attention = layer_type.grouped_query
-    return bool(attention and attention.sliding_window)
+"""What of a whole model not every program trains -> whether the model has it. The last one is of layers that differ in
+what the commands of other programs take from one field, such as sizes."""
+TRAINED = frozenset({
+    "feed-forward blocks without a gate", "activations other than silu", "experts without a gate", "groups of experts",
+    "latent attention", "yarn rotations", "layers of these types", "multi-token prediction",
+})  # fmt: skip
+"""Those of both tables that the embedded kernel trains."""
 
 
 def _activation(layer_type: LayerType) -> str | None:
@@ -56,26 +60,26 @@ def _activation(layer_type: LayerType) -> str | None:
     return block.hidden_act if block else None
 
 
-def untrained_names(shape: ModelShape) -> Iterator[str]:
-    """The names of the features of a model that the embedded kernel does not train."""
-    if shape.layer_types:
-        yield from (name for name, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
-    yield from (name for name, has in _OF_MODELS.items() if has(shape))
+def _heads(layer_type: LayerType) -> object:
+    """What layers that the embedded kernel trains have in common: their attention but for rotations and windows."""
+    attention = layer_type.attention
+    if not isinstance(attention, GroupedQuery | Latent):
+        return attention
+    if isinstance(attention, Latent):
+        return replace(attention, rope_theta=1.0)
+    return replace(attention, rope_theta=1.0, partial_rotary_factor=1.0, sliding_window=None)
 
 
-def untold_names(shape: ModelShape) -> Iterator[str]:
-    """The names of the features of a model that programs which come with ultrabench have no words for.
-
-    They are those that the embedded kernel does not train, and what only layer_types can say.
-    """
-    if any(kind.latent for kind in shape.kinds):
-        yield "latent attention"
-    yield from untrained_names(shape)
-    if shape.layer_types:
-        yield "layers of these types"
+@lru_cache(maxsize=256)  # a plan asks for those of a few models for each of its candidates
+def special_features(shape: ModelShape) -> tuple[str, ...]:
+    """The names of the features of a model that not every program trains."""
+    of_layers = (name for name, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
+    return *of_layers, *(name for name, has in _OF_MODELS.items() if has(shape))
 
 
 def untrained_features(shape: ModelShape) -> Iterator[str]:
     """A reason for each feature of a model that the embedded kernel does not train."""
-    for name in untrained_names(shape):
+    for name in special_features(shape):
+        if name in TRAINED:
+            continue
         yield f"the embedded kernel does not train {name}, which {shape.name} has: use kernel=command or another model"
