@@ -175,16 +175,13 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     if schedule == "zbv" and zero_stage == 3:
         yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits the feed-forward block, and sequence parallelism the tokens.
-    num_tokens = seq_len // layout.cp if layout.sequence_parallel == "on" else 0
-    names_and_sizes = [
-        ("intermediate_size", shape.intermediate_size), ("seq_len/cp", num_tokens),
-        ("n_shared_experts*moe_intermediate_size", shape.shared_expert_intermediate_size),
-    ]  # fmt: skip
+    sizes = [("intermediate_size", shape.intermediate_size)]
     if shape.layer_types:
-        names_and_sizes = [names_and_sizes[1]]
-        for block in (kind.ffn for kind in shape.kinds if kind.ffn):
-            names_and_sizes += block.tp_sizes().items()
-    for name, size in names_and_sizes:
+        sizes = [size for kind in shape.kinds if kind.ffn for size in kind.ffn.tp_sizes().items()]
+    if layout.sequence_parallel == "on":
+        sizes.append(("seq_len/cp", seq_len // layout.cp))
+    sizes.append(("n_shared_experts*moe_intermediate_size", shape.shared_expert_intermediate_size))
+    for name, size in sizes:
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
     if shape.num_experts and layout.sequence_parallel == "off":
@@ -193,8 +190,8 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
             "sequence_parallel=off with experts; tp ranks must split the tokens that they send: "
             "use sequence_parallel=on"
         )
-    has_wide_norms = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
-    if has_wide_norms and layout.tp > 1:
+    is_normed_across = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
+    if is_normed_across and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
     # The tied head is then the table of the tokens that the modules get, so that its weights have two backward passes.
     if schedule == "zbv" and shape.tie_word_embeddings and shape.num_nextn_predict_layers:

@@ -150,11 +150,14 @@ def copies_in_the_norm(right, name, param, layout, cut):
     return right(name, param, layout, cut) // (layout.tp if cut.num_heads else 1)
 
 
-@planted(tp, "num_tp_copies", parity="tp=4 padded")
-def head_of_other_queries(right, cut, degree):
+@planted(step, "part_of", parity="tp=4 padded")
+def head_of_other_queries(right, cut, param, group, *args):
     """The third rank of tp starts with the key/value head of the first two, not with that of its query heads."""
-    copies = right(cut, degree)
-    return degree - 1 if 1 < copies < degree else copies
+    part = right(cut, param, group, *args)
+    if cut.num_heads and group.rank() == 2:
+        (dim, _, length), *further_cuts = part
+        return (dim, 0, length), *further_cuts
+    return part
 
 
 # Data parallelism, ZeRO and the optimizer.

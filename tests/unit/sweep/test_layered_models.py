@@ -283,3 +283,23 @@ def test_a_rotation_with_another_key_is_not_trained_as_yarn():
     shape = shape_of({**DEEPSEEK, "rope_scaling": other}, "m", "m")
     reason = refusal(KernelConfig(name="embedded"), Layout(dp=1), shape, 64, "cpu")
     assert "the embedded kernel does not train rotations of its rope_type, which m has" in reason
+
+
+def test_layers_that_the_embedded_kernel_cannot_tell_apart_or_cut_are_refused():
+    embedded, advice = KernelConfig(name="embedded"), "which m has: use kernel=command or another model"
+    sizes = {key: SIZES[key] for key in SIZES if key not in ("pad_token_id", "attention_bias")}
+    window = {"grouped_query": {"sliding_window": 16}, "feed_forward": {}}
+    full = {"grouped_query": {}, "feed_forward": {}}
+    few_heads = {"grouped_query": {"num_attention_heads": 2}, "feed_forward": {}}
+    for types, reason in (
+        ([few_heads, full], f"the embedded kernel does not train layers with different attention, {advice}"),
+        (
+            [window, full],
+            "sliding_window=16 is shorter than seq_len=64; ultrabench's attention has no window",
+        ),
+    ):
+        words = {"name": "m", **sizes, "tie_word_embeddings": False, "layer_types": types}
+        assert reason in refusal(embedded, Layout(dp=1), shape_from(words, "model m"), 64, "cpu")
+    shared = shape_of(DEEPSEEK | {"n_shared_experts": 1, "moe_intermediate_size": 42}, "m", "m")
+    reason = refusal(embedded, Layout(dp=1, tp=4), shared, 64, "cpu", any_model=True)
+    assert reason == "tp=4 does not divide shared_expert_intermediate_size=42"
