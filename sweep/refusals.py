@@ -10,11 +10,11 @@ from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.model_words import MIXED, model_words, pipeline_words
-from ultrabench.record import values_of
+from ultrabench.record import non_default_values, values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import features_of, untrained_features
+from ultrabench.sweep.untrained import special_features, untrained_features
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 FP8_MULTIPLE = 16
@@ -152,11 +152,11 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     num_layers = shape.num_hidden_layers
     # A window that is as long as the sequence hides nothing.
-    if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
+    windows = [kind.grouped_query.sliding_window for kind in shape.kinds if kind.grouped_query]
+    if (window := min(filter(None, windows), default=seq_len)) < seq_len:
         yield (
-            f"{window_text}; ultrabench's attention has no window: "
-            f"use seq_len <= {shape.sliding_window} or another model"
+            f"sliding_window={window} is shorter than seq_len={seq_len}; ultrabench's attention has no window: "
+            f"use seq_len <= {window} or another model"
         )
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages, layout.pp_layout):
@@ -194,6 +194,12 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     is_normed_across = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
     if is_normed_across and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
+    # The tied head is then the table of the tokens that the modules get, so that its weights have two backward passes.
+    if schedule == "zbv" and shape.tie_word_embeddings and shape.num_nextn_predict_layers:
+        modules_text = (
+            f"num_nextn_predict_layers={shape.num_nextn_predict_layers} and tie_word_embeddings=true"
+        )
+        yield f"zbv splits the backward pass, which torch cannot do with {modules_text}: use another schedule"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
@@ -283,7 +289,7 @@ def value_refusals(
             if value is None:
                 continue
         if isinstance(value, RopeScaling):
-            value = values_of(value)
+            value = non_default_values(value)
         zero_shards_nothing = field_name == "zero_stage" and layout.dp * layout.cp == 1
         is_allowed_text = str(value) in allowed_values or ANY in allowed_values
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
@@ -349,7 +355,7 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
             yield f"{reason}: use a command that trains this model"
     if is_command_of_package(kernel.name, kernel.command):
         command_words = words_in(kernel)
-        for feature in features_of(shape):
+        for feature in special_features(shape):
             if feature.word not in command_words:
                 reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
                 yield f"{reason}: use kernel=command with a command that trains this model"

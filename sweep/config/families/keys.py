@@ -12,7 +12,8 @@ MAX_VALUE_CHARS = 60
 NO_SIZES_ADVICE = "choose another model, since ultrabench knows no sizes that stand for this one"
 """What a user can do with a model that ultrabench cannot describe."""
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }  # fmt: skip
 """Name of an activation in a config.json -> its name in a shape."""
 _ROTATIONS = {"su": "longrope", "mrope": "default"}

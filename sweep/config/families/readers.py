@@ -75,7 +75,10 @@ def _deepseek(
     keys.only("mlp_bias", False)
     keys.only("moe_layer_freq", 1)
     keys.only("scoring_func", scoring)
-    keys.unused("topk_method", "mscale")
+    keys.unused("mscale")
+    groups = _router_groups(keys)
+    if keys.get("topk_method") == "greedy":  # the router of DeepSeek V2 that ignores its groups
+        groups |= {"n_group": 1, "topk_group": 1}
     rotation, num_layers = keys.rotation(), keys.count("num_hidden_layers")
     words = words_of_layers(
         keys, ("mlp_layer_types",), num_layers,
@@ -92,7 +95,7 @@ def _deepseek(
     width = keys.count("moe_intermediate_size")
     experts = routed(
         keys, width=width, shared_expert_intermediate_size=keys.count("n_shared_experts", default=0) * width,
-        scoring_func=scoring, norm_topk_prob=keys.get("norm_topk_prob", default=normalized), **_router_groups(keys),
+        scoring_func=scoring, norm_topk_prob=keys.get("norm_topk_prob", default=normalized), **groups,
     )  # fmt: skip
     blocks = {"dense": dense(keys), "sparse": experts}
     layers = layers_of(keys, num_layers, lambda n: attention | blocks[words[n]], words.__getitem__)
@@ -388,6 +391,17 @@ def _decoder(keys: ConfigKeys, **settings: Any) -> Block:
     return _common(keys, rotation, **settings.get("shape", {})) | layers
 
 
+def _arcee(keys: ConfigKeys) -> Block:
+    """Feed-forward blocks without a gate."""
+    has_bias = keys.get("attention_bias", default=False)
+    block = {
+        "gated": False, "mlp_bias": keys.get("mlp_bias", default=False),
+        "hidden_act": keys.activation("hidden_act", default="relu2"),
+    }  # fmt: skip
+    attention = {"attention_bias": has_bias, "output_bias": has_bias}
+    return _decoder(keys, attention=attention, block=block, shape={"eps": 1e-5})
+
+
 def _olmo3(keys: ConfigKeys) -> Block:
     has_bias = keys.get("attention_bias", default=False)
     attention = {"qk_norm": "all", "attention_bias": has_bias, "output_bias": has_bias}
@@ -566,7 +580,7 @@ READERS: dict[str, Callable[[ConfigKeys], Block]] = {
     "llama4_text": _llama4, "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_next,
     "minimax_m2": _minimax_m2, "nemotron_h": _nemotron_h, "olmo3": _olmo3, "phi3": _phi3, "smollm3": _smollm3,
     "exaone4": _exaone4, "seed_oss": _seed_oss, "ernie4_5": _ernie, "ernie4_5_moe": _ernie_moe, "granite": _granite,
-    "nemotron-nas": _nemotron_nas,
+    "nemotron-nas": _nemotron_nas, "arcee": _arcee,
 }  # fmt: skip
 """model_type -> what reads the files of such models."""
 TEXT_TYPES = {

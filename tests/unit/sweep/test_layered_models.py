@@ -12,6 +12,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from tests.configs import refused
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.model_shape import RopeScaling
 from ultrabench.sweep.config.checkpoint import shape_from, shape_of
 from ultrabench.sweep.config.families.readers import READERS, TEXT_TYPES
 from ultrabench.sweep.config.load import load_config
@@ -70,6 +71,7 @@ MODELS = {
         "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
         "moe_layer_end_index": 6,
     }],
+    "arcee": [{}, {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}],
     "granite": [{"head_dim": None}, {"head_dim": None, "mlp_bias": True, "embedding_multiplier": 12.0}],
 }  # fmt: skip
 CASES = [(model_type, words) for model_type, cases in MODELS.items() for words in cases]
@@ -258,21 +260,46 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
     assert refusal(command, Layout(dp=1), shape, 64, "cpu") is None
 
 
+def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_refused():
+    kernels = (
+        KernelConfig(name="embedded"),
+        load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel,
+    )
+    for model_type, words, feature in (
+        ("arcee", {}, "feed-forward blocks without a gate"),
+        ("llama", {"rope_scaling": DEEPSEEK["rope_scaling"], "head_dim": 16}, "yarn rotations"),
+    ):
+        shape = shape_of(config_of(model_type, words).to_dict(), "m", "m")
+        ours, theirs = (refusal(kernel, Layout(dp=2, zero_stage=1), shape, 64, "cuda") for kernel in kernels)
+        assert ours is None
+        assert f"kernel megatron has no word for {feature}, which m has" in theirs
+
+
+def test_a_rotation_with_another_key_is_not_trained_as_yarn():
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    other = {**yarn, "llama_4_scaling_beta": 0.1}
+    scalings = [shape_of({**DEEPSEEK, "rope_scaling": rope}, "m", "m").rope_scaling for rope in (yarn, other)]
+    assert scalings == [RopeScaling(**yarn), None]
+    shape = shape_of({**DEEPSEEK, "rope_scaling": other}, "m", "m")
+    reason = refusal(KernelConfig(name="embedded"), Layout(dp=1), shape, 64, "cpu")
+    assert "the embedded kernel does not train rotations of its rope_type, which m has" in reason
+
+
 def test_layers_that_the_embedded_kernel_cannot_tell_apart_or_cut_are_refused():
     embedded, advice = KernelConfig(name="embedded"), "which m has: use kernel=command or another model"
     sizes = {key: SIZES[key] for key in SIZES if key not in ("pad_token_id", "attention_bias")}
     window = {"grouped_query": {"sliding_window": 16}, "feed_forward": {}}
     full = {"grouped_query": {}, "feed_forward": {}}
-    for types, feature in (
-        ([window, full], "layers with different attention"),
+    few_heads = {"grouped_query": {"num_attention_heads": 2}, "feed_forward": {}}
+    for types, reason in (
+        ([few_heads, full], f"the embedded kernel does not train layers with different attention, {advice}"),
         (
-            [window, window | {"feed_forward": {"intermediate_size": 8}}],
-            "windows of attention in layer_types",
+            [window, full],
+            "sliding_window=16 is shorter than seq_len=64; ultrabench's attention has no window",
         ),
     ):
         words = {"name": "m", **sizes, "tie_word_embeddings": False, "layer_types": types}
-        reason = refusal(embedded, Layout(dp=1), shape_from(words, "model m"), 64, "cpu")
-        assert reason == f"the embedded kernel does not train {feature}, {advice}"
+        assert reason in refusal(embedded, Layout(dp=1), shape_from(words, "model m"), 64, "cpu")
     shared = shape_of(DEEPSEEK | {"n_shared_experts": 1, "moe_intermediate_size": 42}, "m", "m")
     reason = refusal(embedded, Layout(dp=1, tp=4), shared, 64, "cpu", any_model=True)
     assert reason == "tp=4 does not divide shared_expert_intermediate_size=42"

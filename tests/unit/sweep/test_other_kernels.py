@@ -280,12 +280,14 @@ OTHER_VALUES = {name: {name: value} for name, value in OTHER.items()} | {
 OF_EXPERTS = {
     "ep": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "decoder_sparse_step": 2, "scoring_func": "sigmoid", "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+    "n_group": 4,
 }  # fmt: skip
 """Another value of each word that needs a model with experts."""
 CHANGES = [
     *(({}, name, values) for name, values in OTHER_VALUES.items()),
     *((EXPERTS, name, EXPERTS | {name: value}) for name, value in OF_EXPERTS.items()),
     ({"layer_types": TYPES}, "layer_order", {"layer_types": TYPES, "layer_order": "(aab)"}),
+    (EXPERTS | {"n_group": 4}, "topk_group", EXPERTS | {"n_group": 4, "topk_group": 2}),
     ({"qk_norm": True}, "qk_norm_across_heads", {"qk_norm": True, "qk_norm_across_heads": True}),
 ]
 """The values of a run beside the usual ones, a word, and these values with another one of it."""
