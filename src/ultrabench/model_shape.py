@@ -84,9 +84,9 @@ class RopeScaling:
             fact = f"rope_scaling.{name}={getattr(self, name)} has no effect with rope_type={self.rope_type}"
             raise ConfigError(f"{fact}; leave it out")
         if self.rope_type == "yarn":
-            if self.beta_fast <= self.beta_slow:
+            if self.beta_fast < self.beta_slow:
                 raise ConfigError(
-                    f"rope_scaling.beta_fast={self.beta_fast:g}; must be above beta_slow={self.beta_slow:g}"
+                    f"rope_scaling.beta_fast={self.beta_fast:g}; must be at least beta_slow={self.beta_slow:g}"
                 )
             return
         for name in _LLAMA3_FIELDS:

@@ -95,9 +95,9 @@ def _windows(shape: ModelShape) -> Any:
 
 
 def _rope_factor(shape: ModelShape) -> float | str:
-    """Factor of scaled rotations with the other numbers of Llama 3.1; 1 without scaling, `other` with other numbers."""
+    """Factor of rotations scaled as those of Llama 3.1; 1 without such scaling, `other` where its numbers differ."""
     scaling = shape.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type != "llama3":
         return 1.0
     numbers = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     return scaling.factor if numbers == (1.0, 4.0, 8192) else "other"

@@ -239,7 +239,7 @@ REFUSED = [
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling lacks the keys factor, original_max_position"),
         ({"rope_scaling": {**SCALING, "rope_type": "yarn"}}, "rope_scaling.low_freq_factor=1.0 has no effect with "
         "rope_type=yarn; leave it out"),
-        ({"rope_scaling": {**YARN, "beta_fast": 1}}, "rope_scaling.beta_fast=1; must be above beta_slow=1"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "rope_scaling.beta_fast=0.5; must be at least beta_slow=1"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"; ultrabench trains llama models '
         'only with rope_type "llama3" or "yarn" or "default";'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
