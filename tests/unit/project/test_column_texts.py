@@ -6,8 +6,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from ultrabench.analysis.results.columns import RESULT_TABLE, column_of
 
+from ultrabench.analysis.results.columns import RESULT_TABLE, column_of
 from ultrabench.column import NUMBER, Better
 from ultrabench.result import RESULT_COLUMNS
 from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS
