@@ -117,8 +117,11 @@ def _fp8_refusals(
             f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: "
             "use precision=bf16"
         )
-    h, tp = shape.hidden_size, layout.tp
-    sizes = [("hidden_size", h), ("mbs*seq_len/cp", layout.mbs * seq_len // layout.cp)]
+    h, tp, num_tokens = shape.hidden_size, layout.tp, layout.mbs * seq_len // layout.cp
+    sizes = [("hidden_size", h), ("mbs*seq_len/cp", num_tokens)]
+    # Latents are products of the tokens of one rank of tp.
+    if layout.sequence_parallel == "on" and any(kind.latent for kind in shape.kinds):
+        sizes.append(("mbs*seq_len/(cp*tp)", num_tokens // tp))
     for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, tp), strict=True):
         sizes += _sizes_on_a_rank(kind, rank_kind, h, tp)
     for name, size in dict.fromkeys(sizes):
