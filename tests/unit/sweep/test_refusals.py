@@ -95,7 +95,27 @@ LATENT = Latent(
     qk_rope_head_dim=16,
     v_head_dim=16,
 )
+WIDE_VALUES = replace(LATENT, v_head_dim=48)
 SINGLE_HEAD = replace(LATENT, num_attention_heads=2, qk_nope_head_dim=8, v_head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision", "cp", "device", "advice"),
+    [
+        ("auto", "bf16", 1, "cpu", "use attention=math or another model"), ("math", "bf16", 1, "cpu", None),
+        ("flash", "bf16", 2, "cuda", "use another model"), ("auto", "fp32", 1, "cuda", None),
+        ("auto", "bf16", 1, "cuda", "use attention=math or another model"),
+    ],
+)  # fmt: skip
+def test_values_that_are_wider_than_keys_are_refused_by_fused_attention(
+    attention, precision, cp, device, advice
+):
+    kernel = KernelConfig(name="embedded", attention=attention, precision=precision)
+    types = (LayerType(latent=WIDE_VALUES, feed_forward=FeedForward(intermediate_size=128)),)
+    shape = replace(TINY, layer_types=types)
+    fact = "v_head_dim=48 is more than qk_nope_head_dim+qk_rope_head_dim=32"
+    text = advice and f"{fact}; attention={attention} cannot pad keys to the width of values: {advice}"
+    assert refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device) == text
 
 
 @pytest.mark.parametrize(
