@@ -75,7 +75,7 @@ def refusal(
             _step_rank_refusals(kernel, layout),
         )
         return next(chain(*command_refusals), None)
-    attention_refusals = _attention_refusals(kernel, layout, device)
+    attention_refusals = _attention_refusals(kernel, layout, shape, device)
     gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_widths[0], hardware) if hardware else ()
     layout_refusals = chain(
         _sequence_refusals(kernel, layout.cp, seq_len), _layout_refusals(layout, shape, seq_len)
@@ -117,8 +117,11 @@ def _fp8_refusals(
             f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: "
             "use precision=bf16"
         )
-    h, tp = shape.hidden_size, layout.tp
-    sizes = [("hidden_size", h), ("mbs*seq_len/cp", layout.mbs * seq_len // layout.cp)]
+    h, tp, num_tokens = shape.hidden_size, layout.tp, layout.mbs * seq_len // layout.cp
+    sizes = [("hidden_size", h), ("mbs*seq_len/cp", num_tokens)]
+    # Latents are products of the tokens of one rank of tp.
+    if layout.sequence_parallel == "on" and any(kind.latent for kind in shape.kinds):
+        sizes.append(("mbs*seq_len/(cp*tp)", num_tokens // tp))
     for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, tp), strict=True):
         sizes += _sizes_on_a_rank(kind, rank_kind, h, tp)
     for name, size in dict.fromkeys(sizes):
@@ -205,10 +208,18 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
 
 
-def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
+def _attention_refusals(
+    kernel: KernelConfig, layout: Layout, shape: ModelShape, device: str
+) -> Iterator[str]:
     """The reasons why the attention of our own kernel cannot run on a device."""
     attention, precision = kernel.attention, kernel.precision
-    has_gpus = DEVICE_KINDS[device].has_gpus
+    has_gpus, (qk_width, v_width) = DEVICE_KINDS[device].has_gpus, shape.head_widths
+    is_fused = attention != "math" and (attention != AUTO or not has_gpus or kernel.in_16_bits)
+    # Fused kernels get heads of one width, so that narrower values are padded to the width of keys.
+    if is_fused and v_width > qk_width:
+        width_text = f"v_head_dim={v_width} is more than qk_nope_head_dim+qk_rope_head_dim={qk_width}"
+        advice = "use another model" if layout.cp > 1 else "use attention=math or another model"
+        yield f"{width_text}; attention={attention} cannot pad keys to the width of values: {advice}"
     if not has_gpus and attention in ("cudnn", "flash3"):
         yield f"attention={attention} needs an NVIDIA GPU; on CPUs use auto, flash or math"
     # The parts of a ring are put together by their log-sums, which only fused kernels return.
