@@ -90,7 +90,9 @@ class _CountTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         (experts_Tk,) = ctx.saved_tensors
-        ctx.token_counts.add_(torch.bincount(experts_Tk.flatten(), minlength=len(ctx.token_counts)))
+        # torch.bincount would make the host wait, since it reads the largest index back.
+        rows = experts_Tk.flatten()
+        ctx.token_counts.scatter_add_(0, rows, torch.ones_like(rows, dtype=ctx.token_counts.dtype))
         return grad_scores, None, None
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -135,3 +136,25 @@ def test_the_bias_of_an_expert_follows_its_tokens():
     update_router_biases([model], model.shape)
     assert block.balance.tolist() == pytest.approx([-1e-3, 1e-3, 0, 0, 0, 0, 0, 0])
     assert not block.token_counts.any()
+
+
+def test_counting_tokens_in_backward_reads_nothing_back():
+    """On GPUs, an operator whose result decides what the host does next would make it wait for the device."""
+
+    class Operators(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    block, x = with_variant_env(block_with()), torch.randn(2, 8, H, dtype=torch.float64, requires_grad=True)
+    block.balance.zero_()
+    block.token_counts.zero_()
+    loss = block(x, None).sum()
+    with Operators() as operators:
+        loss.backward()
+    assert block.token_counts.sum() == 2 * 8 * K
+    assert not {"bincount", "_local_scalar_dense", "nonzero", "unique"} & {*operators.names}
