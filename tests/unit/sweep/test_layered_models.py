@@ -298,7 +298,7 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
 def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_refused():
     kernels = (
         KernelConfig(name="embedded"),
-        load_config(["kernel=megatron", "model=tiny", "hardware=h100x8"]).kernel,
+        load_config(["kernel=nanotron", "model=tiny", "hardware=h100x8"]).kernel,
     )
     for model_type, words, feature in (
         ("arcee", {}, "feed-forward blocks without a gate"),
@@ -307,7 +307,7 @@ def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_r
         shape = shape_of(config_of(model_type, words).to_dict(), "m", "m")
         ours, theirs = (refusal(kernel, Layout(dp=2, zero_stage=1), shape, 64, "cuda") for kernel in kernels)
         assert ours is None
-        assert f"kernel megatron has no word for {feature}, which m has" in theirs
+        assert f"kernel nanotron has no word for {feature}, which m has" in theirs
 
 
 def test_a_rotation_with_another_key_is_not_trained_as_yarn():
