@@ -1,6 +1,7 @@
 """What only some models have: whether the embedded kernel trains it, and by which word a command tells it."""
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.layer_type import LayerType
@@ -101,11 +102,11 @@ def _activation(layer_type: LayerType) -> str | None:
     return block.hidden_act if block else None
 
 
-def features_of(shape: ModelShape) -> Iterator[Feature]:
+@lru_cache(maxsize=64)  # a plan asks for those of a few models for each of its candidates
+def features_of(shape: ModelShape) -> tuple[Feature, ...]:
     """The features that a model has."""
-    if shape.layer_types:
-        yield from (feature for feature, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
-    yield from (feature for feature, has in _OF_MODELS.items() if has(shape))
+    of_layers = [f for f, has in _OF_LAYERS.items() if shape.layer_types and any(map(has, shape.kinds))]
+    return *of_layers, *(feature for feature, has in _OF_MODELS.items() if has(shape))
 
 
 def untrained_features(shape: ModelShape) -> Iterator[str]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import Hardware, Peak
-from ultrabench.measure import Measure
 from ultrabench.layout import INDEPENDENT
+from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.memory import MemoryConstants, least_memory, p_oom, predict_memory
