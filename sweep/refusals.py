@@ -364,12 +364,11 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
                 f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
             )
             yield f"{reason}: use a command that trains this model"
-    if is_command_of_package(kernel.name, kernel.command):
-        command_words = words_in(kernel)
-        for feature in special_features(shape):
-            if feature.word not in command_words:
-                reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
-                yield f"{reason}: use kernel=command with a command that trains this model"
+    command_words = words_in(kernel)
+    for feature in special_features(shape):
+        if feature.word not in command_words and is_command_of_package(kernel.name, kernel.command):
+            reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
+            yield f"{reason}: use kernel=command with a command that trains this model"
 
 
 def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

@@ -183,6 +183,10 @@ class Hardware:
             )
             raise ConfigError(fact, "give a lower limit, or leave it out", setting="hardware.power_limit_w")
 
+    def __hash__(self) -> int:
+        """The hash of its name, since peak_flops_per_s is a dict; equal hardware is equal in all fields."""
+        return hash(self.name)
+
     @property
     def has_gpus(self) -> bool:
         """Whether each rank has a GPU of its own."""

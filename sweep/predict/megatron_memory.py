@@ -5,6 +5,8 @@ T tokens of a micro-batch.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.layer_type import LayerType
@@ -71,6 +73,43 @@ def _feed_forward_numbers(kind: LayerType, h: int) -> int:
     return chosen_numbers + experts.kept_of_experts * experts.shared_expert_intermediate_size
 
 
+class _RankCounts(NamedTuple):
+    """What a rank of the pipeline axis holds of a model."""
+
+    num_expert_params: int
+    """Parameters of experts, before ep divides them."""
+    num_tp_params: int
+    """All other parameters, before tp divides them, with what tp adds to them."""
+    num_by_kind: tuple[int, ...]
+    """Layers of each type."""
+    has_head: bool
+
+
+@lru_cache(maxsize=4096)  # a plan asks for those of a few pipelines for each of its candidates
+def _rank_counts(
+    shape: ModelShape, tp: int, pp: int, pp_schedule: str, virtual_stages: int, pp_layout: str
+) -> tuple[_RankCounts, ...]:
+    """What each rank of the pipeline axis holds."""
+    layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, pp_layout=pp_layout)
+    counts = list[_RankCounts]()
+    for stages in stages_by_rank(shape, layout):
+        num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
+        num_params = sum(stage.num_params(shape) + added_params(shape, stage, tp) for stage in stages)
+        num_by_kind = tuple(map(sum, zip(*(stage.num_by_kind(shape) for stage in stages), strict=True)))
+        has_head = any(stage.has_head for stage in stages)
+        counts.append(_RankCounts(num_expert_params, num_params - num_expert_params, num_by_kind, has_head))
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def _bytes_by_kind(
+    shape: ModelShape, seq_len: int, tp: int, cp: int, mbs: int, sequence_parallel: str, recompute: str
+) -> tuple[tuple[float, float], ...]:
+    """What `megatron_layer_bytes` returns for each type of layer."""
+    layout = Layout(dp=1, tp=tp, cp=cp, mbs=mbs, sequence_parallel=sequence_parallel, recompute=recompute)
+    return tuple(megatron_layer_bytes(shape, layout, seq_len, kind) for kind in kinds_of_ranks(shape, tp))
+
+
 def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]:
     """The memory of each rank of the pipeline axis at the end of forward.
 
@@ -83,19 +122,19 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     """
     shape, layout = spec.shape, spec.layout
     kinds = kinds_of_ranks(shape, layout.tp)
-    bytes_by_kind = [megatron_layer_bytes(shape, layout, spec.workload.seq_len, kind) for kind in kinds]
+    of_layers = layout.tp, layout.cp, layout.mbs, layout.sequence_parallel, layout.recompute
+    bytes_by_kind = _bytes_by_kind(shape, spec.workload.seq_len, *of_layers)
     vocabulary = padded_vocab_size(shape.vocab_size, layout.tp)
     logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * vocabulary
     stage_memories = list[StageMemory]()
-    for pp_rank, rank_stages in enumerate(stages_by_rank(shape, layout)):
-        expert_params = sum(stage.num_expert_params(shape) for stage in rank_stages) / layout.ep
-        tp_params = sum(s.num_params(shape) - s.num_expert_params(shape) + added_params(shape, s, layout.tp)
-                        for s in rank_stages)  # fmt: skip
-        other_params = tp_params / layout.tp
-        num_by_kind = [sum(nums) for nums in zip(*(s.num_by_kind(shape) for s in rank_stages), strict=True)]
+    of_stages = layout.pp, layout.pp_schedule, layout.virtual_stages, layout.pp_layout
+    for pp_rank, counts in enumerate(_rank_counts(shape, layout.tp, *of_stages)):
+        expert_params = counts.num_expert_params / layout.ep
+        other_params = counts.num_tp_params / layout.tp
+        num_by_kind = counts.num_by_kind
         kept_bytes = sum(num * kept for num, (_, kept) in zip(num_by_kind, bytes_by_kind, strict=True))
         activation_bytes = in_flight(layout, pp_rank) * kept_bytes
-        head_bytes = logit_bytes * any(stage.has_head for stage in rank_stages)
+        head_bytes = logit_bytes * counts.has_head
         present = [n for n, num in enumerate(num_by_kind) if num] or [0]
         largest = max(present, key=lambda n: (kinds[n].experts is not None, bytes_by_kind[n]))
         layer_bytes, kept_layer_bytes = bytes_by_kind[largest]

@@ -7,19 +7,29 @@ deadlines.
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import Hardware, Peak
+from ultrabench.layout import INDEPENDENT
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.memory import MemoryConstants, least_memory, p_oom, predict_memory
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.profile import Profile
+from ultrabench.sweep.predict.profile import DividedRun, Profile, Quantiles
 from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
-from ultrabench.sweep.predict.step_time import NEARLY_FULL, StepTime, communication_ratios, predict_step_time
+from ultrabench.sweep.predict.step_time import (
+    NEARLY_FULL,
+    StepTime,
+    StepTimes,
+    communication_ratios,
+    predict_step_time,
+    step_times,
+)
 
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's bandwidth that the collectives of a probe reach."""
@@ -31,6 +41,9 @@ ADVISED_P_OOM = 0.1
 """P(OOM) above which no layout is advised, unless --advise-p-oom gives another; max_p_oom says what is run."""
 NOTABLE_SHARE = 0.1
 """Share of a step above which what is no computing is called the limit of a layout."""
+
+axes_of = attrgetter(*INDEPENDENT)
+"""The values of a layout's axes by which runs are like or unlike those of a fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +124,7 @@ class Occupancy(NamedTuple):
     """Probability that it does not fit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Predictor:
     """Predicts runs; it holds what the predictions of all runs on one number of nodes share."""
 
@@ -128,8 +141,11 @@ class Predictor:
         """The prediction of a run."""
         if not spec.kernel.trains:
             return self._predict_probe(spec)
-        stages = predict_memory(self.profile.as_divided(spec), self.memory, LARGEST)
-        return self.predict_from(spec, stages, self.step_time(spec, stages))
+        divided = self.profile.as_divided(spec)
+        stages = predict_memory(divided, self.memory, LARGEST)
+        return self.predict_from(
+            spec, stages, self._step_time(divided, reserved_share(stages, self.hardware))
+        )
 
     def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
@@ -139,7 +155,7 @@ class Predictor:
         peak_bytes, memory_share, oom_chance = self.occupancy(stages, scale.params)
         if not spec.kernel.is_predictable:  # nothing is left out for its memory
             oom_chance = 0.0
-        log_low_ratio, log_high_ratio = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
+        log_low_ratio, log_high_ratio = self._interval_of(spec)
         is_nearly_full = reserved_share(stages, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
         if self.measure.checkpoint:
@@ -188,10 +204,35 @@ class Predictor:
         """The time of one step by part, of a run with this memory of its pipeline ranks; without any,
         no allocator waits.
         """
-        memory_share, divided = reserved_share(stages, self.hardware), self.profile.as_divided(spec)
-        return predict_step_time(
-            divided, self.hardware, self.peak, self.links, self.profile.time_of(spec), memory_share
-        )
+        return self._step_time(self.profile.as_divided(spec), reserved_share(stages, self.hardware))
+
+    def _step_time(self, spec: DividedRun, memory_share: float) -> StepTime:
+        """The time of one step by part, of a run whose allocator holds this share of a GPU's memory."""
+        constants = self.profile.time_of(spec)
+        if constants is self.profile.time:
+            return self._usual_step_times.of(spec, memory_share)
+        return step_times(self.hardware, self.peak, self.links, constants).of(spec, memory_share)
+
+    @cached_property
+    def _usual_step_times(self) -> StepTimes:
+        """What predicts the step times of runs whose knobs change no constant."""
+        return step_times(self.hardware, self.peak, self.links, self.profile.time)
+
+    def _interval_of(self, spec: RunSpec) -> Quantiles:
+        """The interval of log(measured / predicted), which runs share that are alike in all features."""
+        gpu, layout, kernel = self.hardware.gpu_at_limit, spec.layout, spec.kernel
+        if spec.variant or kernel.knobs:
+            return self.profile.interval_of(spec, gpu, self.links)
+        features = kernel.precision, spec.shape.num_experts > 0, spec.workload.seq_len, spec.nodes
+        key = *features, *axes_of(layout)
+        if (quantiles := self._quantiles.get(key)) is None:
+            quantiles = self._quantiles[key] = self.profile.interval_of(spec, gpu, self.links)
+        return quantiles
+
+    @cached_property
+    def _quantiles(self) -> dict[tuple[object, ...], Quantiles]:
+        """Features of a run without knobs -> its interval."""
+        return {}
 
     def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""

@@ -10,12 +10,12 @@ micro-batch, forward and backward:
 import math
 from collections import Counter
 from functools import lru_cache
-from operator import mul
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from ultrabench.hardware import SCALED_PRECISIONS, Hardware, Peak
 from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.layout import GroupAxes, Layout, crosses_nodes
+from ultrabench.layout import RANK_ORDER, GroupAxes, Layout, crosses_nodes
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
@@ -275,6 +275,165 @@ def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeCons
     return Rates(linear_flops, *other_rates, hbm_bytes_per_s, cast_bytes)
 
 
+class _MicroBatch(NamedTuple):
+    """The times of one micro-batch, which runs share that divide the batch or shard the parameters differently."""
+
+    work: LayerWork
+    ranks: tuple[_PipelineRank, ...]
+    grad_s: _GradSums
+    slowest: _PipelineRank
+    slowest_gpu_s: float
+    """Seconds for which the GPU of that rank is at work."""
+    slowest_s: float
+    all_ranks_s: float
+    parts_s: tuple[float, ...]
+    """Seconds of the blocks of that rank by part, as in `PartSeconds`."""
+    num_layers: int
+    """Largest number of layers of a rank."""
+    num_params: float
+    """Largest number of parameters of a rank but those of experts."""
+    num_expert_params: float
+    copies_heads: bool
+    """Whether tp copies key/value heads or pads the vocabulary."""
+
+
+class _DataParallelTime(NamedTuple):
+    """The times of a step that depend on the parameters of a rank and on who shares them."""
+
+    total_s: float
+    num_passes: float
+    hidden_share: float
+    """These three are what `dp_time_and_overlap` returns."""
+    num_calls: int
+    """Reductions and gatherings of each layer under ZeRO."""
+    update_s: float
+    """Seconds of clipping and of the update."""
+
+
+_OF_MICRO_BATCH = attrgetter(
+    "tp", "pp", "cp", "mbs", "pp_schedule", "virtual_stages", "recompute", "sequence_parallel", "cp_exchange", "ep",
+    "pp_layout",
+)  # fmt: skip
+"""The axes that decide the times of a micro-batch."""
+_OF_DATA_PARALLEL = attrgetter("dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_shard", "dp_overlap")
+"""The axes that decide how data parallelism and the optimizer share the work; with ZeRO-2 and 3 gas does, too."""
+
+
+class StepTimes:
+    """Predicts step times on one cluster with one set of constants.
+
+    Runs share what depends on a part of their layout: most layouts of a plan differ from others in few axes.
+    """
+
+    def __init__(self, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants) -> None:
+        self.hardware, self.peak, self.links, self.constants = hardware, peak, links, constants
+        self.hbm_bytes_per_s = hardware.hbm_bytes_per_s * constants.hbm_efficiency
+        self._micro_batches = dict[tuple[object, ...], _MicroBatch]()
+        self._data_parallel_times = dict[tuple[object, ...], _DataParallelTime]()
+
+    def of(self, spec: DividedRun, memory_share: float = 0.0) -> StepTime:
+        """The predicted time of one optimizer step of a run, by part.
+
+        Args:
+            memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
+        """
+        layout, c, gas, zero_stage = spec.layout, self.constants, spec.layout.gas, spec.layout.zero_stage
+        micro_batch = self._micro_batch(spec)
+        slowest_s, all_ranks_s = micro_batch.slowest_s, micro_batch.all_ranks_s
+        mean_rank_s = all_ranks_s / layout.pp  # a rank's share if none waited
+        num_busy_passes = gas * (1 - c.wait_shared * (1 - mean_rank_s / slowest_s))
+        # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on
+        # average, and pipeline ranks exchange meanwhile.
+        exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, micro_batch.work, self.links, c)
+        waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
+        gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = micro_batch.parts_s
+        dp = self._data_parallel(spec, micro_batch)
+        dp_s = max(dp.total_s - dp.hidden_share * dp.num_passes * slowest_s, c.dp_exposed * dp.total_s)
+        zero_host_s = c.zero_layer_s * micro_batch.num_layers * dp.num_calls / 2
+        pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
+        copied_s = 0.0
+        if micro_batch.copies_heads:
+            copied_s = _copied_heads_s(spec, micro_batch.ranks, micro_batch.work.tp_axes, self.links, c)
+        parts_s = (
+            num_busy_passes * gemm_s,
+            num_busy_passes * attention_s,
+            num_busy_passes * memory_bound_s
+            + micro_batch.grad_s.of_rank(micro_batch.slowest, num_busy_passes),
+            num_busy_passes * (slowest_s - micro_batch.slowest_gpu_s),
+            num_busy_passes * tp_s + copied_s,
+            num_busy_passes * cp_s,
+            num_busy_passes * ep_s,
+            dp_s + (zero_host_s if zero_stage else 0.0),
+            max(0.0, exchanges_s - waits_s),
+            pipeline_idle_s / max(1, layout.pp - 1),
+            dp.update_s + c.optimizer_layer_s * micro_batch.num_layers,
+        )
+        allocator_s = 0.0
+        if memory_share > NEARLY_FULL:
+            lost_share = -math.expm1((NEARLY_FULL - memory_share) / FILLING_SHARE) * c.allocator_loss
+            allocator_s = lost_share * sum((*parts_s, 0.0, c.rest_s))
+        return StepTime(*parts_s, allocator_s, c.rest_s)
+
+    def _micro_batch(self, spec: DividedRun) -> _MicroBatch:
+        """The times of one micro-batch of a run."""
+        kernel, layout = spec.kernel, spec.layout
+        # In the usual order of ranks, dp does not decide where those of tp and cp are.
+        order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp)
+        of_kernel = kernel.precision, spec.compiles, kernel.routing, order
+        key = spec.shape, spec.workload.seq_len, of_kernel, _OF_MICRO_BATCH(layout)
+        if (micro_batch := self._micro_batches.get(key)) is None:
+            micro_batch = self._micro_batches[key] = self._new_micro_batch(spec)
+        return micro_batch
+
+    def _new_micro_batch(self, spec: DividedRun) -> _MicroBatch:
+        """What `_micro_batch` returns."""
+        c = self.constants
+        work, blocks, ranks, grad_s = _micro_batch_work(spec, self.hardware, self.peak, self.links, c)
+        layer_host_s = _layer_launch_s(spec, self.links, c)
+        slowest, slowest_gpu_s, slowest_s, all_ranks_s = _rank_times(ranks, blocks, grad_s, layer_host_s, c)
+        return _MicroBatch(
+            work=work,
+            ranks=ranks,
+            grad_s=grad_s,
+            slowest=slowest,
+            slowest_gpu_s=slowest_gpu_s,
+            slowest_s=slowest_s,
+            all_ranks_s=all_ranks_s,
+            parts_s=tuple([slowest.sum_s(block_s) for block_s in blocks[:-1]]),
+            num_layers=max(rank.num_layers for rank in ranks),
+            num_params=max(rank.num_params for rank in ranks),
+            num_expert_params=max(rank.num_expert_params for rank in ranks),
+            copies_heads=adds_params(spec.shape, spec.layout.tp),
+        )
+
+    def _data_parallel(self, spec: DividedRun, micro_batch: _MicroBatch) -> _DataParallelTime:
+        """The times of data parallelism and of the optimizer of a run."""
+        layout, order, element_bytes = spec.layout, spec.kernel.rank_order, micro_batch.work.element_bytes
+        gas = layout.gas if layout.zero_stage >= 2 else 1
+        params = micro_batch.num_params, micro_batch.num_expert_params
+        key = params, element_bytes, order, gas, _OF_DATA_PARALLEL(layout)
+        if (times := self._data_parallel_times.get(key)) is None:
+            groups = _param_groups(micro_batch.ranks, spec)
+            times = self._data_parallel_times[key] = _DataParallelTime(
+                *dp_time_and_overlap(layout, groups, element_bytes, self.links, self.constants),
+                sum(num_reduces_and_gathers(layout)),
+                self._update_s(groups),
+            )
+        return times
+
+    def _update_s(self, groups: tuple[ParamGroup, ...]) -> float:
+        """Seconds of clipping and of the update of these parameters."""
+        c = self.constants
+        update_bytes = [(c.optimizer_bytes / g.num_shards + c.clip_bytes) * g.num_params for g in groups]
+        return sum(num_bytes / self.hbm_bytes_per_s for num_bytes in update_bytes)
+
+
+@lru_cache(maxsize=64)
+def step_times(hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants) -> StepTimes:
+    """What predicts step times on a cluster; all that ask for the same cluster and constants share one."""
+    return StepTimes(hardware, peak, links, constants)
+
+
 def predict_step_time(
     spec: DividedRun,
     hardware: Hardware,
@@ -283,50 +442,8 @@ def predict_step_time(
     constants: TimeConstants,
     memory_share: float = 0.0,
 ) -> StepTime:
-    """The predicted time of one optimizer step of a run, by part.
-
-    Args:
-        memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
-    """
-    layout, c, gas = spec.layout, constants, spec.layout.gas
-    work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, c)
-    hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    layer_host_s = _layer_launch_s(spec, links, c)
-    slowest, slowest_gpu_s, slowest_s, all_ranks_s = _rank_times(ranks, blocks, grad_s, layer_host_s, c)
-    mean_rank_s = all_ranks_s / layout.pp  # a rank's share if none waited
-    num_busy_passes = gas * (1 - c.wait_shared * (1 - mean_rank_s / slowest_s))
-    # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on
-    # average, and pipeline ranks exchange meanwhile.
-    exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, links, c)
-    waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
-    parts_s = [num_busy_passes * slowest.sum_s(block_s) for block_s in blocks[:-1]]
-    gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = parts_s
-    groups = _param_groups(ranks, spec)
-    num_layers = max(rank.num_layers for rank in ranks)
-    dp_total_s, num_passes, hidden_share = dp_time_and_overlap(layout, groups, work.element_bytes, links, c)
-    dp_s = max(dp_total_s - hidden_share * num_passes * slowest_s, c.dp_exposed * dp_total_s)
-    zero_host_s = c.zero_layer_s * num_layers * sum(num_reduces_and_gathers(layout)) / 2
-    update_bytes = [(c.optimizer_bytes / g.num_shards + c.clip_bytes) * g.num_params for g in groups]
-    update_s = sum(num_bytes / hbm_bytes_per_s for num_bytes in update_bytes)
-    pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
-    step_time = StepTime(
-        gemm=gemm_s,
-        attention=attention_s,
-        memory_bound=memory_bound_s + grad_s.of_rank(slowest, num_busy_passes),
-        launch=num_busy_passes * (slowest_s - slowest_gpu_s),
-        tp=tp_s + _copied_heads_s(spec, ranks, work.tp_axes, links, c),
-        cp=cp_s,
-        ep=ep_s,
-        dp=dp_s + (zero_host_s if layout.zero_stage else 0.0),
-        pp=max(0.0, exchanges_s - waits_s),
-        bubble=pipeline_idle_s / max(1, layout.pp - 1),
-        optimizer=update_s + c.optimizer_layer_s * num_layers,
-        allocator=0.0,
-        rest=c.rest_s,
-    )
-    excess_share = max(0.0, memory_share - NEARLY_FULL)
-    lost_share = -math.expm1(-excess_share / FILLING_SHARE) * c.allocator_loss
-    return step_time._replace(allocator=lost_share * step_time.total)
+    """The predicted time of one optimizer step of a single run, by part, as `StepTimes` predicts those of many."""
+    return step_times(hardware, peak, links, constants).of(spec, memory_share)
 
 
 def _param_groups(ranks: tuple[_PipelineRank, ...], spec: RunSpec) -> tuple[ParamGroup, ...]:
@@ -344,8 +461,6 @@ def _copied_heads_s(
     They are an all-reduce for the keys and one for the values of each layer, each as long as two other collectives.
     """
     shape, layout = spec.shape, spec.layout
-    if not adds_params(shape, layout.tp):
-        return 0.0
     ((_, stride),) = tp_axes
     layer_s = list[float]()
     for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, layout.tp), strict=True):
