@@ -177,7 +177,8 @@ def _advice_for_unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = " ".join(override.split()).partition("=")
     if not _is_readable(f"{key}=1"):
-        return f"{override!r}: a key consists of names joined by dots, without spaces; see ultrabench configs"
+        names_text = "a name consists of letters, digits and '_' and does not start with a digit"
+        return f"{override!r}: a key consists of names joined by dots; {names_text}; see ultrabench configs"
     rule_text = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
     if re.fullmatch(_LIST_KEY, key):
         rule_text = "a part of a list that is more than letters, digits and ./+- needs its own quotes"

@@ -21,7 +21,7 @@ MISTAKES = [
     ("heatmap x.csv", "x.csv is not a parquet file; convert it first: ultrabench import x.csv"),
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
     ("kernel check dp=128", "the check runs at most 64"),
-    ("kernel check --device gpu", "device='gpu'; must be cpu or cuda"),
+    ("kernel check --device gpu", "device='gpu'; must be cuda or cpu"),
     ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs, not fp64; "
     "choose another layout, or precision bf16"),
     ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, "

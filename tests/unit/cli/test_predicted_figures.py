@@ -68,7 +68,7 @@ def test_a_layout_of_a_plan_is_shown_as_a_command_of_a_framework(ultrabench, tmp
     by_rank = json.loads(ultrabench("sweep", "show", "1", *words)[1])
     assert by_rank == json.loads(ultrabench("sweep", "show", first["run_id"][:8], *words)[1])
     assert by_rank["run_id"] == first["run_id"]
-    assert any(reason.startswith("rope_scaling={") for reason in by_rank["not_expressed"])
+    assert "--use-rope-scaling" in by_rank["command"]
     expected = {f"--tensor-model-parallel-size={first['tp']}", f"--micro-batch-size={first['mbs']}"}
     assert expected <= {*by_rank["command"]}
     for run in ("0", "9999", "zz"):

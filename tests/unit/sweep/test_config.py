@@ -183,7 +183,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         ([*COMMAND, "+kernel.env.A=1"], """write it with two kinds of quotes: '"1"'"""),
         (["retry.attempts=[3]"], "Error merging override retry.attempts=[3]; see ultrabench configs"),
         (["launcher.sbatch.foo\n=1"], r"'launcher.sbatch.foo\n=1': a key consists of names joined by dots"),
-        (["sweep.tp =[1]"], "'sweep.tp =[1]': a key consists of names joined by dots, without spaces"),
+        (["sweep.tp =[1]"], "'sweep.tp =[1]': a key consists of names joined by dots; a name consists"),
         (["name=a\nb"], r"'name=a\nb': a value that contains brackets"),
         (["launcher=slurm", "+launcher.sbatch.qos=[a]"], "launcher.sbatch.qos=['a'] is not a text; give one value"),
         (["sweep.env.ALGO=[a,b]"], "did you mean +sweep.env.ALGO?"),

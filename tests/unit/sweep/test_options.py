@@ -282,8 +282,8 @@ def test_losses_of_different_programs_are_not_compared():
         (["sweep.rule=[a]"], "unknown override 'sweep.rule'; did you mean sweep.rules?"),
         (["+sweep.env={A: [1, '1']}"], "sweep.env.A: 1 and '1' are the same for the program; leave one out"),
         (["+sweep.env={A: [null, null]}"], "sweep.env.A: null and null are the same for the program"),
-        (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name consists of letters, digits and '_' and does not "
-        "start with a digit"),
+        (["+sweep.env.1BAD=[a]"], "'+sweep.env.1BAD=[a]': a key consists of names joined by dots; a name consists of "
+        "letters, digits and '_' and does not start with a digit"),
         (["sweep.strategy=adaptiv"], "did you mean adaptive?"),
         (["sweep.cp_exchange=[rings]"], "sweep.cp_exchange='rings'; must be ring or allgather; did you mean ring?"),
         (["+sweep.env={A: [1, true]}"], "sweep.env.A: 1 and True are the same for the program"),
