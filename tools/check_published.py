@@ -47,11 +47,13 @@ OF_THE_MODEL = re.compile(
 )
 """Settings that say the model, which `model=` of a sweep gives."""
 WITHOUT_EFFECT = re.compile(
-    r"(checkpoint|dataset|logger|tokenizer|scheduler|validation|profiling|rng|rerun_state_machine|dist|peft|env_vars)\b.*|"
+    r"(checkpoint|dataset|logger|tokenizer|scheduler|validation|profiling|rng|rerun_state_machine|dist|peft|"
+    r"env_vars)\b.*|"
     r"train\.(?!manual_gc$).*|optimizer\.(lr|min_lr|weight_decay|adam.*|clip_grad|bf16|fp16|optimizer|sgd.*|"
     r"main_params_dtype|use_distributed_optimizer|lion.*|muon.*|overlap_param_gather)|"
     r"ddp\.(check.*|use_distributed_optimizer|overlap_param_gather|data_parallel_sharding_strategy|num_buckets)|"
-    r"model\.cross_entropy_fusion_impl|mixed_precision\.(?!fp8_dot|fp8_multi).*|.*te_rng_tracker|model\.(transformer_impl|pipeline_dtype|"
+    r"model\.cross_entropy_fusion_impl|mixed_precision\.(?!fp8_dot|fp8_multi).*|.*te_rng_tracker|"
+    r"model\.(transformer_impl|pipeline_dtype|"
     r"apply_rope_fusion|bias_activation_fusion|persist_layer_norm|masked_softmax_fusion|cuda_graph_warmup_steps|"
     r"attention_softmax_in_fp32|apply_query_key_layer_scaling|seq_length|"
     r"moe_router_padding_for_fp8|moe_a2a_overlap|init_model_with_meta_device|account_for.*|num_layers_in.*|"

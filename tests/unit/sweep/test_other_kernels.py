@@ -69,6 +69,10 @@ def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
     }  # fmt: skip
     assert told_to(piped, plan.config).items() >= expected.items()
     assert told_to(flat, plan.config)["training.local-batch-size"] == "1"
+    alone = replace(flat, layout=replace(flat.layout, sequence_parallel="off"))
+    assert command_of(alone, plan.config)[-2:] == [
+        "--parallelism.no-enable-sequence-parallel", "activation-checkpoint:none"
+    ], "after this word, torchtitan refuses options of other sections"  # fmt: skip
 
 
 def test_torchtitan_after_0_3_0_is_told_batches_in_tokens_and_no_context_parallelism():
