@@ -1,10 +1,12 @@
 """The closed form of the kernel's memory against dry runs of random layouts of random small models,
 or of published models.
 
-`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published]` (200, 21; experts:
-of small models with some) prints JSON lines {family, ranks, median, p95, largest}, errors of the peak as fractions,
-or of the bytes that stay; a dry run takes 1 to 5 s of a core, one of a published model up to 30 s. It imports torch,
-but only its forked children compute, and they need a process of one thread.
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published] [mixed]` (200, 21;
+experts: of small models with some; mixed: in turn dense models, models with experts, and models with latent attention,
+all small and half of them with vocabularies that tp pads) prints JSON lines {family, ranks, median, p95, largest},
+errors of the peak as fractions, or of the bytes that stay, and the layout and model of the largest error. A dry run
+takes 1 to 5 s of a core, one of a published model up to 30 s. It imports torch, but only its forked children compute,
+and they need a process of one thread.
 """
 
 import json
@@ -18,11 +20,14 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from ultrabench.attention_type import Latent
 from ultrabench.errors import ConfigError
+from ultrabench.feed_forward_type import Experts, FeedForward
 from ultrabench.hardware import GIB
 from ultrabench.kernel.children import run_forked
 from ultrabench.kernel.dryrun.rank_cost import rank_cost
 from ultrabench.kernel.requests import CheckSpec
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout, default_virtual_stages
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -30,6 +35,7 @@ from ultrabench.sweep.arguments import require_possible
 from ultrabench.sweep.config.load import load_model, load_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
+from ultrabench.tensor_parallel import kinds_of_ranks
 
 TIMEOUT_S = 3600.0
 SMALL_MODELS = (
@@ -38,6 +44,9 @@ SMALL_MODELS = (
 LARGE_MODELS = ("llama3-70b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 PUBLISHED_BYTES = 10 * GIB, 100 * GIB
 """Smallest and largest predicted peak of a layout of a published model."""
+ODD_VOCABULARIES = (1003, 5001, 31999)
+"""Sizes that no even tp divides, so that ranks pad them."""
+MODES = ("experts", "fp8", "published", "mixed")
 RECOMPUTE = ("none", "none", "none", "attention", "selective", "full", "every2")
 
 
@@ -83,6 +92,47 @@ def with_experts(spec: RunSpec, pick: random.Random) -> RunSpec:
     return replace(spec, shape=shape, layout=replace(spec.layout, ep=pick.choice((1, 2, 4, 8))))
 
 
+def with_latent_attention(spec: RunSpec, pick: random.Random) -> RunSpec:
+    """The run with latent attention in all layers, and with experts in all but the first one in two of three models."""
+    shape, has_experts = spec.shape, pick.random() < 2 / 3
+    hidden = shape.hidden_size
+    latent = Latent(
+        num_attention_heads=shape.num_attention_heads, q_lora_rank=pick.choice((None, hidden // 2, hidden // 4)),
+        kv_lora_rank=hidden // pick.choice((2, 4)), qk_nope_head_dim=pick.choice((16, 32)),
+        qk_rope_head_dim=pick.choice((8, 16)), v_head_dim=pick.choice((16, 32)), attention_bias=pick.random() < 0.2,
+    )  # fmt: skip
+    dense = LayerType(latent=latent, feed_forward=FeedForward(intermediate_size=shape.intermediate_size))
+    if not has_experts:
+        return replace(spec, shape=replace(shape, layer_types=(dense,), qk_norm=False))
+    width = hidden // pick.choice((1, 2, 4))
+    experts = Experts(
+        num_experts=pick.choice((4, 8, 16)), num_experts_per_tok=pick.choice((1, 2, 4)), moe_intermediate_size=width,
+        shared_expert_intermediate_size=width * pick.choice((0, 1, 2)),
+        scoring_func=pick.choice(("softmax", "sigmoid")),
+    )  # fmt: skip
+    types = dense, LayerType(latent=latent, experts=experts)
+    mixed_shape = replace(
+        shape, layer_types=types, layer_order="a(b)", qk_norm=False, num_experts=experts.num_experts,
+        num_experts_per_tok=experts.num_experts_per_tok, moe_intermediate_size=width,
+    )  # fmt: skip
+    return replace(spec, shape=mixed_shape, layout=replace(spec.layout, ep=pick.choice((1, 2, 4))))
+
+
+def with_padding(spec: RunSpec, pick: random.Random) -> RunSpec:
+    """The run, in one of two cases with a vocabulary that ranks of tensor parallelism pad."""
+    if pick.random() < 0.5:
+        return spec
+    return replace(spec, shape=replace(spec.shape, vocab_size=pick.choice(ODD_VOCABULARIES)))
+
+
+MIXED: tuple[Callable[[RunSpec, random.Random], RunSpec], ...] = (
+    lambda spec, pick: spec,
+    with_experts,
+    with_latent_attention,
+)
+"""How the models of `mixed` are changed in turn."""
+
+
 def published(pick: random.Random) -> RunSpec:
     """A run of a published model."""
     is_large = pick.random() < len(LARGE_MODELS) / len(LARGE_MODELS + SMALL_MODELS)
@@ -115,6 +165,14 @@ def possible(draw: Callable[..., RunSpec], *values: Any) -> RunSpec | None:
     return spec
 
 
+def families(spec: RunSpec) -> list[str]:
+    """The groups whose errors are printed to which a run of a small model belongs."""
+    shape, tp = spec.shape, spec.layout.tp
+    model = "latent" if shape.layer_types else "experts" if shape.num_experts else "dense"
+    is_padded, is_copied = shape.vocab_size % tp > 0, kinds_of_ranks(shape, tp) != shape.kinds
+    return [model, *["padded vocabulary"] * is_padded, *["copied heads"] * is_copied, family(spec.layout)]
+
+
 def family(layout: Layout) -> str:
     ring = " cp" if layout.cp > 1 else ""
     recomputed = "" if layout.recompute in ("none", "attention") else " recomputed"
@@ -122,34 +180,46 @@ def family(layout: Layout) -> str:
 
 
 def main() -> None:
-    words = [arg for arg in sys.argv[1:] if arg not in ("experts", "fp8", "published")]
-    layouts, seed = (int(arg) for arg in (*words, *("200", "21")[len(words) :]))
+    modes = set(sys.argv[1:]) & set(MODES)
+    numbers = [arg for arg in sys.argv[1:] if arg not in modes]
+    layouts, seed = (int(arg) for arg in (*numbers, *("200", "21")[len(numbers) :]))
     pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
-    constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
-    is_published = "published" in sys.argv
+    profile = load_profile("ultrabench")
+    constants = memory_constants("ultrabench", profile.memory)
+    is_published, worst = "published" in modes, (0.0, "")
     while layouts:
         if (spec := possible(published if is_published else small, pick)) is None:
             continue
-        peak_bytes = max(stage.allocated_bytes for stage in predict_memory(spec, constants))
+        peak_bytes = max(
+            stage.allocated_bytes for stage in predict_memory(profile.as_divided(spec), constants)
+        )
         if is_published and not PUBLISHED_BYTES[0] < peak_bytes < PUBLISHED_BYTES[1]:
             continue  # a GPU would hold far more, or could not hold it
-        if "experts" in sys.argv and (spec := possible(with_experts, spec, pick)) is None:
+        if "experts" in modes and (spec := possible(with_experts, spec, pick)) is None:
             continue
-        if "fp8" in sys.argv:
+        if "mixed" in modes:
+            spec = possible(MIXED[layouts % len(MIXED)], spec, pick)
+            spec = spec and possible(with_padding, spec, pick)
+            if spec is None:
+                continue
+        if "fp8" in modes:
             spec = replace(spec, kernel=replace(spec.kernel, precision="fp8"))
         layouts -= 1
-        stages, static = predict_memory(spec, constants), static_bytes(spec)
+        stages, static = predict_memory(profile.as_divided(spec), constants), static_bytes(spec)
         for stage, stays in zip(stages, static, strict=True):
             body = partial(rank_cost, spec, spec.layout.first_rank(stage.pp_rank))
             cost = run_forked({"rank": body}, TIMEOUT_S)["rank"]
             errors["static"].append(abs(stays / cost["static_bytes"] - 1))
-            error = abs(stage.allocated_bytes / cost["peak_bytes"] - 1)
-            errors["every"].append(error)
-            errors[family(spec.layout)].append(error)
+            difference = stage.allocated_bytes / cost["peak_bytes"] - 1
+            for name in ("every", *(families(spec) if "mixed" in modes else [family(spec.layout)])):
+                errors[name].append(abs(difference))
+            text = f"{difference:+.4f} pp_rank={stage.pp_rank} {spec.layout.label()} {spec.workload} {spec.shape}"
+            worst = max(worst, (abs(difference), text))
     for name, fractions in sorted(errors.items()):
         row = {"family": name, "ranks": len(fractions), "median": median(fractions)}
         p95 = sorted(fractions)[math.ceil(0.95 * len(fractions)) - 1]
         print(json.dumps({**row, "p95": p95, "largest": max(fractions)}))
+    print(json.dumps({"worst": worst[1]}))
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ WAIT_OPERATOR = _collectives.wait_tensor.default
 
 
 _aten = torch.ops.aten
-silu_backward = _aten.silu_backward
-"""The gradient of silu's input. Stays: it is no public function."""
+silu_backward, gelu_backward = _aten.silu_backward, _aten.gelu_backward
+"""The gradients of the inputs of silu and gelu. Stay: they are no public functions."""
 
 
 def grouped_mm(rows: Tensor, weights: Tensor, group_ends: Tensor) -> Tensor:

@@ -28,9 +28,13 @@ def sample_indices(layout: Layout, dp_rank: int) -> range:
 
 
 def make_batch(
-    indices: range, step: int, workload: Workload, vocab_size: int, device: torch.device
+    indices: range, step: int, workload: Workload, vocab_size: int, device: torch.device, num_later: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The inputs and targets of the samples, len(indices) x S each; a target is the next token."""
+    """The inputs and targets of the samples, len(indices) x S each; a target is the next token.
+
+    If `num_later` tokens after the next one are targets, too, the targets have a last dim of 1 + num_later.
+    """
     seed, seq_len = workload.seed, workload.seq_len
-    tokens = torch.stack([sample(seed, step, i, seq_len, vocab_size) for i in indices]).to(device)
-    return tokens[:, :-1], tokens[:, 1:]
+    tokens = torch.stack([sample(seed, step, i, seq_len + num_later, vocab_size) for i in indices]).to(device)
+    targets = [tokens[:, 1 + k : 1 + k + seq_len] for k in range(1 + num_later)]
+    return tokens[:, :seq_len], torch.stack(targets, -1) if num_later else targets[0]

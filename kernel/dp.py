@@ -93,7 +93,7 @@ def apply_dp(
             call_inside_experts(layer, group)
         layer_groups.append(make_group(layer, reshards=reshards) + expert_groups)
     embedding_groups = [] if model.is_tied else make_group(model.embedding, reshards=reshards)
-    head_groups = [] if model.is_tied else make_group(model.norm, model.head, reshards=False)
+    head_groups = [] if model.is_tied else make_group(*model.end_modules, reshards=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
     root_groups = make_group(model, reshards=False)
     ordered_groups = [embedding_groups or root_groups, *layer_groups, *([head_groups] if head_groups else [])]

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ultrabench.kernel import cp
-from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, mark_as_kept, silu_backward, wait
+from ultrabench.kernel.activation import activate, input_gradient
+from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, mark_as_kept, wait
 from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import Experts, Route, Routing, RowCounts, SparseFeedForward
@@ -210,19 +210,29 @@ class _ExpertProducts(torch.autograd.Function):
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """silu(gate) * up * score; only the three factors are kept for backward."""
+    """act(gate) * up * score, or act(up) * score; only the factors are kept for backward."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, scores: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(gate, up, scores)
-        return functional.silu(gate) * up * scores[:, None].to(gate.dtype)
+    def forward(ctx, hidden_act: str, scores: Tensor, *products: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.hidden_act = hidden_act
+        ctx.save_for_backward(scores, *products)
+        activated, *gated = products
+        activations = activate(hidden_act, activated)
+        for up in gated:
+            activations = activations * up
+        return activations * scores[:, None].to(activated.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
-        gate, up, scores = ctx.saved_tensors
-        grad_unweighted, activation = grad * scores[:, None].to(grad.dtype), functional.silu(gate)
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        hidden_act, (scores, activated, *gated) = ctx.hidden_act, ctx.saved_tensors
+        grad_unweighted, activation = grad * scores[:, None].to(grad.dtype), activate(hidden_act, activated)
+        if not gated:
+            grad_scores = (grad * activation).sum(1, dtype=scores.dtype)
+            return None, grad_scores, input_gradient(hidden_act, grad_unweighted, activated)
+        (up,) = gated
         grad_scores = (grad * activation * up).sum(1, dtype=scores.dtype)
-        return silu_backward(grad_unweighted * up, gate), grad_unweighted * activation, grad_scores
+        grad_gate = input_gradient(hidden_act, grad_unweighted * up, activated)
+        return None, grad_scores, grad_gate, grad_unweighted * activation
 
 
 def _mix(ep: ExpertParallel, x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
@@ -230,8 +240,8 @@ def _mix(ep: ExpertParallel, x_TH: Tensor, weights_Tk: Tensor, route: Route, exp
     row_orders = route.row_tokens, route.token_order, route.expert_perm, route.rank_perm
     rows, scores = _Dispatch.apply(ep, route.row_counts, *row_orders, route.expert_order, x_TH, weights_Tk)  # type: ignore[no-untyped-call]
     product_args = ep, route.expert_ends, route.expert_counts
-    gate, up = _ExpertProducts.apply(*product_args, rows, experts.gate, experts.up)  # type: ignore[no-untyped-call]
-    activations = _WeightedActivation.apply(gate, up, scores)  # type: ignore[no-untyped-call]
+    products = _ExpertProducts.apply(*product_args, rows, *experts.input_weights)  # type: ignore[no-untyped-call]
+    activations = _WeightedActivation.apply(experts.hidden_act, scores, *products)  # type: ignore[no-untyped-call]
     (out,) = _ExpertProducts.apply(*product_args, activations, experts.down)  # type: ignore[no-untyped-call]
     y_TH: Tensor = _Combine.apply(ep, route.row_counts, *row_orders, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
     return y_TH

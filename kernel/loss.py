@@ -88,6 +88,7 @@ def head_loss(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     to_gradient: ToGradient = logits_to_gradient,
+    loss_weight: float = 1.0,
 ) -> Tensor:
     """The mean loss over the tokens of a micro-batch, in at least fp32.
 
@@ -98,9 +99,10 @@ def head_loss(
         group: the ranks of tp that share the vocabulary; None if this rank holds it whole.
         vocab_size: number of rows of the head on all these ranks that stand for a token; None if all do.
         to_gradient: `logits_to_gradient`, or that function compiled.
+        loss_weight: what the loss is multiplied by, before a shared gradient is added up.
     """
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
-    head_options = shared_gradient, group, vocab_size, to_gradient
+    head_options = shared_gradient, group, vocab_size, to_gradient, loss_weight
     loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, *head_options)  # type: ignore[no-untyped-call]
     return loss
 
@@ -125,6 +127,7 @@ class _HeadLoss(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         vocab_size: int | None,
         to_gradient: ToGradient,
+        loss_weight: float,
     ) -> Tensor:
         num_tokens, num_rows = len(x_TH), len(weight_VH)
         first_row = 0 if group is None else group.rank() * num_rows
@@ -142,13 +145,15 @@ class _HeadLoss(torch.autograd.Function):
             softmax_parts = (tensor.split(softmax_tokens) for tensor in (logits, chunk_targets))
             for part_logits, part_targets in zip(*softmax_parts, strict=True):
                 loss += to_gradient(part_logits, part_targets, group)
+            if loss_weight != 1:
+                logits *= loss_weight
             torch.mm(logits, weight_VH, out=chunk_grad)
             grad_weight = _add_gradients(grad_weight, logits.t() @ chunk_x)
         if shared_gradient is not None:
             shared_gradient.grad_sum, grad_weight = grad_weight, None
         ctx.num_tokens, ctx.dtype, ctx.shared_gradient = num_tokens, x_TH.dtype, shared_gradient
         ctx.save_for_backward(grad_x, grad_weight)
-        return loss / num_tokens
+        return loss * (loss_weight / num_tokens) if loss_weight != 1 else loss / num_tokens
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):  # type: ignore[no-untyped-def]
@@ -162,4 +167,4 @@ class _HeadLoss(torch.autograd.Function):
             None if grad is None else torch.mul(grad, grad_scale, out=torch.empty_like(grad, dtype=ctx.dtype))
             for grad in (grad_x, grad_weight)
         )
-        return *scaled_grads, None, None, None, None, None
+        return *scaled_grads, *[None] * 6

@@ -5,7 +5,6 @@ V vocabulary; the suffix of a tensor's name is its shape (`x_BSH`).
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench import feed_forward_type
 from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.feed_forward_type import Experts
+from ultrabench.kernel.activation import activate
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.cut import COLUMNS, OF_HEADS, OF_TOKENS, ROWS, VOCABULARY, Cut
 from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, is_expert, is_norm, part_view
 from ultrabench.kernel.moe import Route, Routing, SparseFeedForward
+from ultrabench.kernel.rope import rope_tables, rotate, rotate_pairs, rotation_of, score_factor
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 from ultrabench.routing import LEARNED_ROUTING
@@ -30,7 +32,12 @@ INIT_STD = 0.02
 LATENT_NORM_EPS = 1e-6
 """Eps of the norms of latents, whatever rms_norm_eps is: the default of DeepseekV3RMSNorm in transformers."""
 TIED_PARAMETER_NAME = "embedding.weight"
-"""The parameter from whose name the values of a tied lm_head are drawn, on whichever rank its copy is."""
+"""The parameter from whose name the values of a copy of the embedding are drawn, on whichever rank it is."""
+NEXT_EMBEDDING_NAME = "next_embedding.weight"
+"""The copy of the embedding on the last stage of a pipeline, for the tokens that modules behind the last layer get."""
+PREDICT_WEIGHT = 0.3
+"""Weight of the mean loss of the modules that predict one more token each, beside that of the model itself: that of
+DeepSeek-V3 for most of its training (arXiv 2412.19437, section 4.2)."""
 
 
 class _RmsNormFunction(torch.autograd.Function):
@@ -70,56 +77,6 @@ class RmsNorm(nn.Module):
             return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         y: Tensor = _RmsNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y
-
-
-def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
-    """The angle by which each pair of channels is rotated from one position to the next, R/2 for R rotated channels.
-
-    They are theta^(-2i/R), in radians. A llama3 scaling divides those that turn less than low_freq_factor times in the
-    original context by its factor, keeps those that turn more than high_freq_factor times, and goes from one to
-    the other linearly in the number of turns.
-
-    Args:
-        even_channels: 0, 2, ... R-2.
-    """
-    frequency = shape.rope_theta ** (-even_channels / shape.rotary_width)
-    if (scaling := shape.rope_scaling) is None:
-        return frequency
-    turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
-    unscaled_share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequency / scaling.factor, frequency, unscaled_share.clamp(0, 1))
-
-
-def rope_tables(
-    positions: Sequence[range], shape: ModelShape, x: Tensor, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """The cosine and sine of the rotation of every position, S x 1 x R/2 each (arXiv 2104.09864).
-
-    They have the dtype and the device of `x`. Their angles are computed in `dtype`, by default in at least fp32.
-    """
-    angle_dtype = dtype or torch.promote_types(x.dtype, torch.float32)
-    even_channels = torch.arange(0, shape.rotary_width, 2, device=x.device, dtype=angle_dtype)
-    chunks = [torch.arange(c.start, c.stop, device=x.device, dtype=angle_dtype) for c in positions]
-    angle = torch.outer(torch.cat(chunks), rope_frequencies(shape, even_channels))[:, None, :]
-    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-
-
-def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
-    half_1, half_2, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
-    return torch.cat((half_1 * cos - half_2 * sin, half_2 * cos + half_1 * sin, *unrotated), dim=-1)
-
-
-def rotate_pairs(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with each pair (2i, 2i + 1) of the last R channels of every head rotated by the angle of its position.
-
-    The first numbers of all pairs come before the second ones. Queries and keys have this order alike, so that scores
-    do not depend on it.
-    """
-    rotary_width = 2 * cos.shape[-1]
-    unrotated, pairs = torch.split(x_BSND, [x_BSND.shape[-1] - rotary_width, rotary_width], dim=-1)
-    evens, odds = pairs[..., ::2], pairs[..., 1::2]
-    return torch.cat((unrotated, evens * cos - odds * sin, odds * cos + evens * sin), dim=-1)
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -253,8 +210,12 @@ class LatentAttention(Attention):
     the tokens of all ranks are the normed latents and the rotated channels of the keys, in one tensor.
     """
 
-    def __init__(self, sizes: Latent, hidden_size: int) -> None:
+    def __init__(self, sizes: Latent, hidden_size: int, score_factor: float = 1.0) -> None:
+        """`score_factor` multiplies all scores, beside what their usual scale or attention_multiplier does."""
         super().__init__()
+        if sizes.attention_multiplier is not None:  # attention itself divides by the root of their width
+            score_factor *= sizes.attention_multiplier * sizes.qk_head_dim**0.5
+        self.score_factor = score_factor
         self.sizes, has_bias, num_heads = sizes, sizes.attention_bias, sizes.num_attention_heads
         q_width, self.q_a, self.q_a_norm = num_heads * sizes.qk_head_dim, None, None
         if sizes.q_lora_rank:
@@ -302,8 +263,8 @@ class LatentAttention(Attention):
         sizes = self.sizes
         q, kv, k_rope = self._projections(x_BSH)
         q_BSND = rotate_pairs(q.view(*q.shape[:-1], -1, sizes.qk_head_dim), cos, sin)
-        if sizes.attention_multiplier is not None:  # attention itself divides by the root of their width
-            q_BSND = q_BSND * (sizes.attention_multiplier * sizes.qk_head_dim**0.5)
+        if self.score_factor != 1:
+            q_BSND = q_BSND * self.score_factor
         kv_BSND = kv.view(*kv.shape[:-1], -1, sizes.qk_nope_head_dim + sizes.v_head_dim)
         k_nope, v = torch.split(kv_BSND, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
         shared_k = rotate_pairs(k_rope.unsqueeze(2), cos, sin).expand(-1, -1, k_nope.shape[2], -1)
@@ -315,28 +276,35 @@ class LatentAttention(Attention):
 
 
 class FeedForward(Block):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """down(act(gate(x)) * up(x)) (arXiv 2002.05202), or down(act(up(x))) without a gate."""
 
     cuts = {"gate": COLUMNS, "up": COLUMNS, "down": ROWS}  # noqa: RUF012  one for all blocks
 
-    def __init__(self, hidden_size: int, ffn_width: int) -> None:
+    def __init__(
+        self, sizes: feed_forward_type.FeedForward | Experts, hidden_size: int, ffn_width: int
+    ) -> None:
+        """`sizes` says the activation, and whether there is a gate."""
         super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_width, bias=False)
+        self.hidden_act = sizes.hidden_act
+        self.gate = nn.Linear(hidden_size, ffn_width, bias=False) if sizes.gated else None
         self.up = nn.Linear(hidden_size, ffn_width, bias=False)
         self.down = nn.Linear(ffn_width, hidden_size, bias=False)
 
     def forward(self, x_BSH: Tensor, _: Route | None = None) -> Tensor:
         """The x_BSH that the block adds to the residual; only a sparse layer has a route."""
+        if self.gate is None:
+            (up,) = self.column_products(x_BSH, self.up.weight)
+            return self.row_product(activate(self.hidden_act, up), self.down.weight)
         gate, up = self.column_products(x_BSH, self.gate.weight, self.up.weight)
-        return self.row_product(functional.silu(gate) * up, self.down.weight)
+        return self.row_product(activate(self.hidden_act, gate) * up, self.down.weight)
 
 
-def attention_of(kind: LayerType, hidden_size: int, eps: float) -> Attention:
+def attention_of(shape: ModelShape, kind: LayerType) -> Attention:
     """The attention of a layer of this type."""
     if kind.latent is not None:
-        return LatentAttention(kind.latent, hidden_size)
+        return LatentAttention(kind.latent, shape.hidden_size, score_factor(rotation_of(shape, kind)))
     assert kind.grouped_query is not None, "no plan accepts a layer of this type"
-    return GroupedQueryAttention(kind.grouped_query, hidden_size, eps)
+    return GroupedQueryAttention(kind.grouped_query, shape.hidden_size, shape.rms_norm_eps)
 
 
 def feed_forward_of(kind: LayerType, hidden_size: int) -> "FeedForward | SparseFeedForward":
@@ -344,13 +312,13 @@ def feed_forward_of(kind: LayerType, hidden_size: int) -> "FeedForward | SparseF
     if kind.experts is not None:
         return sparse_feed_forward(kind.experts, hidden_size)
     assert kind.feed_forward is not None, "no plan accepts a layer of this type"
-    return FeedForward(hidden_size, kind.feed_forward.intermediate_size)
+    return FeedForward(kind.feed_forward, hidden_size, kind.feed_forward.intermediate_size)
 
 
 def sparse_feed_forward(experts: Experts, hidden_size: int) -> SparseFeedForward:
     """The feed-forward block of a sparse layer, with the shared experts as one block."""
     shared_width = experts.shared_expert_intermediate_size
-    shared_experts = FeedForward(hidden_size, shared_width) if shared_width else None
+    shared_experts = FeedForward(experts, hidden_size, shared_width) if shared_width else None
     return SparseFeedForward(experts, hidden_size, shared_experts)
 
 
@@ -364,7 +332,7 @@ class Layer(nn.Module):
         super().__init__()
         h, eps, kind = shape.hidden_size, shape.rms_norm_eps, shape.layer(layer_number)
         self.attention_norm = RmsNorm(h, eps)
-        self.attention = attention_of(kind, h, eps)
+        self.attention = attention_of(shape, kind)
         self.ffn_norm = RmsNorm(h, eps)
         self.ffn = feed_forward_of(kind, h)
 
@@ -380,6 +348,46 @@ class Layer(nn.Module):
         return out
 
 
+class Embedding(nn.Embedding):
+    """The table of the vectors of tokens."""
+
+    def forward(self, *tokens_BS: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The vectors B x S x H of each tensor of tokens."""
+        return tuple(super(Embedding, self).forward(tokens) for tokens in tokens_BS)
+
+
+class TokenJoin(nn.Module):
+    """Joins the hidden state of each position with the embedding of a later token."""
+
+    cuts = {"hidden_norm": OF_TOKENS, "embedding_norm": OF_TOKENS, "projection": OF_TOKENS}  # noqa: RUF012  one for all
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        h, eps = shape.hidden_size, shape.rms_norm_eps
+        self.hidden_norm, self.embedding_norm = RmsNorm(h, eps), RmsNorm(h, eps)
+        self.projection = nn.Linear(2 * h, h, bias=False)
+
+    def forward(self, x_BSH: Tensor, embedded_BSH: Tensor) -> Tensor:
+        """The x_BSH that the layer of a module gets."""
+        joined = torch.cat((self.hidden_norm(x_BSH), self.embedding_norm(embedded_BSH)), dim=-1)
+        out: Tensor = self.projection(joined)
+        return out
+
+
+class PredictModule(nn.Module):
+    """What predicts one more token beside a layer, which is among those of the model (arXiv 2412.19437, section 2.2).
+
+    Module k of D joins what the module before gives at a position with the embedding of the k-th token after it, and
+    predicts the token after that. The first one gets what the head of the model gets.
+    """
+
+    cuts = {"norm": OF_TOKENS}  # noqa: RUF012  one for all
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.join, self.norm = TokenJoin(shape), RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
@@ -392,11 +400,24 @@ class Head(nn.Linear):
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
         self.loss, self.shared_gradient = head_loss, None
 
-    def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
-        """The mean loss if it gets targets, otherwise the logits B x S x V."""
+    def forward(
+        self,
+        x_BSH: Tensor,
+        targets_BS: Tensor | None = None,
+        predictions: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:
+        """The mean loss if it gets targets, otherwise the logits B x S x V.
+
+        `predictions` has what each module that predicts one more token gives the head, with the targets. A second call
+        would be a second forward for fully_shard.
+        """
         if targets_BS is None:
             return super().forward(x_BSH)
-        return self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
+        loss = self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
+        for predicted_x, later_targets in predictions:
+            options = {"loss_weight": PREDICT_WEIGHT / len(predictions)}
+            loss = loss + self.loss(predicted_x, self.weight, later_targets, self.shared_gradient, **options)
+        return loss
 
 
 class Decoder(nn.Module):
@@ -406,7 +427,9 @@ class Decoder(nn.Module):
     values in every layout.
     """
 
-    cuts = {"embedding": VOCABULARY, "head": VOCABULARY, "norm": OF_TOKENS}  # noqa: RUF012  one for all stages
+    cuts = {  # noqa: RUF012  one for all stages
+        "embedding": VOCABULARY, "head": VOCABULARY, "norm": OF_TOKENS, "next_embedding": VOCABULARY,
+    }  # fmt: skip
     route: Callable[[Tensor], Route | None]
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
@@ -420,10 +443,16 @@ class Decoder(nn.Module):
         self.route = self.routing.route
         layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         hidden_size = shape.hidden_size
-        self.embedding = nn.Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in layer_numbers})
+        num_modules = shape.num_nextn_predict_layers if stage.has_head else 0
+        predict_numbers = range(shape.num_hidden_layers, shape.num_hidden_layers + num_modules)
+        self.embedding = Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
+        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in (*layer_numbers, *predict_numbers)})
+        self.rotations = {number: rotation_of(shape, shape.layer(int(number))) for number in self.layers}
         self.norm = RmsNorm(hidden_size, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
+        self.predict = nn.ModuleDict({str(n): PredictModule(shape) for n in predict_numbers})
+        needs_copy = num_modules > 0 and not stage.has_embedding
+        self.next_embedding = Embedding(shape.vocab_size, hidden_size) if needs_copy else None
         self.tie()
 
     @property
@@ -435,21 +464,58 @@ class Decoder(nn.Module):
         """Makes embedding and head one parameter, if both are in this stage and the shape ties them."""
         if self.is_tied:
             self.head.weight = self.embedding.weight  # type: ignore[union-attr]
+        elif self.shape.tie_word_embeddings and self.next_embedding is not None:
+            self.next_embedding.weight = self.head.weight  # type: ignore[union-attr]
 
-    def forward(self, x: Tensor, targets_BS: Tensor | None = None) -> Tensor:
+    @property
+    def embedding_copies(self) -> list[nn.Module]:
+        """The modules of this stage that hold the embedding, or the copy of it that the last stage has."""
+        return [module for module in (self.embedding, self.copy_of_last_stage()) if module is not None]
+
+    def copy_of_last_stage(self) -> nn.Module | None:
+        """The module whose weight is a copy of the embedding on the last stage of a pipeline; None elsewhere."""
+        return self.head if self.shape.tie_word_embeddings else self.next_embedding
+
+    @property
+    def end_modules(self) -> list[nn.Module]:
+        """The modules of this stage behind its layers, in the order in which forward calls each of them once."""
+        parts: list[nn.Module] = [part for module in self.predict.values() for part in module.children()]
+        return [m for m in (self.norm, self.next_embedding, *parts, self.head) if m is not None]
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """The output of this stage for tokens (B x S) or for the x_BSH of the previous stage.
 
         The last stage returns the mean loss if it gets targets, otherwise the logits B x S x V; other stages
-        return x_BSH.
+        return x_BSH. Targets are B x S, or B x S x (1 + D) for the next token and D more, which D modules predict.
         """
-        x = x if self.embedding is None else self.embedding(x)
-        layer_arguments: tuple[Any, ...] = rope_tables(self.positions, self.shape, x)
-        if self.shape.num_experts:
-            layer_arguments += (self.route(x),)
-        for layer in self.layers.values():
-            x = layer(x, *layer_arguments)
+        later_targets: list[Tensor] = []
+        if targets is not None and self.predict:
+            targets, *later_targets = targets.unbind(-1)
+        next_tokens = [targets, *later_targets[:-1]] if later_targets else []
+        embedded: Sequence[Tensor] = ()
+        if self.embedding is not None:
+            x, *embedded = self.embedding(x, *next_tokens)
+        tables = {r: rope_tables(self.positions, r, x) for r in dict.fromkeys(self.rotations.values())}
+        route: tuple[Any, ...] = (self.route(x),) if self.shape.num_experts else ()
+
+        def run_layer(number: str, x: Tensor) -> Tensor:
+            out: Tensor = self.layers[number](x, *tables[self.rotations[number]], *route)
+            return out
+
+        for number in self.layers:
+            x = x if number in self.predict else run_layer(number, x)
         x = x if self.norm is None else self.norm(x)
-        out: Tensor = x if self.head is None else self.head(x, targets_BS)
+        if self.head is None:
+            return x
+        if self.next_embedding is not None and next_tokens:
+            embedded = self.next_embedding(*next_tokens)
+        predictions, predicted_x = [], x
+        for number, embedded_x, module_targets in zip(self.predict, embedded, later_targets, strict=False):
+            module = self.predict[number]
+            assert isinstance(module, PredictModule)
+            predicted_x = module.norm(run_layer(number, module.join(predicted_x, embedded_x)))
+            predictions.append((predicted_x, module_targets))
+        out: Tensor = self.head(x, targets, predictions) if predictions else self.head(x, targets)
         return out
 
     def initial_value(
@@ -471,12 +537,22 @@ class Decoder(nn.Module):
     def _full_value(self, name: str, full_shape: torch.Size, seed: int, device: torch.device) -> Tensor:
         if is_norm(name):
             return torch.ones(full_shape, device=device, dtype=torch.float32)
-        if self.shape.tie_word_embeddings and name == "head.weight":
+        if name == copy_name(self.shape):
             name = TIED_PARAMETER_NAME
         seed_digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(seed_digest[:7], "big"))
         normal_values = torch.randn(full_shape, generator=generator, device=device, dtype=torch.float32)
         return normal_values.mul_(INIT_STD)
+
+
+def copy_name(shape: ModelShape) -> str | None:
+    """The parameter that is a copy of the embedding on the last stage of a pipeline; None if there is none.
+
+    A head that is the embedding serves as the copy for modules that predict more tokens, too.
+    """
+    if shape.tie_word_embeddings:
+        return "head.weight"
+    return NEXT_EMBEDDING_NAME if shape.num_nextn_predict_layers else None
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

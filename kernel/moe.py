@@ -1,7 +1,8 @@
 """The feed-forward block of a sparse layer: a router chooses experts for each token.
 
 Shapes: T tokens, E experts, k experts of a token, H hidden, M width of an expert. With the score s_e of expert e,
-y = sum over the k chosen e of down_e(s_e silu(gate_e(x)) up_e(x)), plus the output of the shared experts.
+y = sum over the k chosen e of down_e(s_e act(gate_e(x)) up_e(x)), plus the output of the shared experts. Experts
+without a gate compute down_e(s_e act(up_e(x))).
 
 The functions here are the specification, which `ep.py` replaces by sorted tokens and grouped products.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench import feed_forward_type
+from ultrabench.kernel.activation import activate
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.cut import EXPERTS, OF_TOKENS
 from ultrabench.model_shape import ModelShape
@@ -88,7 +90,9 @@ class _CountTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         (experts_Tk,) = ctx.saved_tensors
-        ctx.token_counts.add_(torch.bincount(experts_Tk.flatten(), minlength=len(ctx.token_counts)))
+        # torch.bincount would make the host wait, since it reads the largest index back.
+        rows = experts_Tk.flatten()
+        ctx.token_counts.scatter_add_(0, rows, torch.ones_like(rows, dtype=ctx.token_counts.dtype))
         return grad_scores, None, None
 
 
@@ -98,21 +102,31 @@ class Experts(nn.Module):
     def __init__(self, sizes: feed_forward_type.Experts, hidden_size: int) -> None:
         super().__init__()
         num_experts, h, m = sizes.num_experts, hidden_size, sizes.moe_intermediate_size
-        self.gate = nn.Parameter(torch.empty(num_experts * m, h))
+        self.hidden_act = sizes.hidden_act
+        self.gate = nn.Parameter(torch.empty(num_experts * m, h)) if sizes.gated else None
         self.up = nn.Parameter(torch.empty(num_experts * m, h))
         self.down = nn.Parameter(torch.empty(num_experts * h, m))
+
+    @property
+    def input_weights(self) -> tuple[Tensor, ...]:
+        """The weights by which an expert begins: gate and up, or up alone."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 def mixture(x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
     """The sum of the outputs of each token's experts, T x H."""
     h = x_TH.shape[1]
     num_experts, out = len(experts.down) // h, torch.zeros_like(x_TH)
-    for expert_index, (gate, up, down) in enumerate(
-        zip(*(w.chunk(num_experts) for w in (experts.gate, experts.up, experts.down)), strict=True)
-    ):
+    weights_of_experts = zip(
+        *(w.chunk(num_experts) for w in (*experts.input_weights, experts.down)), strict=True
+    )
+    for expert_index, (*input_weights, down) in enumerate(weights_of_experts):
         token_index, choice_index = torch.where(route.experts_Tk == expert_index)
         expert_x = x_TH[token_index]
-        activations = functional.silu(functional.linear(expert_x, gate)) * functional.linear(expert_x, up)
+        activated, *factors = (functional.linear(expert_x, weight) for weight in input_weights)
+        activations = activate(experts.hidden_act, activated)
+        for factor in factors:
+            activations = activations * factor
         weighted_activations = activations * weights_Tk[token_index, choice_index, None].to(activations.dtype)
         out = out.index_add(0, token_index, functional.linear(weighted_activations, down))
     return out
@@ -144,6 +158,21 @@ class SparseFeedForward(nn.Module):
         self.register_buffer("balance", torch.zeros(sizes.num_experts))
         self.register_buffer("token_counts", torch.zeros(sizes.num_experts, dtype=torch.int64))
 
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts of each token, T x k, by their scores with the biases, out of the best groups of experts.
+
+        A token cannot choose experts of other groups, also where all scores of its groups are below 0.
+        """
+        sizes, biased_scores = self.sizes, scores_TE + self.balance
+        if sizes.n_group > 1:
+            by_group = biased_scores.unflatten(1, (sizes.n_group, -1))  # type: ignore[no-untyped-call]
+            num_best = min(2, by_group.shape[2]) if sizes.scoring_func == "sigmoid" else 1
+            group_scores = by_group.topk(num_best).values.sum(2)
+            is_other = torch.ones_like(group_scores, dtype=torch.bool)
+            is_other = is_other.scatter(1, group_scores.topk(sizes.topk_group).indices, False)
+            biased_scores = by_group.masked_fill(is_other[..., None], -torch.inf).flatten(1)
+        return biased_scores.topk(sizes.num_experts_per_tok).indices
+
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
         shared_out, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
@@ -151,7 +180,7 @@ class SparseFeedForward(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self.sizes.scoring_func == "sigmoid" else logits.softmax(-1)
         if route is None:
-            experts_Tk = (scores + self.balance).topk(self.sizes.num_experts_per_tok).indices
+            experts_Tk = self.choose(scores)
             scores = _CountTokens.apply(scores, experts_Tk, self.token_counts)  # type: ignore[no-untyped-call]
             route = self.make_route(experts_Tk)
         weights_Tk = scores.gather(1, route.experts_Tk)
@@ -191,15 +220,16 @@ def router_biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
 
 
-def update_router_biases(models: Sequence[Any], num_layers: int) -> None:
+def update_router_biases(models: Sequence[Any], shape: ModelShape) -> None:
     """Adds to the bias of each expert that got fewer tokens in this step than the mean, and subtracts from the others.
 
-    All ranks have to call it; it sums one number for each expert of each of the `num_layers` layers of the model.
+    All ranks have to call it; it sums one number for each expert of each layer of the whole model.
     """
+    num_layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
     numbered_ffns = ((int(n), layer.ffn) for model in models for n, layer in model.layers.items())
     block_by_number = {n: ffn for n, ffn in numbered_ffns if isinstance(ffn, SparseFeedForward)}
-    num_experts, device = models[0].shape.num_experts, next(models[0].parameters()).device
-    token_counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+    device = next(models[0].parameters()).device
+    token_counts = torch.zeros(num_layers, shape.num_experts, dtype=torch.int64, device=device)
     for layer_number, block in block_by_number.items():
         token_counts[layer_number] = block.token_counts
     if dist.is_initialized():

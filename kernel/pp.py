@@ -50,7 +50,7 @@ class TrainStage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Passes the targets to the model; if torch passed them, it would keep them as inputs of backward."""
         if self.is_last:
-            kwargs["targets_BS"] = next(self.targets)
+            kwargs["targets"] = next(self.targets)
         out = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.after_microbatch()
         return out
@@ -196,12 +196,13 @@ def swap(tensor: Tensor, peer_rank: int, pp_group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_tied_gradients(models: Sequence[Decoder], peer_rank: int | None, pp_group: dist.ProcessGroup) -> None:
-    """Replaces the gradients of both copies of a tied embedding by their sum, so that the copies stay equal bit by bit.
+    """Replaces the gradients of both copies of an embedding by their sum, so that the copies stay equal bit by bit.
 
-    It does nothing for a rank without a copy. `peer_rank` is what `tied_peer` returns.
-    The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
+    The last stage has a copy as its head, or for modules that predict more tokens. A rank without a copy does nothing.
+    `peer_rank` is what `tied_peer` returns. The ranks of the first and the last stage send each other V*H/(tp*shards)
+    elements.
     """
-    weights = (copy.weight for model in models for copy in (model.embedding, model.head) if copy is not None)
+    weights = (copy.get_parameter("weight") for model in models for copy in model.embedding_copies)
     local_grads = [local_shard(weight.grad) for weight in weights if weight.grad is not None]
     if peer_rank is not None:
         local_grads[0] += swap(local_grads[0], peer_rank, pp_group)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ultrabench.kernel.cut import num_tp_copies
 from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, reduce_over_ranks
+from ultrabench.kernel.model import TIED_PARAMETER_NAME
 from ultrabench.kernel.moe import router_biases
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
@@ -61,7 +62,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
             if not spread.sum() <= MAX_ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
                 differing_names.add(name)
     if trainer.ties_across_stages:
-        tied_names = [n for n in ("embedding.weight", "head.weight") if n in checksums]
+        tied_names = [n for n in (TIED_PARAMETER_NAME, trainer.copy_name) if n in checksums]
         tied_checksums = [checksums[name] for name in tied_names]
         if trainer.tied_peer is not None:
             tied_checksums.append(swap(tied_checksums[0], trainer.tied_peer, trainer.mesh.get_group("pp")))

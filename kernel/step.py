@@ -26,7 +26,7 @@ from ultrabench.kernel.mesh import (
     num_shards,
     own_values,
 )
-from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.model import Decoder, copy_name
 from ultrabench.kernel.moe import update_router_biases
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
@@ -126,7 +126,8 @@ class TrainStep:
         """The shape of each full parameter of this rank's stages, by its name."""
         self.tp_ranks = TensorParallel(mesh.get_group("tp"), layout.sequence_parallel == "on", is_fp8)
         self.models = [self._build_stage(stage) for stage in stages]
-        self.ties_across_stages = spec.shape.tie_word_embeddings and layout.pp > 1
+        self.copy_name = copy_name(spec.shape) if layout.pp > 1 else None
+        self.ties_across_stages = self.copy_name is not None
         self.tied_peer = tied_peer(layout, self.coordinates.pp) if self.ties_across_stages else None
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
         self.cuts = {name: cut for model in self.models for name, cut in cuts_of(model).items()}
@@ -140,7 +141,7 @@ class TrainStep:
             n: 1 / num_copies(n, p, layout, self.cuts[n]) for n, p in self.params.items()
         }
         if self.ties_across_stages:
-            self.grad_norm_weights["head.weight"] = 0.0
+            self.grad_norm_weights[str(self.copy_name)] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
         nonempty_shards = [shard for shard in self.shards.values() if shard.numel()]
         lr = learning_rate(spec.shape)
@@ -183,8 +184,9 @@ class TrainStep:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
         indices = sample_indices(self.layout, self.coordinates.dp)
-        workload, vocab_size = self.spec.workload, self.spec.shape.vocab_size
-        inputs, targets = make_batch(indices, step, workload, vocab_size, self.device)
+        workload, shape = self.spec.workload, self.spec.shape
+        num_later = shape.num_nextn_predict_layers
+        inputs, targets = make_batch(indices, step, workload, shape.vocab_size, self.device, num_later)
         return cp.tokens_at(inputs, self.positions), cp.tokens_at(targets, self.positions)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -243,5 +245,5 @@ class TrainStep:
         for param in self.params.values():
             param.grad = None
         if self.spec.shape.num_experts and self.spec.kernel.routing == LEARNED_ROUTING:
-            update_router_biases(self.models, self.spec.shape.num_hidden_layers)
+            update_router_biases(self.models, self.spec.shape)
         return loss_and_squared_norm[0]

@@ -48,9 +48,9 @@ from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, process_group, reduce_scatter, wait
 from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.cut import ALWAYS, WITH_SEQUENCE_PARALLEL, Cut, cuts_of, num_tp_copies
-from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
+from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
-from ultrabench.kernel.model import Block, Decoder, column_products, part_products, part_widths
+from ultrabench.kernel.model import Block, Decoder, Embedding, column_products, part_products, part_widths
 from ultrabench.tensor_parallel import padded_vocab_size
 
 TokenMove = Callable[[Tensor], Callable[[], Tensor]]
@@ -284,9 +284,13 @@ class _TokenExchange(torch.autograd.Function):
         return None, None, ctx.move_back(grad)()
 
 
-def _look_up(tp_ranks: TensorParallel, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+def _look_up(tp_ranks: TensorParallel, embedding: Embedding, *tokens_BS: Tensor) -> tuple[Tensor, ...]:
+    """The embeddings of this rank's tokens in each tensor of tokens."""
+    return tuple(_look_up_tokens(tp_ranks, embedding.weight, tokens) for tokens in tokens_BS)
+
+
+def _look_up_tokens(tp_ranks: TensorParallel, weight: Tensor, tokens_BS: Tensor) -> Tensor:
     """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
-    weight = embedding.weight
     rows = tokens_BS - tp_ranks.group.rank() * len(weight)
     is_remote = (rows < 0) | (rows >= len(weight))
     x_BSH = functional.embedding(rows.masked_fill(is_remote, 0), weight).masked_fill(is_remote[..., None], 0)
@@ -301,11 +305,11 @@ def _loss(
     weight_VH: Tensor,
     targets_BS: Tensor,
     shared_gradient: HeadGradient | None,
-    **head_loss_options: ToGradient,
+    **head_loss_options: Any,
 ) -> Tensor:
     """The mean loss over all tokens, with V/tp rows of the head on this rank.
 
-    `vocab_size` is V without padding. `head_loss_options` is empty, or the argument to_gradient of `head_loss`.
+    `vocab_size` is V without padding. `head_loss_options` are the arguments to_gradient and loss_weight of `head_loss`.
     """
     x_BSH = _TokenExchange.apply(tp_ranks.gather, tp_ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
     group = tp_ranks.group
@@ -338,8 +342,9 @@ def apply_tp(model: Decoder, tp_ranks: TensorParallel) -> None:
             sizes = list(param.shape)
             sizes[cut.dim] = _rank_size(cut, sizes[cut.dim], tp_ranks.group.size())
             setattr(module, param_name, nn.Parameter(param.detach().new_empty(sizes)))
-    if model.embedding is not None:
-        model.embedding.forward = partial(_look_up, tp_ranks, model.embedding)  # type: ignore[method-assign]
+    for embedding in (model.embedding, model.next_embedding):
+        if embedding is not None:
+            embedding.forward = partial(_look_up, tp_ranks, embedding)  # type: ignore[method-assign]
     if model.head is not None:
         model.head.loss = partial(_loss, tp_ranks, model.shape.vocab_size)
     model.tie()

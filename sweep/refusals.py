@@ -10,11 +10,11 @@ from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.model_words import MIXED, model_words, pipeline_words
-from ultrabench.record import values_of
+from ultrabench.record import non_default_values, values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import features_of, untrained_features
+from ultrabench.sweep.untrained import special_features, untrained_features
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 FP8_MULTIPLE = 16
@@ -75,7 +75,7 @@ def refusal(
             _step_rank_refusals(kernel, layout),
         )
         return next(chain(*command_refusals), None)
-    attention_refusals = _attention_refusals(kernel, layout, device)
+    attention_refusals = _attention_refusals(kernel, layout, shape, device)
     gpu_refusals = _accelerator_refusals(kernel, layout, shape.head_widths[0], hardware) if hardware else ()
     layout_refusals = chain(
         _sequence_refusals(kernel, layout.cp, seq_len), _layout_refusals(layout, shape, seq_len)
@@ -117,8 +117,11 @@ def _fp8_refusals(
             f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: "
             "use precision=bf16"
         )
-    h, tp = shape.hidden_size, layout.tp
-    sizes = [("hidden_size", h), ("mbs*seq_len/cp", layout.mbs * seq_len // layout.cp)]
+    h, tp, num_tokens = shape.hidden_size, layout.tp, layout.mbs * seq_len // layout.cp
+    sizes = [("hidden_size", h), ("mbs*seq_len/cp", num_tokens)]
+    # Latents are products of the tokens of one rank of tp.
+    if layout.sequence_parallel == "on" and any(kind.latent for kind in shape.kinds):
+        sizes.append(("mbs*seq_len/(cp*tp)", num_tokens // tp))
     for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, tp), strict=True):
         sizes += _sizes_on_a_rank(kind, rank_kind, h, tp)
     for name, size in dict.fromkeys(sizes):
@@ -152,11 +155,11 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     num_layers = shape.num_hidden_layers
     # A window that is as long as the sequence hides nothing.
-    if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
+    windows = [kind.grouped_query.sliding_window for kind in shape.kinds if kind.grouped_query]
+    if (window := min(filter(None, windows), default=seq_len)) < seq_len:
         yield (
-            f"{window_text}; ultrabench's attention has no window: "
-            f"use seq_len <= {shape.sliding_window} or another model"
+            f"sliding_window={window} is shorter than seq_len={seq_len}; ultrabench's attention has no window: "
+            f"use seq_len <= {window} or another model"
         )
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for stage_index in stages_without_params(shape, layout.num_stages, layout.pp_layout):
@@ -194,15 +197,29 @@ def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterato
     is_normed_across = any(kind.grouped_query and kind.grouped_query.qk_norm == "all" for kind in shape.kinds)
     if is_normed_across and layout.tp > 1:
         yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
+    # The tied head is then the table of the tokens that the modules get, so that its weights have two backward passes.
+    if schedule == "zbv" and shape.tie_word_embeddings and shape.num_nextn_predict_layers:
+        modules_text = (
+            f"num_nextn_predict_layers={shape.num_nextn_predict_layers} and tie_word_embeddings=true"
+        )
+        yield f"zbv splits the backward pass, which torch cannot do with {modules_text}: use another schedule"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
 
 
-def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
+def _attention_refusals(
+    kernel: KernelConfig, layout: Layout, shape: ModelShape, device: str
+) -> Iterator[str]:
     """The reasons why the attention of our own kernel cannot run on a device."""
     attention, precision = kernel.attention, kernel.precision
-    has_gpus = DEVICE_KINDS[device].has_gpus
+    has_gpus, (qk_width, v_width) = DEVICE_KINDS[device].has_gpus, shape.head_widths
+    is_fused = attention != "math" and (attention != AUTO or not has_gpus or kernel.in_16_bits)
+    # Fused kernels get heads of one width, so that narrower values are padded to the width of keys.
+    if is_fused and v_width > qk_width:
+        width_text = f"v_head_dim={v_width} is more than qk_nope_head_dim+qk_rope_head_dim={qk_width}"
+        advice = "use another model" if layout.cp > 1 else "use attention=math or another model"
+        yield f"{width_text}; attention={attention} cannot pad keys to the width of values: {advice}"
     if not has_gpus and attention in ("cudnn", "flash3"):
         yield f"attention={attention} needs an NVIDIA GPU; on CPUs use auto, flash or math"
     # The parts of a ring are put together by their log-sums, which only fused kernels return.
@@ -283,7 +300,7 @@ def value_refusals(
             if value is None:
                 continue
         if isinstance(value, RopeScaling):
-            value = values_of(value)
+            value = non_default_values(value)
         zero_shards_nothing = field_name == "zero_stage" and layout.dp * layout.cp == 1
         is_allowed_text = str(value) in allowed_values or ANY in allowed_values
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
@@ -348,7 +365,7 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
             )
             yield f"{reason}: use a command that trains this model"
     command_words = words_in(kernel)
-    for feature in features_of(shape):
+    for feature in special_features(shape):
         if feature.word not in command_words and is_command_of_package(kernel.name, kernel.command):
             reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
             yield f"{reason}: use kernel=command with a command that trains this model"

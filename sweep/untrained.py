@@ -1,9 +1,11 @@
 """What only some models have: whether the embedded kernel trains it, and by which word a command tells it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 
@@ -48,23 +50,25 @@ _OF_LAYERS: dict[Feature, Callable[[LayerType], object]] = {
         lambda t: t.grouped_query and t.grouped_query.qk_norm == "l2"
     ),
     Feature("norms after blocks", "norms"): lambda t: t.norms != "before",
-    Feature("feed-forward blocks without a gate", "activation"): (
+    Feature("feed-forward blocks without a gate", "activation", is_trained=True): (
         lambda t: t.feed_forward and not t.feed_forward.gated
     ),
     Feature("feed-forward blocks with biases", "linear_biases"): (
         lambda t: t.feed_forward and t.feed_forward.mlp_bias
     ),
-    Feature("activations other than silu", "activation"): (
+    Feature("activations other than silu", "activation", is_trained=True): (
         lambda t: (t.feed_forward or t.experts) and _activation(t) != "silu"
     ),
-    Feature("experts without a gate", "activation"): lambda t: t.experts and not t.experts.gated,
+    Feature("experts without a gate", "activation", is_trained=True): lambda t: (
+        t.experts and not t.experts.gated
+    ),
     Feature("experts with biases", "linear_biases"): (
         lambda t: t.experts and (t.experts.expert_bias or t.experts.router_bias)
     ),
     Feature("experts of a latent width", "moe_latent_size"): lambda t: (
         t.experts and t.experts.moe_latent_size
     ),
-    Feature("groups of experts", "n_group"): lambda t: t.experts and t.experts.n_group > 1,
+    Feature("groups of experts", "n_group", is_trained=True): lambda t: t.experts and t.experts.n_group > 1,
     Feature("a gate of the shared expert", "shared_expert_gate"): (
         lambda t: t.experts and t.experts.shared_expert_gate
     ),
@@ -72,7 +76,7 @@ _OF_LAYERS: dict[Feature, Callable[[LayerType], object]] = {
 }
 """Feature of a type of layer -> whether the type has it."""
 _OF_MODELS: dict[Feature, Callable[[ModelShape], object]] = {
-    Feature("multi-token prediction", "num_nextn_predict_layers"): lambda shape: (
+    Feature("multi-token prediction", "num_nextn_predict_layers", is_trained=True): lambda shape: (
         shape.num_nextn_predict_layers
     ),
     Feature("embedding_multiplier", "embedding_multiplier"): lambda shape: shape.embedding_multiplier != 1,
@@ -80,11 +84,11 @@ _OF_MODELS: dict[Feature, Callable[[ModelShape], object]] = {
     Feature("logits_scaling", "logits_scaling"): lambda shape: shape.logits_scaling != 1,
     Feature("soft caps of logits", "final_logit_softcapping"): lambda shape: shape.final_logit_softcapping,
     Feature("rotations of its rope_type", "rope_type"): lambda shape: shape.rope_type != "default",
-    Feature("layers with different attention", "attention_kinds"): (
-        lambda shape: len({kind.attention for kind in shape.kinds}) > 1
+    Feature("yarn rotations", "rope_type", is_trained=True): (
+        lambda shape: shape.rope_scaling and shape.rope_scaling.rope_type == "yarn"
     ),
-    Feature("windows of attention in layer_types", "sliding_window"): (
-        lambda shape: shape.layer_types and any(map(_has_window, shape.kinds))
+    Feature("layers with different attention", "attention_kinds"): (
+        lambda shape: len({*map(_heads, shape.kinds)}) > 1
     ),
     Feature("layers of these types", "attention_kinds", is_trained=True): lambda shape: shape.layer_types,
 }
@@ -92,26 +96,31 @@ _OF_MODELS: dict[Feature, Callable[[ModelShape], object]] = {
 cannot say, such as sizes."""
 
 
-def _has_window(layer_type: LayerType) -> bool:
-    attention = layer_type.grouped_query
-    return bool(attention and attention.sliding_window)
-
-
 def _activation(layer_type: LayerType) -> str | None:
     block = layer_type.feed_forward or layer_type.experts
     return block.hidden_act if block else None
 
 
-@lru_cache(maxsize=64)  # a plan asks for those of a few models for each of its candidates
-def features_of(shape: ModelShape) -> tuple[Feature, ...]:
-    """The features that a model has."""
-    of_layers = [f for f, has in _OF_LAYERS.items() if shape.layer_types and any(map(has, shape.kinds))]
+def _heads(layer_type: LayerType) -> object:
+    """What layers that the embedded kernel trains have in common: their attention but for rotations and windows."""
+    attention = layer_type.attention
+    if not isinstance(attention, GroupedQuery | Latent):
+        return attention
+    if isinstance(attention, Latent):
+        return replace(attention, rope_theta=1.0)
+    return replace(attention, rope_theta=1.0, partial_rotary_factor=1.0, sliding_window=None)
+
+
+@lru_cache(maxsize=256)  # a plan asks for those of a few models for each of its candidates
+def special_features(shape: ModelShape) -> tuple[Feature, ...]:
+    """The features of a model that not every program trains."""
+    of_layers = (feature for feature, has in _OF_LAYERS.items() if any(map(has, shape.kinds)))
     return *of_layers, *(feature for feature, has in _OF_MODELS.items() if has(shape))
 
 
 def untrained_features(shape: ModelShape) -> Iterator[str]:
     """A reason for each feature of a model that the embedded kernel does not train."""
-    for feature in features_of(shape):
+    for feature in special_features(shape):
         if not feature.is_trained:
             reason = f"the embedded kernel does not train {feature.name}, which {shape.name} has"
             yield f"{reason}: use kernel=command or another model"

@@ -1,4 +1,4 @@
-"""Reads the performance recipes of a checkout of Megatron-Bridge without installing it.
+"""Reads the recipes of pretraining of a checkout of Megatron-Bridge without installing it.
 
 A recipe is a function that sets attributes of a configuration. Here it runs on records that keep what is set; all
 modules but those of recipes are replaced by ones whose classes are such records.
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "megatron.bridge.perf_recipes"
-REAL_MODULES = (PACKAGE, "megatron.bridge.recipes", "megatron.bridge.training.mixed_precision")
+PACKAGES = ("megatron.bridge.perf_recipes", "megatron.bridge.recipes")
+"""Recipes for performance, then those of models without one."""
+REAL_MODULES = (*PACKAGES, "megatron.bridge.training.mixed_precision")
 """Modules that are imported from the checkout, with those below them."""
 REPLACED_PACKAGES = ("megatron", "torch", "transformers", "omegaconf", "datasets", "nvidia_resiliency_ext")
 NAME = re.compile(
@@ -43,6 +44,7 @@ class Settings:
         self.values[name] = value
 
     def __call__(self, *args: Any, **values: Any) -> "Settings":
+        """Other settings, as a function of a replaced module returns them."""
         return Settings(**values)
 
 
@@ -129,15 +131,22 @@ def read_recipes(checkout: Path) -> dict[str, dict[str, Any]]:
     """
     source, recipes = checkout / "src", dict[str, dict[str, Any]]()
     sys.meta_path.insert(0, _Finder(source))
-    for file in sorted((source / PACKAGE.replace(".", "/")).glob("*/*/*.py")):
-        module = importlib.import_module(".".join(file.relative_to(source).with_suffix("").parts))
-        for name, recipe in vars(module).items():
-            if NAME.fullmatch(name) and recipe.__module__ == module.__name__:
-                try:
-                    recipes[name] = dict(flat(recipe()))
-                except (AttributeError, TypeError, ValueError):
-                    continue  # a recipe of images reads what is not set here
+    for package in PACKAGES:
+        for file in sorted((source / package.replace(".", "/")).glob("*/*/*.py")):
+            module_name = ".".join(file.relative_to(source).with_suffix("").parts)
+            for name, settings in recipes_of(importlib.import_module(module_name)):
+                recipes.setdefault(name, settings)
     return recipes
+
+
+def recipes_of(module: types.ModuleType) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each recipe that a module defines, with its settings."""
+    for name, recipe in vars(module).items():
+        if NAME.fullmatch(name) and recipe.__module__ == module.__name__:
+            try:
+                yield name, dict(flat(recipe()))
+            except (AttributeError, TypeError, ValueError):
+                continue  # a recipe of images reads what is not set here
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import ANY
 from ultrabench.layout import Layout
-from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
+from ultrabench.run import UNKNOWN_PROCESS, AttemptKey, RunSpec, Workload, fill_in, fill_in_files
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import rejections
@@ -49,7 +49,7 @@ TRIES = 200
 
 SHIM = """#!/bin/bash
 out=$(mktemp "$RECORDED_WORDS/XXXXXXXX")
-printf '%s\\0' "$CUDA_DEVICE_MAX_CONNECTIONS" >> "$out"
+printf '%s\\0' "$CUDA_DEVICE_MAX_CONNECTIONS" "$PYTHONPATH" >> "$out"
 for word in "$@"; do
   case $word in /dev/fd/*) copy=$(mktemp); cat "$word" > "$copy"; word=$copy ;; esac
   printf '%s\\0' "$word" >> "$out"
@@ -173,10 +173,15 @@ class Draws:
 
 def recorded_command(spec: RunSpec, config: SweepConfig, folder: Path) -> dict[str, Any]:
     """The program and the words with which the command of a run starts Python."""
-    command = fill_in(spec, AttemptKey("r", 0, 0), config.measure)
+    run = spec, AttemptKey("r", 0, 0), config.measure
+    files_folder = Path(tempfile.mkdtemp(dir=folder))
+    for name, text in fill_in_files(*run, str(files_folder)).items():
+        (files_folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (files_folder / name).write_text(text)
+    command = fill_in(*run, UNKNOWN_PROCESS._replace(files=str(files_folder)))
     env = spec.kernel.env | {k: v for k, v in variables_of(spec.variant).items() if v is not None}
     if command[0] == sys.executable:
-        words, connections = command[1:], env.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+        words, recorded_env = command[1:], {}
     else:
         shim = folder / "python"
         if not shim.exists():
@@ -187,9 +192,10 @@ def recorded_command(spec: RunSpec, config: SweepConfig, folder: Path) -> dict[s
         environment = {**os.environ, **env, "PATH": path, "RECORDED_WORDS": str(words_folder)}
         subprocess.run(command, env=environment, check=True)
         (recorded,) = words_folder.iterdir()
-        connections, *words = recorded.read_text().split("\0")[:-1]
+        connections, python_path, *words = recorded.read_text().split("\0")[:-1]
+        recorded_env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "PYTHONPATH": python_path}
     words = words[1:] if words[0] == "-m" else words
-    env |= {"CUDA_DEVICE_MAX_CONNECTIONS": connections} if connections else {}
+    env |= {name: value for name, value in recorded_env.items() if value}
     return {"program": words[0], "arguments": words[1:], "env": env, "world_size": spec.layout.world_size}
 
 

@@ -3,10 +3,11 @@
 
 Example: python tools/check_published.py layouts.csv --bridge Megatron-Bridge --python PYTHON --checkout Megatron-LM
 
-The CSV has a row for each published run, with the columns model, gpu, precision, seq_len, gbs, mbs, tp, pp, cp, ep, vpp,
-and num_gpus or gpus. For each distinct row the recipe of the same model, GPU, count and precision is read from
-Megatron-Bridge (tools/bridge_recipes.py). Its settings become values of knobs, the layout of the row is looked for among
-the candidates of the kernel, and Megatron-LM's own parser judges the command (tools/check_flags.py).
+The CSV has a row for each published run, with the columns model, gpu, precision, seq_len, gbs, mbs, tp, pp, cp, ep,
+vpp, and num_gpus or gpus; a column recompute has the modules that a run recomputes, if it differs from its recipe. For
+each distinct row the recipe of the same model, GPU, count and precision is read from Megatron-Bridge
+(tools/bridge_recipes.py). Its settings become values of knobs, the layout of the row is looked for among the candidates
+of the kernel, and Megatron-LM's own parser judges the command (tools/check_flags.py).
 """
 
 import argparse
@@ -52,7 +53,7 @@ WITHOUT_EFFECT = re.compile(
     r"ddp\.(check.*|use_distributed_optimizer|overlap_param_gather|data_parallel_sharding_strategy|num_buckets)|"
     r"model\.cross_entropy_fusion_impl|mixed_precision\.(?!fp8_dot|fp8_multi).*|.*te_rng_tracker|model\.(transformer_impl|pipeline_dtype|"
     r"apply_rope_fusion|bias_activation_fusion|persist_layer_norm|masked_softmax_fusion|cuda_graph_warmup_steps|"
-    r"moe_router_force_load_balancing|attention_softmax_in_fp32|apply_query_key_layer_scaling|seq_length|"
+    r"attention_softmax_in_fp32|apply_query_key_layer_scaling|seq_length|"
     r"moe_router_padding_for_fp8|moe_a2a_overlap|init_model_with_meta_device|account_for.*|num_layers_in.*|"
     r"deallocate.*|calculate_per_token_loss|cpu_offloading_weights|overlap_p2p_comm|batch_p2p_comm|"
     r"moe_paged_stash.*|moe_pad_experts.*|moe_mlp_glu.*|external_cuda_graph|qk_clip|cp_comm_type|recompute_method|"
@@ -213,6 +214,8 @@ def knobs_of(recipe: Settings, row: Row) -> Iterator[tuple[str, str, tuple[str, 
     yield "tp_overlap", on_off[bool(overlaps_tp)], ("comm_overlap.tp_comm_overlap",)
     names = tuple(f"model.recompute_{name}" for name in ("granularity", "method", "modules", "num_layers"))
     granularity, method, modules, num_layers = map(get, names)
+    if text := row.cells.get("recompute"):
+        granularity, modules = "selective", [] if text == "none" else text.split("+")
     is_block = granularity == "full" and method == "block"
     yield "recompute_block", str(num_layers) if is_block else "0", names
     if granularity == "selective":
@@ -274,9 +277,11 @@ DEGREES = {
     "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
 }  # fmt: skip
+ROUTING = "model.moe_router_force_load_balancing"
+"""Whether tokens are spread evenly over all experts instead of by a router that learns."""
 LAYOUT_SETTINGS = {
     *(f"model.{name}" for name in DEGREES.values()), "model.sequence_parallel", "ddp.overlap_grad_reduce",
-    "model.pipeline_model_parallel_layout", "ddp.use_megatron_fsdp",
+    "model.pipeline_model_parallel_layout", "ddp.use_megatron_fsdp", ROUTING,
 }  # fmt: skip
 
 
@@ -287,7 +292,8 @@ def settings_without_knob(recipe: Settings, read_settings: set[str]) -> Iterator
         is_known = name in read_settings or name in LAYOUT_SETTINGS
         is_idle = value in (None, False, [], 0) or (name.startswith("model.moe_") and not has_experts)
         if not (is_known or is_idle or OF_THE_MODEL.fullmatch(name) or WITHOUT_EFFECT.fullmatch(name)):
-            yield f"{name}={re.sub(r'<class .__main__.(.*).>', r'\1', str(value))}"
+            value_text = re.sub(r"<class .__main__.(.*).>", r"\1", str(value))
+            yield f"{name}={value_text}"
     if recipe.get("model.cross_entropy_fusion_impl") == "te":
         yield "model.cross_entropy_fusion_impl=te (Megatron-LM refuses it; native instead)"
 
@@ -334,6 +340,7 @@ def expressed(row: Row, kernel: str, recipes: Mapping[str, Settings]) -> None:
         row.left_out += ["shared_expert_overlap=on (Megatron-LM refuses it beside ep_overlap)"]
         knobs["shared_expert_overlap"] = "off"
     recompute = "full" if recipe.get("model.recompute_method") == "uniform" else "none"
+    routing = "balanced" if recipe.get(ROUTING) else "learned"
     num_stages = row.number("pp") * num_virtual
     overrides = [
         f"kernel={kernel}", f"model={model}", f"hardware={hardware}", f"kernel.precision={row.cells['precision']}",
@@ -341,6 +348,7 @@ def expressed(row: Row, kernel: str, recipes: Mapping[str, Settings]) -> None:
         f"sweep.seq_len={row.number('seq_len')}", "max_p_oom=1", f"sweep.mbs=[{row.number('mbs')}]",
         *(f"sweep.{name}=[{row.number(name)}]" for name in ("tp", "pp", "cp", "ep")),
         f"sweep.zero_stage=[{3 if is_fsdp else 1}]", f"sweep.recompute=[{recompute}]",
+        f"kernel.routing={routing}",
     ]  # fmt: skip
     if row.number("pp") > 1:
         layers = stage_layers(recipe, shape, num_stages)

@@ -55,10 +55,9 @@ function memoryBar(row) {
   const fillText = `${memory(totalBytes)} of ${memory(limitBytes)} on the rank that needs the most`;
   const oomText = `${headingOf("p_oom")} ${text("p_oom", value("p_oom", row))}`;
   const verdict = `${value("layout", row)}: ${fillText}, ${oomText}`;
-  const speedText =
-    value("step_time_s", row) === null
-      ? ""
-      : `; step ${text("step_time_s", value("step_time_s", row))}, ${headingOf("mfu")} ${text("mfu", value("mfu", row))}`;
+  const stepTime = value("step_time_s", row);
+  const mfuText = `${headingOf("mfu")} ${text("mfu", value("mfu", row))}`;
+  const speedText = stepTime === null ? "" : `; step ${text("step_time_s", stepTime)}, ${mfuText}`;
   return [element("p", {}, verdict + speedText), barElement, element("ul", { class: "legend" }, ...legend)];
 }
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.func import functional_call
+from torch.nn import functional
 
 from ultrabench.errors import counted
 from ultrabench.hardware import DEVICE_KINDS
@@ -37,7 +38,7 @@ from ultrabench.kernel.data import make_batch
 from ultrabench.kernel.device import kind_of
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import Part, build_mesh, join_process_group, own_values, part_view
-from ultrabench.kernel.model import TIED_PARAMETER_NAME, Decoder, cross_entropy
+from ultrabench.kernel.model import TIED_PARAMETER_NAME, Decoder, copy_name, cross_entropy
 from ultrabench.kernel.moe import router_biases, update_router_biases
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
@@ -102,6 +103,8 @@ class _PlainStep:
         self.model = Decoder(shape, split_stages(shape, 1)[0], positions, run.kernel.routing).to(device)
         if precision == "fp8":
             round_products(self.model)
+        assert self.model.head is not None
+        self.model.head.loss = _plain_loss
         self.clip_norm, self.models = CLIP_NORM, [self.model]
         self.params = dict(self.model.named_parameters())
         self.parts: dict[str, Part] = dict.fromkeys(self.params, ())  # all of them are whole
@@ -116,12 +119,14 @@ class _PlainStep:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of the whole global batch in `step`."""
         all_sequences = range(self.run.layout.gbs)
-        return make_batch(all_sequences, step, self.run.workload, self.run.shape.vocab_size, self.device)
+        shape = self.run.shape
+        num_later = shape.num_nextn_predict_layers
+        return make_batch(all_sequences, step, self.run.workload, shape.vocab_size, self.device, num_later)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss, and returns the loss."""
         compute_params = {name: param.to(self.dtype) for name, param in self.params.items()}
-        loss = cross_entropy(functional_call(self.model, compute_params, (inputs,)), targets)
+        loss: Tensor = functional_call(self.model, compute_params, (inputs, targets))
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -131,8 +136,15 @@ class _PlainStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.run.shape.num_experts and self.run.kernel.routing == LEARNED_ROUTING:
-            update_router_biases(self.models, self.run.shape.num_hidden_layers)
+            update_router_biases(self.models, self.run.shape)
         return loss
+
+
+def _plain_loss(
+    x_BSH: Tensor, weight_VH: Tensor, targets_BS: Tensor, _: object, loss_weight: float = 1.0
+) -> Tensor:
+    """What `head_loss` computes, from all logits at once."""
+    return loss_weight * cross_entropy(functional.linear(x_BSH, weight_VH), targets_BS)
 
 
 def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
@@ -200,8 +212,7 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         diffs = dict.fromkeys(exact_values, 0.0)
         for rank_tensors in tensors_by_rank:
             for name, rank_values in rank_tensors[kind].items():
-                is_tied = spec.shape.tie_word_embeddings and name == "head.weight"
-                full_name = TIED_PARAMETER_NAME if is_tied else name
+                full_name = TIED_PARAMETER_NAME if name == copy_name(spec.shape) else name
                 part = rank_tensors["parts"].get(name, ())
                 part_view(assembled[kind][full_name], part).copy_(rank_values)
                 part_diff = _l2_diff(part_view(exact_values[full_name], part), rank_values)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ultrabench.kernel.model import RmsNorm, rope_tables
-from ultrabench.model_shape import ModelShape
+from ultrabench.kernel.model import RmsNorm
+from ultrabench.kernel.rope import Rotation, rope_tables
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Precision -> dtype of as many bits, the narrowest first."""
@@ -34,10 +34,10 @@ def value_precision(tensors: Iterable[Tensor]) -> str | None:
     return None
 
 
-def rotation_precision(cos: Tensor, sin: Tensor, positions: Sequence[range], shape: ModelShape) -> str:
+def rotation_precision(cos: Tensor, sin: Tensor, positions: Sequence[range], rotation: Rotation) -> str:
     """The precision in which the angles were computed whose cosines and sines these are."""
     cos_and_sin = torch.stack((cos, sin))
-    return _nearest_precision(cos_and_sin, lambda d: torch.stack(rope_tables(positions, shape, cos, d)))
+    return _nearest_precision(cos_and_sin, lambda d: torch.stack(rope_tables(positions, rotation, cos, d)))
 
 
 def norm_precision(norm: RmsNorm, input_like: Tensor) -> str:

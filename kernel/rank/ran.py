@@ -185,7 +185,7 @@ def _pp_layout_of(trainer: TrainStep) -> str:
     else how many they have.
     """
     stages = stages_by_rank(trainer.spec.shape, trainer.layout)[trainer.coordinates.pp]
-    layer_counts = [len(model.layers) for model in trainer.models]
+    layer_counts = [len(model.layers) - len(model.predict) for model in trainer.models]
     if layer_counts == [stage.num_layers for stage in stages]:
         return trainer.layout.pp_layout
     return f"{'-'.join(map(str, layer_counts))} on pipeline rank {trainer.coordinates.pp}"
@@ -230,8 +230,9 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
             precision_by_kind[kind] = _common_value(kind_precisions)
     assert observations.rotations is not None
     cos, sin = observations.rotations
+    rotation = next(rotation for model in trainer.models for rotation in model.rotations.values())
     return precision_by_kind | {
-        "angles": precisions.rotation_precision(cos, sin, trainer.positions, trainer.spec.shape),
+        "angles": precisions.rotation_precision(cos, sin, trainer.positions, rotation),
         "norms": precisions.norm_precision(layers_of(trainer)[0].ffn_norm, cos),
     }
 

@@ -3,6 +3,7 @@
 Field names are those of a Hugging Face `config.json` where it has them. h is the hidden size of the model.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -10,8 +11,8 @@ from ultrabench.allowed import Count, Positive, Size, at_least, between, one_of,
 from ultrabench.errors import ConfigError
 from ultrabench.layer_products import COLUMNS, ROWS, WHOLE, Channels, Product, Vector, num_params
 
-Activation = Annotated[str, one_of("silu", "gelu", "relu2")]
-"""relu2 is the square of relu."""
+Activation = Annotated[str, one_of("silu", "gelu", "gelu_tanh", "relu2")]
+"""gelu_tanh is the approximation of gelu by tanh (arXiv 1606.08415), and relu2 the square of relu."""
 
 
 def block_products(h: int, width: int, *, gated: bool) -> tuple[Product, ...]:
@@ -24,6 +25,19 @@ def kept_channels(width: int, *, gated: bool) -> int:
     """Numbers of a token that a block keeps: gate, up, the activation of gate and its product with up, or up and its
     activation."""
     return (4 if gated else 2) * width
+
+
+def broken_group_rules(
+    num_experts: int, num_experts_per_tok: int, n_group: int, topk_group: int
+) -> Iterator[str]:
+    """A message for each rule that the groups of experts break, with its numbers."""
+    if num_experts % n_group:
+        yield f"n_group={n_group} must divide num_experts={num_experts}"
+    if topk_group > n_group:
+        yield f"topk_group={topk_group}; must be in 1..n_group={n_group}"
+    num_candidates = topk_group * num_experts // n_group
+    if num_candidates < num_experts_per_tok:
+        yield f"num_experts_per_tok={num_experts_per_tok}; topk_group={topk_group} groups have {num_candidates} experts"
 
 
 class FeedForwardBlock(Protocol):
@@ -104,7 +118,8 @@ class Experts:
     moe_latent_size: Size | None = None
     """Width of the tokens that experts get; None means the hidden size."""
     n_group: Count = 1
-    """Number of groups of experts, of which the router first chooses some."""
+    """Number of groups of experts, of which the router first chooses some: by the sum of their two best scores with
+    scoring_func=sigmoid (arXiv 2412.19437, section 2.1.2), by their best score with softmax (arXiv 2405.04434)."""
     topk_group: Count = 1
     """Number of groups that it chooses."""
     shared_expert_intermediate_size: Annotated[int, at_least(0)] = 0
@@ -127,10 +142,9 @@ class Experts:
             raise ConfigError(
                 f"experts.num_experts_per_tok={self.num_experts_per_tok}; must be in 1..{experts_text}"
             )
-        if self.num_experts % self.n_group:
-            raise ConfigError(f"experts.n_group={self.n_group} must divide num_experts={self.num_experts}")
-        if self.topk_group > self.n_group:
-            raise ConfigError(f"experts.topk_group={self.topk_group}; must be in 1..n_group={self.n_group}")
+        group_sizes = self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group
+        if rule := next(broken_group_rules(*group_sizes), None):
+            raise ConfigError(f"experts.{rule}")
         if self.shared_expert_gate and not self.shared_expert_intermediate_size:
             raise ConfigError("experts.shared_expert_gate=true needs shared_expert_intermediate_size >= 1")
 

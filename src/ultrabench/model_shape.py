@@ -8,10 +8,20 @@ from dataclasses import MISSING, dataclass, fields, replace
 from itertools import chain, cycle, islice
 from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import Count, Positive, Size, at_least, between, matching, one_of, require_allowed
+from ultrabench.allowed import (
+    Count,
+    NonNegative,
+    Positive,
+    Size,
+    at_least,
+    between,
+    matching,
+    one_of,
+    require_allowed,
+)
 from ultrabench.attention_type import GroupedQuery
 from ultrabench.errors import ConfigError, ShapeError, counted
-from ultrabench.feed_forward_type import Experts, FeedForward
+from ultrabench.feed_forward_type import Experts, FeedForward, broken_group_rules
 from ultrabench.layer_type import LayerType
 from ultrabench.record import content_id, non_default_values, values_of
 
@@ -29,6 +39,7 @@ _ORDER_DESCRIPTION = (
 REPLACED_BY_TYPES = (
     "qk_norm", "qk_norm_across_heads", "attention_bias", "partial_rotary_factor", "sliding_window", "n_shared_experts",
     "first_k_dense_replace", "decoder_sparse_step", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
+    "n_group", "topk_group",
 )  # fmt: skip
 """Fields that have no effect in a model with layer_types, which have fields of their own in their place."""
 SIZES_OF_TYPES = (
@@ -40,24 +51,66 @@ SIZES_OF_TYPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotations are stretched for sequences longer than those of the pre-training, as Llama 3.1 does."""
+    """How rotations are stretched for sequences longer than those of the pre-training.
 
-    rope_type: Annotated[str, one_of("llama3")]
+    llama3 is that of Llama 3.1, and yarn that of arXiv 2309.00071. The rotations of all layers are stretched.
+    """
+
+    rope_type: Annotated[str, one_of("llama3", "yarn")]
     factor: Annotated[float, at_least(1.0)]
-    """Frequencies with less than low_freq_factor turns in the original context are divided by this."""
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    """Frequencies with more than this number of turns in the original context stay as they are."""
+    """Frequencies with few turns in the original context are divided by this."""
+    low_freq_factor: Positive | None = None
+    """Of llama3: frequencies with less than this number of turns are divided by the whole factor."""
+    high_freq_factor: Positive | None = None
+    """Of llama3: frequencies with more than this number of turns stay as they are."""
     original_max_position_embeddings: Count
     """Tokens of the original context."""
+    beta_fast: Positive = 32.0
+    """Of yarn: channels with more than this number of turns stay as they are."""
+    beta_slow: Positive = 1.0
+    """Of yarn: channels with less than this number of turns are divided by the whole factor."""
+    mscale: NonNegative = 0.0
+    """Of yarn: weight of log(factor) in what multiplies rotated queries and keys; without mscale_all_dim it is 1."""
+    mscale_all_dim: NonNegative = 0.0
+    """Of yarn: weight of log(factor) in what divides them and multiplies, in latent attention, all scores."""
+    attention_factor: Positive | None = None
+    """Of yarn: what multiplies the rotated queries and keys, where it does not follow from factor and mscale."""
+    truncate: bool = True
+    """Of yarn: whether the first and the last channel between both are rounded to whole channels."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "rope_scaling.")
-        if self.high_freq_factor <= self.low_freq_factor:
+        for name in needless_fields(self):
+            fact = f"rope_scaling.{name}={getattr(self, name)} has no effect with rope_type={self.rope_type}"
+            raise ConfigError(f"{fact}; leave it out")
+        if self.rope_type == "yarn":
+            if self.beta_fast < self.beta_slow:
+                raise ConfigError(
+                    f"rope_scaling.beta_fast={self.beta_fast:g}; must be at least beta_slow={self.beta_slow:g}"
+                )
+            return
+        for name in _LLAMA3_FIELDS:
+            if getattr(self, name) is None:
+                raise ConfigError(
+                    f"rope_scaling lacks the key {name}, which rope_type=llama3 needs; give it a value"
+                )
+        if self.high_freq_factor <= self.low_freq_factor:  # type: ignore[operator]
             bound_text = f"low_freq_factor={self.low_freq_factor:g}"
             raise ConfigError(
                 f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {bound_text}"
             )
+
+
+_LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor")
+"""Fields of a RopeScaling that only llama3 has; the others with defaults are those of yarn."""
+
+
+def needless_fields(scaling: RopeScaling) -> list[str]:
+    """The fields of a scaling that have a value without effect, since they belong to another rope_type."""
+    changed_names = non_default_values(scaling).keys()
+    optional_names = [field.name for field in fields(RopeScaling) if field.default is not MISSING]
+    is_llama3 = scaling.rope_type == "llama3"
+    return [n for n in optional_names if n in changed_names and (n in _LLAMA3_FIELDS) != is_llama3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +162,10 @@ class ModelShape:
     """Whether the scores of the chosen experts are divided by their sum."""
     routed_scaling_factor: Positive = 1.0
     """Factor by which the scores of the chosen experts are multiplied in the end."""
+    n_group: Count = 1
+    """Number of groups of experts, of which the router first chooses some."""
+    topk_group: Count = 1
+    """Number of groups that it chooses."""
     layer_types: tuple[LayerType, ...] = ()
     """The types of layers of a model that the fields above cannot describe; empty: these fields describe all layers."""
     layer_order: Annotated[str, matching(r"[A-Za-z]*(\([A-Za-z]+\)[A-Za-z]*)?", _ORDER_DESCRIPTION)] = ""
@@ -200,7 +257,8 @@ class ModelShape:
         """
         experts_text = f"{{num_experts}}={self.num_experts}"
         if not self.num_experts:
-            needless_sizes = (name for name in _EXPERT_SIZES if getattr(self, name))
+            group_names = (name for name in ("n_group", "topk_group") if getattr(self, name) > 1)
+            needless_sizes = (*filter(lambda name: getattr(self, name), _EXPERT_SIZES), *group_names)
             yield from (
                 f"{name}={getattr(self, name)} needs {{num_experts}} >= 1; {experts_text}"
                 for name in needless_sizes
@@ -208,6 +266,8 @@ class ModelShape:
             return
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             yield f"num_experts_per_tok={self.num_experts_per_tok}; must be in 1..{experts_text}"
+        group_sizes = self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group
+        yield from broken_group_rules(*group_sizes)
         if not self.moe_intermediate_size:
             yield f"moe_intermediate_size=0; {experts_text} needs a width >= 1"
         if not self.num_sparse_layers(0, self.num_hidden_layers):
@@ -257,9 +317,12 @@ class ModelShape:
         return max((qk for qk, _ in widths), default=0), max((v for _, v in widths), default=0)
 
     def layer(self, number: int) -> LayerType:
-        """The type of the layer of this number, counted from 0."""
+        """The type of the layer of this number, counted from 0.
+
+        Layers behind the last one, of modules that predict one more token each, have its type.
+        """
         layers = _layers(self)
-        return layers.kinds[layers.numbers[number]]
+        return layers.kinds[layers.numbers[min(number, self.num_hidden_layers - 1)]]
 
     @property
     def kinds(self) -> tuple[LayerType, ...]:
@@ -415,14 +478,25 @@ def _identity(shape: ModelShape) -> dict[str, Any]:
     """What `ModelShape.identity` returns."""
     layers, field_items = _layers(shape), values_of(shape).items()
     if not shape.layer_types:
-        return {k: v for k, v in field_items if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
+        return {
+            k: _field_identity(v)
+            for k, v in field_items
+            if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])
+        }
     left_out = {"name", "layer_types", "layer_order", *REPLACED_BY_TYPES, *SIZES_OF_TYPES}
     content = {
-        k: v for k, v in field_items if k not in left_out and (k not in ADDED_LATER or v != ADDED_LATER[k])
+        k: _field_identity(v)
+        for k, v in field_items
+        if k not in left_out and (k not in ADDED_LATER or v != ADDED_LATER[k])
     }
     # However the types are numbered and their order is written, a model has one identity.
     kinds = [_type_identity(kind) for kind in layers.kinds]
     return content | {"layer_types": kinds, "layers": "".join(_TYPE_LETTERS[n] for n in layers.numbers)}
+
+
+def _field_identity(value: Any) -> Any:
+    """The value of a field; of a RopeScaling only what does not have its default, as before it had these fields."""
+    return non_default_values(value) if isinstance(value, RopeScaling) else value
 
 
 def _type_identity(layer_type: LayerType) -> dict[str, Any]:
@@ -506,6 +580,8 @@ def _sparse_type(shape: ModelShape) -> LayerType:
         scoring_func=shape.scoring_func,
         norm_topk_prob=shape.norm_topk_prob,
         routed_scaling_factor=shape.routed_scaling_factor,
+        n_group=shape.n_group,
+        topk_group=shape.topk_group,
     )
     return LayerType(grouped_query=_attention_of(shape), experts=experts)
 
@@ -540,7 +616,8 @@ def described_by_fields(shape: ModelShape) -> ModelShape:
             "scoring_func",
             "norm_topk_prob",
         )
-        settings |= {name: getattr(experts, name) for name in (*names, "routed_scaling_factor")}
+        more_names = "routed_scaling_factor", "n_group", "topk_group"
+        settings |= {name: getattr(experts, name) for name in (*names, *more_names)}
         settings["n_shared_experts"] = (
             experts.shared_expert_intermediate_size // experts.moe_intermediate_size
         )

@@ -10,7 +10,7 @@ from ultrabench.feed_forward_type import Experts, FeedForward
 from ultrabench.layer_type import BLOCK_TYPES, LayerType
 from ultrabench.layout import Layout
 from ultrabench.model_shape import REPLACED_BY_TYPES, SIZES_OF_TYPES, ModelShape
-from ultrabench.record import values_of
+from ultrabench.record import field_types, values_of
 from ultrabench.stages import split_stages
 
 MIXED = "mixed"
@@ -95,9 +95,9 @@ def _windows(shape: ModelShape) -> Any:
 
 
 def _rope_factor(shape: ModelShape) -> float | str:
-    """Factor of scaled rotations with the other numbers of Llama 3.1; 1 without scaling, `other` with other numbers."""
+    """Factor of rotations scaled as those of Llama 3.1; 1 without such scaling, `other` where its numbers differ."""
     scaling = shape.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type != "llama3":
         return 1.0
     numbers = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     return scaling.factor if numbers == (1.0, 4.0, 8192) else "other"
@@ -151,7 +151,7 @@ def _field_value(shape: ModelShape, name: str) -> Any:
 
 
 TYPE_FIELDS = tuple(
-    dict.fromkeys(name for block_type in BLOCK_TYPES.values() for name in block_type.__dataclass_fields__)
+    dict.fromkeys(name for block_type in BLOCK_TYPES.values() for name in field_types(block_type))
 )
 """The fields of all kinds of blocks, each of which is a word of a command."""
 
@@ -181,7 +181,7 @@ def model_words(shape: ModelShape) -> Mapping[str, Any]:
 PIPELINE_DIVISION, PIPELINE_LAYOUT, GAS_MODULO_PP = "pipeline_division", "pipeline_layout", "gas_modulo_pp"
 FIELDS_BY_WORD = {name: word.fields for name, word in MODEL_WORDS.items()} | {
     PIPELINE_DIVISION: ("pp_layout",),
-    PIPELINE_LAYOUT: ("pp_layout", "virtual_stages"),
+    PIPELINE_LAYOUT: ("pp_layout",),
 }
 """Word of a command that is computed -> the names of the axes and sizes that it says."""
 WORDS_OF_MODELS = (*TYPE_FIELDS, *FIELDS_BY_WORD, GAS_MODULO_PP)

@@ -34,6 +34,9 @@ class Stage:
             shape.params_of_layers(self.first_layer, self.num_layers) + int(self.has_norm) * shape.hidden_size
         )
         num_modules = int(self.has_head) * shape.num_nextn_predict_layers
+        # The modules look up tokens, for which the last stage of a pipeline has a copy of the embedding.
+        if num_modules and not (self.has_embedding or shape.tie_word_embeddings):
+            num_embedding_tables += 1
         other_params += num_modules * shape.num_predict_params if num_modules else 0
         return num_embedding_tables * shape.embedding_params + other_params
 

@@ -21,15 +21,15 @@ KV_COPIES_WORD = "kv_copies"
 """The word of a command, and of kernel.supports, for the ranks of tp that hold the same key/value head."""
 
 
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
+def padded_vocab_size(vocab_size: int, tp: int, rows_multiple: int = ROWS_MULTIPLE) -> int:
     """Number of rows of the embedding, or of the head, on all ranks of tp together.
 
-    It is `vocab_size` if tp divides that, else the next multiple of ROWS_MULTIPLE * tp, to which Megatron-LM pads any
-    vocabulary.
+    It is `vocab_size` if tp divides that, else the next multiple of rows_multiple * tp. With ROWS_MULTIPLE, Megatron-LM
+    pads any vocabulary so.
     """
     if vocab_size % tp == 0:
         return vocab_size
-    multiple = ROWS_MULTIPLE * tp
+    multiple = rows_multiple * tp
     return -(-vocab_size // multiple) * multiple
 
 
@@ -76,16 +76,16 @@ def adds_params(shape: ModelShape, tp: int) -> bool:
     return shape.vocab_size % tp != 0 or kinds_of_ranks(shape, tp) != shape.kinds
 
 
-def added_params(shape: ModelShape, stage: Stage, tp: int) -> int:
+def added_params(shape: ModelShape, stage: Stage, tp: int, rows_multiple: int = ROWS_MULTIPLE) -> int:
     """Number of parameters of a stage that all ranks of tp together hold beyond those of the model:
-    padding and copies.
+    padding of the vocabulary to a multiple of rows_multiple * tp, and copies.
     """
     if not adds_params(shape, tp):
         return 0
     num_tables = int(stage.has_embedding) + int(stage.has_head)
     if num_tables == 2 and shape.tie_word_embeddings:
         num_tables = 1
-    h, num_rows = shape.hidden_size, padded_vocab_size(shape.vocab_size, tp) - shape.vocab_size
+    h, num_rows = shape.hidden_size, padded_vocab_size(shape.vocab_size, tp, rows_multiple) - shape.vocab_size
     kinds = zip(stage.num_by_kind(shape), shape.kinds, kinds_of_ranks(shape, tp), strict=True)
     copied_params = sum(num * (copied.num_params(h) - kind.num_params(h)) for num, kind, copied in kinds)
     return num_tables * num_rows * h + copied_params

@@ -27,6 +27,7 @@ from ultrabench.sweep.config.model_types import (
     ROPE_KEYS,
     SAME_SIZE_KEYS,
     TEXT_VALUES,
+    TRAINED_ROPE_TYPES,
     TRAINED_VALUES,
     is_harmless,
 )
@@ -135,7 +136,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     settings = {key: values.get(key, value) for key, value in defaults.items()}
     if settings.get("num_experts"):
         settings.setdefault("moe_intermediate_size", settings["intermediate_size"])
-    rope_scaling = {key: values[key] for key in field_types(RopeScaling) if key in values}
+    rope_scaling = {key: values[key] for key in field_types(RopeScaling) if values.get(key) is not None}
     derived_values = {
         "num_key_value_heads": settings["num_key_value_heads"] or settings["num_attention_heads"],
         "sliding_window": _sliding_window(settings),
@@ -322,7 +323,9 @@ def _untrained_settings(values: Mapping[str, Any], read_keys: Collection[str] = 
         if values.get(key) not in (None, value) and (values[key] or value is not None)
     }
     if "rope_type" in trained_text_by_key:
-        trained_text_by_key["rope_type"] += ' or "default"'
+        trained_text_by_key["rope_type"] = " or ".join(map(json.dumps, (*TRAINED_ROPE_TYPES, "default")))
+    if values.get("rope_type") in TRAINED_ROPE_TYPES:
+        trained_text_by_key.pop("rope_type", None)
     layers = values.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
         trained_text_by_key["layer_types"] = '"full_attention" in all layers'

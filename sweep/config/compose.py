@@ -104,7 +104,7 @@ _OVERRIDE_MISTAKES: tuple[tuple[str, Sentence], ...] = (
         "{override}: a list needs commas; write {key}={items}".format),
     (rf"{_LIST_OR_VALUE}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
      "{override}: a list needs brackets and commas; write {key}={items}".format),
-    (rf"(?!model=\[){_GROUP_PATTERN}=(?:[\[{{].*|(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))|)",
+    (rf"(?!model=\[){_GROUP_PATTERN}=(?:[\[{{].*|(?i:null|true|false|nan|[+-]?(inf|\.?\d[\d.]*(e[+-]?\d+)?))|)",
      "{override}: a sweep has one {group}; choose it by its name, {group}=NAME "
      "(see ultrabench configs {group})".format),
     (rf"(?!model){_GROUP_PATTERN}=(.*/.*|.*\.ya?ml)", _path_of_option),

@@ -31,12 +31,13 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "qk_norm": False,
         "partial_rotary_factor": 0.5, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
         "n_shared_experts": None, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 1,
+        "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1,
     },
     "dots1": {
         "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "num_experts": None,
         "num_experts_per_tok": None, "moe_intermediate_size": None, "n_shared_experts": None,
-        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1,
     },
 }  # fmt: skip
 """model_type -> the keys that models of this type read beside DEFAULTS, with their values where a key is absent.
@@ -80,6 +81,8 @@ a key may be absent or null, and 0 for null.
 
 MODEL_TYPES names the types whose models may have other values of some of these keys.
 """
+TRAINED_ROPE_TYPES = ("llama3", "yarn")
+"""The ways of stretching rotations that ultrabench trains: those of a RopeScaling."""
 CLASSES: dict[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
     "mistral": ("MistralForCausalLM",),

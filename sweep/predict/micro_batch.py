@@ -149,6 +149,8 @@ class _LayerWidths(NamedTuple):
     """What a dense feed-forward block keeps, or that of shared experts."""
     width: int
     """Width of this block."""
+    recomputed_block: int
+    """What of this block a compiled layer computes again: the activation of a gate."""
     kept_block: int
     """What of a feed-forward block, or of a router, recompute=selective keeps."""
     row: int
@@ -184,6 +186,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
                 0, kind.latent.qk_head_dim - kind.latent.v_head_dim
             )
         input_params = sum(p.params if p.cut == WHOLE else p.params / tp for p in products if p.cut != ROWS)
+    block_type = kind.feed_forward or experts
     if kind.feed_forward is not None:
         block, width = kind.feed_forward.kept(h).cut, kind.feed_forward.intermediate_size
     elif experts is not None:
@@ -199,6 +202,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
         input_params=input_params,
         block=block,
         width=width,
+        recomputed_block=width * bool(block_type and block_type.gated),
         kept_block=width or (experts.num_experts if experts else 0),
         row=experts.row_width(h) if experts else 0,
         expert=experts.moe_intermediate_size if experts else 0,
@@ -211,7 +215,8 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
 
     It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up,
     silu(gate) and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps
-    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again.
+    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again. Without a gate
+    it keeps up and its activation, compiled or not.
     """
     compiled, is_sparse, tp = work.compiled, of.kept_of_experts > 0, work.tp
     channel = whole_hidden / work.shape.hidden_size / tp  # of the tokens of a rank, t*w
@@ -224,7 +229,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
     layer = of.norms * hidden + channel * of.attention + latents + block
     if compiled and work.is_fp8 and not is_sparse:
         layer -= hidden * (2 if tp == 1 else 1)  # backward computes the outputs of norms again
-    stored = layer - channel * width * compiled
+    stored = layer - channel * of.recomputed_block * compiled
     if work.recompute == "selective":  # the inputs of both blocks, q, v, the output of attention, and gate
         sums = (1 + (width > 0 and not compiled)) * (tp > 1)
         stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)

@@ -7,7 +7,7 @@ T tokens of a micro-batch, w micro-batches in flight. Weights are bf16; sums of 
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from ultrabench.allowed import NonNegative, one_of, require_allowed
+from ultrabench.allowed import Count, NonNegative, one_of, require_allowed
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, split_stages
 from ultrabench.sweep.predict.stage_memory import (
@@ -55,6 +55,8 @@ class NanotronMemory:
     """The part of all temporary bytes that the allocator still holds when the optimizer runs."""
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run."""
+    vocab_multiple: Count = 1
+    """The padded vocabulary is a multiple of this times tp: make_vocab_size_divisible_by of nanotron."""
     latest_limit: MemoryLimit
     """The limit of the memory of runs in the versions latest and old."""
     before_fix_limit: MemoryLimit
@@ -108,7 +110,7 @@ def _micro_batch_bytes(spec: RunSpec, c: NanotronMemory) -> _MicroBatch:
     if full_every := layout.full_every:  # a layer that is computed again keeps its input
         dropped = layer - 2 * h * rank_tokens
         layer, work = layer - dropped / full_every, work + dropped
-    logits = c.logits * rank_tokens * padded_vocab_size(shape.vocab_size, tp)
+    logits = c.logits * rank_tokens * padded_vocab_size(shape.vocab_size, tp, c.vocab_multiple)
     gathered = is_gathering * c.gathered * h * tokens
     return _MicroBatch(layer, work, c.work_embedding * h * tokens, logits, gathered)
 
@@ -130,7 +132,8 @@ def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]
 def _rank_memory(spec: RunSpec, c: NanotronMemory, batch_bytes: _MicroBatch, stage: Stage) -> StageMemory:
     """The memory of the rank of one stage; all values but numbers of something are bytes."""
     layout, pp_rank = spec.layout, stage.index
-    tp_params = stage.num_params(spec.shape) + added_params(spec.shape, stage, layout.tp)
+    added = added_params(spec.shape, stage, layout.tp, c.vocab_multiple)
+    tp_params = stage.num_params(spec.shape) + added
     n, num_shards = tp_params / layout.tp, layout.zero_shards
     num_in_flight = in_flight(layout, pp_rank)
     batch_kept = batch_bytes.layer * stage.num_layers

@@ -4,7 +4,6 @@ fully_shard pads the rows of each matrix to a multiple of the ranks among which 
 group of their own, with other shards than the rest of the layer.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -90,6 +89,8 @@ class StageParams(NamedTuple):
     """Whether the last layer has experts."""
     last_type_number: int
     """Index of the type of the last layer; 0 without layers."""
+    num_modules: int
+    """Number of modules that predict one more token each."""
     num_sparse: int
     """Number of layers with experts."""
     layers: Layers
@@ -176,8 +177,8 @@ class BlockSizes(NamedTuple):
     norm: Size
     layers: tuple[tuple[Size, Size], ...]
     """For each type of layer its experts, and the rest of it."""
-    predict: Size
-    """A module that predicts one more token."""
+    join: Size
+    """What a module that predicts one more token has beside its layer."""
 
 
 @lru_cache(maxsize=4096)
@@ -191,12 +192,9 @@ def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
         )
         for kind in kinds_of_ranks(shape, tp)
     )
-    predict = NOTHING
-    if shape.num_nextn_predict_layers:
-        join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
-        predict = functools.reduce(Size.plus, layers[shape.kind_numbers[-1]], join)
+    join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
     table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
-    return BlockSizes(table, _padded_size(shards, (h, 1)), layers, predict)
+    return BlockSizes(table, _padded_size(shards, (h, 1)), layers, join)
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
@@ -248,18 +246,21 @@ class _StageLayers(NamedTuple):
     groups: tuple[_PeakGroup, ...]
     """The groups that may be that of the peak, in the order of backward; that of the embedding may be empty."""
     num_by_type: tuple[int, ...]
-    """Layers of each type."""
+    """Layers of each type, those of modules that predict more tokens included, as in all numbers of layers."""
     num_sparse: int
-    """Layers with experts, those of modules that predict more tokens included."""
-    ends_sparse: bool
+    """Layers with experts."""
+    last_type_number: int | None
+    """Index of the type of the last layer; None without layers."""
 
 
 @lru_cache(maxsize=4096)
 def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLayers:
     """The layers of a stage, of which every n-th keeps its input only; n is `full_every`, 0 if none does."""
     numbers, kinds = shape.kind_numbers, shape.kinds
-    start, end = stage.first_layer, stage.first_layer + stage.num_layers
+    # The layers of modules that predict more tokens follow the last layer, and have its type.
     num_modules = stage.has_head * shape.num_nextn_predict_layers
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers + num_modules
+    numbers = (*numbers, *[numbers[-1]] * num_modules)
     sparse_numbers = {number for number, kind in enumerate(kinds) if kind.experts}
 
     def num_by_type(layers: Iterable[int]) -> list[int]:
@@ -272,8 +273,6 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
     def remaining(layer: int) -> Layers:
         kept_layers = [n for n in range(start, layer + 1) if not is_full(n)]
         kept = num_by_type(kept_layers)
-        if layer == end - 1:
-            kept[numbers[-1]] += num_modules
         num_dense = sum(num for number, num in enumerate(kept) if number not in sparse_numbers)
         return Layers(tuple(kept), len(range(start, layer + 1)) - len(kept_layers), num_dense)
 
@@ -302,7 +301,7 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
         groups=tuple(groups),
         num_by_type=tuple(num_by_type(range(start, end))),
         num_sparse=num_sparse,
-        ends_sparse=start < end and numbers[end - 1] in sparse_numbers,
+        last_type_number=numbers[end - 1] if start < end else None,
     )
 
 
@@ -317,13 +316,15 @@ def _stage_params(
         is_tied: whether norm and head are in one group with the embedding.
     """
     sizes, layers = _block_sizes(shape, degrees), _stage_layers(shape, stage, full_every)
-    start, end = stage.first_layer, stage.first_layer + stage.num_layers
     num_modules = stage.has_head * shape.num_nextn_predict_layers
     head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
         sizes.table, stage.has_head and not is_tied
     )
-    head = head.plus(sizes.predict, num_modules)
+    # The modules look up tokens, for which the last stage of a pipeline has a copy of the embedding.
+    has_copy = num_modules > 0 and not (stage.has_embedding or shape.tie_word_embeddings)
+    head = head.plus(sizes.join, num_modules * (not is_tied)).plus(sizes.table, has_copy)
     embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
+    embedding = embedding.plus(sizes.join, num_modules * is_tied)
     layer_sizes = [rest.plus(experts) for experts, rest in sizes.layers]
     shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for parts in sizes.layers]
 
@@ -348,16 +349,17 @@ def _stage_params(
             expert_size.whole or whole, finished.whole, finished.shard, before,
             0 if group.following is None else shared_params[group.following],
         ))  # fmt: skip
-    last_type_number = shape.kind_numbers[end - 1] if start < end else 0
+    last_type_number = layers.last_type_number
     return StageParams(
         stage,
         with_layers(head, layers.num_by_type).plus(embedding),
         head.whole,
         embedding.whole,
         embedding.whole * is_tied,
-        shared_params[last_type_number] if start < end else 0,
-        layers.ends_sparse,
-        last_type_number,
+        0 if last_type_number is None else shared_params[last_type_number],
+        last_type_number is not None and shape.kinds[last_type_number].experts is not None,
+        last_type_number or 0,
+        num_modules,
         layers.num_sparse,
         layers.all_layers,
         tuple(groups),

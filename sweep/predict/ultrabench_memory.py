@@ -66,6 +66,9 @@ class UltrabenchMemory:
         require_allowed(self, "memory.")
 
 
+JOINED = 5
+"""Residual streams that a module which predicts one more token keeps beside its layer: the embeddings, both normed
+inputs in one tensor of twice the width, and the input and the output of its last norm."""
 Moment = tuple[float, str, float, float, float, float, float]
 """All bytes, the phase, and the bytes of weights, gradients, activations, logits and buffers."""
 
@@ -80,7 +83,8 @@ def ultrabench_memory(
     schedule, m, memory = spec.layout.pp_schedule, micro_batch(spec), list[StageMemory]()
     scale = 2 if spec.kernel.precision == "fp64" else 1
     stored_scale = scale * (1 + constants.zbv_margin * (schedule == "zbv"))
-    batch_bytes = 16 * spec.layout.gas * rank_tokens(spec)  # inputs and targets
+    # The batch: inputs and targets.
+    batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * rank_tokens(spec)
     for rank in rank_bytes(spec, ranks):
         _, phase, weights, gradients, stored, logits, buffers = _peak(m, rank, schedule)
         buffers = scale * buffers + batch_bytes
@@ -99,7 +103,8 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
 
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
-    target_bytes = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
+    num_targets = 1 + spec.shape.num_nextn_predict_layers
+    target_bytes = 8 * num_targets * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
     ranks = params_of_ranks(spec.shape, Pipeline.of(spec.layout), Degrees.of(spec.layout), EVERY)
     return tuple(_state_bytes(spec, params) + target_bytes for _, params in ranks)
 
@@ -136,14 +141,17 @@ def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
         _activations(m, p, halved=halved) for p, halved in zip(rank.params, rank.halved, strict=True)
     ]
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
-    stored = [a.stored + loss * p.stage.has_head for a, p in zip(activations, rank.params, strict=True)]
+    stored = [
+        a.stored + loss * p.stage.has_head + p.num_modules * (loss + JOINED * m.hidden)
+        for a, p in zip(activations, rank.params, strict=True)
+    ]
     kept_bytes = [*stored, *(a.halfway for a in activations)]
     peak = _NO_MOMENT
     for work_bytes in rank.works:
         work, chunk = work_bytes.work, work_bytes.work.chunk
         p, of_stage, load = rank.params[chunk], activations[chunk], _largest(work_bytes.loads, kept_bytes)
         if work.kind == "forward":
-            moment = _forward(m, p, of_stage.stored, load.gathered, work_bytes.sums)
+            moment = _forward(m, p, of_stage.stored, loss, load.gathered, work_bytes.sums)
         elif work.kind == "weight":
             moment = max(_weight_half(m, p, work, of_stage, work_bytes.sums))
         else:
@@ -207,31 +215,38 @@ def _activations(m: MicroBatch, p: StageParams, *, halved: bool) -> _Activations
         halved: whether the gradients of weights are left to another half.
     """
     stored, halfway = _stored(m, p.layers), _halfway(m, p.layers) if halved else m.hidden
+    # All modules that predict more tokens keep until the end what they joined.
+    joined = p.num_modules * (JOINED * m.hidden + m.whole_hidden)
     groups = list[tuple[float, float]]()
     for group in p.groups:
         if group.kind == EMBEDDING:
             groups.append((0.0, 0.0))
         elif group.kind == HEAD:
-            groups.append((_stored(m, group.remaining), 0.0))
+            groups.append((_stored(m, group.remaining) + joined, 0.0))
         elif halved:
-            groups.append((stored + halfway - _halfway(m, group.remaining), 0.0))
+            groups.append((stored + halfway - _halfway(m, group.remaining) + joined, 0.0))
         else:
             released = m.hidden if group.is_full else m.stored[group.type_number]
             # The norm has used the output of the layers.
-            groups.append((_stored(m, group.remaining) - m.hidden * p.stage.has_norm, released))
+            remaining = _stored(m, group.remaining) - m.hidden * p.stage.has_norm
+            groups.append((remaining + joined, released))
     return _Activations(stored, halfway, groups)
 
 
-def _forward(m: MicroBatch, p: StageParams, stored: float, gathered: float, sums: float) -> Moment:
+def _forward(
+    m: MicroBatch, p: StageParams, stored: float, loss: float, gathered: float, sums: float
+) -> Moment:
     """The end of a forward.
 
     Args:
+        stored: bytes that the layers keep.
+        loss: bytes that a loss keeps for backward.
         gathered: bytes of the weights that are gathered.
         sums: bytes of gradients of earlier micro-batches.
     """
-    stage = p.stage
+    stage, earlier_losses = p.stage, p.num_modules * (loss + JOINED * m.hidden)
     logits, buffers = (
-        (m.loss + m.hidden * stage.has_norm) * stage.has_head,
+        (m.loss + m.hidden * stage.has_norm + earlier_losses) * stage.has_head,
         m.layers[p.last_type_number].forward * p.ends_sparse,
     )
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
@@ -259,7 +274,7 @@ def _backward(
             buffers = _layer_buffers(m.layers[g.group.type_number], g, released)
         elif kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.
-            loss = 2 * m.whole_hidden + (m.table + g.further) * has_table
+            loss = 2 * m.whole_hidden + ((1 + p.num_modules) * m.table + g.further) * has_table
             buffers = max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
         else:
             buffers = m.whole_hidden + g.further

@@ -59,8 +59,6 @@ EVENTS_OF_BLAME = (
     "failed",
 )
 """The events of a journal from which the table follows."""
-EVENTS_OF_FAILURES = ("allocation_ended", "failed")
-"""The events without which no node is to blame."""
 NUM_NAMED_RUNS = 3
 """Runs that a reason names one by one."""
 
@@ -321,12 +319,6 @@ def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
     rows = [t for a in state.attempts.values() if (t := trial_of(a))] if _has_located_failures(state) else []
     has_other_nodes = launcher_kind(state.config.get("launcher", {})).holds_nodes
     return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes)
-
-
-def may_blame(state: SweepState) -> bool:
-    """Whether some failure may be a node's: of an attempt, of the start of a job, or as a node or Slurm reports it."""
-    ends = (end for allocation in state.allocations.values() for end in allocation.ends.values())
-    return _has_located_failures(state) or any(end.avoid or end.failed_on for end in ends)
 
 
 def _has_located_failures(state: SweepState) -> bool:

@@ -300,10 +300,10 @@ def rounded_parts(right):
 
 @planted(
     step, "sum_tied_gradients",
-    parity="pp=2 gas=2 tied fp32, pp=2 gas=2 zbv tied bf16", replicas="pp=2 gas=2 tied",
+    parity="pp=2 gas=2 tied fp32, pp=2 gas=2 zbv tied bf16", replicas="pp=2 gas=2 tied, pp=2 gas=4 mtp",
 )  # fmt: skip
 def untied_sum(right, *_):
-    """Each copy of a tied embedding keeps its own gradient."""
+    """Each copy of an embedding keeps its own gradient."""
 
 
 @planted(pp.Pipeline, "run", parity="pp=2 gas=2")
@@ -396,3 +396,20 @@ def frozen_rank(right, *args):
     if dist.get_rank() == 1:
         time.sleep(1000)
     return right(*args)
+
+
+@planted(model.Decoder, "copy_of_last_stage", parity="pp=2 gas=4 mtp, pp=2 gas=4 zbv mtp")
+def third_gradient_lost(right, decoder):
+    """The copy of the embedding for modules that predict more tokens does not add its gradient."""
+    copy = right(decoder)
+    if copy is not None and copy.weight.grad is not None:
+        copy.weight.grad.zero_()
+    return copy
+
+
+@planted(step.TrainStep, "batch", parity="cp=2 gas=2 mtp")
+def later_targets_of_own_chunks(right, self, number):
+    """The second target of a token of a ring is the target of the next token that its rank holds."""
+    inputs, targets = right(self, number)
+    targets[..., 1] = targets[..., 0].roll(-1, 1)
+    return inputs, targets

@@ -1,6 +1,7 @@
 """Faults of routers, experts and expert parallelism."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,44 @@ def expert_divisor(right, decoder, mesh, zero_stage, precision, experts):
 
 
 @planted(moe.SparseFeedForward, "__init__", transformers="dots")
-def softmax_of_all(right, self, sizes, *args):
-    """Scores of experts are those of a softmax, whatever the model says."""
-    right(self, replace(sizes, scoring_func="softmax"), *args)
+def softmax_of_all(right, self, sizes, *rest):
+    """Scores of experts are those of a softmax, whatever the shape says."""
+    right(self, replace(sizes, scoring_func="softmax"), *rest)
 
 
 @planted(moe.SparseFeedForward, "__init__", transformers="glm")
-def unscaled_scores(right, self, sizes, *args):
+def unscaled_scores(right, self, sizes, *rest):
     """The scores of the chosen experts are not scaled."""
-    right(self, replace(sizes, routed_scaling_factor=1.0), *args)
+    right(self, replace(sizes, routed_scaling_factor=1.0), *rest)
+
+
+@planted(moe.SparseFeedForward, "choose", transformers="glm-groups")
+def ignored_groups(right, self, scores):
+    """The router chooses among the experts of all groups."""
+    return right(
+        SimpleNamespace(sizes=replace(self.sizes, n_group=1, topk_group=1), balance=self.balance), scores
+    )
+
+
+@planted(moe.SparseFeedForward, "choose", transformers="dots-groups")
+def one_group_ignored(right, self, scores):
+    """The router never chooses the last group of experts."""
+    num_others = scores.shape[1] - scores.shape[1] // self.sizes.n_group
+    return right(self, scores.masked_fill(torch.arange(scores.shape[1]) >= num_others, -1.0))
+
+
+@planted(moe.SparseFeedForward, "choose", transformers="glm-groups")
+def groups_by_best(right, self, scores):
+    """The router chooses groups by their best score instead of the sum of the two best ones."""
+    return right(
+        SimpleNamespace(sizes=replace(self.sizes, scoring_func="softmax"), balance=self.balance), scores
+    )
 
 
 @planted(moe.SparseFeedForward, "__init__", transformers="olmoe")
-def always_normalised(right, self, sizes, *args):
-    """The scores of the chosen experts are divided by their sum, whatever the model says."""
-    right(self, replace(sizes, norm_topk_prob=True), *args)
+def always_normalised(right, self, sizes, *rest):
+    """The scores of the chosen experts are divided by their sum, whatever the shape says."""
+    right(self, replace(sizes, norm_topk_prob=True), *rest)
 
 
 @planted(ep.ExpertParallel, "return_to_tokens", parity="dp=2 ep=2 moe")

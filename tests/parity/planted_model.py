@@ -1,13 +1,13 @@
 """Faults of decoder, initial values and data: a layout has them, and the process with which it is compared, too."""
 
-from dataclasses import replace
-
 import torch
 
 from tests.parity.fault import changed, planted
-from ultrabench.kernel import data, model
+from ultrabench.kernel import activation, data, model, rope
 
 INITIAL = "test_model.test_initial_values_depend_on_seed_and_name"
+LATER_TOKENS = "test_model.test_targets_are_the_next_tokens"
+PREDICTION = "test_model.test_a_module_predicts_the_token_after_the_next"
 TOKENS = "test_model.test_tokens_depend_on_seed_step_and_index_only"
 
 
@@ -24,22 +24,40 @@ def neighbours_rotate(right, x, cos, sin):
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-@planted(model, "rope_frequencies", transformers="llama-scaled")
-def no_rope_scaling(right, shape, half):
+@planted(rope, "rope_frequencies", transformers="llama-scaled")
+def no_rope_scaling(right, rotation, half):
     """The llama3 scaling of the rotation is ignored."""
-    return right(replace(shape, rope_scaling=None), half)
+    return right(rotation._replace(scaling=None), half)
 
 
-@planted(model, "rope_frequencies", transformers="qwen3")
-def fixed_rope_theta(right, shape, half):
+@planted(rope, "rope_frequencies", transformers="qwen3")
+def fixed_rope_theta(right, rotation, half):
     """The base of the rotation is always 10,000."""
-    return right(replace(shape, rope_theta=10000.0), half)
+    return right(rotation._replace(base=10000.0), half)
 
 
 @planted(model, "rope_tables", transformers="glm")
-def whole_rotation(right, spans, shape, like):
+def whole_rotation(right, spans, rotation, like):
     """All channels of a head are rotated, whatever the shape says."""
-    return right(spans, replace(shape, partial_rotary_factor=1.0), like)
+    return right(spans, rotation._replace(width=2 * rotation.width), like)
+
+
+@planted(rope, "table_factor", transformers="llama-yarn")
+def unscaled_rotation(right, rotation):
+    """What yarn multiplies rotated queries and keys by is left out."""
+    return 1.0
+
+
+@planted(model, "score_factor", transformers="deepseek-v3-groups")
+def unscaled_scores_of_yarn(right, rotation):
+    """What yarn multiplies all scores of latent attention by is left out."""
+    return 1.0
+
+
+@planted(rope, "_yarn_bounds", transformers="llama-yarn")
+def yarn_of_turns_swapped(right, base, width, scaling):
+    """yarn divides the frequencies that turn fast in place of those that turn slowly."""
+    return right(base, width, scaling)[::-1]
 
 
 @planted(model.GroupedQueryAttention, "_heads", transformers="olmoe")
@@ -89,10 +107,22 @@ def reordered_groups(right):
     return with_attention(right, tiled, enable_gqa=False)
 
 
-@planted(model, "functional", transformers="llama")
+@planted(activation, "functional", transformers="llama")
 def gelu(right):
     """The activation function is GELU instead of SiLU."""
     return changed(right, silu=right.gelu)
+
+
+@planted(activation, "functional", transformers="arcee-gelu-tanh")
+def exact_gelu(right):
+    """The GELU is computed exactly where its approximation by tanh is asked for."""
+    return changed(right, gelu=lambda x, approximate: right.gelu(x))
+
+
+@planted(model, "activate", transformers="arcee")
+def relu_without_square(right, name, x):
+    """The activation relu2 is relu, without the square."""
+    return model.functional.relu(x) if name == "relu2" else right(name, x)
 
 
 @planted(model.RmsNorm, "__init__", transformers="llama-scaled")
@@ -108,7 +138,7 @@ def no_qk_norm(right, self, x):
 
 
 @planted(model.FeedForward, "forward", transformers="llama")
-def gate_for_up(right, self, x):
+def gate_for_up(right, self, x, *_):
     """The activation function is applied to `up` instead of `gate`."""
     up, gate = self.column_products(x, self.gate.weight, self.up.weight)
     return self.row_product(model.functional.silu(gate) * up, self.down.weight)
@@ -156,6 +186,25 @@ def copied_targets(right, *args):
     return inputs, inputs
 
 
+@planted(data, "make_batch", unit=LATER_TOKENS)
+def later_targets_shifted(right, *args):
+    """Modules that predict one more token get the targets of the model itself."""
+    inputs, targets = right(*args)
+    return inputs, targets if targets.dim() == 2 else targets[..., :1].expand_as(targets)
+
+
+@planted(model, "PREDICT_WEIGHT", unit=PREDICTION)
+def whole_prediction(right):
+    """The loss of modules that predict one more token has the weight of that of the model."""
+    return 1.0
+
+
+@planted(model.TokenJoin, "forward", unit=PREDICTION)
+def unjoined(right, self, x, embedded):
+    """Modules that predict one more token do not get that token."""
+    return right(self, x, torch.zeros_like(embedded))
+
+
 @planted(model.RmsNorm, "forward", ignored="tp=2 bf16")
 def narrow_norms(right, self, x):
     """Norms are computed in the precision of the products."""
@@ -163,6 +212,6 @@ def narrow_norms(right, self, x):
 
 
 @planted(model, "rope_tables", ignored="cp=2 bf16")
-def narrow_angles(right, spans, shape, like):
+def narrow_angles(right, spans, rotation, like):
     """The angles of rotations are computed in the precision of the products."""
-    return right(spans, shape, like, like.dtype)
+    return right(spans, rotation, like, like.dtype)

@@ -43,7 +43,9 @@ CASES = [
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=6 afab",
     "pp=2 gas=11 afab",
     "dp=2 ep=2 gas=2 moe", "dp=2 tp=2 ep=4 zero_stage=3 moe", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2",
-    "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen", "tp=2 gas=2 mbs=4 mla dense",
+    "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen", "tp=2 gas=2 mbs=4 mla dense", "tp=2 selective plain",
+    "gas=2 mbs=2 compile plain", "dp=2 ep=2 gas=2 plain_experts", "tp=2 gas=2 mtp", "pp=2 gas=4 zbv mtp",
+    "pp=2 gas=4 full mtp tied",
 ]  # fmt: skip
 
 
@@ -111,18 +113,25 @@ def flops_of_one_rank_a_stage(spec):
     """
     shape, layout, seq_len = spec.shape, spec.layout, spec.seq_len
     h, attention = shape.hidden_size, shape.attention_flops(seq_len) / 3
-    down = h * shape.intermediate_size
-    full = 2 * (shape.layer_matmul_params() - down * (layout.tp == 1)) + attention
-    selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
-    recomputed = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
-    layers = shape.num_hidden_layers // (layout.full_every or 1)
+
+    def recomputed(kind):
+        down = kind.ffn.products(h)[-1].params
+        full = 2 * (kind.matmul_params(h) - down * (layout.tp == 1)) + attention
+        num_blocks = (kind.feed_forward is None or kind.feed_forward.gated) + (layout.tp > 1)
+        selective = 2 * (h * (shape.kv_width + shape.q_width) + down * num_blocks)
+        return {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
+
+    num_layers = shape.num_hidden_layers + shape.num_nextn_predict_layers
+    recomputing = range((layout.full_every or 1) - 1, num_layers, layout.full_every or 1)
     rows = padded_vocab_size(shape.vocab_size, layout.tp) - shape.vocab_size
     num_copies = kv_copies(shape.num_key_value_heads, layout.tp)
-    copied = 2 * (num_copies - 1) * shape.kv_width * shape.num_hidden_layers * (not shape.layer_types)
+    copied = 2 * (num_copies - 1) * shape.kv_width * num_layers * (not shape.layer_types)
+    rows *= 1 + shape.num_nextn_predict_layers
     plain = 6 * (shape.num_matmul_params + (rows + copied) * h)
     # Values that are narrower than keys are padded.
-    plain += 14 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_widths[0] * seq_len
-    return spec.run.tokens_per_step * (plain + recomputed * layers) // (layout.dp * layout.tp)
+    plain += 14 * num_layers * shape.num_attention_heads * shape.head_widths[0] * seq_len
+    again = sum(recomputed(shape.layer(n)) for n in recomputing)
+    return spec.run.tokens_per_step * (plain + again) // (layout.dp * layout.tp)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

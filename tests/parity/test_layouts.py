@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ultrabench.attention_type import Latent
+from ultrabench.attention_type import GroupedQuery, Latent
 from ultrabench.feed_forward_type import Experts, FeedForward
 from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import FP64_TOLERANCE, TINY, CheckSpec
@@ -31,6 +31,16 @@ LATENT = Latent(
 ROUTED = Experts(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
 )
+YARN = RopeScaling(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.3
+)  # fmt: skip
+HEADS = GroupedQuery(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+PLAIN_EXPERTS = Experts(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, gated=False, hidden_act="relu2", n_group=4,
+    topk_group=2, scoring_func="sigmoid", routed_scaling_factor=2.5, shared_expert_intermediate_size=48,
+)  # fmt: skip
+RELU2 = FeedForward(intermediate_size=128, gated=False, hidden_act="relu2")
+GELU = FeedForward(intermediate_size=96, gated=False, hidden_act="gelu_tanh")
 STEPS = 2
 """The first makes what later ones use: optimizer states and schedules. A third would add nothing but its time."""
 CHANGES: dict[str, dict[str, Any]] = {
@@ -39,10 +49,24 @@ CHANGES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "across": {"qk_norm": True, "qk_norm_across_heads": True}, "few": {"vocab_size": 4},
     "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
+    "yarn": {"rope_scaling": YARN}, "groups": {"n_group": 4, "topk_group": 2},
+    "plain": {"layer_types": (
+        LayerType(grouped_query=dataclasses.replace(HEADS, rope_theta=100.0), feed_forward=RELU2),
+        LayerType(grouped_query=HEADS, feed_forward=GELU),
+    )},
+    "plain_experts": {
+        "layer_types": (
+            LayerType(grouped_query=HEADS, feed_forward=GELU), LayerType(grouped_query=HEADS, experts=PLAIN_EXPERTS),
+        ),
+        "layer_order": "a(b)", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
+    "mtp": {"num_nextn_predict_layers": 1}, "mtp2": {"num_nextn_predict_layers": 2},
     "padded": {"vocab_size": 131}, "uneven": {"vocab_size": 131, "num_key_value_heads": 1},
 }  # fmt: skip
 """Word of a case -> what it changes in the model.
 
+plain has layers of two types, with rotations and feed-forward blocks of their own, which have no gate, and
+plain_experts such experts in four groups.
 qwen has wide heads and norms of queries and keys, and biased rotates half of the channels, as GLM-4.5 does. tp pads the
 vocabulary of padded and uneven: of two ranks the second has 3 rows of tokens, of four the last two have none. It copies
 the one key/value head of uneven.
@@ -113,7 +137,7 @@ FP8 = [
     "tp=2 selective qwen biased uneven fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
     "tp=2 pp=2 gas=4 zbv fp8", "tp=2 selective mla dense fp8", "tp=2 pp=2 gas=4 zbv mla dense narrow fp8",
     "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8",
-    "full compile fp8",
+    "full compile fp8", "tp=2 selective compile plain fp8", "tp=2 pp=2 gas=4 zbv plain yarn fp8",
 ]  # fmt: skip
 """Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""
 MOE = dataclasses.replace(
@@ -163,7 +187,23 @@ LATENTS = [
     "tp=2 mbs=2 mla dense sequence_parallel=off narrow selective compile",
 ]  # fmt: skip
 """Layouts of a model with latent attention."""
-CASES = LAYOUTS + EXPERTS
+PARTS = [
+    # Feed-forward blocks without a gate, two rotations, and yarn.
+    "tp=2 gas=2 mbs=2 selective compile plain yarn", "tp=2 pp=2 gas=4 zbv plain", "dp=2 zero_stage=3 gas=2 full plain",
+    "tp=2 sequence_parallel=off plain yarn", "cp=2 gas=2 plain yarn", "pp=2 gas=4 interleaved every2 plain tied",
+    # Experts without a gate, in groups.
+    "dp=2 ep=2 zero_stage=3 gas=2 plain_experts routing=learned", "tp=2 ep=2 full compile plain_experts",
+    "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv plain_experts", "tp=2 pp=2 ep=2 gas=2 plain_experts routing=learned",
+    "dp=2 tp=2 ep=4 zero_stage=2 gas=2 moe groups routing=learned",
+    "cp=2 ep=2 moe groups yarn routing=learned selective",
+    # Modules that predict more tokens: the last stage of a pipeline has a copy of the embedding, or its tied head.
+    "dp=1 gas=2 mtp2", "tp=2 gas=2 mbs=2 mtp uneven", "cp=2 gas=2 mtp", "dp=2 zero_stage=3 gas=2 mtp tied",
+    "dp=2 pp=2 zero_stage=3 gas=4 mtp", "pp=2 gas=4 mtp tied", "pp=2 gas=4 zbv mtp", "pp=2 gas=2 afab mtp2",
+    "tp=2 pp=2 gas=2 interleaved mtp tied uneven", "dp=2 ep=2 gas=2 moe mtp routing=learned",
+    "tp=2 sequence_parallel=off selective compile mtp", "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe mtp",
+]  # fmt: skip
+"""Layouts of models with other feed-forward blocks, rotations and routers."""
+CASES = LAYOUTS + EXPERTS + PARTS
 
 
 def mla_shape(words, num_layers):
@@ -250,7 +290,7 @@ def every_run(*groups: tuple[list[str], int]) -> Callable[..., Any]:
     return pytest.mark.parametrize("case", parameters)
 
 
-@every_run((CASES, 2), (LATENTS, 0), (FP8, 1))
+@every_run((LAYOUTS + EXPERTS, 2), (LATENTS, 0), (PARTS, 1), (FP8, 1))
 def test_layout_equals_one_process(server, case):
     """Losses of all steps, gradients of the first, parameters after the last; one graph for each kind of layer."""
     spec = spec_of(case)

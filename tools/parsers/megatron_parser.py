@@ -1,7 +1,7 @@
 """Judges commands with Megatron-LM's own parser; runs in Megatron-LM's Python, and imports nothing of ultrabench.
 
-Arguments: the checkout and the compute capability of the GPUs, such as 9.0. Reads a JSON list of commands on stdin, each
-with `program`, `arguments`, `env` and `world_size`. Writes on stdout the version and, for each command, why it is
+Arguments: the checkout and the compute capability of the GPUs, such as 9.0. Reads a JSON list of commands on stdin,
+each with `program`, `arguments`, `env` and `world_size`. Writes on stdout the version and, for each command, why it is
 refused, or null. Calls that need a GPU or Transformer Engine get fixed answers.
 """
 

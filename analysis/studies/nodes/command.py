@@ -1,7 +1,5 @@
 """The command `ultrabench nodes`, which says which nodes of a cluster are slow or failing."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
-from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
-from ultrabench.store.damage import one_line_if_damaged, read_each
+from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.store.damage import read_each
 from ultrabench.store.folder import SweepFolder, find_sweep, sweep_dirs
 
 if TYPE_CHECKING:  # for other commands this would be a slow import
-    from ultrabench.analysis.studies.nodes.measurements import Row
+    from ultrabench.analysis.studies.nodes.measurements import SweepNodes
 
 Sweeps = Annotated[
     list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: all sweeps.")
@@ -45,21 +43,23 @@ def nodes(
 
     if as_exclude_list and json_:
         raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
-    folders = _folders(sweeps, results_dir)
-    attempt_rows = _attempt_rows(folders)
+    nodes_by_folder = _read_each(_folders(sweeps, results_dir))
+    attempt_rows = [*chain.from_iterable(sweep_nodes.rows for sweep_nodes in nodes_by_folder.values())]
     if since:
         attempt_rows = [row for row in attempt_rows if (row["started_at"] or 0.0) >= since.timestamp()]
         if not attempt_rows:
             fact = f"no attempt started since {since:%Y-%m-%d}"
             raise ConfigError(fact, "give an earlier date with --since")
     node_reports = reports(attempt_rows)
+    unused_nodes = [
+        {"sweep": folder.name, "node": node, "reason": reason}
+        for folder, sweep_nodes in nodes_by_folder.items()
+        for node, reason in sweep_nodes.unused.items()
+    ]
     if as_exclude_list:
         typer.echo(exclude_list(node_reports))
     elif json_:
         speed_losses = min_slowdowns(report.speeds for report in node_reports)
-        unused_nodes = [
-            {"sweep": name, "node": node, "reason": line} for name, node, line in _unused_nodes(folders)
-        ]
         print_json({
             "nodes": [report.as_json() for report in node_reports], "smallest_losses": speed_losses,
             "not_used": unused_nodes,
@@ -69,7 +69,7 @@ def nodes(
         table_rows = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {num_marked} marked"
         notes = NOTE, slowdowns_text(node_reports), days_text(node_reports)
-        unused_lines = [f"{name}: {line}" for name, _, line in _unused_nodes(folders)]
+        unused_lines = [f"{unused['sweep']}: {unused['reason']}" for unused in unused_nodes]
         show(table(title, *HEADS, "health", rows=table_rows), "", *unused_lines, *notes)
 
 
@@ -84,33 +84,11 @@ def _folders(sweep_names: list[str] | None, results_dir: Path) -> list[SweepFold
     return [SweepFolder(sweep_path.absolute()) for sweep_path in sweep_paths]
 
 
-def _attempt_rows(folders: list[SweepFolder]) -> "list[Row]":
-    """The rows of sweeps; those that cannot be read give a warning, unless there is no other one."""
-    from ultrabench.analysis.studies.nodes.measurements import journal_rows
+def _read_each(folders: list[SweepFolder]) -> "dict[SweepFolder, SweepNodes]":
+    """What each sweep says about nodes; those that cannot be read give a warning, unless there is no other one."""
+    from ultrabench.analysis.studies.nodes.measurements import read_nodes
     from ultrabench.cli.tables import warn
 
-    def read(folder: SweepFolder) -> "list[Row]":
-        return [*journal_rows(folder, warn)]
-
-    rows_by_folder = read_each(folders, read, warn, path_of=lambda folder: folder.path)
-    return [*chain.from_iterable(rows_by_folder.values())]
-
-
-def _unused_nodes(folders: list[SweepFolder]) -> Iterator[tuple[str, str, str]]:
-    """Sweep, node and a line that says why jobs of the sweep do not use the node, or only if they must."""
-    from ultrabench.store.events import DECODERS
-    from ultrabench.store.journal import read_journal
-    from ultrabench.store.state import SweepState, fold
-    from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, EVENTS_OF_FAILURES, latest_blame, may_blame
-
-    def state_of(folder: SweepFolder, event_names: Sequence[str]) -> SweepState:
-        decoders = {name: DECODERS[name] for name in event_names}
-        return fold(read_journal(folder.journal, lambda warning: None, decoders))
-
-    for folder in folders:
-        # `_attempt_rows` has warned. Most sweeps blame no node, so that the events of failures say enough.
-        with contextlib.suppress(UltrabenchError), one_line_if_damaged(folder.path):
-            if may_blame(state_of(folder, EVENTS_OF_FAILURES)):
-                state = state_of(folder, EVENTS_OF_BLAME)
-                for node, line in latest_blame(state).node_lines.items():
-                    yield folder.name, node, line
+    return read_each(
+        folders, lambda folder: read_nodes(folder, warn), warn, path_of=lambda folder: folder.path
+    )

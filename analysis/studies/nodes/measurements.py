@@ -3,19 +3,23 @@
 A row is a dict of COLUMNS. The command reads the rows from journals, the page and the figure from a result table.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
 
 from ultrabench.device_rates import NODE_RATES, preflight_rates
+from ultrabench.errors import UltrabenchError
 from ultrabench.kernel_config import kind_by_name
 from ultrabench.result import Status, is_date
+from ultrabench.store.damage import one_line_if_damaged
 from ultrabench.store.events import DECODERS
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AllocationState, fold
-from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.store.state import AllocationState, SweepState, fold
+from ultrabench.store.sweep_json import SweepJson, read_sweep_json
+from ultrabench.sweep.running.blame import EVENTS_OF_BLAME, latest_blame
 
 Row = dict[str, Any]
 LINK_RATES = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
@@ -48,10 +52,10 @@ COLUMNS = (
     *_RESULT_COLUMNS,
 )  # fmt: skip
 """The columns of results that say something about nodes."""
-_DECODERS = {
-    name: DECODERS[name] for name in ("allocation_planned", "preflight", "result", "failed", "reread")
-}
-"""Name of an event from which COLUMNS follow -> its decoder."""
+_EVENTS_OF_COLUMNS = ("allocation_planned", "preflight", "result", "failed", "reread")
+"""The events of a journal from which COLUMNS follow."""
+_DECODERS = {name: DECODERS[name] for name in {*_EVENTS_OF_COLUMNS, *EVENTS_OF_BLAME}}
+"""Name of an event that says something about nodes -> its decoder."""
 
 
 class Measurement(NamedTuple):
@@ -69,13 +73,31 @@ class Measurement(NamedTuple):
     """The rate in the unit of its name, such as bytes/s."""
 
 
-def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[Row]:
-    """A row for each attempt of a sweep that has a result, straight from its journal.
+class SweepNodes(NamedTuple):
+    """What the journal of a sweep says about nodes."""
+
+    rows: list[Row]
+    """A row for each attempt that has a result."""
+    unused: dict[str, str]
+    """Node that jobs of the sweep do not use, or only if they must -> a line that says why."""
+
+
+def read_nodes(folder: SweepFolder, warn: Callable[[str], None]) -> SweepNodes:
+    """What a sweep says about nodes, straight from its journal, which is read once.
 
     Raises:
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
     sweep, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn, _DECODERS))
+    unused = dict[str, str]()
+    # The configuration of the launch may be damaged where the results are not.
+    with contextlib.suppress(UltrabenchError), one_line_if_damaged(folder.path):
+        unused = latest_blame(state).node_lines
+    return SweepNodes([*_journal_rows(folder, sweep, state)], unused)
+
+
+def _journal_rows(folder: SweepFolder, sweep: SweepJson, state: SweepState) -> Iterator[Row]:
+    """A row for each attempt of a sweep that has a result."""
     sweep_columns = {
         "sweep": str(folder.path),
         "cluster": sweep.cluster,

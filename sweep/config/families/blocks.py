@@ -6,6 +6,7 @@ from typing import Any
 from ultrabench.model_shape import RopeScaling
 from ultrabench.record import field_types
 from ultrabench.sweep.config.families.keys import ConfigKeys
+from ultrabench.sweep.config.model_types import ROPE_KEYS
 
 Block = dict[str, Any]
 """The fields of an attention, of a feed-forward block, or of a type of layer."""
@@ -111,8 +112,22 @@ def words_of_layers(
 
 
 def rotation_fields(rotation: Block) -> Block:
-    """The fields of a shape that say how its rotations are stretched."""
-    bounds = rotation.get("low_freq_factor"), rotation.get("high_freq_factor")
-    if rotation["rope_type"] == "llama3" and bounds[0] != bounds[1]:
-        return {"rope_scaling": {key: rotation[key] for key in field_types(RopeScaling) if key in rotation}}
+    """The fields of a shape that say how its rotations are stretched.
+
+    A rotation of another kind, or with keys beside those of a RopeScaling, is only named, so that no kernel trains it.
+    """
+    given = {key: value for key, value in rotation.items() if value is not None and key not in ROPE_KEYS}
+    is_known = given.keys() <= field_types(RopeScaling).keys() | _UNUSED_ROPE_KEYS
+    sizes = {key: value for key, value in given.items() if key in field_types(RopeScaling)}
+    if rotation["rope_type"] == "llama3" and sizes.get("low_freq_factor") != sizes.get("high_freq_factor"):
+        return {"rope_scaling": {"rope_type": "llama3", **{k: sizes[k] for k in _LLAMA3_KEYS if k in sizes}}}
+    has_sizes = {"factor", "original_max_position_embeddings"} <= sizes.keys()
+    if rotation["rope_type"] == "yarn" and is_known and has_sizes:
+        return {"rope_scaling": {"rope_type": "yarn", **sizes}}
     return {"rope_type": rotation["rope_type"]}
+
+
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Keys that rotations of llama3 read."""
+_UNUSED_ROPE_KEYS = {"max_position_embeddings", "finetuned"}
+"""Keys of rotations that change nothing in training."""

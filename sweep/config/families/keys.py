@@ -12,7 +12,8 @@ MAX_VALUE_CHARS = 60
 NO_SIZES_ADVICE = "choose another model, since ultrabench knows no sizes that stand for this one"
 """What a user can do with a model that ultrabench cannot describe."""
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu2": "relu2",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }  # fmt: skip
 """Name of an activation in a config.json -> its name in a shape."""
 _ROTATIONS = {"su": "longrope", "mrope": "default"}
@@ -121,8 +122,27 @@ class ConfigKeys:
             self.refuse(names[0], " or ".join(_ACTIVATIONS))
         return _ACTIVATIONS[value]
 
+    def _of_layer(self, name: str, layer: int | None, default: float) -> Any:
+        """The value of a key for a layer, where the key may list one for each; without a layer, its only value.
+
+        Raises:
+            ConfigError: the value is not a number, or the list has none for this layer.
+        """
+        values = self.get(name)
+        if layer is None or not isinstance(values, list):
+            return self.get(name, default=default)
+        value = values[layer] if layer < len(values) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            fact = f"model={self.where}: {name} is {abbreviated(values)}"
+            raise ConfigError(f"{fact}; must have a number for layer {layer}")
+        return value
+
     def rotation(
-        self, layer_type: str | None = None, theta: float = 10000.0, share: float = 1.0
+        self,
+        layer_type: str | None = None,
+        theta: float = 10000.0,
+        share: float = 1.0,
+        layer: int | None = None,
     ) -> dict[str, Any]:
         """The settings of rotations, with `rope_theta`, `partial_rotary_factor` and `rope_type`.
 
@@ -130,6 +150,8 @@ class ConfigKeys:
             layer_type: the layers that are meant, where layers have different rotations.
             theta: rope_theta of a file that lacks it.
             share: partial_rotary_factor of a file that lacks it.
+            layer: the number of the layer that is meant, where rope_theta and partial_rotary_factors may list values
+                of layers.
         """
         rope_values = self.get("rope_parameters", "rope_scaling") or {}
         rope_values = rope_values if isinstance(rope_values, dict) else {"rope_type": rope_values}
@@ -140,9 +162,11 @@ class ConfigKeys:
         if not isinstance(rope_type, str):
             raise ConfigError(f"model={self.where}: rope_type is {abbreviated(rope_type)}; must be a text")
         settings = {
-            "rope_theta": self.get("rope_theta", default=theta),
+            "rope_theta": self._of_layer("rope_theta", layer, theta),
             "partial_rotary_factor": self.get("partial_rotary_factor", default=share),
         }
+        if layer is not None:
+            settings["partial_rotary_factor"] = self._of_layer("partial_rotary_factors", layer, share)
         given_settings = {key: rope_values[key] for key in settings if rope_values.get(key) is not None}
         return {
             **rope_values,

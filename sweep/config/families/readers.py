@@ -75,7 +75,10 @@ def _deepseek(
     keys.only("mlp_bias", False)
     keys.only("moe_layer_freq", 1)
     keys.only("scoring_func", scoring)
-    keys.unused("topk_method", "mscale")
+    keys.unused("mscale")
+    groups = _router_groups(keys)
+    if keys.get("topk_method") == "greedy":  # the router of DeepSeek V2 that ignores its groups
+        groups |= {"n_group": 1, "topk_group": 1}
     rotation, num_layers = keys.rotation(), keys.count("num_hidden_layers")
     words = words_of_layers(
         keys, ("mlp_layer_types",), num_layers,
@@ -92,7 +95,7 @@ def _deepseek(
     width = keys.count("moe_intermediate_size")
     experts = routed(
         keys, width=width, shared_expert_intermediate_size=keys.count("n_shared_experts", default=0) * width,
-        scoring_func=scoring, norm_topk_prob=keys.get("norm_topk_prob", default=normalized), **_router_groups(keys),
+        scoring_func=scoring, norm_topk_prob=keys.get("norm_topk_prob", default=normalized), **groups,
     )  # fmt: skip
     blocks = {"dense": dense(keys), "sparse": experts}
     layers = layers_of(keys, num_layers, lambda n: attention | blocks[words[n]], words.__getitem__)
@@ -289,6 +292,81 @@ def _minimax_m2(keys: ConfigKeys) -> Block:
     return _common(keys, rotation) | _experts_fields(experts) | layers
 
 
+def _step3(keys: ConfigKeys) -> Block:
+    """Windows in layers with more heads, a gate for each head, and experts in all layers but the first ones."""
+    for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
+        keys.only(name, False)
+    for name in ("use_qk_norm", "use_head_wise_attn_gate", "use_moe", "norm_expert_weight"):
+        keys.only(name, True)
+    for name in ("scoring_func", "moe_router_activation"):
+        keys.only(name, "sigmoid")
+    keys.only("n_shared_experts", 1)
+    keys.only("query_pre_attn_scalar", keys.size("head_dim"))
+    for name in ("swiglu_limits", "swiglu_limits_shared"):
+        if any(keys.get(name, default=[])):
+            keys.refuse(name, "0 or null in all layers")
+    keys.unused(
+        "use_moe_router_bias", "need_fp32_gate", "yarn_only_types", "mtp_layer_types", "mtp_mlp_layer_types",
+        "per_layer_config", "num_local_experts", "att_impl_type",
+    )  # fmt: skip
+    num_layers, window = keys.count("num_hidden_layers"), keys.get("sliding_window")
+    words = words_of_layers(keys, ("layer_types",), num_layers, lambda n: FULL)
+    sparse_layers = {n for n in range(num_layers) if n >= keys.count("first_k_dense_replace", default=3)}
+    listed_layers = keys.get("moe_layers_enum")
+    if listed_layers is not None:
+        numbers = listed_layers.split(",") if isinstance(listed_layers, str) else listed_layers
+        if not isinstance(numbers, list) or not all(str(n).strip().isdecimal() for n in numbers):
+            keys.refuse("moe_layers_enum", "a list of the numbers of layers")
+        sparse_layers = {int(n) for n in numbers}
+    blocks = words_of_layers(
+        keys, ("mlp_layer_types",), num_layers, lambda n: "sparse" if n in sparse_layers else "dense"
+    )
+    if {*blocks} - {"dense", "sparse"}:
+        keys.refuse("mlp_layer_types", '"dense" or "sparse" in each layer')
+    rotations = [keys.rotation(word, layer=n) for n, word in enumerate(words)]
+    num_kv_heads = keys.size("num_key_value_heads", "num_attention_groups")
+    heads_by_word = {FULL: keys.count("num_attention_heads"), SLIDING: _windowed_heads(keys, num_kv_heads)}
+    num_experts = keys.size("n_routed_experts", "num_experts", "moe_num_experts")
+    experts = {"experts": {
+        "num_experts": num_experts, "num_experts_per_tok": keys.size("num_experts_per_tok", "moe_top_k"),
+        "moe_intermediate_size": keys.size("moe_intermediate_size"), "hidden_act": keys.activation("hidden_act"),
+        "shared_expert_intermediate_size": keys.size("share_expert_dim", "share_expert_dims"),
+        "scoring_func": "sigmoid", "routed_scaling_factor": float(keys.get("moe_router_scaling_factor", default=1.0)),
+    }}  # fmt: skip
+
+    def type_of(n: int) -> Block:
+        layer_window = _window(keys, words[n], window)
+        attention = grouped_query(
+            keys, rotations[n], num_attention_heads=heads_by_word[words[n]], num_key_value_heads=num_kv_heads,
+            qk_norm="head", output_gate="head", sliding_window=layer_window,
+        )  # fmt: skip
+        return attention | (experts if blocks[n] == "sparse" else dense(keys))
+
+    def key_of(n: int) -> tuple[Any, ...]:
+        return words[n], blocks[n], rotations[n]["rope_theta"], rotations[n]["partial_rotary_factor"]
+
+    layers = layers_of(keys, num_layers, type_of, key_of)
+    expert_fields = _experts_fields(experts) if "sparse" in blocks else {}
+    sizes = {"num_key_value_heads": num_kv_heads}
+    return _common(keys, rotations[0], eps=1e-5, **sizes) | expert_fields | layers
+
+
+def _windowed_heads(keys: ConfigKeys, num_kv_heads: int) -> int:
+    """Number of heads of layers with a window, which files give under either of two keys."""
+    name = "attention_other_setting"
+    settings = keys.get(name) or {}
+    same_sizes = {
+        "num_attention_groups": num_kv_heads, "head_dim": keys.size("head_dim"), "true_head_dim": keys.size("head_dim"),
+        "attention_type": SLIDING,
+    }  # fmt: skip
+    if not isinstance(settings, dict) or any(
+        settings.get(key, size) != size for key, size in same_sizes.items()
+    ):
+        keys.refuse(name, "with the key/value heads and the head_dim of the other layers")
+    num_heads = settings.get("num_attention_heads", keys.count("num_attention_heads"))
+    return keys.count("num_sliding_attention_heads", default=num_heads)
+
+
 _NEMOTRON_WORDS = {
     "M": LINEAR, "mamba": LINEAR, "*": FULL, "attention": FULL, "-": "mlp", "E": "moe",
     **{word: word for word in (LINEAR, FULL, "mlp", "moe")},
@@ -386,6 +464,17 @@ def _decoder(keys: ConfigKeys, **settings: Any) -> Block:
 
     layers = layers_of(keys, num_layers, type_of, lambda n: (words[n], is_rotated(n)))
     return _common(keys, rotation, **settings.get("shape", {})) | layers
+
+
+def _arcee(keys: ConfigKeys) -> Block:
+    """Feed-forward blocks without a gate."""
+    has_bias = keys.get("attention_bias", default=False)
+    block = {
+        "gated": False, "mlp_bias": keys.get("mlp_bias", default=False),
+        "hidden_act": keys.activation("hidden_act", default="relu2"),
+    }  # fmt: skip
+    attention = {"attention_bias": has_bias, "output_bias": has_bias}
+    return _decoder(keys, attention=attention, block=block, shape={"eps": 1e-5})
 
 
 def _olmo3(keys: ConfigKeys) -> Block:
@@ -566,12 +655,13 @@ READERS: dict[str, Callable[[ConfigKeys], Block]] = {
     "llama4_text": _llama4, "qwen3_next": _qwen3_next, "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_next,
     "minimax_m2": _minimax_m2, "nemotron_h": _nemotron_h, "olmo3": _olmo3, "phi3": _phi3, "smollm3": _smollm3,
     "exaone4": _exaone4, "seed_oss": _seed_oss, "ernie4_5": _ernie, "ernie4_5_moe": _ernie_moe, "granite": _granite,
-    "nemotron-nas": _nemotron_nas,
+    "nemotron-nas": _nemotron_nas, "arcee": _arcee, "step3p5": _step3, "step3p7": _step3,
 }  # fmt: skip
 """model_type -> what reads the files of such models."""
 TEXT_TYPES = {
     "gemma3": "gemma3_text", "llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "kimi_k25": "kimi_k2", "mistral3": "mistral4",
+    "step3p7": "step3p5",
 }  # fmt: skip
 """model_type of a model for texts and images -> that of its part for texts, which stands under `text_config`."""
 

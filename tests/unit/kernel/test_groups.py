@@ -93,7 +93,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
     trainer: Any = SimpleNamespace(
         shards=params, spec=SimpleNamespace(shape=TINY), layout=Layout(dp=2, tp=tp), device="cpu",
         mesh=SimpleNamespace(get_group=str), cuts=CUTS,
-        ties_across_stages=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
+        ties_across_stages=axis == "pp", copy_name="head.weight", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if differs:
         with pytest.raises(ReplicasDifferError, match=name):

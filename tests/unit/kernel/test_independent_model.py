@@ -26,6 +26,7 @@ SCALED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 LATENT = {
@@ -33,6 +34,7 @@ LATENT = {
     "num_key_value_heads": 4, "rms_norm_eps": 0.1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 """Values that are narrower than keys, and norms of latents with another eps than the others."""
+GROUPS = {"n_group": 4, "topk_group": 2}
 CONFIGS = {
     "llama": {"model_type": "llama"},
     "llama-scaled": {"model_type": "llama", "rope_scaling": SCALED, "rope_theta": 100.0, "rms_norm_eps": 1e-3},
@@ -50,11 +52,34 @@ CONFIGS = {
         "model_type": "glm4_moe", "head_dim": 12, **SHARED, "use_qk_norm": True, "rope_scaling": SCALED,
         "norm_topk_prob": False,
     },
+    "glm-groups": {
+        "model_type": "glm4_moe", "head_dim": 16, **SHARED, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    },
+    "dots-groups": {
+        "model_type": "dots1", "head_dim": 16, **SHARED, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
+    "llama-yarn": {"model_type": "llama", "rope_scaling": YARN, "rope_theta": 100.0},
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 4.0, "truncate": False},
+    },
+    "arcee": {"model_type": "arcee"},
+    "arcee-gelu": {"model_type": "arcee", "hidden_act": "gelu", "tie_word_embeddings": True},
+    "arcee-gelu-tanh": {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh", "rope_scaling": YARN},
     "olmoe": {"model_type": "olmoe", "num_experts_per_tok": 3, "num_experts": 8},
     # Moonlight has no latent of queries, Kimi shares a single expert.
     "deepseek-v2": {"model_type": "deepseek_v2", **LATENT, **SHARED, "routed_scaling_factor": 1.5, "head_dim": 6},
     "deepseek-v2-lite": {"model_type": "deepseek_v2", **LATENT, **SHARED, "q_lora_rank": None, "head_dim": 6},
     "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, **SHARED, "routed_scaling_factor": 2.5},
+    "deepseek-v2-groups": {
+        "model_type": "deepseek_v2", **LATENT, **SHARED, "head_dim": 6, **GROUPS, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek-v3-groups": {
+        "model_type": "deepseek_v3", **LATENT, **SHARED, **GROUPS, "routed_scaling_factor": 2.5,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    },
     "moonlight": {
         "model_type": "deepseek_v3", **LATENT, **SHARED, "q_lora_rank": None, "routed_scaling_factor": 2.446,
         "rope_theta": 50000.0, "attention_bias": True,
@@ -123,7 +148,8 @@ def models(name):
     torch.manual_seed(0)
     ours = Decoder(shape, split_stages(shape, 1)[0], [range(SEQ_LEN)]).double()
     for param in ours.parameters():
-        torch.nn.init.normal_(param, 0.5, 0.2)
+        # Matrices of mean 0 give activations of both signs, where their kinds differ.
+        torch.nn.init.normal_(param, 0.5 if param.dim() == 1 else 0.0, 0.2)
     config = AutoConfig.for_model(**values)
     options = {"experts_implementation": "eager"} if shape.num_experts else {}
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).double()
@@ -133,7 +159,8 @@ def models(name):
         experts and experts[0].scoring_func == "sigmoid"
     ):  # the bias of an expert changes the choice, but no weight
         for balance in router_biases(ours).values():
-            balance.copy_(torch.linspace(0, 0.5, shape.num_experts))
+            # Their order lets the best experts, and the best groups by both measures, differ.
+            balance.copy_(torch.linspace(0, 0.5, shape.num_experts)[3 * torch.arange(shape.num_experts) % 8])
     else:
         state = {key: value for key, value in state.items() if not key.endswith("balance")}
     theirs.load_state_dict(in_their_words(shape, state))

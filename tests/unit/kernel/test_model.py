@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from ultrabench.kernel import data
 from ultrabench.kernel.compile import GraphCounter
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
-from ultrabench.kernel.model import INIT_STD, Decoder
+from ultrabench.kernel.model import INIT_STD, Decoder, copy_name
 from ultrabench.kernel.recompute import apply_recompute, recompute_of
 from ultrabench.kernel.requests import TINY
+from ultrabench.kernel.rope import rope_tables, rotation_of
 from ultrabench.kernel.step import learning_rate
 from ultrabench.layout import Layout
 from ultrabench.run import Workload
 from ultrabench.stages import split_stages
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
+PREDICTING = dataclasses.replace(TINY, num_nextn_predict_layers=1)
 
 
 def stages_of(shape, pp=1):
@@ -27,7 +29,7 @@ def stages_of(shape, pp=1):
     return [Decoder(shape, stage, [range(64)]) for stage in split_stages(shape, pp)]
 
 
-@pytest.mark.parametrize("shape", [TINY, TIED])
+@pytest.mark.parametrize("shape", [TINY, TIED, PREDICTING])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_stages_hold_the_parameters_of_the_model(shape, pp):
     """Under the same names, as many as the shape says."""
@@ -37,7 +39,7 @@ def test_stages_hold_the_parameters_of_the_model(shape, pp):
     for model, stage in zip(stages, split_stages(shape, pp), strict=True):
         assert sum(p.numel() for p in model.parameters()) == stage.num_params(shape)
     names = {name for model in stages for name, _ in model.named_parameters()}
-    tied_copy = {"head.weight"} if shape.tie_word_embeddings and pp > 1 else set()
+    tied_copy = {copy_name(shape)} - {None} if pp > 1 else set()
     assert names - tied_copy == {name for name, _ in whole.named_parameters()}
 
 
@@ -118,3 +120,45 @@ def test_tokens_depend_on_seed_step_and_index_only():
     assert not torch.equal(batch(range(4), seed=2)[0], inputs)
     assert int(inputs.min()) >= 0
     assert int(inputs.max()) < 100
+
+
+def test_targets_are_the_next_tokens():
+    """With later ones, each position has those that follow it, also where they are beyond the sequence."""
+    workload, device = Workload(seq_len=16, gbs=4, seed=1), torch.device("cpu")
+    tokens = torch.stack([data.sample(1, 1, index, 18, 100) for index in range(3)])
+    inputs, targets = data.make_batch(range(3), 1, workload, 100, device, 2)
+    assert torch.equal(inputs, tokens[:, :16])
+    assert torch.equal(targets, tokens.unfold(1, 3, 1)[:, 1:])
+
+
+def test_a_module_predicts_the_token_after_the_next():
+    """The loss of a decoder with two modules is what the formulas of arXiv 2412.19437, section 2.2, give."""
+    shape = dataclasses.replace(TINY, num_hidden_layers=1, num_nextn_predict_layers=2)
+    torch.manual_seed(0)
+    decoder = Decoder(shape, split_stages(shape, 1)[0], [range(8)]).double()
+    for param in decoder.parameters():
+        torch.nn.init.normal_(param, 0.5 if param.dim() == 1 else 0.0, 0.2)
+    tokens, params = torch.randint(shape.vocab_size, (2, 11)), dict(decoder.named_parameters())
+    inputs, targets = tokens[:, :8], tokens.unfold(1, 3, 1)[:, 1:]
+
+    def normed(x, name):
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.rms_norm_eps) * params[f"{name}.weight"]
+        )
+
+    def loss_of(x, position):
+        logits = x @ params["head.weight"].T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[..., position].flatten())
+
+    tables = rope_tables([range(8)], rotation_of(shape, shape.layer(0)), params["norm.weight"])
+    embedding = params["embedding.weight"]
+    x = normed(decoder.layers["0"](embedding[inputs], *tables), "norm")
+    losses = [loss_of(x, 0)]
+    for k, number in enumerate(("1", "2")):
+        parts = (x, "hidden_norm"), (embedding[targets[..., k]], "embedding_norm")
+        joined = torch.cat([normed(part, f"predict.{number}.join.{name}") for part, name in parts], -1)
+        x = decoder.layers[number](joined @ params[f"predict.{number}.join.projection.weight"].T, *tables)
+        x = normed(x, f"predict.{number}.norm")
+        losses.append(loss_of(x, k + 1))
+    expected = losses[0] + 0.3 * (losses[1] + losses[2]) / 2
+    assert decoder(inputs, targets).item() == pytest.approx(expected.item(), abs=1e-12)

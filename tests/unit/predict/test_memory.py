@@ -173,6 +173,19 @@ def runs(draw):
     return spec_of(layout, shape, seq_len=512)
 
 
+@pytest.mark.parametrize(
+    ("framework", "num_rows"), [("nanotron", 50258), ("megatron", 50432), ("ultrabench", 50432)]
+)
+def test_each_program_pads_a_vocabulary_to_its_own_multiple(framework, num_rows):
+    """nanotron to a multiple of tp, the others to one of 128 * tp; 2 bytes of weights per parameter in bf16."""
+    shape, layout = replace(load_model("1B"), vocab_size=50257), Layout(dp=1, tp=2, gas=16)
+    padded, unpadded = (
+        predict_memory(spec_of(layout, replace(shape, vocab_size=rows)), constants(framework))[0].weights
+        for rows in (50257, num_rows)
+    )
+    assert padded == unpadded
+
+
 @pytest.mark.parametrize("framework", ["nanotron", "megatron", "ultrabench"])
 @given(spec=runs())
 def test_parts_add_up_and_more_tokens_need_more_memory_and_less_sharding_never_less(framework, spec):

@@ -1,14 +1,17 @@
 """The adaptive search: what it runs next, what it learns, when it ends, and what replays of it cost."""
 
+import json
 import math
 import re
+import sys
 from collections import namedtuple
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
-from replay import STRATEGIES, ReplayedRun, replay
+from replay import STRATEGIES, ReplayedRun, main, replay
 from replay_figure import figure
 
 from tests.strategies import layouts
@@ -218,3 +221,13 @@ def test_a_number_that_may_be_0_fails_without_a_coordinate_of_its_own(monkeypatc
     coordinates.cache_clear()
     with pytest.raises(ValueError, match="zero_stage=0 has no number of doublings"):
         coordinates(Layout(dp=1))
+
+
+def test_the_program_replays_a_file_and_refuses_an_unknown_strategy(monkeypatch, capsys):
+    path = Path(__file__).parents[3] / "benchmarks/h100/runs.parquet"
+    monkeypatch.setattr(sys, "argv", ["replay.py", str(path), "--strategy", "exhaustive", "--json"])
+    assert main() == 0
+    assert json.loads(capsys.readouterr().out)["strategy"] == "exhaustive"
+    monkeypatch.setattr(sys, "argv", ["replay.py", str(path), "--strategy", "adaptiv"])
+    assert main() == 2
+    assert "unknown strategy 'adaptiv'; did you mean adaptive?" in capsys.readouterr().err

@@ -175,6 +175,7 @@ def test_the_models_name(path, change, name):
 KV = ("num_key_value_heads",)
 ALONE = {"model_type": "mistral", "sliding_window": None}
 SCALING = LLAMA["rope_scaling"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 OLD_SCALING = {k: v for k, v in SCALING.items() if k != "rope_type"} | {"type": "llama3"}
 ROPE = ("rope_scaling", "rope_theta")
 
@@ -235,11 +236,16 @@ REFUSED = [
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, 'only with hidden_act "silu"; to benchmark its sizes only, '
         'write them to ./ultrabench/'),
-        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models only with rope_type '
-        '"llama3" or "default";'),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling lacks the keys factor, original_max_position"),
+        ({"rope_scaling": {**SCALING, "rope_type": "yarn"}}, "rope_scaling.low_freq_factor=1.0 has no effect with "
+        "rope_type=yarn; leave it out"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "rope_scaling.beta_fast=0.5; must be at least beta_slow=1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"; ultrabench trains llama models '
+        'only with rope_type "llama3" or "yarn" or "default";'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks the keys factor, low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks the keys factor, original_max_position"),
+        ({"rope_scaling": {**SCALING, "low_freq_factor": None}}, "rope_scaling lacks the key low_freq_factor, which "
+        "rope_type=llama3 needs"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4}}, "above low_freq_factor=4"),
         ({"rope_scaling": {**SCALING, "factor": 0.5}}, "rope_scaling.factor=0.5; must be >= 1"),
         ({"head_dim": 127}, "head_dim=127; rotary embeddings need an even head_dim"),
@@ -275,7 +281,9 @@ REFUSED = [
         "with attention_bias false"),
         (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; ultrabench trains qwen3_moe models only "
         "with mlp_only_layers []"),
-        (GLM, {"n_group": 8}, "n_group is 8"), (GLM, {"topk_group": 4}, "topk_group is 4"),
+        (GLM, {"n_group": 3}, "n_group=3 must divide num_experts=128"),
+        (GLM, {"topk_group": 4}, "topk_group=4; must be in 1..n_group=1"),
+        (GLM, {"n_group": 32, "topk_group": 1}, "num_experts_per_tok=8; topk_group=1 groups have 4 experts"),
         (DOTS, {"attention_bias": True}, "dots1 models only with"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; ultrabench trains olmoe models only with clip_qkv null; "),
         (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
@@ -342,8 +350,8 @@ NO_SIZES = "choose another model, since ultrabench knows no sizes that stand for
         (DOTS, {"scoring_func": "softmax"}, "ultrabench trains dots1 models only with scoring_func "
         "sigmoid or noaux_tc"),
         (LLAMA, {"rope_scaling": {**SCALING, "mrope_section": [2, 3]}}, "rope_scaling has mrope_section [2, 3]"),
-        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "attention_factor": 1.2}},
-            "rope_scaling has attention_factor 1.2"),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "attention_factors": 1.2}},
+            "rope_scaling has attention_factors 1.2"),
         # Types.
         (LLAMA, {"model_type": "llama4"}, "lacks text_config, which llama4 models have; give"),
         (LLAMA, {"model_type": "olmo"}, "'olmo'; ultrabench knows"),
@@ -353,7 +361,7 @@ NO_SIZES = "choose another model, since ultrabench knows no sizes that stand for
         (LLAMA, {"model_type": "opt", "hidden_act": "relu"}, NO_SIZES), (LLAMA, {"num_local_experts": 8}, NO_SIZES),
         (LLAMA, {"model_type": "own"}, NO_SIZES),
         *((LLAMA, {"model_type": name, "hidden_act": "gelu"}, NO_SIZES) for name in ("starcoder2", "nemotron",
-            "gpt_neox", "phi", "arcee", "apertus")),
+            "gpt_neox", "phi", "apertus")),
         (LLAMA, {"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "to benchmark its sizes only"),
         (LLAMA, {"mlp_bias": True}, "to benchmark its sizes only"),
     ],

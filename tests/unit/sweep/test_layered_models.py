@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 from tests.configs import refused
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
+from ultrabench.model_shape import RopeScaling
 from ultrabench.sweep.config.checkpoint import shape_from, shape_of
 from ultrabench.sweep.config.families.readers import READERS, TEXT_TYPES
 from ultrabench.sweep.config.load import load_config
@@ -49,6 +51,10 @@ STATES = {
     "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 56, "num_hidden_layers": None,
     "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp", "moe"],
 }  # fmt: skip
+STEP = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "share_expert_dim": 40,
+    "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"] * 4, "num_sliding_attention_heads": 6,
+}  # fmt: skip
 MODELS = {
     "deepseek_v2": [LATENT, {**LATENT, "q_lora_rank": None}],
     "deepseek_v3": [LATENT, {**LATENT, "attention_bias": True}],
@@ -70,6 +76,8 @@ MODELS = {
         "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
         "moe_layer_end_index": 6,
     }],
+    "arcee": [{}, {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}],
+    "step3p5": [STEP, {**STEP, "mlp_layer_types": ["sparse"] * 8}],
     "granite": [{"head_dim": None}, {"head_dim": None, "mlp_bias": True, "embedding_multiplier": 12.0}],
 }  # fmt: skip
 CASES = [(model_type, words) for model_type, cases in MODELS.items() for words in cases]
@@ -83,7 +91,7 @@ def config_of(model_type, words):
 
 
 def test_every_reader_is_compared_with_transformers():
-    without_class = {"kimi_k2", "nemotron-nas"}
+    without_class = {"kimi_k2", "nemotron-nas", "step3p7"}
     assert READERS.keys() - MODELS.keys() == without_class
     assert {*TEXT_TYPES.values()} <= READERS.keys()
 
@@ -91,10 +99,12 @@ def test_every_reader_is_compared_with_transformers():
 @pytest.mark.parametrize(("model_type", "words"), CASES)
 def test_a_model_has_the_parameters_of_that_of_transformers(model_type, words):
     config = config_of(model_type, words)
-    model_of = Mistral4ForCausalLM if model_type == "mistral4" else AutoModelForCausalLM.from_config
+    classes = {"mistral4": Mistral4ForCausalLM, "step3p5": Step3p7TextModel}
     with torch.device("meta"):
-        named_params = model_of(config).named_parameters()
+        named_params = classes.get(model_type, AutoModelForCausalLM.from_config)(config).named_parameters()
     trained = [p.numel() for name, p in named_params if not any(part in name for part in BUFFERS)]
+    if model_type == "step3p5":  # its class with a head is one of images, too
+        trained.append(config.vocab_size * config.hidden_size)
     values = config.to_dict()
     shape = shape_of(values, "m", "m")
     assert shape.num_params == sum(trained)
@@ -111,6 +121,33 @@ def test_the_layers_of_a_file_are_of_the_types_that_its_keys_say():
     assert gemma.layer_order == "(aaaaab)"
     assert Counter(gemma.layer(n).attention.sliding_window for n in range(14)) == {4096: 12, None: 2}
     assert (gemma.layer(0).norms, gemma.embedding_multiplier) == ("both", 8.0)
+
+
+def test_the_keys_of_published_step_files_say_the_same_as_those_of_transformers():
+    """Published files list rotations of layers, and give the heads of layers with a window in a setting of its own."""
+    listed = {key: value for key, value in STEP.items() if key != "num_sliding_attention_heads"} | {
+        "rope_theta": [5e6, 1e4] * 4, "partial_rotary_factors": [0.5, 1.0] * 4, "moe_layers_enum": "3,4,5,6,7",
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6, "head_dim": 16},
+    }  # fmt: skip
+    config = config_of("step3p5", listed)
+    flat = {key: value for key, value in (SIZES | listed).items() if key != "pad_token_id"}
+    flat |= {"model_type": "step3p7", "tie_word_embeddings": False}
+    shape = shape_of(flat, "m", "m")
+    assert shape_of({"model_type": "step3p7", "text_config": config.to_dict()}, "m", "m") == shape
+    assert shape.layer_order == "aba(cd)"
+    heads = [
+        (t.grouped_query.num_attention_heads, t.grouped_query.partial_rotary_factor) for t in shape.kinds
+    ]
+    assert heads == [(4, 0.5), (6, 1.0), (6, 1.0), (4, 0.5)]
+    for change, line in (
+        ({"swiglu_limits_shared": [0.0] * 7 + [16.0]}, "only with swiglu_limits_shared 0 or null in all layers"),
+        ({"rope_theta": [5e6] * 7}, "must have a number for layer 7"),
+        ({"attention_other_setting": {"num_attention_groups": 3}}, "only with attention_other_setting with the"),
+        ({"moe_layers_enum": "x"}, "only with moe_layers_enum a list of the numbers of layers"),
+        ({"model_type": "gemma4"}, "unsupported model_type 'gemma4'"),
+    ):  # fmt: skip
+        with refused(line):
+            shape_of(flat | change, "m", "m")
 
 
 def test_sizes_of_each_layer_are_read():
@@ -258,21 +295,46 @@ def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
     assert refusal(command, Layout(dp=1), shape, 64, "cpu") is None
 
 
+def test_a_program_without_words_for_a_part_that_the_embedded_kernel_trains_is_refused():
+    kernels = (
+        KernelConfig(name="embedded"),
+        load_config(["kernel=nanotron", "model=tiny", "hardware=h100x8"]).kernel,
+    )
+    for model_type, words, feature in (
+        ("arcee", {}, "feed-forward blocks without a gate"),
+        ("llama", {"rope_scaling": DEEPSEEK["rope_scaling"], "head_dim": 16}, "yarn rotations"),
+    ):
+        shape = shape_of(config_of(model_type, words).to_dict(), "m", "m")
+        ours, theirs = (refusal(kernel, Layout(dp=2, zero_stage=1), shape, 64, "cuda") for kernel in kernels)
+        assert ours is None
+        assert f"kernel nanotron has no word for {feature}, which m has" in theirs
+
+
+def test_a_rotation_with_another_key_is_not_trained_as_yarn():
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    other = {**yarn, "llama_4_scaling_beta": 0.1}
+    scalings = [shape_of({**DEEPSEEK, "rope_scaling": rope}, "m", "m").rope_scaling for rope in (yarn, other)]
+    assert scalings == [RopeScaling(**yarn), None]
+    shape = shape_of({**DEEPSEEK, "rope_scaling": other}, "m", "m")
+    reason = refusal(KernelConfig(name="embedded"), Layout(dp=1), shape, 64, "cpu")
+    assert "the embedded kernel does not train rotations of its rope_type, which m has" in reason
+
+
 def test_layers_that_the_embedded_kernel_cannot_tell_apart_or_cut_are_refused():
     embedded, advice = KernelConfig(name="embedded"), "which m has: use kernel=command or another model"
     sizes = {key: SIZES[key] for key in SIZES if key not in ("pad_token_id", "attention_bias")}
     window = {"grouped_query": {"sliding_window": 16}, "feed_forward": {}}
     full = {"grouped_query": {}, "feed_forward": {}}
-    for types, feature in (
-        ([window, full], "layers with different attention"),
+    few_heads = {"grouped_query": {"num_attention_heads": 2}, "feed_forward": {}}
+    for types, reason in (
+        ([few_heads, full], f"the embedded kernel does not train layers with different attention, {advice}"),
         (
-            [window, window | {"feed_forward": {"intermediate_size": 8}}],
-            "windows of attention in layer_types",
+            [window, full],
+            "sliding_window=16 is shorter than seq_len=64; ultrabench's attention has no window",
         ),
     ):
         words = {"name": "m", **sizes, "tie_word_embeddings": False, "layer_types": types}
-        reason = refusal(embedded, Layout(dp=1), shape_from(words, "model m"), 64, "cpu")
-        assert reason == f"the embedded kernel does not train {feature}, {advice}"
+        assert reason in refusal(embedded, Layout(dp=1), shape_from(words, "model m"), 64, "cpu")
     shared = shape_of(DEEPSEEK | {"n_shared_experts": 1, "moe_intermediate_size": 42}, "m", "m")
     reason = refusal(embedded, Layout(dp=1, tp=4), shared, 64, "cpu", any_model=True)
     assert reason == "tp=4 does not divide shared_expert_intermediate_size=42"

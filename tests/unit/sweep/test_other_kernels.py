@@ -207,9 +207,10 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
     assert list(not_expressed(spec, config.kernel)) == []
     own = replace(spec, kernel=config.kernel)
     assert "--moe-router-force-load-balancing" in command_of(own, config)
-    learned = replace(spec, kernel=replace(config.kernel, routing="learned"))
-    assert "--moe-router-force-load-balancing" not in fill_in(learned, AttemptKey("x", 0, 0), config.measure)
-    skewed = replace(config.kernel, routing="skew=0.5")
+    other_routing = "kernel.routing={}".format
+    learned = load_config(["kernel=megatron", "model=8B", other_routing("learned")])
+    assert "--moe-router-force-load-balancing" not in command_of(replace(own, kernel=learned.kernel), learned)
+    skewed = load_config(["kernel=megatron", "model=8B", other_routing('"skew=0.5"')]).kernel
     reason = "kernel megatron supports routing in [balanced, learned]; routing=skew=0.5"
     assert refusal(skewed, spec.layout, spec.shape, 64, "cuda") == reason
     dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
@@ -246,8 +247,8 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
     assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned: ")
     assert spec_for_kernel(learned, config.kernel).kernel.command == config.kernel.command
-    own = replace(spec, kernel=replace(config.kernel, routing="balanced"))
-    assert "--debug.moe-force-load-balance" in fill_in(own, AttemptKey("x", 0, 0), config.measure)
+    command = command_of(spec, config)
+    assert "--debug.moe-force-load-balance" not in command, "its router chooses in a run of its own"
     full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
     reason = "kernel torchtitan supports num_experts in [0]; num_experts=8"
     assert refusal(config.kernel, spec.layout, full, 64, "cuda") == reason
@@ -280,12 +281,14 @@ OTHER_VALUES = {name: {name: value} for name, value in OTHER.items()} | {
 OF_EXPERTS = {
     "ep": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "decoder_sparse_step": 2, "scoring_func": "sigmoid", "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+    "n_group": 4,
 }  # fmt: skip
 """Another value of each word that needs a model with experts."""
 CHANGES = [
     *(({}, name, values) for name, values in OTHER_VALUES.items()),
     *((EXPERTS, name, EXPERTS | {name: value}) for name, value in OF_EXPERTS.items()),
     ({"layer_types": TYPES}, "layer_order", {"layer_types": TYPES, "layer_order": "(aab)"}),
+    (EXPERTS | {"n_group": 4}, "topk_group", EXPERTS | {"n_group": 4, "topk_group": 2}),
     ({"qk_norm": True}, "qk_norm_across_heads", {"qk_norm": True, "qk_norm_across_heads": True}),
 ]
 """The values of a run beside the usual ones, a word, and these values with another one of it."""
@@ -386,6 +389,33 @@ def test_megatron_is_told_the_types_of_layers(model, arguments):
     hybrid = [word for word in command if word.startswith("--hybrid-layer-pattern=MEMEM*")]
     assert len(hybrid) == (model == "nemotron-3")
     assert ("--disable-bias-linear" in command) == (model != "gpt-oss-120b")
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "arguments"),
+    [
+        ("llama3-8b", {"virtual_stages": 2}, {"--num-virtual-stages-per-pipeline-rank=2"}),
+        ("llama3-8b", {"pp_layout": "17-15"}, {f"--pipeline-model-parallel-layout=E{'t' * 17}|{'t' * 15}L"}),
+        ("deepseek-v3", {"virtual_stages": 2, "pp_layout": "16-16-15-14"},
+         {f"--pipeline-model-parallel-layout=E{'t' * 16}|{'t' * 16}|{'t' * 15}|{'t' * 14}mL", "--mtp-num-layers=1"}),
+    ],
+)  # fmt: skip
+def test_megatron_is_told_the_stages_of_a_pipeline(model, axes, arguments):
+    config = load_config(["kernel=megatron", f"model={model}", "sweep.nodes=[1]"])
+    schedule = "interleaved" if "virtual_stages" in axes else "1f1b"
+    layout = Layout(dp=4, pp=2, gas=4, zero_stage=1, pp_schedule=schedule, **axes)
+    num_predicted = int("--mtp-num-layers=1" in arguments)
+    shape = replace(config.models[0], num_nextn_predict_layers=num_predicted)
+    spec = spec_of(layout, shape, config.kernel)
+    assert refusal(spec.kernel, layout, shape, 4096, "cuda") is None
+    commands = {*command_of(spec, config)}
+    assert arguments <= commands
+    about_stages = [word for word in commands if "virtual-stages" in word or "parallel-layout" in word]
+    assert len(about_stages) == 1
+    short_rounds = replace(layout, gas=3)
+    if schedule == "interleaved":
+        reason = "kernel megatron supports gas_modulo_pp in [0]; gas_modulo_pp=1"
+        assert refusal(spec.kernel, short_rounds, shape, 4096, "cuda").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@ from functools import cache
 
 import pytest
 
+from ultrabench.attention_type import GroupedQuery, Latent
+from ultrabench.feed_forward_type import FeedForward
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.plan import make_plan
@@ -81,6 +84,68 @@ def test_products_that_fp8_lacks_are_refused(layout, changes, architecture, reas
     assert (refusals[0] is None) == (reason is None)
     assert reason is None or reason in refusals[0]
     assert refusals[1] is None
+
+
+GROUPED = GroupedQuery(num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+LATENT = Latent(
+    num_attention_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+)
+WIDE_VALUES = replace(LATENT, v_head_dim=48)
+SINGLE_HEAD = replace(LATENT, num_attention_heads=2, qk_nope_head_dim=8, v_head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision", "cp", "device", "advice"),
+    [
+        ("auto", "bf16", 1, "cpu", "use attention=math or another model"), ("math", "bf16", 1, "cpu", None),
+        ("flash", "bf16", 2, "cuda", "use another model"), ("auto", "fp32", 1, "cuda", None),
+        ("auto", "bf16", 1, "cuda", "use attention=math or another model"),
+    ],
+)  # fmt: skip
+def test_values_that_are_wider_than_keys_are_refused_by_fused_attention(
+    attention, precision, cp, device, advice
+):
+    kernel = KernelConfig(name="embedded", attention=attention, precision=precision)
+    types = (LayerType(latent=WIDE_VALUES, feed_forward=FeedForward(intermediate_size=128)),)
+    shape = replace(TINY, layer_types=types)
+    fact = "v_head_dim=48 is more than qk_nope_head_dim+qk_rope_head_dim=32"
+    text = advice and f"{fact}; attention={attention} cannot pad keys to the width of values: {advice}"
+    assert refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device) == text
+
+
+@pytest.mark.parametrize(
+    ("axes", "attention", "widths", "reason"),
+    [
+        ({}, GROUPED, (128, 256), None), ({}, GROUPED, (128, 72), "intermediate_size/tp=72"),
+        ({"tp": 2}, GROUPED, (128, 144), "intermediate_size/tp=72"), ({}, LATENT, (128, 256), None),
+        ({"tp": 4}, LATENT, (128, 256), None), ({"tp": 4, "sequence_parallel": "off"}, LATENT, (128, 256), None),
+        ({"tp": 4, "cp": 2}, LATENT, (128, 256), "mbs*seq_len/(cp*tp)=8"),
+        ({"tp": 4, "cp": 2, "sequence_parallel": "off"}, LATENT, (128, 256), None),
+        ({"tp": 4, "cp": 2}, GROUPED, (128, 256), None),  # multiplies the tokens of all ranks of tp
+        ({"tp": 2}, LATENT, (128, 144), "intermediate_size/tp=72"),
+        ({}, replace(LATENT, qk_rope_head_dim=8), (128, 256), "outputs of latent attention=24"),
+        ({}, replace(LATENT, q_lora_rank=24), (128, 256), "outputs of latent attention=24"),
+        ({"tp": 2}, SINGLE_HEAD, (128, 256), "outputs of latent attention=24"),
+    ],
+)  # fmt: skip
+def test_products_that_fp8_lacks_are_refused_in_layers_of_any_type(axes, attention, widths, reason):
+    """Of layers of two widths the second one counts as the first, and latents are products of a rank's own tokens."""
+    kind = "latent" if isinstance(attention, Latent) else "grouped_query"
+    types = tuple(
+        LayerType(**{kind: attention, "feed_forward": FeedForward(intermediate_size=w)}) for w in widths
+    )
+    shape = replace(TINY, layer_types=types, num_attention_heads=4, num_key_value_heads=4)
+    kernel, layout = KernelConfig(name="embedded", precision="fp8"), Layout(dp=1, **axes)
+    text = refusal(kernel, layout, shape, 64, "cuda", configured("h100x8").hardware)
+    expected_text = (
+        reason and f"precision=fp8 needs matrix sizes that are multiples of 16; {reason}: use precision=bf16"
+    )
+    assert text == expected_text
 
 
 @pytest.mark.parametrize(

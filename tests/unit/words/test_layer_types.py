@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoModelForCausalLM
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
-from tests.unit.sweep.test_layered_models import INDEX, LATENT, LINEAR, STATES, config_of
-from ultrabench.attention_type import GroupedQuery, Latent, Linear, StateSpace
+from tests.unit.sweep.test_layered_models import INDEX, LATENT, LINEAR, SHARED, STATES, STEP, config_of
+from ultrabench.attention_type import GroupedQuery, Index, Latent, Linear, StateSpace
 from ultrabench.feed_forward_type import FeedForward
 from ultrabench.layer_products import num_params
 from ultrabench.layer_type import LayerType
@@ -30,24 +31,38 @@ LATENT_SIZES = {
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("deepseek_v3", {**LATENT, "head_dim": None}), ("deepseek_v32", {**LATENT, **INDEX, "index_topk": TOKENS}),
-        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}), ("gemma3_text", {}),
+        ("deepseek_v3", {**LATENT, "head_dim": None, "num_hidden_layers": 3}),
+        ("deepseek_v32", {**LATENT, **INDEX, "index_topk": TOKENS, "num_hidden_layers": 2,
+            "mlp_layer_types": ["dense", "sparse"]}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "num_hidden_layers": 2}),
+        ("gemma3_text", {"num_hidden_layers": 6}),
         ("llama4_text", {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size_mlp": 112,
-            "interleave_moe_layer_step": 2}),
-        ("olmo3", {}), ("nemotron_h", {**STATES, "layers_block_type": ["full_attention", "mlp", "moe"],
+            "interleave_moe_layer_step": 2, "num_hidden_layers": 4}),
+        ("olmo3", {"num_hidden_layers": 4}),
+        ("nemotron_h", {**STATES, "layers_block_type": ["full_attention", "mlp", "moe"],
             "moe_latent_size": 32}),
+        ("deepseek_v2", {**LATENT, "head_dim": None, "q_lora_rank": None, "num_hidden_layers": 3}),
+        ("qwen3_next", LINEAR | SHARED | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
+        ("step3p5", {**STEP, "num_hidden_layers": 4, "layer_types": STEP["layer_types"][:4],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}),
     ],
 )  # fmt: skip
 def test_forward_of_transformers_has_the_flops_of_its_types(model_type, words):
-    """Eager attention computes the scores of all positions, which the formula palm counts, and Llama 4 all experts."""
+    """Eager attention computes the scores of all positions, which the formula palm counts, and Llama 4 all experts.
+
+    They include latents with and without a rank of queries, an index, gates of channels, of heads and of the shared
+    expert, groups of experts, experts of a latent width, and blocks with and without gates.
+    """
     config = config_of(model_type, words)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    shape, model = shape_of(config.to_dict(), "m", "m"), AutoModelForCausalLM.from_config(config)
+    shape, has_head = shape_of(config.to_dict(), "m", "m"), model_type != "step3p5"
+    model = AutoModelForCausalLM.from_config(config) if has_head else Step3p7TextModel(config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(shape.vocab_size, (1, TOKENS)))
     formula_flops = TOKENS * shape.flops_per_token(TOKENS, "palm") / 3
-    assert counter.get_total_flops() == pytest.approx(formula_flops, rel=0.01)
+    head_flops = 0 if has_head else 2 * TOKENS * shape.embedding_params
+    assert counter.get_total_flops() + head_flops == pytest.approx(formula_flops, rel=0.01)
 
 
 def test_products_of_states_are_those_of_transformers():
@@ -141,6 +156,10 @@ def test_the_formula_masked_counts_the_pairs_of_the_mask(size):
             position: token // size == position // size)),
         (GROUPED, mean_positions(lambda token, position: True)),
     ]  # fmt: skip
+    sparse = Latent(**LATENT_SIZES, index=Index(index_n_heads=3, index_head_dim=8, index_topk=size))
+    num_chosen = sum(min(token + 1, size) for token in range(100)) / 100
+    flops_of_pairs = 2 * 4 * (20 + 10) * num_chosen + 2 * 3 * (8 + 1) * 50.5
+    assert sparse.core_flops(100, "masked") == pytest.approx(flops_of_pairs)
     for attention, expected in cases:
         assert attention.positions(100) == pytest.approx(expected)
         assert attention.core_flops(100, "masked") == pytest.approx(4 * attention.q_width * expected)

@@ -18,7 +18,7 @@ from ultrabench.analysis.studies.nodes.measurements import (
     CONTROL_RATE,
     LINK_RATES,
     NODE_RATES,
-    journal_rows,
+    read_nodes,
     table_rows,
 )
 from ultrabench.analysis.studies.nodes.nodes import reports
@@ -150,7 +150,7 @@ def test_the_table_of_results_says_the_same_as_the_journals(ultrabench, nights, 
         return [report.as_json() | {"runs": None} for report in reports(rows)]
 
     table = collect(nights, pytest.fail)
-    from_journals = [row for folder in nights for row in journal_rows(folder, pytest.fail)]
+    from_journals = [row for folder in nights for row in read_nodes(folder, pytest.fail).rows]
     assert json.dumps(shown(table_rows(table))) == json.dumps(shown(from_journals))
     (page,) = (part for part in document(table, public=False)["sections"] if part["title"] == "Nodes")
     assert [row[0] for row in page["rows"]][:2] == [FAILING, SLOW]
@@ -208,8 +208,8 @@ def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
         first, *rest = night(0, "n01", 1)
         write(folder, replace(first, by={"user": "ann", "cluster": sweep, "host": "login"}), *rest)
         expected = {sweep or "local"}
-        assert {row["cluster"] for row in journal_rows(folder, pytest.fail)} == expected
+        assert {row["cluster"] for row in read_nodes(folder, pytest.fail).rows} == expected
         assert {row["cluster"] for row in table_rows(collect([folder], lambda message: None))} == expected
-        rows += journal_rows(folder, pytest.fail)
+        rows += read_nodes(folder, pytest.fail).rows
     labels = {report.label.partition(" (")[2] for report in reports(rows)}
     assert labels == {"alps)", "jura)", "local)"}
