@@ -1,7 +1,7 @@
 """Judges configuration files with nanotron's own classes; runs in nanotron's Python, and imports nothing of ultrabench.
 
-Arguments: the checkout and the compute capability of the GPUs, which it does not ask for. Reads a JSON list of commands
-on stdin, each with `arguments`, among them the path of a file, and writes on stdout the version and why each is refused,
+Arguments: the checkout and the compute capability of the GPUs, which it does not ask for. Reads a JSON list of
+commands on stdin, each with `arguments`, among them the path of a file, and writes on stdout the version and why each is refused,
 or null.
 """
 

@@ -67,7 +67,7 @@ def test_half_precision_is_as_near_as_its_rounding(monkeypatch, tokens, logits):
 def test_generated_code_gives_the_same_gradient():
     """In bf16; test_counts.py compares ranks that share the vocabulary, in fp64.
 
-    Code generation takes 30 s of CPU time, of any dtype and size, but only this test of `make test` runs such code.
+    Code generation takes 30 s of CPU time, but no other test of `make test` runs such code.
     """
     logits, targets = torch.randn(24, 50).bfloat16(), torch.arange(24)
     compiled = torch.compile(loss.logits_to_gradient, fullgraph=True, dynamic=False)
