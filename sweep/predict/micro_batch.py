@@ -84,10 +84,10 @@ class MicroBatchWork(NamedTuple):
     """Micro-batches whose losses come before this one's while no backward has begun: those of afab."""
 
 
-def micro_batch(spec: RunSpec) -> MicroBatch:
-    """The bytes of one micro-batch of a run; those of a run in fp64 are the bytes in fp32."""
+def micro_batch_work(spec: RunSpec) -> MicroBatchWork:
+    """What decides the bytes of one micro-batch of a run; those of a run in fp64 are the bytes in fp32."""
     layout, kernel = spec.layout, spec.kernel
-    work = MicroBatchWork(
+    return MicroBatchWork(
         spec.shape,
         rank_tokens(spec),
         layout.tp,
@@ -103,12 +103,11 @@ def micro_batch(spec: RunSpec) -> MicroBatch:
         not spec.compiles and kernel.attention not in ("cudnn", "math"),
         layout.gas - 1 if layout.pp_schedule == "afab" else 0,
     )
-    return _micro_batch(work)
 
 
 @lru_cache(maxsize=16384)  # 255 of the playbook's 6,576 layouts differ in it
-def _micro_batch(work: MicroBatchWork) -> MicroBatch:
-    """What `micro_batch` returns."""
+def micro_batch(work: MicroBatchWork) -> MicroBatch:
+    """The bytes of one micro-batch."""
     tp, element = work.tp, work.element
     whole_hidden = float(work.tokens * work.shape.hidden_size * element)
     hidden = whole_hidden / tp if work.sequence_parallel else whole_hidden

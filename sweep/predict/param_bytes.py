@@ -115,8 +115,19 @@ class RankBytes(NamedTuple):
     """The works among which is that of the peak."""
 
 
-def rank_bytes(spec: RunSpec, ranks: str) -> tuple[RankBytes, ...]:
-    """What the ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for hold of parameters."""
+class RankWork(NamedTuple):
+    """What decides the bytes of parameters of ranks of the pipeline axis."""
+
+    shape: ModelShape
+    pipeline: Pipeline
+    degrees: Degrees
+    handling: ParamHandling
+    ranks: str
+    """The ranks that are asked for, a word of `stage_memory`."""
+
+
+def rank_work(spec: RunSpec, ranks: str) -> RankWork:
+    """What decides the bytes of parameters of these ranks of a run."""
     layout, gas = spec.layout, spec.layout.gas
     if layout.virtual_stages > 1:
         gas = min(gas, gas % layout.pp + MAX_ROUNDS * layout.pp)
@@ -124,14 +135,13 @@ def rank_bytes(spec: RunSpec, ranks: str) -> tuple[RankBytes, ...]:
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
     handling = ParamHandling(layout.zero_stage, layout.dp_overlap, gas, element)
-    return _rank_bytes(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, ranks)
+    return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, ranks)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
-def _rank_bytes(
-    shape: ModelShape, pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, ranks: str
-) -> tuple[RankBytes, ...]:
-    """What `rank_bytes` returns."""
+def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
+    """What the ranks that are asked for hold of parameters."""
+    shape, pipeline, degrees, handling, ranks = work
     return tuple(
         RankBytes(
             rank,

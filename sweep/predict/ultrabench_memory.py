@@ -18,14 +18,30 @@ In the functions, m is the micro-batch and p is a stage of the rank.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.micro_batch import LayerBytes, MicroBatch, micro_batch, rank_tokens
-from ultrabench.sweep.predict.param_bytes import GroupBytes, RankBytes, WorkLoad, num_unsummed, rank_bytes
+from ultrabench.sweep.predict.micro_batch import (
+    LayerBytes,
+    MicroBatch,
+    MicroBatchWork,
+    micro_batch,
+    micro_batch_work,
+    rank_tokens,
+)
+from ultrabench.sweep.predict.param_bytes import (
+    GroupBytes,
+    RankBytes,
+    RankWork,
+    WorkLoad,
+    num_unsummed,
+    rank_bytes,
+    rank_work,
+)
 from ultrabench.sweep.predict.pipeline import Work
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
@@ -80,13 +96,13 @@ def ultrabench_memory(
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    schedule, m, memory = spec.layout.pp_schedule, micro_batch(spec), list[StageMemory]()
+    schedule, memory = spec.layout.pp_schedule, list[StageMemory]()
     scale = 2 if spec.kernel.precision == "fp64" else 1
     stored_scale = scale * (1 + constants.zbv_margin * (schedule == "zbv"))
     # The batch: inputs and targets.
     batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * rank_tokens(spec)
-    for rank in rank_bytes(spec, ranks):
-        _, phase, weights, gradients, stored, logits, buffers = _peak(m, rank, schedule)
+    for rank, moment in _peaks(micro_batch_work(spec), rank_work(spec, ranks)):
+        _, phase, weights, gradients, stored, logits, buffers = moment
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
@@ -133,6 +149,13 @@ def _state_bytes(spec: RunSpec, params: tuple[StageParams, ...]) -> float:
         state += 8 * num_orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
         state += 12 * shape.num_experts * sum(p.num_sparse for p in params)
     return state
+
+
+@lru_cache(maxsize=16384)  # 4,863 of the playbook's 6,576 layouts differ in it
+def _peaks(batch_work: MicroBatchWork, work: RankWork) -> list[tuple[RankBytes, Moment]]:
+    """The ranks that are asked for, each with the moment of most bytes."""
+    m, schedule = micro_batch(batch_work), work.pipeline.pp_schedule
+    return [(rank, _peak(m, rank, schedule)) for rank in rank_bytes(work)]
 
 
 def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
@@ -278,12 +301,13 @@ def _backward(
             buffers = max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
         else:
             buffers = m.whole_hidden + g.further
-        if g.reducing + released + buffers > g.new - g.freed:
-            moment = _moment(BACKWARD, g.weights, g.gradients + g.reducing, stored, 0.0, buffers)
-        else:
-            moment = _moment(g.phase, g.weights - g.freed, g.gradients + g.new, stored - released, 0.0, 0.0)
-        if moment > peak:
-            peak = moment
+        phase, weights, gradients = BACKWARD, g.weights, g.gradients + g.reducing
+        if g.reducing + released + buffers <= g.new - g.freed:
+            phase, weights, gradients = g.phase, g.weights - g.freed, g.gradients + g.new
+            stored, buffers = stored - released, 0.0
+        # Most groups are not that of the peak.
+        if weights + gradients + stored + buffers >= peak[0]:
+            peak = max(peak, _moment(phase, weights, gradients, stored, 0.0, buffers))
         if g.reduced_later:
             peak = max(peak, _moment(OPTIMIZER, *g.reduced_later, 0.0, 0.0, 0.0))
     return peak

@@ -22,7 +22,7 @@ from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-from ultrabench.sweep.predict.micro_batch import micro_batch
+from ultrabench.sweep.predict.micro_batch import micro_batch, micro_batch_work
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 from ultrabench.tensor_parallel import kv_copies, padded_vocab_size
 
@@ -168,7 +168,7 @@ def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute)
     shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
     shallow, deep = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
-    m = micro_batch(in_precision(specs[0], "bf16"))
+    m = micro_batch(micro_batch_work(in_precision(specs[0], "bf16")))
     stored = m.hidden if recompute == "full" else m.stored[0]
     assert (deep - shallow) / 4 == pytest.approx(stored, rel=0.02)
 
@@ -178,7 +178,7 @@ def test_a_layer_of_latents_keeps_what_the_closed_form_says(server, tp):
     """The growth of the peak's activations with the number of layers, within 1 %; values are narrower than keys."""
     specs = [spec_of(f"tp={tp} mbs=16", wide_latents(layers)) for layers in (2, 4)]
     shallow, deep = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
-    (stored,) = micro_batch(in_precision(specs[0], "bf16")).stored
+    (stored,) = micro_batch(micro_batch_work(in_precision(specs[0], "bf16"))).stored
     assert (deep - shallow) / 2 == pytest.approx(stored, rel=0.01)
 
 
