@@ -18,6 +18,7 @@ from ultrabench.sweep.plan import cell_sweep, planned_cells, process_map
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.remedy import Remedies
 from ultrabench.sweep.similar_layouts import Group
+from ultrabench.sweep.untrained import axes_advice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +138,11 @@ def _why_none(config: SweepConfig, search: Search, remedies: Remedies) -> str:
             "with the allocator's reserve" if search.state_fits else "for optimizer state and gradients alone"
         )
         least_text = f"a rank needs at least {BYTES.brief_text(search.min_bytes)} {extent}"
+        if search.min_bytes < config.hardware.mem_bytes and not search.fits_without_reserve:
+            least_text += f", and P(OOM) is above {search.max_p_oom:.0%}"
         return f"{problem}; {least_text}; try {changes or 'a smaller model'}"
     if search.rejection:
-        return f"no layout can run: {search.rejection}; change the axes or the model"
+        return f"no layout can run: {search.rejection}{axes_advice(config.kernel, shape)}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
     return f"no candidate: {why_none(axes, config.hardware.gpus_per_node, workload)}; choose divisors"

@@ -14,7 +14,7 @@ from ultrabench.record import non_default_values, values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
-from ultrabench.sweep.untrained import special_features, untrained_features
+from ultrabench.sweep.untrained import special_features, untrained_reason
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
 
 FP8_MULTIPLE = 16
@@ -82,8 +82,9 @@ def refusal(
     )
     fp8_refusals = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
     other_refusals = _routing_refusals(kernel, layout, shape), fp8_refusals, attention_refusals, gpu_refusals
-    model_refusals = () if any_model else untrained_features(shape)
-    return next(chain(model_refusals, layout_refusals, *other_refusals), None)
+    if not any_model and (model_refusal := untrained_reason(shape)):
+        return model_refusal
+    return next(chain(layout_refusals, *other_refusals), None)
 
 
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import why_none
 from ultrabench.sweep.plan import Plan, cell_sweep, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, oom_text
+from ultrabench.sweep.untrained import axes_advice
 from ultrabench.variant import variables_of
 
 SAVING_SETTINGS: tuple[dict[str, Any], ...] = (
@@ -54,7 +55,8 @@ def require_runs(plan: Plan) -> Plan:
     rule_counts = Counter(c.rule for c in plan.candidates).most_common()
     reasons = ", ".join(f"{number:,} by {rule} ({example_by_rule[rule]})" for rule, number in rule_counts)
     candidates_text = counted(len(plan.candidates), "candidate")
-    raise ConfigError(f"none of {candidates_text} can run; rejected: {reasons}; change the axes or the model")
+    advices = {axes_advice(plan.config.kernel, shape) for shape in plan.config.models}
+    raise ConfigError(f"none of {candidates_text} can run; rejected: {reasons}{max(advices)}")
 
 
 def nothing_fits(
@@ -70,12 +72,13 @@ def reasons_without_candidates(plan: Plan) -> dict[CellKey, str]:
     """Cell -> why it has no layout that the kernel can train, and what to change."""
     config, candidates_by_cell = plan.config, by_cell(plan.candidates)
     reasons = dict[CellKey, str]()
-    for _, cell in planned_cells(config) if config.kernel.trains else ():
+    for shape, cell in planned_cells(config) if config.kernel.trains else ():
         candidates = candidates_by_cell.get(cell, [])
         if candidates and not any(c.trainable for c in candidates):
             ((reason, num_rejected),) = Counter(c.reason for c in candidates).most_common(1)
             reasons_text = f"{num_rejected:,} of {counted(len(candidates), 'candidate')}: {reason}"
-            reasons[cell] = f"no layout can run, {reasons_text}; change the axes or the model"
+            advice = axes_advice(config.kernel, shape)
+            reasons[cell] = f"no layout can run, {reasons_text}{advice}"
         elif not candidates:
             workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
             axes = replace(config.axes, nodes=(cell.nodes,))

@@ -1,11 +1,12 @@
 """What only some models have: whether the embedded kernel trains it, and by which word a command tells it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.attention_type import GroupedQuery, Latent
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layer_type import LayerType
 from ultrabench.model_shape import ModelShape
 
@@ -118,9 +119,18 @@ def special_features(shape: ModelShape) -> tuple[Feature, ...]:
     return *of_layers, *(feature for feature, has in _OF_MODELS.items() if has(shape))
 
 
-def untrained_features(shape: ModelShape) -> Iterator[str]:
-    """A reason for each feature of a model that the embedded kernel does not train."""
-    for feature in special_features(shape):
-        if not feature.is_trained:
-            reason = f"the embedded kernel does not train {feature.name}, which {shape.name} has"
-            yield f"{reason}: use kernel=command or another model"
+def untrained_reason(shape: ModelShape) -> str | None:
+    """Why the embedded kernel does not train a model, with all the features that it lacks; None if it trains it."""
+    names = [feature.name for feature in special_features(shape) if not feature.is_trained]
+    if not names:
+        return None
+    *first_names, last_name = names
+    names_text = f"{', '.join(first_names)} and {last_name}" if first_names else last_name
+    reason = f"the embedded kernel does not train {names_text}, which {shape.name} has"
+    return f"{reason}: use another kernel, such as kernel=megatron or kernel=command, or another model"
+
+
+def axes_advice(kernel: KernelConfig, shape: ModelShape) -> str:
+    """What to change where no layout can run; empty where no layout could, since the reason is the model."""
+    is_untrained = kernel.trains_itself and untrained_reason(shape) is not None
+    return "" if is_untrained else "; change the axes or the model"

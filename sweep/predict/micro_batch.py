@@ -244,6 +244,11 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
     )
     if tp > 1 and not is_sparse:
         feed_forward = max(feed_forward, layer - channel * of.block / 2 + 2 * hidden + 2 * whole_hidden)
+        # The gradient of the output, gathered for the product with down, and the gradient of what that product got.
+        gathered = whole_hidden * work.sequence_parallel
+        feed_forward = max(feed_forward, layer + hidden + gathered + channel * width)
+    if is_sparse:  # the gradients of the rows, on their way back
+        feed_forward = max(feed_forward, layer + hidden + (2 + (work.ep > 1)) * rows)
     gradients = channel * _gradients_of_attention(work, q, of.kv)
     attention = layer - block - hidden + gradients
     qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)

@@ -11,13 +11,17 @@ from tests.configs import refused
 from tests.strategies import divisors
 from tests.unit.predict.test_step_time import GPUS, profile_of, spec_of
 from ultrabench.hardware import GIB
+from ultrabench.kernel.requests import TINY
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.micro_batch import micro_batch
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY, LARGEST
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
+
+NARROW_EXPERTS = replace(TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 
 def constants(framework, **words):
@@ -171,6 +175,27 @@ def runs(draw):
         mbs=draw(st.integers(1, 4)), zero_stage=draw(st.integers(0, 3)),
     )  # fmt: skip
     return spec_of(layout, shape, seq_len=512)
+
+
+def test_backward_of_a_feed_forward_block_has_what_tp_gathers_and_the_rows_of_experts():
+    """A token has 64 channels, a block 128; of 4 experts of 16 channels it takes 2, whose rows travel with ep.
+
+    In backward of the product with down, tp=4 gathers the gradient of the output of all tokens. Narrow experts need
+    less for their products than for the gradients of their rows: in the order of tokens, of experts, and of ranks.
+    """
+    tokens, width = 512, 2
+    hidden = 64 * width * tokens
+    dense, experts = (
+        micro_batch(spec_of(layout, shape, seq_len=512)).layers[0]
+        for layout, shape in ((Layout(dp=1, tp=4), TINY), (Layout(dp=2, ep=2), NARROW_EXPERTS))
+    )
+    kept = (
+        4 * hidden + hidden * (2 * 64 + 2 * 64 + 4 * 128) // 64
+    )  # two key/value heads are copied to four ranks
+    assert dense.feed_forward == kept / 4 + hidden / 4 + hidden + 128 * width * tokens / 4
+    rows, products = 2 * hidden, 2 * 16 * width * tokens
+    kept = 4 * hidden + hidden * (2 * 64 + 2 * 32) // 64 + rows + 3 * products
+    assert experts.feed_forward == kept + hidden + 3 * rows > kept + hidden + 4 * products
 
 
 @pytest.mark.parametrize(

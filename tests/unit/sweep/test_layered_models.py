@@ -280,13 +280,14 @@ def test_types_that_cannot_be_are_refused(words, line):
         )
 
 
+OTHER_KERNELS = "use another kernel, such as kernel=megatron or kernel=command, or another model"
+
+
 def test_the_embedded_kernel_refuses_by_name_what_a_command_runs():
     shape = shape_of(DEEPSEEK | INDEX | {"model_type": "deepseek_v32"}, "m", "m")
     reason = refusal(KernelConfig(name="embedded"), Layout(dp=1), shape, 64, "cpu")
-    advice = "use kernel=command or another model"
-    assert (
-        reason == f"the embedded kernel does not train the index of sparse attention, which m has: {advice}"
-    )
+    features = "the index of sparse attention, groups of experts and rotations of its rope_type"
+    assert reason == f"the embedded kernel does not train {features}, which m has: {OTHER_KERNELS}"
     nanotron = load_config(["kernel=nanotron", "model=tiny", "hardware=h100x8"]).kernel
     reason = refusal(nanotron, Layout(dp=2, zero_stage=1), shape, 64, "cuda")
     told = "use kernel=command with a command that trains this model"
@@ -321,7 +322,7 @@ def test_a_rotation_with_another_key_is_not_trained_as_yarn():
 
 
 def test_layers_that_the_embedded_kernel_cannot_tell_apart_or_cut_are_refused():
-    embedded, advice = KernelConfig(name="embedded"), "which m has: use kernel=command or another model"
+    embedded, advice = KernelConfig(name="embedded"), f"which m has: {OTHER_KERNELS}"
     sizes = {key: SIZES[key] for key in SIZES if key not in ("pad_token_id", "attention_bias")}
     window = {"grouped_query": {"sliding_window": 16}, "feed_forward": {}}
     full = {"grouped_query": {}, "feed_forward": {}}

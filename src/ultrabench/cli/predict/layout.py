@@ -31,7 +31,7 @@ from ultrabench.sweep.extrapolation import against_published, best_published, be
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM, oom_text
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
-from ultrabench.sweep.untrained import untrained_features
+from ultrabench.sweep.untrained import untrained_reason
 
 BAR_WIDTH = 40
 """Number of characters of the longest bar."""
@@ -94,7 +94,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "mfu": None
         if flops_peak.source == PEAK_GUESSED
         else tokens_per_s_per_gpu * flops_per_token / flops_peak.flops_per_s,
-        "untrained": next(untrained_features(spec.shape), None) if spec.kernel.trains_itself else None,
+        "untrained": untrained_reason(spec.shape) if spec.kernel.trains_itself else None,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _published_text(spec, config, run_prediction.step_time_s, flops_peak),
     }
