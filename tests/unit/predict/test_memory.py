@@ -17,7 +17,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
-from ultrabench.sweep.predict.micro_batch import micro_batch
+from ultrabench.sweep.predict.micro_batch import micro_batch, micro_batch_work
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY, LARGEST
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
@@ -186,7 +186,7 @@ def test_backward_of_a_feed_forward_block_has_what_tp_gathers_and_the_rows_of_ex
     tokens, width = 512, 2
     hidden = 64 * width * tokens
     dense, experts = (
-        micro_batch(spec_of(layout, shape, seq_len=512)).layers[0]
+        micro_batch(micro_batch_work(spec_of(layout, shape, seq_len=512))).layers[0]
         for layout, shape in ((Layout(dp=1, tp=4), TINY), (Layout(dp=2, ep=2), NARROW_EXPERTS))
     )
     kept = (
