@@ -433,7 +433,8 @@ def _page(
         columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
         layout_table = table("\nlayouts to try first", *columns, rows=table_rows)
         has_experts = any(shape.num_experts for shape in plan.config.models)
-        layout_table.note_by_column = {"MFU": formula_text([plan.config.measure.flops_formula], has_experts)}
+        mfu_note = formula_text([plan.config.measure.flops_formula], has_experts)
+        layout_table.note_by_column = {column_of("mfu").heading: mfu_note}
         yield layout_table
         yield from group_lines(layouts, with_similar=with_similar)
 
