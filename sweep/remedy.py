@@ -79,6 +79,10 @@ def reasons_without_candidates(plan: Plan) -> dict[CellKey, str]:
             reasons_text = f"{num_rejected:,} of {counted(len(candidates), 'candidate')}: {reason}"
             advice = axes_advice(config.kernel, shape)
             reasons[cell] = f"no layout can run, {reasons_text}{advice}"
+        elif not candidates and config.axes.listed:
+            reasons[cell] = (
+                "no candidate: sweep.layouts lists none for this cell; list one, or ignore the cell"
+            )
         elif not candidates:
             workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
             axes = replace(config.axes, nodes=(cell.nodes,))

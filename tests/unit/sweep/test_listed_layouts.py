@@ -12,6 +12,7 @@ from ultrabench.sweep.config.load import config_from_tree, load_config
 from ultrabench.sweep.config.sweep_file import require_writable_name, write_sweep_file
 from ultrabench.sweep.plan import make_plan, planned_cells
 from ultrabench.sweep.recommend import recommendation
+from ultrabench.sweep.remedy import reasons_without_candidates
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -46,6 +47,16 @@ def test_listed_layouts_are_the_runs_of_axes_and_a_stored_sweep_keeps_them(liste
     best = sorted(make_plan(config).runs, key=expected_rate_of, reverse=True)[:2]
     groups = recommendation(config, 2, shape, cell).groups
     assert [run.run_id for group in groups for run in group][:2] == [run.run_id for run in best]
+
+
+def test_a_cell_for_which_a_sweep_lists_no_layout_is_named(listed):
+    entries = [{"model": "tiny", "nodes": nodes, "tp": 1} for nodes in (1, 2)] + [
+        {"model": "mini", "nodes": 2, "tp": 1}
+    ]
+    config = load_config([listed(json.dumps(entries)), "sweep.models=[tiny,mini]", "sweep.nodes=[1,2]"])
+    ((cell, reason),) = reasons_without_candidates(make_plan(config)).items()
+    assert (cell.model, cell.nodes) == ("mini", 1)
+    assert "sweep.layouts lists none for this cell" in reason
 
 
 @pytest.mark.parametrize(
