@@ -122,12 +122,12 @@ class Profile:
 
     def _fitted_values(self, spec: RunSpec, feature: str) -> tuple[Any, ...]:
         """The values of a feature that the constants are for: those of the fit, of numbers the smallest and the
-        largest; of a knob those with constants, and the one that runs have where a sweep lists none."""
+        largest; of a knob those with constants, and the first one in the flags of the kernel."""
         values, (group, _, knob) = self.measured.get(feature, ()), feature.partition(".")
         if group != FLAGS or (knob not in spec.kernel.knobs and knob not in self.flags):
             return values
-        usual_values = (str(spec.kernel.usual_knob_value(knob)),) if knob in spec.kernel.knobs else ()
-        return tuple(dict.fromkeys((*usual_values, *self.flags.get(knob, ()), *values)))
+        first_values = (str(spec.kernel.knob_choices(knob)[0]),) if knob in spec.kernel.knobs else ()
+        return tuple(dict.fromkeys((*first_values, *self.flags.get(knob, ()), *values)))
 
     def knowledge(self, knob: str, value: str, usual_value: str) -> str | None:
         """What predictions know of a value of a knob: its constants are fitted or prior, or it is the usual one or one
@@ -149,8 +149,6 @@ class Profile:
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
         """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
         low, high = self.quantiles(regime(spec, links))
-        if not self.measured:
-            return Quantiles(low, high)
         num_steps = sum([steps_beyond(*feature) for feature in self._compared(spec, gpu)])
         log_width = LOG_WIDTH_PER_STEP * math.sqrt(num_steps)
         return (

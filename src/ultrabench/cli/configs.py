@@ -34,9 +34,12 @@ def _knobs(name: str) -> list[dict[str, Any]]:
     knobs = list[dict[str, Any]]()
     for knob, meaning in settings["knobs"].items():
         values = [str(value) for value in flags.get(knob) or {}]
-        usual_value = str(usual_values.get(knob, values[0] if values else ANY))
-        known_by_value = {value: profile.knowledge(knob, value, usual_value) for value in values}
-        known_by_value = {usual_value: profile.knowledge(knob, usual_value, usual_value)} | known_by_value
+        first_value = values[0] if values else ANY
+        usual_value = str(usual_values.get(knob, first_value))
+        known_by_value = {
+            value: profile.knowledge(knob, value, first_value)
+            for value in dict.fromkeys((usual_value, *values))
+        }
         knobs.append({
             "name": knob, "meaning": meaning, "usual": usual_value, "profile": profile.name,
             "values": [{"value": value, "known": known} for value, known in known_by_value.items()],

@@ -16,10 +16,14 @@ OK = QUICK.runs[0].run_id
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
     run = QUICK.runs[0]
     shown = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
-    torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
-    assert shown["command"][:4] == torchrun
+    torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "--no-python", "bash"]
+    assert shown["command"][:5] == torchrun
+    assert "pretrain_gpt.py" in shown["command"]
     assert f"--tensor-model-parallel-size={run.layout.tp}" in shown["command"]
     assert "precision=fp32: its command sets precision=bf16" in " ".join(shown["not_expressed"])
+    built_on_it = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron-perf")["command"]
+    assert {*shown["command"]} - {*built_on_it} < {*shown["command"]}
+    assert "--manual-gc" in built_on_it
     out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
     assert out.startswith(
         f"# run {OK}, tiny {run.layout.label()}, as torchtitan\n# written from the sources of torchtitan "
@@ -70,7 +74,7 @@ def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench,
 @pytest.mark.parametrize(
     ("framework", "flags", "line"),
     [
-        ("megatron", {"--bf16", "--fp8-format=e4m3", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
+        ("megatron", {"--bf16", "--fp8-format=hybrid", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
         ("torchtitan", set(), "precision=fp8: its command sets precision=bf16"),
         ("nanotron", set(), "precision=fp8: its command sets precision=bf16"),
     ],
@@ -97,7 +101,9 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     }
     lines = (f"{name}_line: '{pattern}'" for name, pattern in patterns.items())
     (tmp_path / "ultrabench/kernel/mine.yaml").write_text("\n".join(["kind: command", *lines]))
-    matches = as_json(ultrabench, "kernel", "try-log", "mine", "train.log")
+    (tmp_path / "ultrabench/kernel/built_on_it.yaml").write_text("defaults: [mine, _self_]\n")
+    matches = as_json(ultrabench, "kernel", "try-log", "built_on_it", "train.log")
+    assert matches == as_json(ultrabench, "kernel", "try-log", "mine", "train.log")
     assert [[row["line"] for row in matches[name]["lines"]] for name in matches] == [[2, 3]] * 3
     assert matches["memory_line"]["lines"][0]["allocated_bytes"] == 1.5 * 2**30
     assert matches["mfu_line"]["lines"][0]["mfu"] == pytest.approx(0.4)

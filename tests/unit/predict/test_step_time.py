@@ -267,6 +267,12 @@ def test_a_value_of_a_knob_has_constants_of_its_own_or_a_wider_interval():
         False,
         True,
     ]
+    # A profile without a fit knows the first value alone, whatever the file of the kernel sets.
+    priors, set_full = profile_of("megatron"), replace(usual.kernel, knob_values={"graph": "full"})
+    first, other = (
+        priors.interval_of(run, GPUS.gpu, links) for run in (usual, replace(usual, kernel=set_full))
+    )
+    assert other.low < first.low < 0 < first.high < other.high
     # The usual value of another file of the same program, and a flag that no file declares.
     usual_full = replace(usual, kernel=replace(usual.kernel, knob_values={"graph": "full"}))
     assert profile.time_of(usual_full) == profile.time_of(full)

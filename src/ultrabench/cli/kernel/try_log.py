@@ -31,7 +31,8 @@ from ultrabench.log_steps import (
     even_growth_s,
     log_doubts,
 )
-from ultrabench.sweep.config.files import files, read_yaml
+from ultrabench.sweep.config.files import files
+from ultrabench.sweep.config.load import kernel_settings
 
 MAX_DEVICE_BYTES = 2.0**40
 """Memory that no device exceeds, where the device is unknown."""
@@ -86,7 +87,7 @@ def run_try_log(pattern_text: str, log_path: Path, as_json: bool) -> int:
 def _patterns(text: str) -> dict[str, re.Pattern[str]]:
     """Option -> pattern: those of a kernel if `text` names one, else this pattern for each option with its groups."""
     if path := files("kernel").get(text):
-        settings = read_yaml(path)
+        settings = kernel_settings(text)
         text_by_option = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
         for option in SIZE_OPTIONS:  # which may also hold a number
             if "(?P<" not in str(text_by_option.get(option)):

@@ -39,9 +39,9 @@ from ultrabench.run import (
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.config.files import files, read_yaml
+from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.framework import ALL_SIZES_WORD, Framework, text_of
-from ultrabench.sweep.config.load import load_config, load_framework, load_model
+from ultrabench.sweep.config.load import kernel_settings, load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.refusals import value_refusals
 from ultrabench.variant import option_texts, variables_of
@@ -68,7 +68,7 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         ConfigError: no file in configs/kernel/ or configs/framework/ has this name.
         SweepFolderError: the run is unknown, the plan rejects it, or a file is no plan.
     """
-    command_by_kernel = {kernel: read_yaml(path).get("command") for kernel, path in files("kernel").items()}
+    command_by_kernel = {kernel: kernel_settings(kernel).get("command") for kernel in files("kernel")}
     kernel_names = [kernel for kernel, words in command_by_kernel.items() if isinstance(words, list)]
     require_known("framework", (*kernel_names, *files("framework")), name)
     if sweep is not None and sweep.endswith(".parquet"):
