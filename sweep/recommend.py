@@ -139,7 +139,7 @@ def _why_none(config: SweepConfig, search: Search, remedies: Remedies) -> str:
         )
         least_text = f"a rank needs at least {BYTES.brief_text(search.min_bytes)} {extent}"
         if search.min_bytes < config.hardware.mem_bytes and not search.fits_without_reserve:
-            least_text += f", and P(OOM) is above {search.max_p_oom:.0%}"
+            least_text += f", and P(OOM) is above {search.max_p_oom:g}"
         return f"{problem}; {least_text}; try {changes or 'a smaller model'}"
     if search.rejection:
         return f"no layout can run: {search.rejection}{axes_advice(config.kernel, shape)}"
