@@ -16,8 +16,8 @@ OK = QUICK.runs[0].run_id
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
     run = QUICK.runs[0]
     shown = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
-    torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
-    assert shown["command"][:4] == torchrun
+    torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "--no-python", "bash"]
+    assert shown["command"][:5] == torchrun
     assert f"--tensor-model-parallel-size={run.layout.tp}" in shown["command"]
     assert "precision=fp32: its command sets precision=bf16" in " ".join(shown["not_expressed"])
     out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
@@ -70,7 +70,7 @@ def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench,
 @pytest.mark.parametrize(
     ("framework", "flags", "line"),
     [
-        ("megatron", {"--bf16", "--fp8-format=e4m3", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
+        ("megatron", {"--bf16", "--fp8-format=hybrid", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
         ("torchtitan", set(), "precision=fp8: its command sets precision=bf16"),
         ("nanotron", set(), "precision=fp8: its command sets precision=bf16"),
     ],
