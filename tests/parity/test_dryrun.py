@@ -87,7 +87,9 @@ def require_closed_form(run, dry_run):
 
 def test_the_closed_form_holds_for_random_layouts(server):
     """A sample of the benchmark: with and without a pipeline, its schedules but zbv, and a ring."""
-    *rows, _ = map(json.loads, server.ask(sampled_errors).splitlines())  # the last one is the layout of the largest
+    *rows, _ = map(
+        json.loads, server.ask(sampled_errors).splitlines()
+    )  # the last one is the layout of the largest
     errors = {row["family"]: row["largest"] for row in rows}
     assert errors.pop("static") < 0.001
     assert errors.pop("every")

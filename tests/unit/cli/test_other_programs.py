@@ -74,7 +74,7 @@ def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench,
 @pytest.mark.parametrize(
     ("framework", "flags", "line"),
     [
-        ("megatron", {"--bf16", "--fp8-format=hybrid", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
+        ("megatron", {"--fp8-format=hybrid", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
         ("torchtitan", set(), "precision=fp8: its command sets precision=bf16"),
         ("nanotron", set(), "precision=fp8: its command sets precision=bf16"),
     ],
