@@ -105,7 +105,7 @@ def test_the_price_is_shown_by_cell(capsys, typed):
 
 @pytest.mark.parametrize(
     ("overrides", "text"),
-    [(["model=8B", "max_p_oom=1"], "GiB a rank, and a rank has 2. Launch?"),
+    [(["model=8B", "max_p_oom=1"], "GiB a rank, and a rank has 2.00 GiB. Launch?"),
      (["model=80B", "hardware.mem_bytes=9e12"], "hours on this machine. Launch?")],
 )  # fmt: skip
 def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, text):
