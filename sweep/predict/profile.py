@@ -126,7 +126,9 @@ class Profile:
         values, (group, _, knob) = self.measured.get(feature, ()), feature.partition(".")
         if group != FLAGS or (knob not in spec.kernel.knobs and knob not in self.flags):
             return values
-        first_values = (str(spec.kernel.knob_choices(knob)[0]),) if knob in spec.kernel.knobs else ()
+        first_values: tuple[str, ...] = ()
+        if knob in spec.kernel.knobs:  # one that takes any value has only the value that its file sets
+            first_values = spec.kernel.knob_choices(knob)[:1] or (spec.kernel.usual_knob_value(knob),)
         return tuple(dict.fromkeys((*first_values, *self.flags.get(knob, ()), *values)))
 
     def knowledge(self, knob: str, value: str, usual_value: str) -> str | None:
