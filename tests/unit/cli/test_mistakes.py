@@ -24,7 +24,8 @@ MISTAKES = [
     ("kernel check --device gpu", "device='gpu'; must be cuda or cpu"),
     ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs, not fp64; "
     "choose another layout, or precision bf16"),
-    ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, megatron-perf, "
+    ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, "
+    "megatron-perf, "
     "torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
     ("kernel check model=llama3-70b", "needs at least 5,257 GiB (70,5"),
     ("kernel check dp=2 --dump FILE/d", "cannot write --dump FILE/d"),
