@@ -64,6 +64,7 @@ from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.plan import predictor
+from ultrabench.sweep.predict.predict import Predictor
 
 Values = dict[str, Any]
 """What one measurement says: name with unit -> value."""
@@ -141,9 +142,9 @@ class GpuSampler:
         names, scales = ("sm_clock_hz", "power_w", "temperature_c"), (1e6, 1e-3, 1.0)
         columns = zip(names, scales, zip(*self._samples, strict=True), strict=False)
         return {
-            name: mean(known) * scale
+            name: mean(readings) * scale
             for name, scale, column in columns
-            if (known := [v for v in column if v is not None])
+            if (readings := [reading for reading in column if reading is not None])
         }
 
 
@@ -304,12 +305,32 @@ def one_rank_trainer(spec: RunSpec, bench: Bench) -> TrainStep:
     return TrainStep(spec, device, build_mesh(spec.layout, device.type), compile_backend=backend)
 
 
+def seconds_of_steps(trainer: TrainStep) -> Iterator[float]:
+    """The seconds of one step after another, each of which runs when its seconds are asked for."""
+    for number in itertools.count(1):
+        batch = trainer.batch(number)
+        yield run_timed(trainer.device, partial(train_on, trainer, batch))[0]
+
+
+def train_on(trainer: TrainStep, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Runs the timed part of a step; returns its loss."""
+    return trainer.update(trainer.accumulate(*batch))
+
+
+def one_gpu_predictor(bench: Bench, precision: str) -> Predictor:
+    """What predicts runs on one GPU with the profile of the embedded kernel.
+
+    Raises:
+        ConfigError: the GPU has no peak for this precision.
+    """
+    config = load_config(["sweep.nodes=[1]", f"hardware={bench.hardware}", "hardware.gpus_per_node=1"])
+    return predictor(config, 1, config.hardware.peak(precision, 1, None, 1))
+
+
 def prediction(spec: RunSpec, bench: Bench) -> Values:
     """What the profile of the embedded kernel predicts for a run on one GPU."""
-    config = load_config(["sweep.nodes=[1]", f"hardware={bench.hardware}", "hardware.gpus_per_node=1"])
     try:
-        peak = config.hardware.peak(spec.kernel.precision, 1, None, 1)
-        predicted = predictor(config, 1, peak).predict(spec)
+        predicted = one_gpu_predictor(bench, spec.kernel.precision).predict(spec)
     except UltrabenchError as error:
         return {"prediction": str(error)}
     names = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_mem_bytes", "p_oom")
@@ -320,21 +341,14 @@ def training(bench: Bench, run: Training, *, measuring_s: float, traced: bool = 
     """Trains and times steps; the first of them says what compiling takes."""
     spec = run.spec(bench)
     trainer = one_rank_trainer(spec, bench)
-    device, numbers = trainer.device, itertools.count(1)
-
-    def step() -> float:
-        batch = trainer.batch(next(numbers))
-        return run_timed(device, lambda: trainer.update(trainer.accumulate(*batch)))[0]
-
-    first_s = step()
-    for _ in range(bench.sized(WARMUP_STEPS, 1)):
-        step()
+    device, step_seconds = trainer.device, seconds_of_steps(trainer)
+    first_s, *_ = itertools.islice(step_seconds, 1 + bench.sized(WARMUP_STEPS, 1))
     gc.collect()
     memory.reset_peak(device)
     times_s, end_s = list[float](), time.perf_counter() + bench.sized(measuring_s, 0.1)
     with GpuSampler() as sampler:
         while time.perf_counter() < end_s or len(times_s) < 2:
-            times_s.append(step())
+            times_s.append(next(step_seconds))
     step_s, tokens = median(times_s), spec.tokens_per_step
     flops_per_s = spec.shape.flops_per_token(spec.workload.seq_len) * tokens / step_s
     yield {
@@ -345,7 +359,8 @@ def training(bench: Bench, run: Training, *, measuring_s: float, traced: bool = 
     }  # fmt: skip
     if traced:
         with tempfile.TemporaryDirectory() as name:
-            trace_steps(trainer, next(numbers), Path(name) / "profile")
+            first_traced_step = 2 + bench.sized(WARMUP_STEPS, 1) + len(times_s)
+            trace_steps(trainer, first_traced_step, Path(name) / "profile")
             trace = read_trace(Path(name))
         hardware = load_config([f"hardware={bench.hardware}"]).hardware
         document = summary(trace, spec, hardware)
@@ -372,8 +387,8 @@ def host_times(bench: Bench) -> Iterator[Values]:
     """Line 6: what the host costs a small step, eager, compiled, and captured in a CUDA graph."""
     run = Training("1B", seq_len=2048, compiled=False)
     for compiled in (False, True):
-        one = partial(training, bench, run._replace(compiled=compiled), measuring_s=3.0, traced=True)
-        yield from forked(one, f"host, compiled={compiled}", 120.0)
+        train_traced = partial(training, bench, run._replace(compiled=compiled), measuring_s=3.0, traced=True)
+        yield from forked(train_traced, f"host, compiled={compiled}", 120.0)
     if bench.is_small:
         yield {"what": "accumulate in a CUDA graph", "skipped": "CPUs have no graphs"}
         return
@@ -407,8 +422,8 @@ def nearly_full(bench: Bench) -> Iterator[Values]:
     shares = ((0.90, "near the limit"), (1.15, "predicted to fail"))
     for share, what in shares:
         run = largest_batch(bench, share)
-        one = partial(training, bench, run, measuring_s=0.0)
-        for values in forked(one, run.what, 90.0):
+        train_briefly = partial(training, bench, run, measuring_s=0.0)
+        for values in forked(train_briefly, run.what, 90.0):
             if share > 1 and "failed" in values:
                 values["ended_as_predicted"] = values.pop("failed")
             yield {**values, "what": f"{what}: {run.what}", **prediction(run.spec(bench), bench)}
@@ -419,8 +434,7 @@ def largest_batch(bench: Bench, share: float) -> Training:
     run = Training("llama3-8b", seq_len=4096, compiled=False, recompute="full")
     if bench.is_small:
         return run
-    config = load_config(["sweep.nodes=[1]", f"hardware={bench.hardware}", "hardware.gpus_per_node=1"])
-    predicts = predictor(config, 1, config.hardware.peak("bf16", 1, None, 1))
+    predicts = one_gpu_predictor(bench, "bf16")
     sizes = (run._replace(mbs=mbs) for mbs in range(1, 65))
     return max(
         (r for r in sizes if predicts.predict(r.spec(bench)).memory_share <= share),
@@ -508,17 +522,15 @@ def loss_rates(bench: Bench) -> Iterator[Values]:
 def checkpoint_times(bench: Bench) -> Iterator[Values]:
     """A checkpoint of about 8 GB, saved while training waits and while it continues."""
     trainer = one_rank_trainer(Training("llama3.2-1b", layers=6, compiled=False).spec(bench), bench)
-    numbers = itertools.count(1)
-
-    def step() -> float:
-        batch = trainer.batch(next(numbers))
-        return run_timed(trainer.device, lambda: trainer.update(trainer.accumulate(*batch)))[0]
-
-    step_s = median(step() for _ in range(5))
+    step_seconds = seconds_of_steps(trainer)
+    step_s = median(itertools.islice(step_seconds, 5))
     with tempfile.TemporaryDirectory() as folder:
         measurement = checkpoint.CheckpointMeasurement(trainer, Path(folder))
         yield {"what": "checkpoint", "step_time_s": step_s, **measurement.save_and_load()}
-        yield {"what": "checkpoint during training", **measurement.save_during_training(step, step_s)}
+        yield {
+            "what": "checkpoint during training",
+            **measurement.save_during_training(step_seconds.__next__, step_s),
+        }
 
 
 # ---------------------------------------------------------------- the lines

@@ -60,23 +60,25 @@ class RopeScaling:
     factor: Annotated[float, at_least(1.0)]
     """Frequencies with few turns in the original context are divided by this."""
     low_freq_factor: Positive | None = None
-    """Of llama3: frequencies with less than this number of turns are divided by the whole factor."""
+    """llama3 divides frequencies with fewer turns than this number by the whole factor."""
     high_freq_factor: Positive | None = None
-    """Of llama3: frequencies with more than this number of turns stay as they are."""
+    """llama3 keeps frequencies with more turns than this number."""
     original_max_position_embeddings: Count
     """Tokens of the original context."""
     beta_fast: Positive = 32.0
-    """Of yarn: channels with more than this number of turns stay as they are."""
+    """yarn keeps the frequencies of channels with more turns than this number."""
     beta_slow: Positive = 1.0
-    """Of yarn: channels with less than this number of turns are divided by the whole factor."""
+    """yarn divides the frequencies of channels with fewer turns than this number by the whole factor."""
     mscale: NonNegative = 0.0
-    """Of yarn: weight of log(factor) in what multiplies rotated queries and keys; without mscale_all_dim it is 1."""
+    """yarn multiplies rotated queries and keys by a number in which log(factor) has this weight, or the weight 1 if
+    this or mscale_all_dim is 0."""
     mscale_all_dim: NonNegative = 0.0
-    """Of yarn: weight of log(factor) in what divides them and multiplies, in latent attention, all scores."""
+    """yarn divides rotated queries and keys by a number in which log(factor) has this weight, and multiplies all scores
+    of latent attention by its square."""
     attention_factor: Positive | None = None
-    """Of yarn: what multiplies the rotated queries and keys, where it does not follow from factor and mscale."""
+    """yarn multiplies rotated queries and keys by this, if given, instead of what follows from factor and mscale."""
     truncate: bool = True
-    """Of yarn: whether the first and the last channel between both are rounded to whole channels."""
+    """Whether yarn rounds the first and the last channel between beta_fast and beta_slow to whole channels."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "rope_scaling.")

@@ -176,14 +176,11 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
         if kind.grouped_query is not None:
             q, kv = kind.grouped_query.q_width, kind.grouped_query.kv_width
         elif kind.latent is not None:
-            num_heads = kind.latent.num_attention_heads
-            q = num_heads * max(kind.latent.qk_head_dim, kind.latent.v_head_dim)
+            num_heads, key_width = kind.latent.num_attention_heads, kind.latent.qk_head_dim
+            q = num_heads * max(key_width, kind.latent.v_head_dim)
             kv = kind.latent.exchanged_channels() / 2
+            padding = num_heads * max(0, key_width - kind.latent.v_head_dim)
         kept_attention = sum(p.inputs if p.cut == ROWS else round(p.kept_share * p.outputs) for p in products)
-        if kind.latent is not None:
-            padding = kind.latent.num_attention_heads * max(
-                0, kind.latent.qk_head_dim - kind.latent.v_head_dim
-            )
         input_params = sum(p.params if p.cut == WHOLE else p.params / tp for p in products if p.cut != ROWS)
     block_type = kind.feed_forward or experts
     if kind.feed_forward is not None:

@@ -109,7 +109,7 @@ class Pipeline(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Pipeline":
-        """That of a layout."""
+        """The pipeline of a layout."""
         stages = layout.pp, layout.virtual_stages, layout.pp_layout
         return cls(*stages, layout.pp_schedule, layout.full_every)
 
@@ -126,7 +126,7 @@ class Degrees(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Degrees":
-        """Those of a layout."""
+        """The degrees of a layout."""
         return cls(layout.tp, layout.zero_shards, layout.ep, layout.expert_shards)
 
 
@@ -293,8 +293,10 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
             type_number = numbers[n] if kind == LAYER else 0
             before = numbers[n + 1] if n + 1 < end else None
             following = numbers[n - 1] if start < n else None
-            finished, left = num_by_type(range(n + 1, end)), remaining(min(n, end - 1))
-            groups.append(_PeakGroup(kind, left, type_number, is_full(n), tuple(finished), before, following))
+            finished, kept_layers = num_by_type(range(n + 1, end)), remaining(min(n, end - 1))
+            groups.append(
+                _PeakGroup(kind, kept_layers, type_number, is_full(n), tuple(finished), before, following)
+            )
     num_sparse = sum(num for num, kind in zip(stage.num_by_kind(shape), kinds, strict=True) if kind.experts)
     return _StageLayers(
         all_layers=remaining(end - 1),
