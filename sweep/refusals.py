@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from types import MappingProxyType
 
 from ultrabench.hardware import DEVICE_KINDS, Hardware
-from ultrabench.kernel_config import ANY, AUTO_NEEDS, NODE, PRECISIONS_16_BIT, ROUTING, KernelConfig
+from ultrabench.kernel_config import (
+    ANY,
+    AUTO_NEEDS,
+    NODE,
+    NVLINK_RACK,
+    PRECISIONS_16_BIT,
+    ROUTING,
+    KernelConfig,
+)
 from ultrabench.layer_products import COLUMNS, ROWS
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
@@ -16,6 +25,7 @@ from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 from ultrabench.sweep.untrained import special_features, untrained_reason
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
+from ultrabench.variant import Variant
 
 FP8_MULTIPLE = 16
 """Number that must divide all three dims of an fp8 matrix product on GPUs (torch._scaled_mm):
@@ -55,6 +65,7 @@ def refusal(
     device: str,
     hardware: Hardware | None = None,
     *,
+    variant: Variant = MappingProxyType({}),
     any_model: bool = False,
 ) -> str | None:
     """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
@@ -62,6 +73,7 @@ def refusal(
     Args:
         device: the torch device type that it would run on, cuda or cpu.
         hardware: the nodes that it would run on; None where they are unknown.
+        variant: the options of the run beside the layout, some of which may be knobs.
         any_model: whether a model that our own kernel does not train is no reason.
     """
     if not kernel.trains_itself:
@@ -70,7 +82,7 @@ def refusal(
             _untold_types(kernel, shape),
             value_refusals(kernel, layout, shape),
             _undeclared_routing(kernel, shape),
-            _span_refusals(kernel, layout, hardware) if hardware else (),
+            _span_refusals(kernel, layout, hardware, variant) if hardware else (),
             _no_word_refusals(kernel, layout),
             _step_rank_refusals(kernel, layout),
         )
@@ -319,21 +331,32 @@ def _undeclared_routing(kernel: KernelConfig, shape: ModelShape) -> Iterator[str
         yield f"{reason}: add {ROUTING} to kernel.flags, or leave kernel.routing out"
 
 
-def _span_refusals(kernel: KernelConfig, layout: Layout, hardware: Hardware) -> Iterator[str]:
-    """The reasons why groups of ranks are larger than kernel.spans allows."""
-    for degree, limit in kernel.spans.items():
-        value, rank_order = getattr(layout, degree), kernel.rank_order
-        axes = ((value, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
+def _span_refusals(
+    kernel: KernelConfig, layout: Layout, hardware: Hardware, variant: Variant
+) -> Iterator[str]:
+    """The reasons why groups of ranks are larger than kernel.spans allows with the knobs of a run."""
+    value_by_knob = kernel.knobs_of(variant) if kernel.spans else {}
+    for degree, condition, limit in kernel.span_limits():
+        program_text = f"kernel {kernel.name}"
+        if condition:
+            knob, knob_value = condition
+            if str(value_by_knob[knob]) != knob_value:
+                continue
+            program_text += f" with {knob}={knob_value}"
+        size, rank_order = getattr(layout, degree), kernel.rank_order
         if isinstance(limit, int):
-            if value > limit:
-                yield f"kernel {kernel.name} has groups of {degree} of at most {limit} ranks; {degree}={value}"
+            if size > limit:
+                yield f"{program_text} has groups of {degree} of at most {limit} ranks; {degree}={size}"
+            continue
+        if limit == NVLINK_RACK and hardware.nvlink_gpus == hardware.gpus_per_node:
             continue
         num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
         if limit == NODE:
             num_gpus, place = hardware.gpus_per_node, "a node"
+        axes = ((size, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
         if crosses_nodes(axes, num_gpus):
-            reason = f"kernel {kernel.name} has groups of {degree} only within {place}, of {num_gpus} GPUs"
-            yield f"{reason}; those of {degree}={value} span several"
+            reason = f"{program_text} has groups of {degree} only within {place}, of {num_gpus} GPUs"
+            yield f"{reason}; those of {degree}={size} span several"
 
 
 def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
