@@ -18,7 +18,7 @@ from ultrabench.layer_products import COLUMNS, ROWS
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.model_words import MIXED, model_words, pipeline_words
+from ultrabench.model_words import LISTED, MIXED, PIPELINE_DIVISION, UNEVEN, model_words, pipeline_words
 from ultrabench.record import non_default_values, values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
@@ -302,7 +302,10 @@ def value_refusals(
     words |= {KV_COPIES_WORD: most_kv_copies(shape, layout.tp)}
     num_heads = fewest_kv_heads(shape)
     heads_text = f" (tp={layout.tp}, num_key_value_heads={num_heads})" if num_heads else ""
-    for field_name, allowed_values in (kernel.flags | kernel.supports).items():
+    tables = kernel.flags | kernel.supports
+    if ROUTING in tables:  # first, since no layout mends it
+        tables = {ROUTING: tables[ROUTING]} | tables
+    for field_name, allowed_values in tables.items():
         if field_name in kernel.knobs:
             continue
         value = getattr(layout, field_name, words.get(field_name, getattr(shape, field_name, None)))
@@ -319,6 +322,11 @@ def value_refusals(
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
         is_supported &= value != MIXED
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
+            if field_name == PIPELINE_DIVISION and value == UNEVEN and LISTED in allowed_values:
+                reason = f"{program_text} has equal stages with pp_layout=auto, and {layout.num_stages_text}"
+                num_layers = shape.num_hidden_layers
+                yield f"{reason} does not divide num_hidden_layers={num_layers}: use pp_layout=even"
+                continue
             allowed_text = ", ".join(map(str, allowed_values))
             value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD)}"
             yield f"{program_text} supports {field_name} in [{allowed_text}]; {value_text}"

@@ -177,6 +177,8 @@ class KernelConfig:
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model, or a knob -> each value that the command supports, as text, or ANY -> more arguments
     for it."""
+    flags_at_end: tuple[str, ...] = ()
+    """Names in `flags` whose arguments end the command, also after those of `sweep.flags`."""
     knobs: dict[str, str] = field(default_factory=dict, hash=False)
     """Knob of the command -> what it sets, in words. `flags` has its values; a sweep may list some in `sweep.flags`."""
     knob_values: dict[str, str] = field(default_factory=dict, hash=False)

@@ -63,7 +63,7 @@ def require_flags(kernel: KernelConfig, reserved_names: Mapping[str, object]) ->
 
     Raises:
         ConfigError: a table is of no knob, axis or field of the model, a knob has no table or a name of another
-            word, or `knob_values` or `spans` has an unknown knob or value.
+            word, `knob_values` or `spans` has an unknown knob or value, or `flags_at_end` an unknown name.
     """
     for option, knobs in (("flags", kernel.knobs), ("supports", {})):
         for name in getattr(kernel, option):
@@ -72,6 +72,12 @@ def require_flags(kernel: KernelConfig, reserved_names: Mapping[str, object]) ->
                 known_names = (*knobs, *AXES, *field_types(ModelShape), *OTHER_WORDS)
                 kind = f"{'knob, axis' if option == 'flags' else 'axis'} or field of the model in kernel.{option}:"
                 require_known(kind, known_names, name, first=knobs, setting=f"kernel.{option}")
+    require_known(
+        "name of kernel.flags in kernel.flags_at_end:",
+        kernel.flags,
+        *kernel.flags_at_end,
+        setting="kernel.flags_at_end",
+    )
     for knob, meaning in kernel.knobs.items():
         setting = f"kernel.knobs.{knob}"
         if knob in reserved_names:
