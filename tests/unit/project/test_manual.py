@@ -13,6 +13,7 @@ import typer
 from ultrabench.cli.main import app
 from ultrabench.cli.run_recommend import with_full_keys
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
@@ -20,7 +21,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{2,}[\w.]*|\[.*")
 """A word that stands for what a reader has to write."""
 NOT_HERE = (
     "profile=mine", "cluster=mine", "model=meta-llama/", "model=~/", "./my-model", "kernel=mine", "kernel=titan",
-    "sweep=mine",
+    "sweep=mine", "sweep=llama70b", "sweep=deepseek",
 )  # fmt: skip
 """Beginnings of names whose files a reader makes first."""
 
@@ -74,6 +75,22 @@ def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, wor
     takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
     if takes_overrides and not any(start in text for text in overrides for start in NOT_HERE):
         load_config(with_full_keys(overrides) if path == ["recommend"] else overrides)
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_sweep_of_the_page_about_programs_has_runs_that_fit():
+    page = ROOT / "docs/start/your-program.md"
+    recipes = re.findall(
+        r"```yaml\n# \./(ultrabench/sweep/(\w+)\.yaml)(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(recipes) == 2
+    for file_name, sweep_name, text in recipes:
+        Path(file_name).parent.mkdir(parents=True, exist_ok=True)
+        Path(file_name).write_text(f"#{text}", encoding="utf-8")
+        (words,) = (words for other, words in COMMANDS if other == page and f"sweep={sweep_name}" in words)
+        runs = make_plan(load_config(words[2:])).runs
+        assert runs
+        assert all(run.fits for run in runs)
 
 
 @pytest.mark.parametrize("name", ["guide/choose.md", "start/your-model.md"])
