@@ -21,7 +21,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{2,}[\w.]*|\[.*")
 """A word that stands for what a reader has to write."""
 NOT_HERE = (
     "profile=mine", "cluster=mine", "model=meta-llama/", "model=~/", "./my-model", "kernel=mine", "kernel=titan",
-    "sweep=mine", "sweep=llama70b", "sweep=deepseek",
+    "sweep=mine", "sweep=llama70b", "sweep=deepseek", "kernel=bridge",
 )  # fmt: skip
 """Beginnings of names whose files a reader makes first."""
 
@@ -78,19 +78,27 @@ def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, wor
 
 
 @pytest.mark.usefixtures("alone")
-def test_each_sweep_of_the_page_about_programs_has_runs_that_fit():
+def test_each_recipe_of_megatron_has_runs_that_fit():
     page = ROOT / "docs/start/your-program.md"
     recipes = re.findall(
-        r"```yaml\n# \./(ultrabench/sweep/(\w+)\.yaml)(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+        r"```yaml\n# \./(ultrabench/(sweep|kernel)/(\w+)\.yaml)(.*?)```",
+        page.read_text(encoding="utf-8"),
+        re.DOTALL,
     )
-    assert len(recipes) == 2
-    for file_name, sweep_name, text in recipes:
+    assert len(recipes) == 3
+    for file_name, group, name, text in recipes:
         Path(file_name).parent.mkdir(parents=True, exist_ok=True)
         Path(file_name).write_text(f"#{text}", encoding="utf-8")
-        (words,) = (words for other, words in COMMANDS if other == page and f"sweep={sweep_name}" in words)
-        runs = make_plan(load_config(words[2:])).runs
-        assert runs
-        assert all(run.fits for run in runs)
+        words = next(words for other, words in COMMANDS if other == page and f"{group}={name}" in words)
+        plan = make_plan(load_config([word for word in words[2:] if not word.startswith("--")]))
+        assert plan.runs
+        assert any(run.fits for run in plan.runs)
+    line = (
+        "[Rank 0] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 31.3 | mem-max-allocated-gigabytes: 52.7 "
+        "| mem-max-active-gigabytes: 52.7 | mem-max-reserved-gigabytes: 60.02 | mem-alloc-retires: 0"
+    )
+    memory = re.search(plan.config.kernel.memory_line, line)
+    assert memory.groupdict() == {"allocated_gb": "52.7", "reserved_gb": "60.02"}
 
 
 @pytest.mark.parametrize("name", ["guide/choose.md", "start/your-model.md"])

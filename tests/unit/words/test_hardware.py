@@ -188,7 +188,9 @@ def test_peaks_of_16_bits_are_equal_and_those_of_4_bits_are_only_blackwells():
         assert rates["fp16"] == rates["bf16"], name
         assert rates.get("mxfp8", rates.get("fp8")) == rates.get("fp8"), name
         assert ("nvfp4" in rates) == ((hardware.compute_capability or 0) >= 100), name
-        ratio = {"sm_100": 4, "sm_103": 6}.get(hardware.architecture, 0)  # of dense rates; Blackwell and its Ultra
+        ratio = {"sm_100": 4, "sm_103": 6}.get(
+            hardware.architecture, 0
+        )  # of dense rates; Blackwell and its Ultra
         assert rates.get("nvfp4", 0) / rates["bf16"] == ratio <= RATE_OVER_BF16["nvfp4"], name
 
 
