@@ -1,6 +1,6 @@
 """Tells why a training program cannot run a layout that no rule of the grid rejects."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ from ultrabench.kernel_config import (
     PRECISIONS_16_BIT,
     ROUTING,
     KernelConfig,
+    Span,
 )
 from ultrabench.layer_products import COLUMNS, ROWS
 from ultrabench.layer_type import LayerType
@@ -343,28 +344,35 @@ def _span_refusals(
     kernel: KernelConfig, layout: Layout, hardware: Hardware, variant: Variant
 ) -> Iterator[str]:
     """The reasons why groups of ranks are larger than kernel.spans allows with the knobs of a run."""
-    value_by_knob = kernel.knobs_of(variant) if kernel.spans else {}
     for degree, condition, limit in kernel.span_limits():
+        excess = _excess_over_span(layout, degree, limit, kernel.rank_order, hardware)
+        if excess is None:
+            continue
         program_text = f"kernel {kernel.name}"
         if condition:
             knob, knob_value = condition
-            if str(value_by_knob[knob]) != knob_value:
+            if str(kernel.knobs_of(variant)[knob]) != knob_value:
                 continue
             program_text += f" with {knob}={knob_value}"
-        size, rank_order = getattr(layout, degree), kernel.rank_order
-        if isinstance(limit, int):
-            if size > limit:
-                yield f"{program_text} has groups of {degree} of at most {limit} ranks; {degree}={size}"
-            continue
-        if limit == NVLINK_RACK and hardware.nvlink_gpus == hardware.gpus_per_node:
-            continue
-        num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
-        if limit == NODE:
-            num_gpus, place = hardware.gpus_per_node, "a node"
-        axes = ((size, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
-        if crosses_nodes(axes, num_gpus):
-            reason = f"{program_text} has groups of {degree} only within {place}, of {num_gpus} GPUs"
-            yield f"{reason}; those of {degree}={size} span several"
+        yield f"{program_text} has groups of {degree} {excess}"
+
+
+def _excess_over_span(
+    layout: Layout, degree: str, limit: Span, rank_order: Sequence[str], hardware: Hardware
+) -> str | None:
+    """How far groups of a degree may reach and how far those of a layout do; None if they are within the limit."""
+    size = getattr(layout, degree)
+    if isinstance(limit, int):
+        return f"of at most {limit} ranks; {degree}={size}" if size > limit else None
+    if limit == NVLINK_RACK and hardware.nvlink_gpus == hardware.gpus_per_node:
+        return None
+    num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
+    if limit == NODE:
+        num_gpus, place = hardware.gpus_per_node, "a node"
+    axes = ((size, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
+    if not crosses_nodes(axes, num_gpus):
+        return None
+    return f"only within {place}, of {num_gpus} GPUs; those of {degree}={size} span several"
 
 
 def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

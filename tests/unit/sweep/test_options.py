@@ -312,6 +312,8 @@ def test_losses_of_different_programs_are_not_compared():
         (["kernel.knobs={other: what it is}"], "kernel.knobs.other has no values; map them to arguments"),
         (["kernel.flags={graph: {a: []}}", "kernel.knobs={graph: ' '}"],
          "kernel.knobs.graph is empty; say in words what it sets"),
+        (["kernel.flags={recompute: {a: []}}", "kernel.flags_at_end=[recomput]"],
+         "unknown name of kernel.flags in kernel.flags_at_end: 'recomput'; did you mean recompute?"),
         (["kernel.spans={tq: node}"], "unknown degree in kernel.spans: 'tq'"),
         (["kernel.spans={tp: rack}"], "kernel.spans.tp='rack'; must be node, nvlink_domain, nvlink_rack or a number of "
         "ranks, or {KNOB: {VALUE: one of these}}"),
