@@ -70,12 +70,16 @@ class Plan:
         """CellKey -> its runs in the order of the plan."""
         return by_cell(self.runs)
 
-    def summary(self) -> dict[str, Any]:
-        """The document of `sweep plan --json`."""
+    def summary(self, cells: Iterable[CellKey] | None = None) -> dict[str, Any]:
+        """The document of `sweep plan --json`.
+
+        Args:
+            cells: the cells that it lists, also without candidates; None lists those of the sweep.
+        """
         count_by_rule = Counter(c.rule for c in self.candidates if not c.valid)
         count_by_refusal = Counter(c.reason for c in self.candidates if c.rule == "kernel")
         candidates_by_cell, config = by_cell(self.candidates), self.config
-        cells = [cell for _, cell in planned_cells(config)]
+        cells = (cell for _, cell in planned_cells(config)) if cells is None else cells
         cells_json = [cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, [])) for cell in cells]
         all_options = config.options.values.items()
         value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_options}

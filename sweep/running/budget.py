@@ -45,6 +45,8 @@ class Proposal:
     """What it will say, in words that follow `you will know`."""
     unknown: tuple[str, ...]
     """What it will not say, in words that follow `you will not know`."""
+    given_up: tuple[CellKey, ...] = ()
+    """Cells of the sweep that was asked for of which it has no run, because the budget is too small."""
 
     @property
     def gpu_hours(self) -> float:
@@ -74,15 +76,16 @@ def proposal(
         ConfigError: the cheapest sweep that says anything takes more.
     """
     cheapest: Proposal | None = None
-    lost_cells = [
-        cell
-        for _, cell in planned_cells(plan.config)
-        if not any(run.fits for run in plan.cells.get(cell, ()))
-    ]
+    fitting_cells = {run.cell for run in plan.runs if run.fits}
+    unfit_cells = [cell for _, cell in planned_cells(plan.config) if cell not in fitting_cells]
     for choice in _choices(plan, state, report_progress):
         if used_gpu_hours + choice.gpu_hours <= max_gpu_hours:
-            unfit_losses = _losses_of_cells(plan.config, lost_cells, ", where no layout is likely to fit")
-            return replace(choice, unknown=(*choice.unknown, *unfit_losses))
+            given_up = tuple(cell for cell in choice.given_up if cell in fitting_cells)
+            losses = (
+                *_losses_of_cells(plan.config, given_up),
+                *_losses_of_cells(plan.config, unfit_cells, ", where no layout is likely to fit"),
+            )
+            return replace(choice, unknown=(*choice.unknown, *losses), given_up=given_up)
         cheapest = choice if cheapest is None or choice.gpu_hours < cheapest.gpu_hours else cheapest
     assert cheapest is not None
     run, (low, high) = cheapest.plan.runs[0], cheapest.price.interval
@@ -143,11 +146,26 @@ def _shortlist(change: Change, layouts_by_cell: Mapping[CellKey, Sequence[Layout
 
 def _known_of_grid(plan: Plan) -> str:
     """What a sweep of all these runs will say, or a search among them."""
-    layouts_text = f"{counted(len(plan.runs), 'run')} in {counted(len(plan.cells), 'cell')}"
+    cells, runs_text = [*plan.cells], counted(len(plan.runs), "run")
+    best_text = f"the fastest layout of each cell, of {runs_text} in {len(cells)} cells"
+    if len(cells) == 1:
+        best_text = f"the fastest layout of {runs_text} {_cells_text(cells, plan.config)}"
     if plan.config.strategy == "adaptive":
         end_text = f"every other one has less than a {MIN_CHANCE:.0%} chance to be {MIN_GAIN:.0%} faster"
-        return f"the fastest layout of each cell, of {layouts_text}: a search ends when {end_text}"
-    return f"the fastest layout of each cell, of {layouts_text}, and what each axis costs (sweep effects)"
+        return f"{best_text}: a search ends when {end_text}"
+    return f"{best_text}, and what each axis costs (sweep effects)"
+
+
+def _cells_text(cells: Sequence[CellKey], config: SweepConfig) -> str:
+    """Where something is known: the name of a single cell, else the number of cells."""
+    if len(cells) == 1:
+        return f"for {cell_label(cells[0], _columns_of(config))}"
+    return f"in each of {counted(len(cells), 'cell')}"
+
+
+def _columns_of(config: SweepConfig) -> list[str]:
+    """The names that tell the cells of a sweep apart."""
+    return cell_columns(cell for _, cell in planned_cells(config))
 
 
 def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
@@ -173,13 +191,11 @@ def _list_of(
     plan = shortlist.plan
     runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
     chosen_plan = replace(plan, config=_listing(plan.config, runs), candidates=runs)
-    cells_text = counted(len(layouts_by_cell), "cell")
-    known = (
-        f"which of up to {num_layouts} layouts that are not similar is the fastest, in each of {cells_text}"
-    )
-    others_text = f"whether a layout outside these {counted(len(runs), 'run')} is faster"
+    cells_text = _cells_text([*layouts_by_cell], plan.config)
+    known = f"which of up to {num_layouts} layouts that are not similar is the fastest, {cells_text}"
     if num_layouts == 1:
-        known = f"how fast the layout predicted fastest is, in each of {cells_text}"
+        known = f"how fast the layout predicted fastest is, {cells_text}"
+    others_text = "another layout" if len(runs) == 1 else f"a layout outside these {len(runs):,} runs"
     missing_cells = [cell for cell in plan.cells if cell not in layouts_by_cell]
     return Proposal(
         plan=chosen_plan,
@@ -187,15 +203,18 @@ def _list_of(
         overrides=shortlist.overrides,
         num_layouts=num_layouts,
         known=known,
-        unknown=(others_text, *shortlist.losses, *_losses_of_cells(plan.config, missing_cells)),
+        unknown=(f"whether {others_text} is faster", *shortlist.losses),
+        given_up=tuple(missing_cells),
     )
 
 
 def _losses_of_cells(config: SweepConfig, cells: Sequence[CellKey], cause: str = "") -> Iterator[str]:
     """What is not known where these cells of a sweep have no run."""
-    columns = cell_columns(cell for _, cell in planned_cells(config))
-    names = [cell_label(cell, columns) for cell in sorted(cells)]
-    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
+    columns = _columns_of(config)
+    names = [cell_label(cell, columns) for _, cell in planned_cells(config) if cell in cells]
+    more_text = ""
+    if (num_more := len(names) - MAX_NAMED_CELLS) > 0:
+        more_text = f" and {counted(num_more, 'more cell')} (those without runs in the table)"
     if names:
         yield f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}{cause}"
 
