@@ -1,7 +1,7 @@
 """Finds the sweep that says most within a number of GPU hours, and what will be known after it and what will not."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ultrabench.errors import ConfigError, counted
@@ -119,16 +119,16 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
     most = max(map(len, layouts_by_cell.values()))
     for num_layouts in (count for count in NUMS_OF_LAYOUTS if count <= most):
         chosen = {cell: layouts[:num_layouts] for cell, layouts in layouts_by_cell.items()}
-        yield from (_list_of(shortlist, state, chosen, num_layouts) for shortlist in shortlists)
+        yield from _lists(shortlists, state, chosen, num_layouts)
     best_by_cell = {cell: layouts[:1] for cell, layouts in layouts_by_cell.items()}
     hours_by_cell = {
-        cell: _list_of(shortlists[-1], state, {cell: layouts}, 1).gpu_hours
+        cell: next(_lists(shortlists[-1:], state, {cell: layouts}, 1)).gpu_hours
         for cell, layouts in best_by_cell.items()
     }
     cells = sorted(best_by_cell, key=hours_by_cell.__getitem__)
     for num_cells in range(len(cells) - 1, 0, -1):
         chosen = {cell: best_by_cell[cell] for cell in cells[:num_cells]}
-        yield from (_list_of(shortlist, state, chosen, 1) for shortlist in shortlists)
+        yield from _lists(shortlists, state, chosen, 1)
 
 
 def _less_exact(change: Change) -> Iterator[Change]:
@@ -181,31 +181,33 @@ def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
     return [*layouts] or [min(runs, key=lambda run: run.prediction.p_oom).layout]
 
 
-def _list_of(
-    shortlist: Change,
+def _lists(
+    shortlists: Iterable[Change],
     state: SweepState,
     layouts_by_cell: Mapping[CellKey, Sequence[Layout]],
     num_layouts: int,
-) -> Proposal:
-    """A sweep of these layouts of `shortlist` alone."""
-    plan = shortlist.plan
-    runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
-    chosen_plan = replace(plan, config=_listing(plan.config, runs), candidates=runs)
-    cells_text = _cells_text([*layouts_by_cell], plan.config)
-    known = f"which of up to {num_layouts} layouts that are not similar is the fastest, {cells_text}"
-    if num_layouts == 1:
-        known = f"how fast the layout predicted fastest is, {cells_text}"
-    others_text = "another layout" if len(runs) == 1 else f"a layout outside these {len(runs):,} runs"
-    missing_cells = [cell for cell in plan.cells if cell not in layouts_by_cell]
-    return Proposal(
-        plan=chosen_plan,
-        price=price_of(chosen_plan, state),
-        overrides=shortlist.overrides,
-        num_layouts=num_layouts,
-        known=known,
-        unknown=(f"whether {others_text} is faster", *shortlist.losses),
-        given_up=tuple(missing_cells),
-    )
+) -> Iterator[Proposal]:
+    """The sweeps of these layouts alone, one for each of `shortlists`, which measure the same runs differently."""
+    axes: Axes | None = None
+    for shortlist in shortlists:
+        plan = shortlist.plan
+        runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
+        axes = axes or _listed_axes(runs)
+        chosen_plan = replace(plan, config=_listing(plan.config, runs, axes), candidates=runs)
+        cells_text = _cells_text([*layouts_by_cell], plan.config)
+        known = f"which of up to {num_layouts} layouts that are not similar is the fastest, {cells_text}"
+        if num_layouts == 1:
+            known = f"how fast the layout predicted fastest is, {cells_text}"
+        others_text = "another layout" if len(runs) == 1 else f"a layout outside these {len(runs):,} runs"
+        yield Proposal(
+            plan=chosen_plan,
+            price=price_of(chosen_plan, state),
+            overrides=shortlist.overrides,
+            num_layouts=num_layouts,
+            known=known,
+            unknown=(f"whether {others_text} is faster", *shortlist.losses),
+            given_up=tuple(cell for cell in plan.cells if cell not in layouts_by_cell),
+        )
 
 
 def _losses_of_cells(config: SweepConfig, cells: Sequence[CellKey], cause: str = "") -> Iterator[str]:
@@ -219,17 +221,23 @@ def _losses_of_cells(config: SweepConfig, cells: Sequence[CellKey], cause: str =
         yield f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}{cause}"
 
 
-def _listing(config: SweepConfig, runs: Sequence[Candidate]) -> SweepConfig:
-    """The configuration of a sweep that lists the layouts of `runs`, as a sweep file that is written for them."""
-    cells, listed = [run.cell for run in runs], read_layouts(entries_of(runs), ())
+def _listed_axes(runs: Sequence[Candidate]) -> Axes:
+    """The axes of a sweep that lists the layouts of `runs`, as a sweep file that is written for them."""
+    listed = read_layouts(entries_of(runs), ())
+    nodes = tuple(sorted({run.nodes for run in runs}))
+    return Axes(nodes=nodes, layout=values_of_layouts(listed), listed=listed)
+
+
+def _listing(config: SweepConfig, runs: Sequence[Candidate], axes: Axes) -> SweepConfig:
+    """The configuration of a sweep with these axes, which list the layouts of `runs`."""
+    cells = {run.cell for run in runs}
     models = {cell.model for cell in cells}
     cell_values = {
         option: tuple(sorted({getattr(cell, option) for cell in cells})) for option in CELL_OPTIONS
     }
-    nodes = tuple(sorted({cell.nodes for cell in cells}))
     return replace(
         config,
-        axes=Axes(nodes=nodes, layout=values_of_layouts(listed), listed=listed),
+        axes=axes,
         models=tuple(shape for shape in config.models if shape.name in models),
         options=replace(config.options, values={**config.options.values, **cell_values}),
         workload=replace(config.workload, seq_len=cell_values["seq_len"][0], gbs=cell_values["gbs"][0]),
