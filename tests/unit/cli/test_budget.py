@@ -59,6 +59,7 @@ def test_every_cell_that_was_asked_for_is_listed_and_says_why_it_has_no_run(ultr
         is_given_up = [reason is not None and "--max-gpu-hours 0.5" in reason for reason in reasons]
         assert is_given_up == [False, bool(budget), False, bool(budget)]
     assert [entry["runs"] for entry in entry_by_cell.values()] == [1, 0, 0, 0]
+    assert "\nwithin 0.5 GPU hours: the layout predicted fastest of the cheapest cell, with " in f"\n{out}"
     assert re.search("^you will know how fast .*, for llama3-8b on 1 node$", out, re.M)
     assert "\nyou will not know whether another layout is faster\n" in out
     assert "\nyou will not know anything about llama3-8b on 4 nodes; llama3-70b on 4 nodes\n" in out
@@ -124,12 +125,13 @@ def test_status_shows_what_was_asked_what_is_spent_and_what_is_expected_now(ultr
 
 
 def test_a_long_plan_says_how_far_it_is_where_no_terminal_shows_a_bar(capsys):
-    seconds = iter([0.0, 4.0, 11.0, 15.0, 22.0, 40.0])
+    seconds = iter([0.0, 11.0, 15.0, 22.0, 26.0, 33.0, 40.0])
     report = planning.line_printer(planning.CANDIDATES, lambda: next(seconds))
-    for num_done in (100, 250, 400, 500, 1000):
+    for num_done in (10, 100, 250, 400, 500, 1000):
         report(num_done, 1000)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "planning: 250 of 1,000 candidates, about 33s left",
-        "planning: 500 of 1,000 candidates, about 22s left",
+        "planning: 10 of 1,000 candidates",
+        "planning: 250 of 1,000 candidates, about 1m06s left",
+        "planning: 500 of 1,000 candidates, about 33s left",
     ]

@@ -249,6 +249,10 @@ def proposal_lines(choice: Proposal, max_gpu_hours: float) -> Iterator[str]:
     sweep_text = "the sweep as asked"
     if choice.num_layouts:
         sweep_text = "the layout predicted fastest of each cell"
+        if choice.given_up:
+            num_cells = len(choice.plan.cells)
+            cells_text = "the cheapest cell" if num_cells == 1 else f"each of the {num_cells} cheapest cells"
+            sweep_text = f"the layout predicted fastest of {cells_text}"
         if choice.num_layouts > 1:
             sweep_text = f"up to {choice.num_layouts} layouts of each cell, the fastest that are not similar"
     if choice.overrides:
