@@ -5,7 +5,7 @@ import heapq
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,7 +45,7 @@ ReportProgress = Callable[[int, int], None]
 """Called with the number of parts of a work that are done, and of all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All candidates of a sweep, those that run first.
 
@@ -60,22 +60,31 @@ class Plan:
     cores: int = 2
     """Number of CPU cores of the host for which it was made."""
 
-    @property
+    @cached_property
     def runs(self) -> tuple[Candidate, ...]:
         """The candidates that run."""
         return tuple(c for c in self.candidates if c.runs)
 
-    @property
-    def cells(self) -> dict[CellKey, list[Candidate]]:
+    @cached_property
+    def cells(self) -> Mapping[CellKey, Sequence[Candidate]]:
         """CellKey -> its runs in the order of the plan."""
         return by_cell(self.runs)
 
-    def summary(self) -> dict[str, Any]:
-        """The document of `sweep plan --json`."""
+    @cached_property
+    def candidates_by_cell(self) -> Mapping[CellKey, Sequence[Candidate]]:
+        """CellKey -> all its candidates in the order of the plan."""
+        return by_cell(self.candidates)
+
+    def summary(self, cells: Iterable[CellKey] | None = None) -> dict[str, Any]:
+        """The document of `sweep plan --json`.
+
+        Args:
+            cells: the cells that it lists, also without candidates; None lists those of the sweep.
+        """
         count_by_rule = Counter(c.rule for c in self.candidates if not c.valid)
         count_by_refusal = Counter(c.reason for c in self.candidates if c.rule == "kernel")
-        candidates_by_cell, config = by_cell(self.candidates), self.config
-        cells = [cell for _, cell in planned_cells(config)]
+        candidates_by_cell, config = self.candidates_by_cell, self.config
+        cells = (cell for _, cell in planned_cells(config)) if cells is None else cells
         cells_json = [cell._asdict() | _candidate_counts(candidates_by_cell.get(cell, [])) for cell in cells]
         all_options = config.options.values.items()
         value_by_option = {name: values[0] if len(values) == 1 else [*values] for name, values in all_options}

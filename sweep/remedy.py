@@ -18,7 +18,6 @@ from ultrabench.sweep.candidate import (
     Candidate,
     CellKey,
     advised,
-    by_cell,
     cell_columns,
     cell_label,
 )
@@ -70,7 +69,7 @@ def nothing_fits(
 
 def reasons_without_candidates(plan: Plan) -> dict[CellKey, str]:
     """Cell -> why it has no layout that the kernel can train, and what to change."""
-    config, candidates_by_cell = plan.config, by_cell(plan.candidates)
+    config, candidates_by_cell = plan.config, plan.candidates_by_cell
     reasons = dict[CellKey, str]()
     for shape, cell in planned_cells(config) if config.kernel.trains else ():
         candidates = candidates_by_cell.get(cell, [])
@@ -101,10 +100,12 @@ def reasons_without_fit(
         advised_p_oom: P(OOM) above which a layout is no help.
     """
     limit_text = capacity_text(plan.config.hardware.mem_bytes)
-    candidates_by_cell = by_cell(c for c in plan.candidates if c.trainable)
+    trainable_by_cell = {
+        cell: [c for c in candidates if c.trainable] for cell, candidates in plan.candidates_by_cell.items()
+    }
     remedies, reasons = _remedies_of(plan, advised_p_oom), dict[CellKey, str]()
-    for cell, candidates in sorted(candidates_by_cell.items(), reverse=True):  # more nodes may help fewer
-        if cell not in skipped_cells and not any(c.fits for c in candidates):
+    for cell, candidates in sorted(trainable_by_cell.items(), reverse=True):  # more nodes may help fewer
+        if candidates and cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
             problem = f"no layout is likely to fit into {limit_text}"
             cell_config = cell_sweep(plan.config, cell)
@@ -118,7 +119,7 @@ def _remedies_of(plan: Plan, advised_p_oom: float) -> "Remedies":
     """Remedies that know the best run of each cell of which a plan has all runs."""
     partial_cells, runs_by_cell = {c.cell for c in plan.candidates if c.rule == UNSELECTED}, plan.cells
     remedies = Remedies()
-    for cell in {c.cell for c in plan.candidates} - partial_cells:
+    for cell in plan.candidates_by_cell.keys() - partial_cells:
         advised_in_cell = advised(runs_by_cell.get(cell, ()), advised_p_oom)
         remedies.best[cell, ()] = max(advised_in_cell, key=expected_rate_of, default=None)
     return remedies

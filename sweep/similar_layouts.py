@@ -33,12 +33,13 @@ def groups_of(
         rate_by_run: run_id -> measured tokens/s/GPU. Two measured runs are compared by these, others by predictions.
     """
     while runs:
-        similar_runs = [run for run in runs[1:] if _is_similar(run, runs[0], rate_by_run)]
-        degrees = _traded_degrees(degrees_of(runs[0].layout), {degrees_of(r.layout) for r in similar_runs})
-        group = (runs[0], *(run for run in similar_runs if degrees_of(run.layout) in degrees))
+        best, *others = runs
+        similar_runs = [run for run in _nearly_as_fast(others, best, rate_by_run) if _is_similar(run, best)]
+        degrees = _traded_degrees(degrees_of(best.layout), {degrees_of(r.layout) for r in similar_runs})
+        group = (best, *(run for run in similar_runs if degrees_of(run.layout) in degrees))
         yield group
         grouped_ids = {run.run_id for run in group}
-        runs = [run for run in runs if run.run_id not in grouped_ids]
+        runs = [run for run in others if run.run_id not in grouped_ids]
 
 
 def shown_runs(groups: Sequence[Group], *, with_similar: bool) -> Iterator[tuple[Candidate, dict[str, int]]]:
@@ -66,18 +67,23 @@ def group_lines(rows: Sequence[Mapping[str, Any]], *, with_similar: bool) -> Ite
         yield f"{counted(num_similar, 'similar layout')} {are_left_out} within {limits}; --all shows them"
 
 
-def _is_similar(run: Candidate, best: Candidate, rate_by_run: Mapping[str, float | None]) -> bool:
-    """Whether a run is of the group of the best one if its degrees are."""
-    if not run.spec.kernel.is_predictable:
-        return False
-    rate, best_rate = rate_by_run.get(run.run_id), rate_by_run.get(best.run_id)
-    relative_speed = best.prediction.step_time_s / run.prediction.step_time_s
-    if rate and best_rate:
-        relative_speed = rate / best_rate
-    if abs(relative_speed - 1) > SIMILAR_SPEED:
-        return False
+def _nearly_as_fast(
+    runs: Iterable[Candidate], best: Candidate, rate_by_run: Mapping[str, float | None]
+) -> Iterator[Candidate]:
+    """The runs whose speed differs from that of the best one by at most SIMILAR_SPEED."""
+    best_step_s, best_rate = best.prediction.step_time_s, rate_by_run.get(best.run_id)
+    for run in runs:
+        relative_speed = best_step_s / run.prediction.step_time_s
+        if best_rate and (rate := rate_by_run.get(run.run_id)):
+            relative_speed = rate / best_rate
+        if abs(relative_speed - 1) <= SIMILAR_SPEED:
+            yield run
+
+
+def _is_similar(run: Candidate, best: Candidate) -> bool:
+    """Whether a run that is nearly as fast as the best one of a group belongs to it if its degrees do."""
     has_same_limit = run.prediction.limited_by == best.prediction.limited_by
-    return has_same_limit and run.spec.variant == best.spec.variant
+    return run.spec.kernel.is_predictable and has_same_limit and run.spec.variant == best.spec.variant
 
 
 def _traded_degrees(best: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:

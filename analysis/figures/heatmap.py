@@ -22,7 +22,7 @@ from ultrabench.analysis.results.cells import Cell, formula_of_cells, layout_wor
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY
-from ultrabench.column import Better, Form, memory_axis
+from ultrabench.column import Form, memory_axis
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import Status
@@ -284,8 +284,7 @@ def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
     label = f"{column.heading}{unit_suffix}"
     if column.name == "mfu":
         label = f"{column.heading}{peak_suffix(grid.cells[0].precision)} (% of{separator}{measured_text}peak)"
-    if column.better == Better.LOWER:
-        label += "\nlower is better"
+    label = "\n".join(filter(None, (label, column.better.note)))
     axes.set_ylabel(label, fontsize=9, color=GREY)
     axes.tick_params(labelsize=8, length=2, color=GREY)
 

@@ -35,6 +35,11 @@ class Better(StrEnum):
     NONE = "none"
     """Neither, such as for a degree of parallelism; runs cannot be ranked by such a column."""
 
+    @property
+    def note(self) -> str:
+        """What figures write beside such a column where that is not the usual direction."""
+        return "lower is better" if self is Better.LOWER else ""
+
 
 class Source(StrEnum):
     """Where the value of a column comes from."""
@@ -120,6 +125,10 @@ class Unit(NamedTuple):
     def brief_text(self, number: float) -> str:
         """What `bare_text` returns, with the symbol of the unit, such as `24.5 GiB` or `2.31 s`."""
         return f"{self.bare_text(number)} {self.axis_symbol}".rstrip()
+
+    def exact_text(self, number: float) -> str:
+        """A number with at most six digits and the symbol of figures, such as `24.5012 GiB` or `43.2105 %`."""
+        return f"{number * self.axis.factor:.6g} {self.axis_symbol}".rstrip()
 
     @property
     def short_symbol(self) -> str:

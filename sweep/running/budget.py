@@ -1,7 +1,7 @@
 """Finds the sweep that says most within a number of GPU hours, and what will be known after it and what will not."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ultrabench.errors import ConfigError, counted
@@ -45,6 +45,8 @@ class Proposal:
     """What it will say, in words that follow `you will know`."""
     unknown: tuple[str, ...]
     """What it will not say, in words that follow `you will not know`."""
+    given_up: tuple[CellKey, ...] = ()
+    """Cells of the sweep that was asked for of which it has no run, because the budget is too small."""
 
     @property
     def gpu_hours(self) -> float:
@@ -74,15 +76,16 @@ def proposal(
         ConfigError: the cheapest sweep that says anything takes more.
     """
     cheapest: Proposal | None = None
-    lost_cells = [
-        cell
-        for _, cell in planned_cells(plan.config)
-        if not any(run.fits for run in plan.cells.get(cell, ()))
-    ]
+    fitting_cells = {run.cell for run in plan.runs if run.fits}
+    unfit_cells = [cell for _, cell in planned_cells(plan.config) if cell not in fitting_cells]
     for choice in _choices(plan, state, report_progress):
         if used_gpu_hours + choice.gpu_hours <= max_gpu_hours:
-            unfit_losses = _losses_of_cells(plan.config, lost_cells, ", where no layout is likely to fit")
-            return replace(choice, unknown=(*choice.unknown, *unfit_losses))
+            given_up = tuple(cell for cell in choice.given_up if cell in fitting_cells)
+            losses = (
+                *_losses_of_cells(plan.config, given_up),
+                *_losses_of_cells(plan.config, unfit_cells, ", where no layout is likely to fit"),
+            )
+            return replace(choice, unknown=(*choice.unknown, *losses), given_up=given_up)
         cheapest = choice if cheapest is None or choice.gpu_hours < cheapest.gpu_hours else cheapest
     assert cheapest is not None
     run, (low, high) = cheapest.plan.runs[0], cheapest.price.interval
@@ -116,16 +119,16 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
     most = max(map(len, layouts_by_cell.values()))
     for num_layouts in (count for count in NUMS_OF_LAYOUTS if count <= most):
         chosen = {cell: layouts[:num_layouts] for cell, layouts in layouts_by_cell.items()}
-        yield from (_list_of(shortlist, state, chosen, num_layouts) for shortlist in shortlists)
+        yield from _lists(shortlists, state, chosen, num_layouts)
     best_by_cell = {cell: layouts[:1] for cell, layouts in layouts_by_cell.items()}
     hours_by_cell = {
-        cell: _list_of(shortlists[-1], state, {cell: layouts}, 1).gpu_hours
+        cell: next(_lists(shortlists[-1:], state, {cell: layouts}, 1)).gpu_hours
         for cell, layouts in best_by_cell.items()
     }
     cells = sorted(best_by_cell, key=hours_by_cell.__getitem__)
     for num_cells in range(len(cells) - 1, 0, -1):
         chosen = {cell: best_by_cell[cell] for cell in cells[:num_cells]}
-        yield from (_list_of(shortlist, state, chosen, 1) for shortlist in shortlists)
+        yield from _lists(shortlists, state, chosen, 1)
 
 
 def _less_exact(change: Change) -> Iterator[Change]:
@@ -143,11 +146,26 @@ def _shortlist(change: Change, layouts_by_cell: Mapping[CellKey, Sequence[Layout
 
 def _known_of_grid(plan: Plan) -> str:
     """What a sweep of all these runs will say, or a search among them."""
-    layouts_text = f"{counted(len(plan.runs), 'run')} in {counted(len(plan.cells), 'cell')}"
+    cells, runs_text = [*plan.cells], counted(len(plan.runs), "run")
+    best_text = f"the fastest layout of each cell, of {runs_text} in {len(cells)} cells"
+    if len(cells) == 1:
+        best_text = f"the fastest layout of {runs_text} {_cells_text(cells, plan.config)}"
     if plan.config.strategy == "adaptive":
         end_text = f"every other one has less than a {MIN_CHANCE:.0%} chance to be {MIN_GAIN:.0%} faster"
-        return f"the fastest layout of each cell, of {layouts_text}: a search ends when {end_text}"
-    return f"the fastest layout of each cell, of {layouts_text}, and what each axis costs (sweep effects)"
+        return f"{best_text}: a search ends when {end_text}"
+    return f"{best_text}, and what each axis costs (sweep effects)"
+
+
+def _cells_text(cells: Sequence[CellKey], config: SweepConfig) -> str:
+    """Where something is known: the name of a single cell, else the number of cells."""
+    if len(cells) == 1:
+        return f"for {cell_label(cells[0], _columns_of(config))}"
+    return f"in each of {counted(len(cells), 'cell')}"
+
+
+def _columns_of(config: SweepConfig) -> list[str]:
+    """The names that tell the cells of a sweep apart."""
+    return cell_columns(cell for _, cell in planned_cells(config))
 
 
 def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
@@ -163,54 +181,63 @@ def _best_layouts(runs: Sequence[Candidate]) -> list[Layout]:
     return [*layouts] or [min(runs, key=lambda run: run.prediction.p_oom).layout]
 
 
-def _list_of(
-    shortlist: Change,
+def _lists(
+    shortlists: Iterable[Change],
     state: SweepState,
     layouts_by_cell: Mapping[CellKey, Sequence[Layout]],
     num_layouts: int,
-) -> Proposal:
-    """A sweep of these layouts of `shortlist` alone."""
-    plan = shortlist.plan
-    runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
-    chosen_plan = replace(plan, config=_listing(plan.config, runs), candidates=runs)
-    cells_text = counted(len(layouts_by_cell), "cell")
-    known = (
-        f"which of up to {num_layouts} layouts that are not similar is the fastest, in each of {cells_text}"
-    )
-    others_text = f"whether a layout outside these {counted(len(runs), 'run')} is faster"
-    if num_layouts == 1:
-        known = f"how fast the layout predicted fastest is, in each of {cells_text}"
-    missing_cells = [cell for cell in plan.cells if cell not in layouts_by_cell]
-    return Proposal(
-        plan=chosen_plan,
-        price=price_of(chosen_plan, state),
-        overrides=shortlist.overrides,
-        num_layouts=num_layouts,
-        known=known,
-        unknown=(others_text, *shortlist.losses, *_losses_of_cells(plan.config, missing_cells)),
-    )
+) -> Iterator[Proposal]:
+    """The sweeps of these layouts alone, one for each of `shortlists`, which measure the same runs differently."""
+    axes: Axes | None = None
+    for shortlist in shortlists:
+        plan = shortlist.plan
+        runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
+        axes = axes or _listed_axes(runs)
+        chosen_plan = replace(plan, config=_listing(plan.config, runs, axes), candidates=runs)
+        cells_text = _cells_text([*layouts_by_cell], plan.config)
+        known = f"which of up to {num_layouts} layouts that are not similar is the fastest, {cells_text}"
+        if num_layouts == 1:
+            known = f"how fast the layout predicted fastest is, {cells_text}"
+        others_text = "another layout" if len(runs) == 1 else f"a layout outside these {len(runs):,} runs"
+        yield Proposal(
+            plan=chosen_plan,
+            price=price_of(chosen_plan, state),
+            overrides=shortlist.overrides,
+            num_layouts=num_layouts,
+            known=known,
+            unknown=(f"whether {others_text} is faster", *shortlist.losses),
+            given_up=tuple(cell for cell in plan.cells if cell not in layouts_by_cell),
+        )
 
 
 def _losses_of_cells(config: SweepConfig, cells: Sequence[CellKey], cause: str = "") -> Iterator[str]:
     """What is not known where these cells of a sweep have no run."""
-    columns = cell_columns(cell for _, cell in planned_cells(config))
-    names = [cell_label(cell, columns) for cell in sorted(cells)]
-    more_text = f" and {len(names) - MAX_NAMED_CELLS} more cells" if len(names) > MAX_NAMED_CELLS else ""
+    columns = _columns_of(config)
+    names = [cell_label(cell, columns) for _, cell in planned_cells(config) if cell in cells]
+    more_text = ""
+    if (num_more := len(names) - MAX_NAMED_CELLS) > 0:
+        more_text = f" and {counted(num_more, 'more cell')} (those without runs in the table)"
     if names:
         yield f"anything about {'; '.join(names[:MAX_NAMED_CELLS])}{more_text}{cause}"
 
 
-def _listing(config: SweepConfig, runs: Sequence[Candidate]) -> SweepConfig:
-    """The configuration of a sweep that lists the layouts of `runs`, as a sweep file that is written for them."""
-    cells, listed = [run.cell for run in runs], read_layouts(entries_of(runs), ())
+def _listed_axes(runs: Sequence[Candidate]) -> Axes:
+    """The axes of a sweep that lists the layouts of `runs`, as a sweep file that is written for them."""
+    listed = read_layouts(entries_of(runs), ())
+    nodes = tuple(sorted({run.nodes for run in runs}))
+    return Axes(nodes=nodes, layout=values_of_layouts(listed), listed=listed)
+
+
+def _listing(config: SweepConfig, runs: Sequence[Candidate], axes: Axes) -> SweepConfig:
+    """The configuration of a sweep with these axes, which list the layouts of `runs`."""
+    cells = {run.cell for run in runs}
     models = {cell.model for cell in cells}
     cell_values = {
         option: tuple(sorted({getattr(cell, option) for cell in cells})) for option in CELL_OPTIONS
     }
-    nodes = tuple(sorted({cell.nodes for cell in cells}))
     return replace(
         config,
-        axes=Axes(nodes=nodes, layout=values_of_layouts(listed), listed=listed),
+        axes=axes,
         models=tuple(shape for shape in config.models if shape.name in models),
         options=replace(config.options, values={**config.options.values, **cell_values}),
         workload=replace(config.workload, seq_len=cell_values["seq_len"][0], gbs=cell_values["gbs"][0]),

@@ -8,9 +8,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ultrabench.errors import counted
 from ultrabench.layout import AXES, FOLLOWING, default_schedule
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell
 from ultrabench.sweep.config.options import Options
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.progress import SweepProgress
 from ultrabench.variant import value_text
@@ -77,7 +79,7 @@ def expected_too_few_pairs(
         (ALL_RUNS,): num_option_pairs(filter(is_in_full, fitting_runs), options),
     }
     all_too_few = list[TooFewPairs]()
-    num_spare = SPARE_PAIRS if config.strategy == "adaptive" else 0
+    num_spare = _num_spare(config)
     for (axis, value), num_possible in possible_pairs.items():
         has_enough = {
             settings: have_interval(
@@ -95,6 +97,11 @@ def expected_too_few_pairs(
             )
             all_too_few.append(too_few)
     return all_too_few
+
+
+def _num_spare(config: SweepConfig) -> int:
+    """Number of pairs that a plan must expect beyond those needed."""
+    return SPARE_PAIRS if config.strategy == "adaptive" else 0
 
 
 def num_option_pairs(runs: Iterable[Candidate], options: Options) -> Counter[tuple[str, Any]]:
@@ -137,21 +144,30 @@ MAX_NAMED = 6
 """Largest number of values that a line names."""
 
 
-def expected_too_few_text(all_too_few: Sequence[TooFewPairs]) -> str:
+def expected_too_few_text(all_too_few: Sequence[TooFewPairs], config: SweepConfig) -> str:
     """What early stopping will leave, or may leave where no more pairs are expected than are needed."""
     is_certain = not any(have_interval(lack.pairs) for lack in all_too_few)
-    return too_few_text(all_too_few, "will leave" if is_certain else "may leave")
+    return too_few_text(all_too_few, "will leave" if is_certain else "may leave", _num_spare(config))
 
 
-def too_few_text(all_too_few: Sequence[TooFewPairs], verb: str) -> str:
-    """What early stopping leaves or has left, without what to do; the values with most pairs to gain come first."""
+def too_few_text(all_too_few: Sequence[TooFewPairs], verb: str, num_spare: int = 0) -> str:
+    """What early stopping leaves or has left, without what to do; the values with most pairs to gain come first.
+
+    Args:
+        num_spare: number of pairs that must be expected beyond those needed.
+    """
     ranked = sorted(all_too_few, key=lambda lack: lack.pairs - lack.possible_pairs)
     value_texts = [
         f"{lack.axis}={value_text(lack.value)} ({lack.pairs} of {lack.possible_pairs:,})"
         for lack in ranked[:MAX_NAMED]
     ]
-    more_text = f" and {len(ranked) - MAX_NAMED} more values" if len(ranked) > MAX_NAMED else ""
+    num_more = len(ranked) - MAX_NAMED
+    more_text = f" and {counted(num_more, 'more value')}" if num_more > 0 else ""
     need = f"an interval of sweep effects needs {FEWEST_PAIRS} pairs of runs that differ only in one setting"
+    if num_spare:
+        need += (
+            f", and an adaptive search {num_spare} more, because a run may fail or be slower than predicted"
+        )
     return f"{need}; early stopping {verb} too few for {', '.join(value_texts)}{more_text}"
 
 

@@ -17,7 +17,6 @@ from ultrabench.analysis.results.cells import layout_words
 from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.planned import is_predicted
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, is_lower_better, require_rankable
-from ultrabench.column import Better
 from ultrabench.errors import counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
@@ -102,9 +101,7 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, column: str) -> Figu
         memory_title = f"peak reserved memory, {points['memory_ranks'].iloc[0]}"
         x_title = axis_title("peak_mem_reserved_bytes", memory_title)
         y_title = axis_title(column)
-        axes.describe(
-            panel_name, x_title, f"{y_title} (lower is better)" if better == Better.LOWER else y_title
-        )
+        axes.describe(panel_name, x_title, f"{y_title} ({better.note})" if better.note else y_title)
     return figure
 
 

@@ -11,8 +11,9 @@ from rich.console import RenderableType
 
 from ultrabench.analysis.page.commands import launch_words
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.analysis.results.numbers import formula_text, with_interval, with_unit
+from ultrabench.analysis.results.numbers import with_interval, with_unit
 from ultrabench.cli.sweep.consent import headline
+from ultrabench.cli.sweep.layout_notes import layout_notes
 from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
@@ -240,12 +241,8 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
     if layout_rows:
         layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
         layout_table.requested_names = extra_keys
-        has_experts = any(shape.num_experts for shape in config.models)
         layout_table.note_by_column = {
-            mfu_heading: formula_text([config.measure.flops_formula], has_experts),
-            step_heading: "in brackets: 80 % intervals",
-            peak_heading: f"{peak_heading}: includes the allocator's reserve",
-            oom_heading: f"{oom_heading}: without the allocator's reserve, which a full GPU gets back",
+            **layout_notes(config),
             "limited by": "limited by: the main limit of the layout, and the largest part of the step "
             "that is not compute",
         }

@@ -42,20 +42,33 @@ def test_the_sweep_that_fits_is_written_and_costs_what_was_said(ultrabench, hour
         assert launched["predicted_gpu_hours"] == pytest.approx(said_hours, rel=1e-3)
 
 
-def test_a_cell_without_a_layout_says_why_with_and_without_a_budget(ultrabench):
-    models = ("sweep", "plan", "hardware=h100x8", "sweep.models=[llama3-8b,llama3-70b]", "sweep.nodes=[1]")
-    plan = (*models, "sweep.tp=[8]", "sweep.gbs=64", "sweep.pp=[1]")
-    for budget in ((), ("--max-gpu-hours", "2")):
+def test_every_cell_that_was_asked_for_is_listed_and_says_why_it_has_no_run(ultrabench):
+    models = ("sweep", "plan", "hardware=h100x8", "sweep.models=[llama3-8b,llama3-70b]", "sweep.nodes=[1,4]")
+    plan = (*models, "sweep.tp=[4,8]", "sweep.gbs=64", "sweep.pp=[1]", "sweep.zero_stage=[3]")
+    cells = [("llama3-8b", 1), ("llama3-8b", 4), ("llama3-70b", 1), ("llama3-70b", 4)]
+    for budget in ((), ("--max-gpu-hours", "0.5")):
         document, (_, out, _) = as_json(ultrabench, *plan, *budget), ultrabench(*plan, *budget)
-        reason_by_model = {entry["model"]: entry["reason"] for entry in document["cells"]}
-        assert reason_by_model["llama3-8b"] is None
-        assert re.match("no layout is likely to fit into .* GiB; .*; try ", reason_by_model["llama3-70b"])
-        line = f"llama3-70b on 1 node: {reason_by_model['llama3-70b']}"
+        entry_by_cell = {(entry["model"], entry["nodes"]): entry for entry in document["cells"]}
+        assert [*entry_by_cell] == cells
+        reasons = [entry["reason"] for entry in entry_by_cell.values()]
+        assert reasons[0] is None
+        assert re.match("no layout is likely to fit into .* GiB; .*; try ", reasons[2])
+        line = f"llama3-70b on 1 node: {reasons[2]}"
         assert line in document["notes"]
         assert f"{line}\n" in out
+        is_given_up = [reason is not None and "--max-gpu-hours 0.5" in reason for reason in reasons]
+        assert is_given_up == [False, bool(budget), False, bool(budget)]
+    assert [entry["runs"] for entry in entry_by_cell.values()] == [1, 0, 0, 0]
+    assert "\nwithin 0.5 GPU hours: the layout predicted fastest of the cheapest cell, with " in f"\n{out}"
+    assert re.search("^you will know how fast .*, for llama3-8b on 1 node$", out, re.M)
+    assert "\nyou will not know whether another layout is faster\n" in out
+    assert "\nyou will not know anything about llama3-8b on 4 nodes; llama3-70b on 4 nodes\n" in out
     assert (
         "\nyou will not know anything about llama3-70b on 1 node, where no layout is likely to fit\n" in out
     )
+
+
+def test_cells_without_a_candidate_say_why(ultrabench):
     batches = (*PLAN[:2], "hardware=h100x8", "model=llama3-8b", "sweep.nodes=[1]", "sweep.gbs=[64,63]")
     entries = as_json(ultrabench, *batches, "sweep.tp=[1]", "sweep.pp=[1]", "sweep.zero_stage=[3]")["cells"]
     assert [entry["reason"] is None for entry in entries] == [True, False]
@@ -112,12 +125,13 @@ def test_status_shows_what_was_asked_what_is_spent_and_what_is_expected_now(ultr
 
 
 def test_a_long_plan_says_how_far_it_is_where_no_terminal_shows_a_bar(capsys):
-    seconds = iter([0.0, 4.0, 11.0, 15.0, 22.0, 40.0])
+    seconds = iter([0.0, 11.0, 15.0, 22.0, 26.0, 33.0, 40.0])
     report = planning.line_printer(planning.CANDIDATES, lambda: next(seconds))
-    for num_done in (100, 250, 400, 500, 1000):
+    for num_done in (10, 100, 250, 400, 500, 1000):
         report(num_done, 1000)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "planning: 250 of 1,000 candidates, about 33s left",
-        "planning: 500 of 1,000 candidates, about 22s left",
+        "planning: 10 of 1,000 candidates",
+        "planning: 250 of 1,000 candidates, about 1m06s left",
+        "planning: 500 of 1,000 candidates, about 33s left",
     ]

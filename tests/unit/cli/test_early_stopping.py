@@ -45,6 +45,7 @@ def test_a_plan_names_options_with_too_few_pairs_and_what_gives_enough(
     assert note.endswith(
         f"{lack['axis']}={value} ({pairs_of[0]} of {pairs_of[1]}); to have enough, plan again with {' '.join(settings)}"
     )
+    assert ("and an adaptive search 1 more" in note) == ("sweep.strategy=adaptive" in words)
     replaced = {setting.partition("=")[0] for setting in settings}
     again = [word for word in words if word.partition("=")[0] not in replaced]
     assert as_json(ultrabench, "sweep", "plan", *again, *settings)["too_few_pairs"] == []

@@ -318,6 +318,7 @@ def test_commands_import_nothing_heavy_that_they_do_not_need(tmp_path, sweep):
     for words, (printed, *names) in zip(LIGHT, map(json.loads, process.stdout.splitlines()), strict=True):
         assert printed or words == "collect"
         assert not LIGHT[words] & set(names), words
+        assert "ultrabench.agent.diagnose.families" not in names, f"{words} reads no log"
     assert (sweep.path / "runs.parquet").is_file()
 
 

@@ -14,7 +14,7 @@ from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("src/ultrabench", "sweep", "launchers", "agent", "kernel", "analysis")
-HOMES = {"src/ultrabench/column.py", "analysis/columns.py", "analysis/page/columns.js"}
+HOMES = {"src/ultrabench/column.py", "analysis/results/columns.py", "analysis/page/columns.js"}
 COLUMNS = {**RESULT_TABLE, **PREDICTION_COLUMNS, **RESULT_COLUMNS}
 """Name of a column, or of the field that describes it -> the column."""
 MEASURES = {name: column for name, column in COLUMNS.items() if column.unit != NUMBER}
@@ -31,6 +31,7 @@ SYMBOL = re.compile("|".join(rf"(?<![\w/]){re.escape(symbol)}(?![\w/])" for symb
 RATE = re.compile("|".join(map(re.escape, sorted(symbol for symbol in SYMBOLS if "/s" in symbol))))
 SCALES = {100, 1e3, 1e6, 1e9, 1e12, 2**10, 2**20, 2**30, 1024}
 DIRECTIONS = {str(better) for better in Better if better != Better.NONE}
+DIRECTION = re.compile(rf"\b(?:{'|'.join(sorted(DIRECTIONS))}) is better\b")
 
 
 def measure_in(node):
@@ -80,7 +81,7 @@ def own_texts(text):
         for constant in constants:
             if constant.value.removeprefix(">") in HEADINGS:
                 yield constant.lineno, f"heading {constant.value}"
-            if constant.value in DIRECTIONS:
+            if constant.value in DIRECTIONS or DIRECTION.search(constant.value):
                 yield constant.lineno, f"direction {constant.value}"
             if RATE.search(constant.value) or shown_symbols & {*SYMBOL.findall(constant.value)}:
                 yield constant.lineno, f"unit in {constant.value!r}"
@@ -125,7 +126,7 @@ def test_no_script_of_the_page_has_one():
         "shown = 100 * cell.mfu", "peak_gib = prediction.peak_mem_bytes / 2**30",
         "def head():\n    return '>tokens/s/GPU'", "def head():\n    return f'{rate:,.0f} tokens/s'",
         "def peak(row):\n    return f'{size(row[\"predicted_peak_mem_bytes\"])} GiB'",
-        "def rank():\n    return 'lower'",
+        "def rank():\n    return 'lower'", "def title(name):\n    return f'{name} (lower is better)'",
     ],
 )  # fmt: skip
 def test_a_text_made_by_hand_is_seen(text):

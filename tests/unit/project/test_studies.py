@@ -119,6 +119,7 @@ def test_the_help_of_a_command_begins_with_a_sentence_for_the_list():
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(7200)
 def test_the_tests_of_analysis_and_command_line_pass_without_a_study(tmp_path):
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(".*", "build", "__pycache__")
@@ -126,6 +127,8 @@ def test_the_tests_of_analysis_and_command_line_pass_without_a_study(tmp_path):
     shutil.rmtree(copy / "analysis/studies" / ONE)
     shutil.rmtree(copy / "tests/unit/analysis/studies" / ONE)
     paths = os.pathsep.join([str(copy / "src"), str(copy)])
+    # The commands that tests start read the byte code of the copy, which has none yet.
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": ""}
     command = [
         sys.executable,
         "-m",
@@ -136,7 +139,5 @@ def test_the_tests_of_analysis_and_command_line_pass_without_a_study(tmp_path):
         "tests/unit/analysis",
         "tests/unit/cli",
     ]
-    answer = subprocess.run(
-        command, cwd=copy, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
+    answer = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stdout[-5000:]

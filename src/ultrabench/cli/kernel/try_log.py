@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.cli.tables import print_json, say, show, table
+from ultrabench.column import BYTES, FRACTION
 from ultrabench.errors import ConfigError, counted, nearest_name
-from ultrabench.hardware import GIB
 from ultrabench.kernel_config import SIZE_OPTIONS
 from ultrabench.log_lines import LogLine, Sighting, split_log
 from ultrabench.log_patterns import (
@@ -39,8 +40,8 @@ MAX_DEVICE_BYTES = 2.0**40
 MAX_SHOWN_LINES = 5
 """Number of matches that the table shows, from the beginning of a log."""
 STEP_UNITS = {
-    "seconds": "s", "steps_per_s": "steps/s", "samples_per_s": "samples/s", "tokens_per_s": "tokens/s",
-    "tokens_per_s_per_gpu": "tokens/s/GPU",
+    "seconds": "s", "steps_per_s": "steps/s", "samples_per_s": "samples/s",
+    **{name: column_of(name).heading for name in ("tokens_per_s", RATE)},
 }  # fmt: skip
 """Quantity of a line of steps -> its unit as the table shows it."""
 TIME_BY_RATE = {
@@ -273,10 +274,7 @@ def _with_unit(name: str, value: Any) -> str:
     """A value as the table shows it: a number with at most six digits and its unit."""
     if not isinstance(value, int | float):
         return "" if value is None else str(value)
-    if name.endswith("_bytes"):
-        return f"{value / GIB:.6g} GiB"
-    if name == "mfu":
-        return f"{100 * value:.6g} %"
-    unit = STEP_UNITS.get(name)
+    if name.endswith("_bytes") or name == "mfu":
+        return (FRACTION if name == "mfu" else BYTES).exact_text(value)
     text = str(value) if isinstance(value, int) else f"{value:.6g}"
-    return f"{text} {unit}" if unit else text
+    return f"{text} {STEP_UNITS.get(name, '')}".rstrip()

@@ -163,7 +163,7 @@ def _result_text(run: Candidate, result: RunResult) -> str:
     mfu = run.mfu(rate, result)
     mfu_text = None
     if mfu is not None and not low_peak(mfu):
-        mfu_text = f"{with_unit('mfu', mfu)} MFU{peak_suffix(run.cell.precision)}"
+        mfu_text = f"{with_unit('mfu', mfu)} {column_of('mfu').heading}{peak_suffix(run.cell.precision)}"
     step_text = with_unit("step_time_s", float(median(result.step_times_s)))
     speed_text = f"{rate_text(rate)}, step {step_text}"
     return ", ".join(

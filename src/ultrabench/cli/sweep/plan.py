@@ -5,7 +5,7 @@ import shlex
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.analysis.results.numbers import formula_text, with_interval, with_unit
+from ultrabench.analysis.results.numbers import with_interval, with_unit
 from ultrabench.cli.sweep.consent import (
     cores_line,
     cost_lines,
@@ -27,6 +27,7 @@ from ultrabench.cli.sweep.consent import (
     time_limit_lines,
     time_line,
 )
+from ultrabench.cli.sweep.layout_notes import layout_notes
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
@@ -176,12 +177,17 @@ def show_plan(
         all_savings = [] if choice else savings(plan, price, state, report_progress=report)
     if not has_known_peak and not config.hardware.has_gpus:
         price = with_unmeasured_cores(price, plan, state, len(os.sched_getaffinity(0)))
-    summary = _summary_document(plan, price, progress) | _cost_document(plan, price, all_savings)
+    asked_cells = [cell for _, cell in planned_cells(asked_plan.config)]
+    summary = _summary_document(plan, asked_cells, price, progress) | _cost_document(plan, price, all_savings)
     advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
     reason_by_cell = reasons_without_fit(asked_plan, advised_cells, advised_p_oom)
     reason_by_cell |= reasons_without_candidates(asked_plan)
-    columns = cell_columns(cell for _, cell in planned_cells(asked_plan.config))
+    columns = cell_columns(asked_cells)
     notes = [f"{cell_label(cell, columns)}: {reason}" for cell, reason in reason_by_cell.items()]
+    for cell in choice.given_up if choice else ():
+        reason_by_cell[cell] = (
+            f"given up to stay within --max-gpu-hours {max_gpu_hours:g}; cheaper cells come first"
+        )
     for entry in summary["cells"]:
         entry["reason"] = reason_by_cell.get(cell_key(entry))
     notes += other_shapes(config.models, state)
@@ -200,7 +206,9 @@ def show_plan(
     summary["too_few_pairs"] = [asdict(lack) for lack in too_few]
     if too_few:
         settings_text = " ".join(all_settings(too_few))
-        notes.append(f"{expected_too_few_text(too_few)}; to have enough, plan again with {settings_text}")
+        notes.append(
+            f"{expected_too_few_text(too_few, config)}; to have enough, plan again with {settings_text}"
+        )
     if progress.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
@@ -241,6 +249,10 @@ def proposal_lines(choice: Proposal, max_gpu_hours: float) -> Iterator[str]:
     sweep_text = "the sweep as asked"
     if choice.num_layouts:
         sweep_text = "the layout predicted fastest of each cell"
+        if choice.given_up:
+            num_cells = len(choice.plan.cells)
+            cells_text = "the cheapest cell" if num_cells == 1 else f"each of the {num_cells} cheapest cells"
+            sweep_text = f"the layout predicted fastest of {cells_text}"
         if choice.num_layouts > 1:
             sweep_text = f"up to {choice.num_layouts} layouts of each cell, the fastest that are not similar"
     if choice.overrides:
@@ -298,12 +310,17 @@ def _cost_document(plan: Plan, price: Price, all_savings: Sequence[Saving]) -> d
     return costs | {"savings": savings_json, "not_searched": unsearched_values(plan.config)}
 
 
-def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
+def _summary_document(
+    plan: Plan, cells: Iterable[CellKey], price: Price, progress: SweepProgress
+) -> dict[str, Any]:
     """The document of `sweep plan --json` without what is said about predictions.
 
     `runs` is the expected number of runs, and `runs_at_most` the largest possible one.
+
+    Args:
+        cells: those of the sweep that was asked for, of which a proposal within a budget may lack some.
     """
-    summary, settled_ids = plan.summary(), progress.settled - progress.skipped.keys()
+    summary, settled_ids = plan.summary(cells), progress.settled - progress.skipped.keys()
     num_settled_by_cell = Counter(run.cell for run in plan.runs if run.run_id in settled_ids)
     for entry in summary["cells"]:
         key = cell_key(entry)
@@ -432,9 +449,7 @@ def _page(
         cell_headings = (key if key == "model" else f">{key}" for key in cell_keys)
         columns = (*cell_headings, "layout", f">{group_key}", *number_columns, "why", "run")
         layout_table = table("\nlayouts to try first", *columns, rows=table_rows)
-        has_experts = any(shape.num_experts for shape in plan.config.models)
-        mfu_note = formula_text([plan.config.measure.flops_formula], has_experts)
-        layout_table.note_by_column = {column_of("mfu").heading: mfu_note}
+        layout_table.note_by_column = layout_notes(plan.config)
         yield layout_table
         yield from group_lines(layouts, with_similar=with_similar)
 

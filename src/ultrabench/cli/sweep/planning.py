@@ -18,6 +18,8 @@ MIN_SHOWN = {CANDIDATES: MIN_PARALLEL_CANDIDATES, SEARCHED_CELLS: 2}
 """What is counted -> the total from which a terminal shows a bar."""
 SILENT_S = 10.0
 """Seconds until the first line about a plan, and between two of them, where stderr is no terminal."""
+MIN_ESTIMATED_SHARE = 0.02
+"""Share of the work that is done before a line says what is left: the first parts wait for processes that start."""
 
 
 @contextlib.contextmanager
@@ -46,8 +48,10 @@ def line_printer(noun: str, clock: Callable[[], float] = time.monotonic) -> Repo
         now_s = clock()
         if now_s - said_s >= SILENT_S and num_done < total:
             said_s = now_s
-            left_s = (now_s - begin_s) * (total - num_done) / num_done if num_done else None
-            left_text = "" if left_s is None else f", about {duration_text(left_s)} left"
+            left_text = ""
+            if num_done >= MIN_ESTIMATED_SHARE * total:
+                left_s = (now_s - begin_s) * (total - num_done) / num_done
+                left_text = f", about {duration_text(left_s)} left"
             say(f"planning: {num_done:,} of {total:,} {noun}{left_text}")
 
     return print_line

@@ -4,8 +4,6 @@ from collections.abc import Set
 
 import typer
 
-from ultrabench.agent.diagnose.reread import reread
-from ultrabench.agent.ranks.cleanup import whole_logs
 from ultrabench.cli.tables import can_ask
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import LOG_OPTIONS
@@ -31,6 +29,10 @@ def read_again(config: SweepConfig, folder: SweepFolder, state: SweepState, keep
     attempts = attempts_to_reread(state, config.kernel)
     if not attempts:
         return Rereads()
+    # Most commands read no log again, and the patterns of all known failures take a tenth of their start.
+    from ultrabench.agent.diagnose.reread import reread
+    from ultrabench.agent.ranks.cleanup import whole_logs
+
     tasks = [key for allocation in open_allocations(state).values() for key in allocation.tasks]
     ended_keys = {key for key, attempt in state.attempts.items() if attempt.result}
     if open_keys := set(tasks) - ended_keys:
