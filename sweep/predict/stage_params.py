@@ -26,10 +26,12 @@ class Size(NamedTuple):
     shard: int
     """Those of them whose masters it keeps."""
     tensors: int
+    last: int = 0
+    """Those of the last matrix; 0 for a sum."""
 
     def plus(self, other: "Size", times: int = 1) -> "Size":
         """The sum with so many times another size."""
-        whole, shard, tensors = other
+        whole, shard, tensors, _ = other
         return Size(self.whole + times * whole, self.shard + times * shard, self.tensors + times * tensors)
 
 
@@ -63,6 +65,10 @@ class ParamGroup(NamedTuple):
     whole: int
     reduced: int
     """Parameters whose gradients are reduced first: of a sparse layer its experts."""
+    reduced_last: int
+    """Those of the last matrix of them, whose gradient torch holds while it reduces all of them."""
+    rest_last: int
+    """Those of the last matrix of the rest of a sparse layer; 0 for other groups."""
     finished: int
     """Parameters whose backward has ended."""
     finished_shard: int
@@ -199,12 +205,12 @@ def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
     """Rows and columns of each matrix of a rank; a vector is a column."""
+    for vector in vectors:
+        yield vector.length // tp if vector.is_cut else vector.length, 1
     for product in products:
         for outputs in product.parts or (product.outputs,):
             rows = outputs // tp if product.cut == COLUMNS else outputs
             yield rows, product.inputs // tp if product.cut == ROWS else product.inputs
-    for vector in vectors:
-        yield vector.length // tp if vector.is_cut else vector.length, 1
 
 
 def _expert_matrices(kind: LayerType, h: int, ep: int) -> Iterator[tuple[int, int]]:
@@ -220,8 +226,8 @@ def _expert_matrices(kind: LayerType, h: int, ep: int) -> Iterator[tuple[int, in
 
 
 def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
-    num_params = sum(-(-rows // shards) * shards * columns for rows, columns in matrices)
-    return Size(num_params, num_params // shards, len(matrices))
+    numbers = [-(-rows // shards) * shards * columns for rows, columns in matrices]
+    return Size(sum(numbers), sum(numbers) // shards, len(matrices), numbers[-1] if numbers else 0)
 
 
 class _PeakGroup(NamedTuple):
@@ -342,13 +348,18 @@ def _stage_params(
         if group.kind == LAYER:
             expert_size, rest_size = sizes.layers[group.type_number]
         whole = expert_size.whole + rest_size.whole
+        # Norm and head are little more than the table of the head, and the embedding is one table.
+        rest_last = rest_size.last if group.kind == LAYER else whole
+        reduced, lasts = whole, (rest_last, 0)
+        if expert_size.whole:
+            reduced, lasts = expert_size.whole, (expert_size.last, rest_last)
         finished, before = NOTHING, 0
         if group.kind != HEAD:
             finished = with_layers(head, group.num_finished)
             before = head.whole if group.before is None else sizes.layers[group.before][1].whole
         groups.append(ParamGroup(
             group.kind, group.remaining, group.type_number, bool(expert_size.whole), group.is_full, whole,
-            expert_size.whole or whole, finished.whole, finished.shard, before,
+            reduced, *lasts, finished.whole, finished.shard, before,
             0 if group.following is None else shared_params[group.following],
         ))  # fmt: skip
     last_type_number = layers.last_type_number
