@@ -265,10 +265,11 @@ def _group_bytes(
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         reduced_later = None
         if reduces and reduces_after:
-            num_grads = whole - finished + group.finished_shard + size
-            num_grads += reduced * (group.is_sparse and handling.copies_experts)
-            grad_bytes = sums * sums_shards + 4 * num_grads
-            reduced_later = w * whole * (not frees), grad_bytes
+            reduced_bytes, _ = _reduction(
+                handling, degrees, group, has_sums=True, has_whole_sums=True, frees=False
+            )
+            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished_shard)
+            reduced_later = w * whole * (not frees), grad_bytes + reduced_bytes
         further_by_kind = {HEAD: w * (p.last or p.first), EMBEDDING: w * (p.first + 2 * p.tied)}
         yield GroupBytes(
             group=group,
@@ -304,7 +305,7 @@ def _reduction(
     if not group.is_sparse:
         return _reduced_bytes(size, last, shards, w, has_whole_sums=has_whole_sums), w * size * frees
     rest, expert_shards = size - experts, degrees.expert_shards
-    of_experts = w * rest * (not has_whole_sums) + _reduced_bytes(
+    of_experts = w * rest * (w == 2 or not has_whole_sums) + _reduced_bytes(
         experts, last, expert_shards, w, has_whole_sums=has_whole_sums, is_copied=handling.copies_experts
     )
     expert_sums = 4 * experts * ((has_whole_sums or not has_sums) / expert_shards - has_whole_sums)
