@@ -223,7 +223,7 @@ def _gathered(
             gathered += p.first
         elif is_alone or is_zero3:  # a pipeline gathers its head in the first forward alone
             keeps_head = pipeline.pp > 1 and not is_alone
-            gathered += p.following if keeps_head else p.last or p.following
+            gathered += p.gathered_last if keeps_head else p.last or p.gathered_last
     return gathered
 
 

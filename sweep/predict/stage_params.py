@@ -91,6 +91,8 @@ class StageParams(NamedTuple):
     """Parameters of that group if it includes norm and head, which are tied to the embedding; else 0."""
     following: int
     """Parameters of the last layer that several ranks share."""
+    gathered_last: int
+    """Those of them that are gathered last: of a sparse layer its experts, or the rest if no ranks share experts."""
     ends_sparse: bool
     """Whether the last layer has experts."""
     last_type_number: int
@@ -285,9 +287,7 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
     # From layer to layer of a type, activations fall and gradients grow by the same number of bytes: the peak is at the
     # ends.
     peak_layers = {start, shape.first_k_dense_replace, end - 2, end - 1}
-    if (
-        shape.layer_types
-    ):  # layers of several types take turns: the lowest and the highest one of each in the stage
+    if len(kinds) > 1:  # the lowest and the highest layer of each type in the stage
         for number in {*numbers[start:end]}:
             of_type = [n for n in range(start, end) if numbers[n] == number]
             peak_layers |= {of_type[0], of_type[-1]}
@@ -334,7 +334,9 @@ def _stage_params(
     embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
     embedding = embedding.plus(sizes.join, num_modules * is_tied)
     layer_sizes = [rest.plus(experts) for experts, rest in sizes.layers]
-    shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for parts in sizes.layers]
+    # Of each type of layer its experts and the rest of it, if several ranks share them.
+    shared_parts = [[part.whole * (part.shard < part.whole) for part in parts] for parts in sizes.layers]
+    shared_params = [sum(parts) for parts in shared_parts]
 
     def with_layers(size: Size, num_by_type: tuple[int, ...]) -> Size:
         for layer_size, num in zip(layer_sizes, num_by_type, strict=True):
@@ -370,6 +372,7 @@ def _stage_params(
         embedding.whole,
         embedding.whole * is_tied,
         0 if last_type_number is None else shared_params[last_type_number],
+        0 if last_type_number is None else next(filter(None, shared_parts[last_type_number]), 0),
         last_type_number is not None and shape.kinds[last_type_number].experts is not None,
         last_type_number or 0,
         num_modules,
