@@ -13,7 +13,6 @@ import pytest
 
 from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
-from tests.unit.sweep.test_layered_models import DEEPSEEK
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
 from ultrabench.model_shape import ModelShape
@@ -210,14 +209,23 @@ def test_a_mistake_is_one_line(ultrabench, runs, words, line):
     assert line in err.splitlines()[-1]
 
 
+PREDICTING = {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""A config.json with a module for multi-token prediction."""
+
+
 def test_predict_says_that_a_file_has_modules_which_are_left_out(ultrabench, tmp_path):
-    (tmp_path / "mine.json").write_text(json.dumps(DEEPSEEK))
+    (tmp_path / "mine.json").write_text(json.dumps(PREDICTING))
     assert as_json(ultrabench, "predict", "model=./mine.json")["modules_left_out"] == 1
     assert (
         "left out: 1 module for multi-token prediction in this"
         in ultrabench("predict", "model=./mine.json")[1]
     )
-    (tmp_path / "mine.json").write_text(json.dumps(DEEPSEEK | {"num_nextn_predict_layers": 0}))
+    (tmp_path / "mine.json").write_text(json.dumps(PREDICTING | {"num_nextn_predict_layers": 0}))
     assert "left out" not in ultrabench("predict", "model=./mine.json")[1]
 
 
