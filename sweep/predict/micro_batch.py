@@ -78,8 +78,8 @@ class MicroBatchWork(NamedTuple):
     ep: int
     busiest_share: float
     """Rows of the busiest rank of ep over the mean of all."""
-    keeps_padding: bool
-    """Whether a call of attention keeps the values as its implementation pads them: eager ones of flash do."""
+    pads_values: bool
+    """Whether the implementation of attention pads values that are narrower than keys: flash does."""
     num_deferred: int
     """Micro-batches whose losses come before this one's while no backward has begun: those of afab."""
 
@@ -100,7 +100,7 @@ def micro_batch_work(spec: RunSpec) -> MicroBatchWork:
         min(4, ELEMENT_BYTES[kernel.precision]),
         layout.ep,
         busiest_share(kernel, layout, spec.shape),
-        not spec.compiles and kernel.attention not in ("cudnn", "math"),
+        kernel.attention not in ("cudnn", "math"),
         layout.gas - 1 if layout.pp_schedule == "afab" else 0,
     )
 
@@ -135,7 +135,7 @@ class _LayerWidths(NamedTuple):
     latents: int
     """What attention keeps of the rank's own tokens, whole: the latents of latent attention."""
     padding: int
-    """What an implementation of attention adds to values that are narrower than keys, if it does."""
+    """What an implementation that pads adds to values: the channels by which they are narrower than keys."""
     kept_attention: int
     """What of attention recompute=selective keeps."""
     q: float
@@ -152,6 +152,8 @@ class _LayerWidths(NamedTuple):
     """What of this block a compiled layer computes again: the activation of a gate."""
     kept_block: int
     """What of a feed-forward block, or of a router, recompute=selective keeps."""
+    scores: int
+    """Experts whose scores a router keeps in fp32 of the rank's own tokens; 0 without experts."""
     row: int
     """Width of a token on its way to an expert; 0 without experts."""
     expert: int
@@ -200,6 +202,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
         width=width,
         recomputed_block=width * bool(block_type and block_type.gated),
         kept_block=width or (experts.num_experts if experts else 0),
+        scores=experts.num_experts if experts else 0,
         row=experts.row_width(h) if experts else 0,
         expert=experts.moe_intermediate_size if experts else 0,
         kept_of_experts=experts.kept_of_experts if experts else 0,
@@ -211,8 +214,8 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
 
     It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up,
     silu(gate) and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps
-    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again. Without a gate
-    it keeps up and its activation, compiled or not.
+    the input, gate, up and the product with their weights, and of its router the scores. A compiled layer computes
+    silu(gate) again. Without a gate it keeps up and its activation, compiled or not.
     """
     compiled, is_sparse, tp = work.compiled, of.kept_of_experts > 0, work.tp
     channel = whole_hidden / work.shape.hidden_size / tp  # of the tokens of a rank, t*w
@@ -221,6 +224,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         row_channel = channel * work.shape.num_experts_per_tok * work.busiest_share
         rows, products = row_channel * of.row, row_channel * of.expert
     block = channel * of.block + rows + of.kept_of_experts * products
+    block += hidden / work.shape.hidden_size * 4 / work.element * of.scores
     latents = hidden / work.shape.hidden_size * of.latents
     layer = of.norms * hidden + channel * of.attention + latents + block
     if compiled and work.is_fp8 and not is_sparse:
@@ -230,7 +234,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         sums = (1 + (width > 0 and not compiled)) * (tp > 1)
         stored = (1 + sums) * hidden + channel * (of.kept_attention + of.kept_block)
         stored += rows * (work.ep > 1)
-        if work.keeps_padding:
+        if work.pads_values and not compiled:
             stored += channel * of.padding  # eager calls keep the output of the implementation
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (work.ep > 1)) * rows + hidden * (width > 0)
@@ -246,7 +250,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         feed_forward = max(feed_forward, layer + hidden + gathered + channel * width)
     if is_sparse:  # the gradients of the rows, on their way back
         feed_forward = max(feed_forward, layer + hidden + (2 + (work.ep > 1)) * rows)
-    gradients = channel * _gradients_of_attention(work, q, of.kv)
+    gradients = channel * _gradients_of_attention(work, q, of.kv, of.padding)
     attention = layer - block - hidden + gradients
     qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)
     qkv_weights = float(work.element * of.input_params)
@@ -258,19 +262,22 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
     return LayerBytes(stored, forward, feed_forward, attention, qkv, qkv_weights, input_half, halfway)
 
 
-def _gradients_of_attention(work: MicroBatchWork, q: float, kv: float) -> float:
+def _gradients_of_attention(work: MicroBatchWork, q: float, kv: float, padding: float) -> float:
     """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too.
 
     With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the
     rank, the one at work and the one on its way, and of the sums two; a third one begins to arrive
-    when a part is done.
+    when a part is done. An implementation that pads values needs wide copies of values, output and its gradient, and
+    makes a wide gradient of the values; with cp a part has half of the queries.
     """
     cp, element = work.cp, work.element
+    is_padded = work.pads_values and padding > 0
     if cp == 1:
-        return 2 * q + 2 * kv
+        return 2 * q + 2 * kv - padding + 4 * q * is_padded
     pairs, sums = (cp + 1, cp) if work.cp_exchange == "allgather" else (min(3, cp), 2)
-    channels = 2.5 * q + (4 + 2 * pairs) * kv + 4 / element * (q + 2 * sums * kv)
-    return channels + max(0, (8 / element - 2) * kv - q) * (work.cp_exchange == "ring")
+    channels = 2.5 * q + (4 + 2 * pairs) * kv - padding + 4 / element * (q + 2 * sums * kv)
+    third_sum = ((8 / element - 2) * kv - q) * (work.cp_exchange == "ring")
+    return channels + max(0, third_sum, 3 * q * is_padded)
 
 
 def _loss(work: MicroBatchWork) -> tuple[float, float]:

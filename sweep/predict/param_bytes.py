@@ -38,6 +38,9 @@ class ParamHandling(NamedTuple):
     """Micro-batches of a step, without those after which no work is different."""
     element: int
     """Bytes of a number in forward and backward: w."""
+    copies_experts: bool
+    """Whether torch copies the gradients of experts to divide them by 1: where a single rank of each shard group holds
+    them, and ranks of other groups do, too."""
 
     @property
     def is_zero3(self) -> bool:
@@ -134,7 +137,8 @@ def rank_work(spec: RunSpec, ranks: str) -> RankWork:
     elif layout.pp_schedule != "afab":
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
-    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, gas, element)
+    copies_experts = layout.zero_stage > 0 and layout.expert_shards == 1 < layout.expert_copies
+    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, gas, element, copies_experts)
     return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, ranks)
 
 
@@ -211,14 +215,15 @@ def _gathered(
     Args:
         is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    is_zero3, has_head = handling.is_zero3, p.stage.has_head
+    is_zero3 = handling.is_zero3
     gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
     # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
     if degrees.shards > 1:
         if is_zero3 and pipeline.pp > 1 and work.after_backward:
             gathered += p.first
-        elif is_alone or (is_zero3 and (pipeline.pp == 1 or not has_head)):
-            gathered += p.last or p.following
+        elif is_alone or is_zero3:  # a pipeline gathers its head in the first forward alone
+            keeps_head = pipeline.pp > 1 and not is_alone
+            gathered += p.gathered_last if keeps_head else p.last or p.gathered_last
     return gathered
 
 
@@ -236,14 +241,14 @@ def _group_bytes(
     reduces, frees = work.is_last or sums_shards, work.is_last or (pipeline.pp == 1 and is_zero3)
     has_whole_sums = sums > 0 and not sums_shards
     for group in p.groups:
-        size, finished = group.whole, group.finished
+        size, reduced, finished = group.whole, group.reduced, group.finished
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-        freed, added_bytes = w * size * frees, 0.0 if halved else float(w * size)
+        freed, added_bytes = float(w * size * frees), 0.0 if halved else float(w * size)
         if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
-            added_bytes = 8 / 3 * group.reduced * group.is_sparse
+            added_bytes = 8 / 3 * reduced * group.is_sparse
         if halved:
             unsummed = w * max(0, num_unsummed(p) - finished) + 4 * finished * (not work.has_sums)
             gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
@@ -253,16 +258,18 @@ def _group_bytes(
         else:
             finished_bytes = 4 * group.finished_shard
             gradients = sums - 4 * finished + finished_bytes if has_whole_sums else sums or finished_bytes
-            reducing, new = 4 * group.before, 4.0 * group.reduced + w * size * (not has_whole_sums)
-            if degrees.shards == 1 and not has_whole_sums:  # the result is as large
-                new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
-            if group.kind != LAYER and degrees.shards > 1:
-                new += 4 * size / degrees.shards
+            reducing = 4 * group.before
+            new, freed = _reduction(
+                handling, degrees, group, has_sums=sums > 0, has_whole_sums=has_whole_sums, frees=frees
+            )
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         reduced_later = None
         if reduces and reduces_after:
-            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished_shard + size)
-            reduced_later = w * whole * (not frees), grad_bytes
+            reduced_bytes, _ = _reduction(
+                handling, degrees, group, has_sums=True, has_whole_sums=True, frees=False
+            )
+            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished_shard)
+            reduced_later = w * whole * (not frees), grad_bytes + reduced_bytes
         further_by_kind = {HEAD: w * (p.last or p.first), EMBEDDING: w * (p.first + 2 * p.tied)}
         yield GroupBytes(
             group=group,
@@ -274,8 +281,49 @@ def _group_bytes(
             freed=freed,
             added=added_bytes,
             # Gradients of weights are made one matrix after the other.
-            one_matrix=min(added_bytes, w * group.reduced) / 3,
+            one_matrix=min(added_bytes, w * reduced) / 3,
             further=further_by_kind.get(group.kind, 0),
             is_input_half=halved,
             reduced_later=reduced_later,
         )
+
+
+def _reduction(
+    handling: ParamHandling,
+    degrees: Degrees,
+    group: ParamGroup,
+    *,
+    has_sums: bool,
+    has_whole_sums: bool,
+    frees: bool,
+) -> tuple[float, float]:
+    """Bytes of gradients, beside the sums of earlier micro-batches, as backward reduces those of a group, and bytes of
+    the weights that it has freed by then; of a sparse layer the experts come first.
+    """
+    w, size, experts = handling.element, group.whole, group.reduced
+    last, shards = group.reduced_last, degrees.shards
+    if not group.is_sparse:
+        return _reduced_bytes(size, last, shards, w, has_whole_sums=has_whole_sums), w * size * frees
+    rest, expert_shards = size - experts, degrees.expert_shards
+    of_experts = w * rest * (w == 2 or not has_whole_sums) + _reduced_bytes(
+        experts, last, expert_shards, w, has_whole_sums=has_whole_sums, is_copied=handling.copies_experts
+    )
+    expert_sums = 4 * experts * ((has_whole_sums or not has_sums) / expert_shards - has_whole_sums)
+    of_rest = expert_sums + _reduced_bytes(rest, group.rest_last, shards, w, has_whole_sums=has_whole_sums)
+    moments = (of_experts, w * experts * frees), (of_rest, float(w * size * frees))
+    return max(moments, key=lambda moment: moment[0] - moment[1])
+
+
+def _reduced_bytes(
+    num_params: int, last: int, shards: int, w: int, *, has_whole_sums: bool, is_copied: bool = False
+) -> float:
+    """Bytes of gradients while those of some parameters are reduced.
+
+    A reduction copies them in fp32, frees them, except for the last one where ranks shard them, and then makes the
+    result, of which torch may make a copy. Sums that are whole until then are what is reduced; they count among those
+    of earlier micro-batches.
+    """
+    summand_bytes, freed_bytes = (0.0, 4.0) if has_whole_sums else (float(w), float(w))
+    num_freed = num_params - last * (shards > 1)
+    result_bytes = 4 / shards * (1 + is_copied) * num_params
+    return (4 + summand_bytes) * num_params + max(0.0, result_bytes - freed_bytes * num_freed)
