@@ -263,7 +263,9 @@ def _expert_ffn(
     )
     num_cast = 0.0
     if c.fp8_experts:
-        num_cast = rank_experts * sum(_num_operands(expert_rows, p.outputs, p.inputs) for p in expert_products)
+        num_cast = rank_experts * sum(
+            _num_operands(expert_rows, p.outputs, p.inputs) for p in expert_products
+        )
     sent_bytes = token_rows * rank_tokens * row_width * work.element_bytes
     alltoall_s = 0.0
     if work.ep > 1:
