@@ -15,7 +15,7 @@ from ultrabench.hardware import Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import RunSpec, Workload
-from ultrabench.sweep.config.files import files
+from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.network import network
@@ -24,7 +24,8 @@ from ultrabench.sweep.predict.step_time import communication_ratios, predict_ste
 
 GPUS = load_config(["hardware=h100x8"]).hardware
 PEAK = Peak(flops_per_s=989e12, source="table")
-PROFILES = tuple(sorted(files("profiles")))
+PROFILES = tuple(name for name, path in sorted(files("profiles").items()) if "base" not in read_yaml(path))
+"""Profiles that do not build on others, whose forms they share."""
 SLOW = {"allreduce_bytes_per_s": 13e9, "allgather_bytes_per_s": 6.5e9}
 """A probe of 64 nodes on slow links."""
 profile_of = cache(load_profile)
@@ -248,10 +249,17 @@ def test_a_value_of_a_knob_has_constants_of_its_own_or_a_wider_interval():
     usual, none, full, local = (
         with_knob(spec, **words) for words in ({}, *({"graph": v} for v in ("none", "full", "local")))
     )
-    assert profile.time_of(usual) == profile.time_of(none) == profile.time_of(local) == profile.time
-    assert profile.time_of(full) == replace(profile.time, layer_launch_s=1e-4, layer_launch_tp_s=1e-4)
     assert (
-        predict_step_time(full, GPUS, PEAK, links, profile.time_of(full)).launch
+        profile.time_of(usual, GPUS.gpu)
+        == profile.time_of(none, GPUS.gpu)
+        == profile.time_of(local, GPUS.gpu)
+        == profile.time
+    )
+    assert profile.time_of(full, GPUS.gpu) == replace(
+        profile.time, layer_launch_s=1e-4, layer_launch_tp_s=1e-4
+    )
+    assert (
+        predict_step_time(full, GPUS, PEAK, links, profile.time_of(full, GPUS.gpu)).launch
         < step_time(spec, "ultrabench").launch
     )
     intervals = [profile.interval_of(run, GPUS.gpu, links) for run in (usual, none, full, local)]
@@ -275,9 +283,23 @@ def test_a_value_of_a_knob_has_constants_of_its_own_or_a_wider_interval():
     assert other.low < first.low < 0 < first.high < other.high
     # The usual value of another file of the same program, and a flag that no file declares.
     usual_full = replace(usual, kernel=replace(usual.kernel, knob_values={"graph": "full"}))
-    assert profile.time_of(usual_full) == profile.time_of(full)
+    assert profile.time_of(usual_full, GPUS.gpu) == profile.time_of(full, GPUS.gpu)
     undeclared = replace(full, kernel=replace(full.kernel, knobs={}, flags={}))
-    assert profile.time_of(undeclared) == profile.time_of(full)
+    assert profile.time_of(undeclared, GPUS.gpu) == profile.time_of(full, GPUS.gpu)
+
+
+def test_a_gpu_multiplies_constants_that_a_profile_names():
+    spec, links = spec_of(Layout(dp=4, tp=2, gas=2, mbs=1)), network(GPUS, 1)
+    profile = replace(profile_of("ultrabench"), gpu_factors={GPUS.gpu: {"gemm_efficiency": 0.5}})
+    assert profile.time_of(spec, "another GPU") == profile.time
+    time = profile.time_of(spec, GPUS.gpu)
+    assert time.gemm_efficiency == profile.time.gemm_efficiency / 2
+    slow, usual = (predict_step_time(spec, GPUS, PEAK, links, c).gemm for c in (time, profile.time))
+    assert slow == pytest.approx(2 * usual)
+    with refused("gpu_factors.A: profile.time.gemm_efficiency=1.552"):
+        replace(profile, gpu_factors={"A": {"gemm_efficiency": 2.0}})
+    with refused("did you mean gemm_efficiency?"):
+        replace(profile, gpu_factors={"A": {"gemm_efficency": 2.0}})
 
 
 def test_every_regime_has_a_name():
@@ -333,3 +355,25 @@ def test_a_profile_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path, mon
     mine.write_text(yaml.safe_dump(values))
     with refused(match="mine.yaml: .*" * bool(change) + message):
         load_profile("mine" if change else "nanotrn")
+
+
+def test_a_profile_builds_on_another_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "ultrabench" / "profiles"
+    folder.mkdir(parents=True)
+
+    def write(name, **settings):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+
+    write("mine", base="megatron", time={"gemm_efficiency": 0.5}, gpu_factors={}, memory={"gradients": 2.0})
+    mine, base = load_profile("mine"), load_profile("megatron")
+    assert mine.time == replace(base.time, gemm_efficiency=0.5)
+    assert (mine.gpu_factors, mine.memory) == ({}, base.memory | {"gradients": 2.0})
+    assert (mine.flags, mine.interval, mine.name) == (base.flags, base.interval, "mine")
+    write("mine", base="yours")
+    write("yours", base="mine")
+    with refused("the profiles mine, yours build on each other; leave one base out"):
+        load_profile("mine")
+    write("mine", base="megatrom")
+    with refused("did you mean megatron?"):
+        load_profile("mine")
