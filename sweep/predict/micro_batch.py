@@ -59,6 +59,8 @@ class MicroBatch(NamedTuple):
     table: float
     """The gradient of the head's weights that the loss keeps for backward."""
 
+    __hash__ = object.__hash__  # caches of a micro-batch in a stage find it by its identity
+
 
 class MicroBatchWork(NamedTuple):
     """What decides the bytes of a micro-batch."""

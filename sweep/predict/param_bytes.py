@@ -21,8 +21,10 @@ from ultrabench.sweep.predict.stage_params import (
     Degrees,
     ParamGroup,
     Pipeline,
+    Size,
     StageParams,
     params_of_ranks,
+    size_of,
 )
 
 MAX_ROUNDS = 4
@@ -34,8 +36,6 @@ class ParamHandling(NamedTuple):
 
     zero_stage: int
     dp_overlap: str
-    gas: int
-    """Micro-batches of a step, without those after which no work is different."""
     element: int
     """Bytes of a number in forward and backward: w."""
     copies_experts: bool
@@ -93,17 +93,28 @@ class WorkLoad(NamedTuple):
     """Bytes of the weights of the stage at work at the end of its forward."""
 
 
+class StageWork(NamedTuple):
+    """Bytes of parameters of a stage at work."""
+
+    params: StageParams
+    work: Work
+    is_halved: bool
+    """Whether backward computes gradients of inputs and of weights apart."""
+    sums: float
+    """Bytes of the sums of gradients of earlier micro-batches."""
+    groups: tuple[GroupBytes, ...]
+    """Those of a backward."""
+
+    __hash__ = object.__hash__  # the cache of the peaks of works finds it by its identity
+
+
 class WorkBytes(NamedTuple):
     """Bytes of parameters in a work of a rank."""
 
-    work: Work
-    sums: float
-    """Bytes of the sums of gradients of earlier micro-batches."""
+    stage_work: StageWork
     num_messages: int
     """Messages between stages that are alive."""
     loads: tuple[WorkLoad, ...]
-    groups: tuple[GroupBytes, ...]
-    """Those of a backward."""
 
 
 class RankBytes(NamedTuple):
@@ -114,6 +125,8 @@ class RankBytes(NamedTuple):
     """Those of its stages."""
     halved: tuple[bool, ...]
     """For each stage whether backward computes gradients of inputs and of weights apart."""
+    size: Size
+    """The parameters of all its stages."""
     works: tuple[WorkBytes, ...]
     """The works among which is that of the peak."""
 
@@ -125,6 +138,8 @@ class RankWork(NamedTuple):
     pipeline: Pipeline
     degrees: Degrees
     handling: ParamHandling
+    gas: int
+    """Micro-batches of a step, without those after which no work is different."""
     ranks: str
     """The ranks that are asked for, a word of `stage_memory`."""
 
@@ -138,57 +153,80 @@ def rank_work(spec: RunSpec, ranks: str) -> RankWork:
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
     copies_experts = layout.zero_stage > 0 and layout.expert_shards == 1 < layout.expert_copies
-    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, gas, element, copies_experts)
-    return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, ranks)
+    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, element, copies_experts)
+    return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, gas, ranks)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
 def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
     """What the ranks that are asked for hold of parameters."""
-    shape, pipeline, degrees, handling, ranks = work
+    shape, pipeline, degrees, handling, gas, ranks = work
     return tuple(
         RankBytes(
             rank,
             params,
-            tuple(_is_halved(pipeline, p) for p in params),
-            tuple(_works(pipeline, degrees, handling, params, rank)),
+            tuple([_is_halved(pipeline, p) for p in params]),
+            size_of(params),
+            tuple(_works(pipeline, degrees, handling, gas, params, rank)),
         )
         for rank, params in params_of_ranks(shape, pipeline, degrees, ranks)
     )
 
 
 def _works(
-    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, params: tuple[StageParams, ...], rank: int
+    pipeline: Pipeline,
+    degrees: Degrees,
+    handling: ParamHandling,
+    gas: int,
+    params: tuple[StageParams, ...],
+    rank: int,
 ) -> Iterator[WorkBytes]:
     """The works of a rank but forwards that need less than the backward."""
     pp, schedule, num_stages, w = pipeline.pp, pipeline.pp_schedule, len(params), handling.element
-    is_zero3, sums_shards = handling.is_zero3, handling.sums_shards(pp)
     has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
-    load_bytes = (
+    load_bytes = _load_bytes(handling, params) if num_stages > 1 else ()  # one stage is always at work
+    for work, work_loads in loads(pp, gas, num_stages, schedule, rank, handling.is_zero3, w == 2):
+        p = params[work.chunk]
+        is_forward = work.kind == "forward"
+        if is_forward and not (p.stage.has_head or p.ends_sparse):
+            continue  # it needs less than the backward
+        is_later = work.has_sums or work.unsummed != 0
+        weighed_loads = list[WorkLoad]()
+        for counts in work_loads:
+            num_kept, held = counts[: 2 * num_stages], tuple(map(mul, counts[2 * num_stages :], load_bytes))
+            gradients, weights, gathered = sum(held[: 3 * num_stages]), sum(held[3 * num_stages :]), 0
+            if is_forward:
+                is_alone = not is_later and num_kept[work.chunk] <= 1
+                gathered = w * _gathered(pipeline, degrees, handling, p, work, is_alone=is_alone)
+            weighed_loads.append(WorkLoad(num_kept, held, gradients, weights, gathered))
+        num_messages = has_receives + (has_receives + has_sends) * is_later
+        stage_work = _stage_work(pipeline, degrees, handling, p, work)
+        yield WorkBytes(stage_work, num_messages, tuple(weighed_loads))
+
+
+def _load_bytes(handling: ParamHandling, params: tuple[StageParams, ...]) -> tuple[float, ...]:
+    """The bytes of what stages hold while another one is at work, in the order of `pipeline.Load`."""
+    w, is_zero3 = handling.element, handling.is_zero3
+    return (
         *(4 * p.size.whole for p in params), *(w * num_unsummed(p) for p in params),
         *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
-    for work, work_loads in loads(pp, handling.gas, num_stages, schedule, rank, is_zero3, w == 2):
-        p = params[work.chunk]
-        if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
-            continue  # it needs less than the backward
-        is_later = work.has_sums or work.unsummed != 0
-        sums = 4.0 * (p.size.shard if sums_shards else p.size.whole) * work.has_sums
-        groups: tuple[GroupBytes, ...] = ()
-        if work.kind == "forward":
-            sums += w * num_unsummed(p) * work.unsummed
-        elif work.kind != "weight":
-            groups = tuple(_group_bytes(pipeline, degrees, handling, p, work, sums))
-        weighed_loads = list[WorkLoad]()
-        for counts in work_loads:
-            num_kept, held = counts[: 2 * num_stages], tuple(map(mul, counts[2 * num_stages :], load_bytes))
-            is_alone = not is_later and num_kept[work.chunk] <= 1
-            gathered = _gathered(pipeline, degrees, handling, p, work, is_alone=is_alone)
-            gradients, weights = sum(held[: 3 * num_stages]), sum(held[3 * num_stages :])
-            weighed_loads.append(WorkLoad(num_kept, held, gradients, weights, w * gathered))
-        num_messages = has_receives + (has_receives + has_sends) * is_later
-        yield WorkBytes(work, sums, num_messages, tuple(weighed_loads), groups)
+
+
+@lru_cache(maxsize=65536)
+def _stage_work(
+    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, p: StageParams, work: Work
+) -> StageWork:
+    """The bytes of parameters of a stage at work, which do not depend on the number of micro-batches."""
+    sums_shards, w = handling.sums_shards(pipeline.pp), handling.element
+    sums = 4.0 * (p.size.shard if sums_shards else p.size.whole) * work.has_sums
+    groups: tuple[GroupBytes, ...] = ()
+    if work.kind == "forward":
+        sums += w * num_unsummed(p) * work.unsummed
+    elif work.kind != "weight":
+        groups = tuple(_group_bytes(pipeline, degrees, handling, p, work, sums))
+    return StageWork(p, work, _is_halved(pipeline, p), sums, groups)
 
 
 def _is_halved(pipeline: Pipeline, p: StageParams) -> bool:

@@ -50,16 +50,49 @@ class Layers(NamedTuple):
     """Those of `kept` that have no experts."""
 
 
-class ParamGroup(NamedTuple):
-    """Parameters of a stage that are gathered at once."""
+class PeakGroup(NamedTuple):
+    """A group of parameters of a stage that may be that of the peak, without the numbers that degrees divide."""
 
     kind: str
     remaining: Layers
     """The layers whose backward has not ended."""
     type_number: int
     """Index of the type of the layer among those of the model; 0 for other groups."""
-    is_sparse: bool
     is_full: bool
+    num_finished: tuple[int, ...]
+    """Layers of each type whose backward has ended."""
+    before: int | None
+    """Index of the type of the layer whose backward was before; None for the first layer, and without layers."""
+    following: int | None
+    """Index of the type of the layer that is next in backward; None if none is."""
+
+
+class StageLayers(NamedTuple):
+    """What follows from the layers of a stage alone."""
+
+    stage: Stage
+    all_layers: Layers
+    groups: tuple[PeakGroup, ...]
+    """The groups that may be that of the peak, in the order of backward; that of the embedding may be empty."""
+    num_by_type: tuple[int, ...]
+    """Layers of each type, those of modules that predict more tokens included, as in all numbers of layers."""
+    num_modules: int
+    """Number of modules that predict one more token each."""
+    num_sparse: int
+    """Layers with experts."""
+    last_type_number: int | None
+    """Index of the type of the last layer; None without layers."""
+
+    __hash__ = object.__hash__  # caches of what a micro-batch keeps in a stage find it by its identity
+
+
+class ParamGroup(NamedTuple):
+    """Parameters of a stage that are gathered at once."""
+
+    kind: str
+    type_number: int
+    """Index of the type of the layer among those of the model; 0 for other groups."""
+    is_sparse: bool
     whole: int
     reduced: int
     """Parameters whose gradients are reduced first: of a sparse layer its experts."""
@@ -89,13 +122,11 @@ class StageParams(NamedTuple):
     """Whether the last layer has experts."""
     last_type_number: int
     """Index of the type of the last layer; 0 without layers."""
-    num_modules: int
-    """Number of modules that predict one more token each."""
-    num_sparse: int
-    """Number of layers with experts."""
-    layers: Layers
+    layers: StageLayers
     groups: tuple[ParamGroup, ...]
-    """The groups among which is that of the peak, in the order of backward."""
+    """Those of `layers`, with the numbers that degrees divide."""
+
+    __hash__ = object.__hash__  # the cache of the bytes of a stage at work finds it by its identity
 
 
 class Pipeline(NamedTuple):
@@ -128,6 +159,14 @@ class Degrees(NamedTuple):
     def of(cls, layout: Layout) -> "Degrees":
         """The degrees of a layout."""
         return cls(layout.tp, layout.zero_shards, layout.ep, layout.expert_shards)
+
+
+def size_of(params: tuple[StageParams, ...]) -> Size:
+    """The parameters of all stages of a rank."""
+    size = params[0].size
+    for p in params[1:]:
+        size = size.plus(p.size)
+    return size
 
 
 def params_of_ranks(
@@ -224,37 +263,8 @@ def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
     return Size(num_params, num_params // shards, len(matrices))
 
 
-class _PeakGroup(NamedTuple):
-    """A group of parameters of a stage that may be that of the peak, without the numbers that degrees divide."""
-
-    kind: str
-    remaining: Layers
-    type_number: int
-    is_full: bool
-    num_finished: tuple[int, ...]
-    """Layers of each type whose backward has ended."""
-    before: int | None
-    """Index of the type of the layer whose backward was before; None for the first layer, and without layers."""
-    following: int | None
-    """Index of the type of the layer that is next in backward; None if none is."""
-
-
-class _StageLayers(NamedTuple):
-    """What follows from the layers of a stage alone."""
-
-    all_layers: Layers
-    groups: tuple[_PeakGroup, ...]
-    """The groups that may be that of the peak, in the order of backward; that of the embedding may be empty."""
-    num_by_type: tuple[int, ...]
-    """Layers of each type, those of modules that predict more tokens included, as in all numbers of layers."""
-    num_sparse: int
-    """Layers with experts."""
-    last_type_number: int | None
-    """Index of the type of the last layer; None without layers."""
-
-
 @lru_cache(maxsize=4096)
-def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLayers:
+def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> StageLayers:
     """The layers of a stage, of which every n-th keeps its input only; n is `full_every`, 0 if none does."""
     numbers, kinds = shape.kind_numbers, shape.kinds
     # The layers of modules that predict more tokens follow the last layer, and have its type.
@@ -285,7 +295,7 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
         for number in {*numbers[start:end]}:
             of_type = [n for n in range(start, end) if numbers[n] == number]
             peak_layers |= {of_type[0], of_type[-1]}
-    groups = list[_PeakGroup]()
+    groups = list[PeakGroup]()
     for n in range(end, start - 2, -1):
         kind = HEAD if n == end else LAYER if n >= start else EMBEDDING
         has_params = (kind == HEAD and stage.has_norm) or (kind == EMBEDDING and stage.has_embedding)
@@ -295,13 +305,15 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
             following = numbers[n - 1] if start < n else None
             finished, kept_layers = num_by_type(range(n + 1, end)), remaining(min(n, end - 1))
             groups.append(
-                _PeakGroup(kind, kept_layers, type_number, is_full(n), tuple(finished), before, following)
+                PeakGroup(kind, kept_layers, type_number, is_full(n), tuple(finished), before, following)
             )
     num_sparse = sum(num for num, kind in zip(stage.num_by_kind(shape), kinds, strict=True) if kind.experts)
-    return _StageLayers(
+    return StageLayers(
+        stage=stage,
         all_layers=remaining(end - 1),
         groups=tuple(groups),
         num_by_type=tuple(num_by_type(range(start, end))),
+        num_modules=num_modules,
         num_sparse=num_sparse,
         last_type_number=numbers[end - 1] if start < end else None,
     )
@@ -318,7 +330,7 @@ def _stage_params(
         is_tied: whether norm and head are in one group with the embedding.
     """
     sizes, layers = _block_sizes(shape, degrees), _stage_layers(shape, stage, full_every)
-    num_modules = stage.has_head * shape.num_nextn_predict_layers
+    num_modules = layers.num_modules
     head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
         sizes.table, stage.has_head and not is_tied
     )
@@ -347,7 +359,7 @@ def _stage_params(
             finished = with_layers(head, group.num_finished)
             before = head.whole if group.before is None else sizes.layers[group.before][1].whole
         groups.append(ParamGroup(
-            group.kind, group.remaining, group.type_number, bool(expert_size.whole), group.is_full, whole,
+            group.kind, group.type_number, bool(expert_size.whole), whole,
             expert_size.whole or whole, finished.whole, finished.shard, before,
             0 if group.following is None else shared_params[group.following],
         ))  # fmt: skip
@@ -361,8 +373,6 @@ def _stage_params(
         0 if last_type_number is None else shared_params[last_type_number],
         last_type_number is not None and shape.kinds[last_type_number].experts is not None,
         last_type_number or 0,
-        num_modules,
-        layers.num_sparse,
-        layers.all_layers,
+        layers,
         tuple(groups),
     )
