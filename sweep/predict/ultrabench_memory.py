@@ -58,11 +58,9 @@ from ultrabench.sweep.predict.stage_params import (
     Degrees,
     Layers,
     Pipeline,
-    Size,
     StageLayers,
     StageParams,
     params_of_ranks,
-    size_of,
 )
 
 
@@ -109,8 +107,8 @@ def ultrabench_memory(
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
-        reserve += constants.reduce_stream_bytes * rank.size.shard
-        optimizer = _state_bytes(spec, rank.params, rank.size)
+        reserve += constants.reduce_stream_bytes * rank.num_shard
+        optimizer = _state_bytes(spec, rank.params, rank.num_shard, rank.num_tensors)
         weights, gradients = scale * weights, scale * gradients
         memory.append(
             StageMemory(rank.rank, phase, weights, gradients, optimizer, stored, logits, buffers, reserve)
@@ -125,8 +123,15 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     """
     num_targets = 1 + spec.shape.num_nextn_predict_layers
     target_bytes = 8 * num_targets * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
-    ranks = params_of_ranks(spec.shape, Pipeline.of(spec.layout), Degrees.of(spec.layout), EVERY)
-    return tuple(_state_bytes(spec, params, size_of(params)) + target_bytes for _, params in ranks)
+    degrees = Degrees.of(spec.layout)
+    state_bytes = list[float]()
+    for _, params in params_of_ranks(spec.shape, Pipeline.of(spec.layout), degrees, EVERY):
+        num_shard, num_tensors = (
+            sum(p.size.shard(degrees) for p in params),
+            sum(p.size.tensors for p in params),
+        )
+        state_bytes.append(_state_bytes(spec, params, num_shard, num_tensors) + target_bytes)
+    return tuple(state_bytes)
 
 
 def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
@@ -139,18 +144,21 @@ def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
     return StageMemory(0, OPTIMIZER, 0.0, 4 * num_params, 12 * num_params, 0.0, 0.0, 0.0, 0.0)
 
 
-def _state_bytes(spec: RunSpec, params: tuple[StageParams, ...], size: Size) -> float:
+def _state_bytes(
+    spec: RunSpec, params: tuple[StageParams, ...], num_shard: int, num_tensors: int
+) -> float:
     """Masters, moments, the optimizer's count of steps for each parameter, and what stays of routing.
 
     They are a route that follows from positions, and balance and counts of each router.
 
     Args:
         params: the stages of a rank.
-        size: the parameters of all of them.
+        num_shard: number of their parameters whose masters the rank keeps.
+        num_tensors: number of their tensors.
     """
     shape, layout, kernel = spec.shape, spec.layout, spec.kernel
     param_bytes = 24.0 if kernel.precision == "fp64" else 12.0
-    state = param_bytes * size.shard + 4 * size.tensors
+    state = param_bytes * num_shard + 4 * num_tensors
     if shape.num_experts:
         # Orders of the rows before and after their way to the experts, where routes do not change.
         num_orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
@@ -177,7 +185,7 @@ def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
     for stage_work, num_messages, work_loads in rank.works:
         chunk, load = stage_work.work.chunk, _largest(work_loads, kept_bytes)
         if stage_work.work.kind == "forward":
-            moment = _forward(m, stage_work, activations[chunk].stored, loss, load.gathered)
+            moment = _forward(m, stage_work, activations[chunk].stored, loss, load.is_alone)
         else:
             moment = _backward_moment(m, stage_work, loss, schedule != "afab")
         _, phase, weights, gradients, stored, logits, buffers = moment
@@ -262,22 +270,22 @@ def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) 
     return _Activations(stored, kept, halfway, groups)
 
 
-def _forward(m: MicroBatch, work: StageWork, stored: float, loss: float, gathered: float) -> Moment:
+def _forward(m: MicroBatch, work: StageWork, stored: float, loss: float, is_alone: bool) -> Moment:
     """The end of a forward.
 
     Args:
         stored: bytes that the layers keep.
         loss: bytes that a loss keeps for backward.
-        gathered: bytes of the weights that are gathered.
+        is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    p = work.params
-    stage, earlier_losses = p.stage, p.layers.num_modules * (loss + JOINED * m.hidden)
+    layers = work.params.layers
+    stage, earlier_losses = layers.stage, layers.num_modules * (loss + JOINED * m.hidden)
     logits, buffers = (
         (m.loss + m.hidden * stage.has_norm + earlier_losses) * stage.has_head,
-        m.layers[p.last_type_number].forward * p.ends_sparse,
+        m.layers[layers.last_type_number or 0].forward * layers.ends_sparse,
     )
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
-    return _moment(FORWARD, gathered, work.sums, stored, logits, buffers)
+    return _moment(FORWARD, work.gathered[is_alone], work.sums, stored, logits, buffers)
 
 
 @lru_cache(maxsize=65536)
@@ -309,7 +317,7 @@ def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_
         elif kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.
             loss = 2 * m.whole_hidden + ((1 + p.layers.num_modules) * m.table + g.further) * has_table
-            buffers = max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
+            buffers = max(loss * p.layers.stage.has_head, (2 + 12 / m.element) * m.hidden)
         else:
             buffers = m.whole_hidden + g.further
         phase, weights, gradients = BACKWARD, g.weights, g.gradients + g.reducing
