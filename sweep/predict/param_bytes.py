@@ -54,7 +54,8 @@ class ParamHandling(NamedTuple):
 class GroupBytes(NamedTuple):
     """Bytes of parameters in the backward of a group of them."""
 
-    group: ParamGroup
+    kind: str
+    """The kind of the group."""
     phase: str
     """The phase of the end of this backward."""
     weights: float
@@ -264,7 +265,9 @@ def _stage_work(
     gathered = 0, 0
     if work.kind == "forward":
         sums += w * num_unsummed(p) * work.unsummed
-        gathered = tuple([w * _gathered(pipeline, handling, p, work, is_alone=alone) for alone in (False, True)])
+        gathered = tuple(
+            [w * _gathered(pipeline, handling, p, work, is_alone=alone) for alone in (False, True)]
+        )
     elif work.kind != "weight":
         groups = tuple(_group_bytes(pipeline, handling, p, work, sums, reduced_by))
     return StageWork(p, work, _is_halved(pipeline, p), sums, gathered, groups)
@@ -349,9 +352,13 @@ def _group_bytes(
             num_grads += reduced * (group.is_sparse and handling.copies_experts)
             grad_bytes = sums * sums_shards + 4 * num_grads
             reduced_later = w * whole * (not frees), grad_bytes
-        further_by_kind = {HEAD: w * (p.last or p.first), EMBEDDING: w * (p.first + 2 * p.tied)}
+        further = 0
+        if group.kind == HEAD:
+            further = w * (p.last or p.first)
+        elif group.kind == EMBEDDING:
+            further = w * (p.first + 2 * p.tied)
         yield GroupBytes(
-            group=group,
+            kind=group.kind,
             phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
             weights=w * gathered,
             gradients=gradients,
@@ -361,7 +368,7 @@ def _group_bytes(
             added=added_bytes,
             # Gradients of weights are made one matrix after the other.
             one_matrix=min(added_bytes, w * reduced) / 3,
-            further=further_by_kind.get(group.kind, 0),
+            further=further,
             is_input_half=halved,
             reduced_later=reduced_later,
         )

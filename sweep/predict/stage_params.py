@@ -31,7 +31,9 @@ class Size(NamedTuple):
     def plus(self, other: "Size", times: int = 1) -> "Size":
         """The sum with so many times another size."""
         whole, experts, tensors = other
-        return Size(self.whole + times * whole, self.experts + times * experts, self.tensors + times * tensors)
+        return Size(
+            self.whole + times * whole, self.experts + times * experts, self.tensors + times * tensors
+        )
 
     def shard(self, degrees: "Degrees") -> int:
         """Those whose masters a rank keeps."""
@@ -177,9 +179,7 @@ def params_of_ranks(
 
 
 @lru_cache(maxsize=4096)
-def _ranks(
-    shape: ModelShape, pipeline: Pipeline, rank_set: str
-) -> list[tuple[int, tuple[StageLayers, ...]]]:
+def _ranks(shape: ModelShape, pipeline: Pipeline, rank_set: str) -> list[tuple[int, tuple[StageLayers, ...]]]:
     """The ranks that `rank_set` asks for, each with its stages.
 
     An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under

@@ -420,7 +420,11 @@ class StepTimes:
 
     def _data_parallel(self, spec: DividedRun, micro_batch: _MicroBatch) -> _DataParallelTime:
         """The times of data parallelism and of the optimizer of a run."""
-        layout, order, element_bytes = spec.layout, spec.kernel.rank_order, micro_batch.blocks.work.element_bytes
+        layout, order, element_bytes = (
+            spec.layout,
+            spec.kernel.rank_order,
+            micro_batch.blocks.work.element_bytes,
+        )
         gas = layout.gas if layout.zero_stage >= 2 else 1
         pipeline = micro_batch.pipeline
         params = pipeline.num_params, pipeline.num_expert_params

@@ -54,7 +54,6 @@ from ultrabench.sweep.predict.stage_memory import (
 from ultrabench.sweep.predict.stage_params import (
     EMBEDDING,
     HEAD,
-    LAYER,
     Degrees,
     Layers,
     Pipeline,
@@ -97,12 +96,13 @@ def ultrabench_memory(
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    schedule, memory = spec.layout.pp_schedule, list[StageMemory]()
-    scale = 2 if spec.kernel.precision == "fp64" else 1
-    stored_scale = scale * (1 + constants.zbv_margin * (schedule == "zbv"))
+    precision, memory = spec.kernel.precision, list[StageMemory]()
+    batch_work = micro_batch_work(spec)
+    scale = 2 if precision == "fp64" else 1
+    stored_scale = scale * (1 + constants.zbv_margin * (spec.layout.pp_schedule == "zbv"))
     # The batch: inputs and targets.
-    batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * rank_tokens(spec)
-    for rank, moment in _peaks(micro_batch_work(spec), rank_work(spec, ranks)):
+    batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * batch_work.tokens
+    for rank, moment in _peaks(batch_work, rank_work(spec, ranks)):
         _, phase, weights, gradients, stored, logits, buffers = moment
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
@@ -144,9 +144,7 @@ def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
     return StageMemory(0, OPTIMIZER, 0.0, 4 * num_params, 12 * num_params, 0.0, 0.0, 0.0, 0.0)
 
 
-def _state_bytes(
-    spec: RunSpec, params: tuple[StageParams, ...], num_shard: int, num_tensors: int
-) -> float:
+def _state_bytes(spec: RunSpec, params: tuple[StageParams, ...], num_shard: int, num_tensors: int) -> float:
     """Masters, moments, the optimizer's count of steps for each parameter, and what stays of routing.
 
     They are a route that follows from positions, and balance and counts of each router.
@@ -181,27 +179,27 @@ def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
         _activations(m, p.layers, loss, halved) for p, halved in zip(rank.params, rank.halved, strict=True)
     ]
     kept_bytes = [*(a.kept for a in activations), *(a.halfway for a in activations)]
-    peak = _NO_MOMENT
+    peak, is_table_of_each = _NO_MOMENT, schedule != "afab"
     for stage_work, num_messages, work_loads in rank.works:
-        chunk, load = stage_work.work.chunk, _largest(work_loads, kept_bytes)
-        if stage_work.work.kind == "forward":
-            moment = _forward(m, stage_work, activations[chunk].stored, loss, load.is_alone)
+        load = work_loads[0] if len(work_loads) == 1 else _largest(work_loads, kept_bytes)
+        num_kept, is_alone, _, waiting_gradients, waiting_weights = load
+        kind, chunk, *_ = stage_work.work
+        if kind == "forward":
+            moment = _forward(m, stage_work, activations[chunk].stored, loss, is_alone)
         else:
-            moment = _backward_moment(m, stage_work, loss, schedule != "afab")
+            moment = _backward_moment(m, stage_work, loss, is_table_of_each)
         _, phase, weights, gradients, stored, logits, buffers = moment
-        stored += sum(map(mul, load.num_kept, kept_bytes)) - kept_bytes[chunk]
+        stored += sum(map(mul, num_kept, kept_bytes)) - kept_bytes[chunk]
         stored += m.hidden * num_messages
-        weights, gradients = weights + load.weights, gradients + load.gradients
-        moment = _moment(phase, weights, gradients, stored, logits, buffers)
-        if moment > peak:
-            peak = moment
+        weights, gradients = weights + waiting_weights, gradients + waiting_gradients
+        total = weights + gradients + stored + logits + buffers
+        if total >= peak[0]:
+            peak = max(peak, (total, phase, weights, gradients, stored, logits, buffers))
     return peak
 
 
 def _largest(loads: tuple[WorkLoad, ...], kept_bytes: list[float]) -> WorkLoad:
     """The load of most bytes; each stage keeps so many bytes of a micro-batch, whole or halfway."""
-    if len(loads) == 1:
-        return loads[0]
     return max(loads, key=lambda load: sum([*map(mul, load.num_kept, kept_bytes), *load.param_bytes]))
 
 
@@ -237,8 +235,8 @@ class _Activations(NamedTuple):
     """All that forward keeps for backward, with what the loss and the modules that predict more tokens keep."""
     halfway: float
     """What they keep between the halves of a backward."""
-    groups: list[tuple[float, float]]
-    """For each group of parameters those as its backward begins, and those of them that it uses up."""
+    groups: tuple[tuple[float, float, LayerBytes | None], ...]
+    """For each group of parameters those as its backward begins, those of them that it uses up, and its layer."""
 
 
 @lru_cache(maxsize=16384)
@@ -253,21 +251,22 @@ def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) 
     halfway = _halfway(m, layers.all_layers) if halved else m.hidden
     # All modules that predict more tokens keep until the end what they joined.
     joined = layers.num_modules * (JOINED * m.hidden + m.whole_hidden)
-    groups = list[tuple[float, float]]()
+    groups = list[tuple[float, float, LayerBytes | None]]()
     for group in layers.groups:
+        layer = m.layers[group.type_number]
         if group.kind == EMBEDDING:
-            groups.append((0.0, 0.0))
+            groups.append((0.0, 0.0, None))
         elif group.kind == HEAD:
-            groups.append((_stored(m, group.remaining) + joined, 0.0))
+            groups.append((_stored(m, group.remaining) + joined, 0.0, None))
         elif halved:
-            groups.append((stored + halfway - _halfway(m, group.remaining) + joined, 0.0))
+            groups.append((stored + halfway - _halfway(m, group.remaining) + joined, 0.0, layer))
         else:
             released = m.hidden if group.is_full else m.stored[group.type_number]
             # The norm has used the output of the layers.
             remaining = _stored(m, group.remaining) - m.hidden * layers.stage.has_norm
-            groups.append((remaining + joined, released))
+            groups.append((remaining + joined, released, layer))
     kept = stored + loss * layers.stage.has_head + layers.num_modules * (loss + JOINED * m.hidden)
-    return _Activations(stored, kept, halfway, groups)
+    return _Activations(stored, kept, halfway, tuple(groups))
 
 
 def _forward(m: MicroBatch, work: StageWork, stored: float, loss: float, is_alone: bool) -> Moment:
@@ -289,17 +288,17 @@ def _forward(m: MicroBatch, work: StageWork, stored: float, loss: float, is_alon
 
 
 @lru_cache(maxsize=65536)
-def _backward_moment(m: MicroBatch, work: StageWork, loss: float, table_of_each: bool) -> Moment:
+def _backward_moment(m: MicroBatch, work: StageWork, loss: float, is_table_of_each: bool) -> Moment:
     """The moment of most bytes of a backward, or of one of its halves.
 
     Args:
         loss: bytes that a loss keeps for backward.
-        table_of_each: whether each micro-batch has a gradient of the head's weights of its own.
+        is_table_of_each: whether each micro-batch has a gradient of the head's weights of its own.
     """
     activations = _activations(m, work.params.layers, loss, work.is_halved)
     if work.work.kind == "weight":
         return max(_weight_half(m, work, activations))
-    return _backward(m, work, activations, has_table=table_of_each or not work.work.has_sums)
+    return _backward(m, work, activations, has_table=is_table_of_each or not work.work.has_sums)
 
 
 def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_table: bool) -> Moment:
@@ -309,41 +308,42 @@ def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_
     Args:
         has_table: whether the gradient of the head's weights is not yet taken.
     """
-    p, peak = work.params, _NO_MOMENT
-    for g, (stored, released) in zip(work.groups, activations.groups, strict=True):
-        kind = g.group.kind
-        if kind == LAYER:
-            buffers = _layer_buffers(m.layers[g.group.type_number], g, released)
+    layers, peak = work.params.layers, _NO_MOMENT
+    for group_bytes, (stored, released, layer) in zip(work.groups, activations.groups, strict=True):
+        kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
+        if layer is not None:
+            buffers = _layer_buffers(layer, group_bytes, released)
         elif kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.
-            loss = 2 * m.whole_hidden + ((1 + p.layers.num_modules) * m.table + g.further) * has_table
-            buffers = max(loss * p.layers.stage.has_head, (2 + 12 / m.element) * m.hidden)
+            loss = 2 * m.whole_hidden + ((1 + layers.num_modules) * m.table + group_bytes.further) * has_table
+            buffers = max(loss * layers.stage.has_head, (2 + 12 / m.element) * m.hidden)
         else:
-            buffers = m.whole_hidden + g.further
-        phase, weights, gradients = BACKWARD, g.weights, g.gradients + g.reducing
-        if g.reducing + released + buffers <= g.new - g.freed:
-            phase, weights, gradients = g.phase, g.weights - g.freed, g.gradients + g.new
+            buffers = m.whole_hidden + group_bytes.further
+        phase = BACKWARD
+        if reducing + released + buffers <= new - freed:
+            phase, weights, gradients = group_bytes.phase, weights - freed, gradients + new
             stored, buffers = stored - released, 0.0
+        else:
+            gradients += reducing
         # Most groups are not that of the peak.
         if weights + gradients + stored + buffers >= peak[0]:
             peak = max(peak, _moment(phase, weights, gradients, stored, 0.0, buffers))
-        if g.reduced_later:
-            peak = max(peak, _moment(OPTIMIZER, *g.reduced_later, 0.0, 0.0, 0.0))
+        if group_bytes.reduced_later:
+            peak = max(peak, _moment(OPTIMIZER, *group_bytes.reduced_later, 0.0, 0.0, 0.0))
     return peak
 
 
-def _layer_buffers(layer: LayerBytes, g: GroupBytes, released: float) -> float:
+def _layer_buffers(layer: LayerBytes, group_bytes: GroupBytes, released: float) -> float:
     """What the backward of a layer needs beside what it keeps; the gradients of q, k and v are made last and at once.
 
     A backward whose weight half comes later uses up nothing yet.
     """
-    if g.is_input_half:
+    if group_bytes.is_input_half:
         return layer.input_half
-    added, qkv_weights = g.added, layer.qkv_weights
+    added, qkv_weights, feed_forward = group_bytes.added, layer.qkv_weights, layer.feed_forward
     before_qkv, with_qkv = (added - qkv_weights, added) if added > qkv_weights else (0.0, qkv_weights)
-    return (
-        max(layer.feed_forward + g.one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv) - released
-    )
+    moments = feed_forward + group_bytes.one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv
+    return max(moments) - released
 
 
 def _weight_half(m: MicroBatch, work: StageWork, activations: _Activations) -> Iterator[Moment]:
