@@ -24,6 +24,7 @@ from ultrabench.sweep.config.model_types import (
     LABEL_KEYS,
     MODEL_TYPES,
     OTHER_TYPES,
+    PREDICTION_KEYS,
     ROPE_KEYS,
     SAME_SIZE_KEYS,
     TEXT_VALUES,
@@ -82,6 +83,29 @@ def read_checkpoint_config(location: str) -> ModelShape:
     Raises:
         ConfigError: the file cannot be read, or describes a model that ultrabench does not train.
     """
+    values, default_name = _read_values(location)
+    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or default_name, location)
+
+
+def modules_left_out(location: str) -> int:
+    """Number of modules for multi-token prediction in a config.json, which its shape leaves out.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    values, _ = _read_values(location)
+    text_values = values.get("text_config")
+    values = values | text_values if isinstance(text_values, dict) else values
+    numbers = [values.get(key) for key in PREDICTION_KEYS if values.get("use_mtp", True)]
+    return next((number for number in numbers if isinstance(number, int) and number > 0), 0)
+
+
+def _read_values(location: str) -> tuple[dict[str, Any], str]:
+    """The values of a config.json, and the name of its model if the values have none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     path = Path(location).expanduser().absolute()
     path = path / "config.json" if path.is_dir() else path
     is_on_hub = not path.exists() and _HUB_NAME.fullmatch(location) is not None
@@ -95,8 +119,7 @@ def read_checkpoint_config(location: str) -> ModelShape:
     if not isinstance(values, dict):
         raise ConfigError(f"model={location} holds no sizes; give the config.json of a model")
     default_name = path.parent.name if path.name == "config.json" else path.stem
-    default_name = Path(location).name if is_on_hub else default_name
-    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or default_name, location)
+    return values, Path(location).name if is_on_hub else default_name
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:

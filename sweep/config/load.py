@@ -349,6 +349,11 @@ def load_hardware(name: str) -> Hardware:
     return _load_named("hardware", name, read_hardware, advice)
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a model is that of a config.json, by the path or the name on the hub of which it is asked for."""
+    return "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir())
+
+
 def load_model(name: str) -> ModelShape:
     """The shape of a model.
 
@@ -359,7 +364,7 @@ def load_model(name: str) -> ModelShape:
     Raises:
         ConfigError: there is no such model, or its file lacks a value.
     """
-    if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
+    if is_checkpoint(name):
         return read_checkpoint_config(name)
     where = f"model {name}"
     return _load_named("model", name, lambda values: shape_from(with_field_names(values, where), where))

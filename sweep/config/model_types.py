@@ -81,6 +81,8 @@ a key may be absent or null, and 0 for null.
 
 MODEL_TYPES names the types whose models may have other values of some of these keys.
 """
+PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Keys for the number of modules that predict more tokens, by the model_type; a shape of such a file has none."""
 TRAINED_ROPE_TYPES = ("llama3", "yarn")
 """The ways of stretching rotations that ultrabench trains: those of a RopeScaling."""
 CLASSES: dict[str, tuple[str, ...]] = {

@@ -291,14 +291,15 @@ def _gathered(
     Args:
         is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    is_zero3, has_head = handling.is_zero3, p.layers.stage.has_head
+    is_zero3 = handling.is_zero3
     gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
     # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
     if p.is_sharded:
         if is_zero3 and pipeline.pp > 1 and work.after_backward:
             gathered += p.first
-        elif is_alone or (is_zero3 and (pipeline.pp == 1 or not has_head)):
-            gathered += p.last or p.following
+        elif is_alone or is_zero3:  # a pipeline gathers its head in the first forward alone
+            keeps_head = pipeline.pp > 1 and not is_alone
+            gathered += p.gathered_last if keeps_head else p.last or p.gathered_last
     return gathered
 
 
@@ -327,7 +328,7 @@ def _group_bytes(
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-        freed, added_bytes = w * size * frees, 0.0 if halved else float(w * size)
+        freed, added_bytes = float(w * size * frees), 0.0 if halved else float(w * size)
         if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
             added_bytes = 8 / 3 * reduced * group.is_sparse
         if halved:
@@ -343,15 +344,14 @@ def _group_bytes(
             new, freed = _reduction(
                 handling, reduced_by, group, has_sums=sums > 0, has_whole_sums=has_whole_sums, frees=frees
             )
-            if group.kind != LAYER and reduced_by.shards > 1:
-                new += 4 * size / reduced_by.shards
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         reduced_later = None
         if reduced_by and reduces_after:
-            num_grads = whole - finished + group.finished.shard(reduced_by) + size
-            num_grads += reduced * (group.is_sparse and handling.copies_experts)
-            grad_bytes = sums * sums_shards + 4 * num_grads
-            reduced_later = w * whole * (not frees), grad_bytes
+            reduced_bytes, _ = _reduction(
+                handling, reduced_by, group, has_sums=True, has_whole_sums=True, frees=False
+            )
+            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished.shard(reduced_by))
+            reduced_later = w * whole * (not frees), grad_bytes + reduced_bytes
         further = 0
         if group.kind == HEAD:
             further = w * (p.last or p.first)
@@ -386,26 +386,30 @@ def _reduction(
     """Bytes of gradients, beside the sums of earlier micro-batches, as backward reduces those of a group, and bytes of
     the weights that it has freed by then; of a sparse layer the experts come first.
     """
-    w, size = handling.element, group.whole
+    w, size, experts = handling.element, group.whole, group.reduced
+    last, shards = group.reduced_last, degrees.shards
     if not group.is_sparse:
-        return _reduced_bytes(size, degrees.shards, w, has_whole_sums=has_whole_sums), w * size * frees
-    experts, shards, rest = group.reduced, degrees.expert_shards, size - group.reduced
-    of_experts = w * rest * (not has_whole_sums) + _reduced_bytes(
-        experts, shards, w, has_whole_sums=has_whole_sums, is_copied=handling.copies_experts
+        return _reduced_bytes(size, last, shards, w, has_whole_sums=has_whole_sums), w * size * frees
+    rest, expert_shards = size - experts, degrees.expert_shards
+    of_experts = w * rest * (w == 2 or not has_whole_sums) + _reduced_bytes(
+        experts, last, expert_shards, w, has_whole_sums=has_whole_sums, is_copied=handling.copies_experts
     )
-    expert_sums = 4 * experts * ((has_whole_sums or not has_sums) / shards - has_whole_sums)
-    of_rest = expert_sums + _reduced_bytes(rest, degrees.shards, w, has_whole_sums=has_whole_sums)
+    expert_sums = 4 * experts * ((has_whole_sums or not has_sums) / expert_shards - has_whole_sums)
+    of_rest = expert_sums + _reduced_bytes(rest, group.rest_last, shards, w, has_whole_sums=has_whole_sums)
     moments = (of_experts, w * experts * frees), (of_rest, float(w * size * frees))
     return max(moments, key=lambda moment: moment[0] - moment[1])
 
 
 def _reduced_bytes(
-    num_params: int, shards: int, w: int, *, has_whole_sums: bool, is_copied: bool = False
+    num_params: int, last: int, shards: int, w: int, *, has_whole_sums: bool, is_copied: bool = False
 ) -> float:
     """Bytes of gradients while those of some parameters are reduced.
 
-    A reduction copies them in fp32, frees them, and then makes the result, of which torch may make a copy. Sums that
-    are whole until then are what is reduced; they count among those of earlier micro-batches.
+    A reduction copies them in fp32, frees them, except for the last one where ranks shard them, and then makes the
+    result, of which torch may make a copy. Sums that are whole until then are what is reduced; they count among those
+    of earlier micro-batches.
     """
-    num_bytes, freed = (4.0, 4.0) if has_whole_sums else (4.0 + w, float(w))
-    return (num_bytes + max(0.0, 4 / shards * (1 + is_copied) - freed)) * num_params
+    summand_bytes, freed_bytes = (0.0, 4.0) if has_whole_sums else (float(w), float(w))
+    num_freed = num_params - last * (shards > 1)
+    result_bytes = 4 / shards * (1 + is_copied) * num_params
+    return (4 + summand_bytes) * num_params + max(0.0, result_bytes - freed_bytes * num_freed)

@@ -27,10 +27,12 @@ class Size(NamedTuple):
     experts: int
     """Those of them that are of experts."""
     tensors: int
+    last: int = 0
+    """Those of the last matrix; 0 for a sum."""
 
     def plus(self, other: "Size", times: int = 1) -> "Size":
         """The sum with so many times another size."""
-        whole, experts, tensors = other
+        whole, experts, tensors, _ = other
         return Size(
             self.whole + times * whole, self.experts + times * experts, self.tensors + times * tensors
         )
@@ -108,6 +110,10 @@ class ParamGroup(NamedTuple):
     whole: int
     reduced: int
     """Parameters whose gradients are reduced first: of a sparse layer its experts."""
+    reduced_last: int
+    """Those of the last matrix of them, whose gradient torch holds while it reduces all of them."""
+    rest_last: int
+    """Those of the last matrix of the rest of a sparse layer; 0 for other groups."""
     finished: Size
     """Parameters whose backward has ended."""
     before: int
@@ -130,6 +136,8 @@ class StageParams(NamedTuple):
     """Parameters of that group if it includes norm and head, which are tied to the embedding; else 0."""
     following: int
     """Parameters of the last layer that several ranks share."""
+    gathered_last: int
+    """Those of them that are gathered last: of a sparse layer its experts, or the rest if no ranks share experts."""
     layers: StageLayers
     groups: tuple[ParamGroup, ...]
     """Those of `layers`, with the numbers that degrees divide."""
@@ -235,12 +243,12 @@ def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
     """Rows and columns of each matrix of a rank; a vector is a column."""
+    for vector in vectors:
+        yield vector.length // tp if vector.is_cut else vector.length, 1
     for product in products:
         for outputs in product.parts or (product.outputs,):
             rows = outputs // tp if product.cut == COLUMNS else outputs
             yield rows, product.inputs // tp if product.cut == ROWS else product.inputs
-    for vector in vectors:
-        yield vector.length // tp if vector.is_cut else vector.length, 1
 
 
 def _expert_matrices(kind: LayerType, h: int, ep: int) -> Iterator[tuple[int, int]]:
@@ -256,13 +264,13 @@ def _expert_matrices(kind: LayerType, h: int, ep: int) -> Iterator[tuple[int, in
 
 
 def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
-    num_params = sum(-(-rows // shards) * shards * columns for rows, columns in matrices)
-    return Size(num_params, 0, len(matrices))
+    numbers = [-(-rows // shards) * shards * columns for rows, columns in matrices]
+    return Size(sum(numbers), 0, len(matrices), numbers[-1] if numbers else 0)
 
 
 def _expert_size(shards: int, *matrices: tuple[int, int]) -> Size:
-    num_params, _, num_tensors = _padded_size(shards, *matrices)
-    return Size(num_params, num_params, num_tensors)
+    size = _padded_size(shards, *matrices)
+    return size._replace(experts=size.whole)
 
 
 @lru_cache(maxsize=4096)
@@ -291,9 +299,7 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> StageLaye
     # From layer to layer of a type, activations fall and gradients grow by the same number of bytes: the peak is at the
     # ends.
     peak_layers = {start, shape.first_k_dense_replace, end - 2, end - 1}
-    if (
-        shape.layer_types
-    ):  # layers of several types take turns: the lowest and the highest one of each in the stage
+    if len(kinds) > 1:  # the lowest and the highest layer of each type in the stage
         for number in {*numbers[start:end]}:
             of_type = [n for n in range(start, end) if numbers[n] == number]
             peak_layers |= {of_type[0], of_type[-1]}
@@ -339,9 +345,12 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
     embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
     embedding = embedding.plus(sizes.join, num_modules * is_tied)
     layer_sizes = [rest.plus(experts) for experts, rest in sizes.layers]
-    shared_params = [
-        experts.whole * sizes.shares_experts + rest.whole * sizes.is_sharded for experts, rest in sizes.layers
+    # Of each type of layer its experts and the rest of it, if several ranks share them.
+    shared_parts = [
+        (experts.whole * sizes.shares_experts, rest.whole * sizes.is_sharded)
+        for experts, rest in sizes.layers
     ]
+    shared_params = [sum(parts) for parts in shared_parts]
 
     def with_layers(size: Size, num_by_type: tuple[int, ...]) -> Size:
         for layer_size, num in zip(layer_sizes, num_by_type, strict=True):
@@ -355,13 +364,18 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
         if group.kind == LAYER:
             expert_size, rest_size = sizes.layers[group.type_number]
         whole = expert_size.whole + rest_size.whole
+        # Norm and head are little more than the table of the head, and the embedding is one table.
+        rest_last = rest_size.last if group.kind == LAYER else whole
+        reduced, lasts = whole, (rest_last, 0)
+        if expert_size.whole:
+            reduced, lasts = expert_size.whole, (expert_size.last, rest_last)
         finished, before = NOTHING, 0
         if group.kind != HEAD:
             finished = with_layers(head, group.num_finished)
             before = head.whole if group.before is None else sizes.layers[group.before][1].whole
         groups.append(ParamGroup(
             group.kind, group.type_number, bool(expert_size.whole), whole,
-            expert_size.whole or whole, finished, before,
+            reduced, *lasts, finished, before,
             0 if group.following is None else shared_params[group.following],
         ))  # fmt: skip
     last_type_number = layers.last_type_number
@@ -372,6 +386,7 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
         embedding.whole,
         embedding.whole * is_tied,
         0 if last_type_number is None else shared_params[last_type_number],
+        0 if last_type_number is None else next(filter(None, shared_parts[last_type_number]), 0),
         layers,
         tuple(groups),
     )

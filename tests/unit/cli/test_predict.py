@@ -2,6 +2,7 @@
 `calibrate` on measured runs.
 """
 
+import json
 import re
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,8 @@ from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import from_dict
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_profile
@@ -204,3 +207,38 @@ def test_a_mistake_is_one_line(ultrabench, runs, words, line):
     code, _, err = ultrabench("predict", *words.split())
     assert code == 2
     assert line in err.splitlines()[-1]
+
+
+PREDICTING = {
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 512,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""A config.json with a module for multi-token prediction."""
+
+
+def test_predict_says_that_a_file_has_modules_which_are_left_out(ultrabench, tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(PREDICTING))
+    assert as_json(ultrabench, "predict", "model=./mine.json")["modules_left_out"] == 1
+    assert (
+        "left out: 1 module for multi-token prediction in this"
+        in ultrabench("predict", "model=./mine.json")[1]
+    )
+    (tmp_path / "mine.json").write_text(json.dumps(PREDICTING | {"num_nextn_predict_layers": 0}))
+    assert "left out" not in ultrabench("predict", "model=./mine.json")[1]
+
+
+def test_the_rows_of_a_prediction_have_all_parameters(ultrabench):
+    """Modules for multi-token prediction of a YAML file have a row of their own."""
+    tiny = files("model")["tiny"].read_text()
+    write_config("model/mine", f"{tiny}\nnum_nextn_predict_layers: 2\n")
+    document = as_json(ultrabench, "predict", "model=mine")
+    assert document["modules_left_out"] == 0
+    *_, modules, _ = document["layer_types"]
+    assert (modules["name"], modules["num_layers"]) == ("module for multi-token prediction", 2)
+    for size in ("num_params", "num_active_params"):
+        assert document[size] == sum((row["num_layers"] or 1) * row[size] for row in document["layer_types"])
+    shape = from_dict(ModelShape, document["spec"]["shape"])
+    flops = sum((row["num_layers"] or 1) * row["flops_per_token"] for row in document["layer_types"])
+    assert flops == pytest.approx(shape.flops_per_token(document["spec"]["workload"]["seq_len"]), rel=1e-6)

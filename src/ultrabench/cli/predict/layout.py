@@ -26,11 +26,14 @@ from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
+from ultrabench.sweep.config.checkpoint import modules_left_out
+from ultrabench.sweep.config.load import is_checkpoint
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM, oom_text
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
+from ultrabench.sweep.predict.ultrabench_memory import JOINED
 from ultrabench.sweep.untrained import untrained_reason
 
 BAR_WIDTH = 40
@@ -43,6 +46,8 @@ def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
     """Prints the predicted memory and step time of one layout, and measured runs like it."""
     spec, config = read_run(arguments, PREDICTION_DEFAULTS, any_model=True)
     prediction = document(spec, config)
+    model_names = [argument.removeprefix("model=") for argument in arguments if argument.startswith("model=")]
+    prediction["modules_left_out"] = sum(map(modules_left_out, filter(is_checkpoint, model_names)))
     prediction["nearest"] = [*_nearest_runs(spec, config, results_dir)]
     if as_json:
         print_json(prediction)
@@ -101,7 +106,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
 
 
 def _types(spec: RunSpec, formula: str) -> Iterator[dict[str, Any]]:
-    """What each type of layer has and does, and embedding and head.
+    """What each type of layer, each module for multi-token prediction, and embedding and head have and do.
 
     FLOPs are those of a token in forward and backward; bytes are what a layer keeps of a token for backward without
     recomputation, in the precision of the run.
@@ -118,6 +123,18 @@ def _types(spec: RunSpec, formula: str) -> Iterator[dict[str, Any]]:
             "num_active_params": kind.num_active_params(h),
             "flops_per_token": round(product_flops + core_flops),
             "kept_bytes_per_token": num_bytes * kind.kept_channels(h),
+        }
+    if num_modules := shape.num_nextn_predict_layers:
+        kind = shape.kinds[shape.kind_numbers[-1]]
+        product_flops, core_flops = kind.flops_per_token(h, spec.workload.seq_len, formula)
+        num_joining = shape.num_predict_params - kind.num_params(h)
+        yield {
+            "name": "module for multi-token prediction",
+            "num_layers": num_modules,
+            "num_params": shape.num_predict_params,
+            "num_active_params": kind.num_active_params(h) + num_joining,
+            "flops_per_token": round(product_flops + core_flops) + 6 * (2 * h * h + shape.embedding_params),
+            "kept_bytes_per_token": num_bytes * (kind.kept_channels(h) + (JOINED + 1) * h),
         }
     num_tables = 1 if shape.tie_word_embeddings else 2
     table_params = num_tables * shape.embedding_params + h
@@ -168,6 +185,11 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         f"sequences of {counted(spec.workload.seq_len, 'token')}"
     )
     yield _type_table(prediction, spec)
+    if num_modules := prediction["modules_left_out"]:
+        yield (
+            f"left out: {counted(num_modules, 'module')} for multi-token prediction in this config.json; "
+            "to include such modules, set num_nextn_predict_layers in a YAML file"
+        )
     yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], factor)
     if len(stages) > 1:
         rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
