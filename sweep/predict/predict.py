@@ -222,15 +222,16 @@ class Predictor:
 
     def _step_time(self, spec: DividedRun, memory_share: float) -> StepTime:
         """The time of one step by part, of a run whose allocator holds this share of a GPU's memory."""
-        constants = self.profile.time_of(spec)
-        if constants is self.profile.time:
+        constants = self.profile.time_of(spec, self.hardware.gpu)
+        if constants is self._usual_step_times.constants:
             return self._usual_step_times.of(spec, memory_share)
         return step_times(self.hardware, self.peak, self.links, constants).of(spec, memory_share)
 
     @cached_property
     def _usual_step_times(self) -> StepTimes:
         """What predicts the step times of runs whose knobs change no constant."""
-        return step_times(self.hardware, self.peak, self.links, self.profile.time)
+        constants = self.profile.usual_time(self.hardware.gpu)
+        return step_times(self.hardware, self.peak, self.links, constants)
 
     def _interval_of(self, spec: RunSpec) -> Quantiles:
         """The interval of log(measured / predicted), which runs share that are alike in all features."""
@@ -251,7 +252,7 @@ class Predictor:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
         divided = self.profile.as_divided(spec)
         ratios = communication_ratios(
-            divided, self.hardware, self.peak, self.links, self.profile.time_of(spec)
+            divided, self.hardware, self.peak, self.links, self.profile.time_of(spec, self.hardware.gpu)
         )
         return ratios.by_axis
 
@@ -303,7 +304,7 @@ def with_links(
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     divided = profile.as_divided(spec)
     step_time = predict_step_time(
-        divided, hardware, peak, links, profile.time_of(spec), prediction.memory_share
+        divided, hardware, peak, links, profile.time_of(spec, hardware.gpu), prediction.memory_share
     )
     log_low_ratio, log_high_ratio = profile.interval_of(spec, hardware.gpu_at_limit, links)
     time_s = model_scale(spec).flops * step_time.total

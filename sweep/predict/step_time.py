@@ -40,6 +40,7 @@ from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import idle_micro_batches
 from ultrabench.sweep.predict.profile import DividedRun
+from ultrabench.sweep.predict.recompute_modules import modules_of
 from ultrabench.sweep.predict.time_constants import TimeConstants
 from ultrabench.tensor_parallel import added_params, adds_params, kinds_of_ranks
 
@@ -264,6 +265,7 @@ def _blocks(spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, c: Ti
         busiest_share(spec.kernel, layout, shape),
         layout.group_axes("tp", rank_order=spec.kernel.rank_order),
         layout.group_axes("cp", rank_order=spec.kernel.rank_order),
+        modules_of(spec),
     )
     times = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
@@ -300,8 +302,10 @@ def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeCons
         if bf16_flops := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
             peak_flops = bf16_flops * hardware.clock_share
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    other_rates = peak_flops * c.gemm_efficiency, peak_flops * c.attention_efficiency
-    return Rates(linear_flops, *other_rates, hbm_bytes_per_s, cast_bytes)
+    product_flops = peak_flops * c.gemm_efficiency
+    expert_flops = c.expert_efficiency * (linear_flops if c.fp8_experts else product_flops)
+    attention_flops = peak_flops * c.attention_efficiency
+    return Rates(linear_flops, product_flops, expert_flops, attention_flops, hbm_bytes_per_s, cast_bytes)
 
 
 class _MicroBatch(NamedTuple):
@@ -339,6 +343,46 @@ _OF_DATA_PARALLEL = attrgetter("dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_s
 """The axes that decide how data parallelism and the optimizer share the work; with ZeRO-2 and 3 gas does, too."""
 
 
+class MicroBatchTimes:
+    """Times micro-batches with one set of constants on GPUs and links that runs on several numbers of nodes share."""
+
+    def __init__(self, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants) -> None:
+        self.hardware, self.peak, self.links, self.constants = hardware, peak, links, constants
+        self._blocks = dict[tuple[object, ...], _Blocks]()
+        self._micro_batches = dict[tuple[object, ...], _MicroBatch]()
+
+    def of(self, spec: DividedRun) -> _MicroBatch:
+        """The times of one micro-batch of a run."""
+        kernel, layout = spec.kernel, spec.layout
+        # In the usual order of ranks, dp and pp do not decide where those of tp and cp are.
+        order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp, layout.pp)
+        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
+        blocks_key = spec.shape, spec.workload.seq_len, of_kernel, _OF_BLOCKS(layout)
+        key = blocks_key, _OF_PIPELINE(layout)
+        if (micro_batch := self._micro_batches.get(key)) is None:
+            if (blocks := self._blocks.get(blocks_key)) is None:
+                blocks = _blocks(spec, self.hardware, self.peak, self.links, self.constants)
+                self._blocks[blocks_key] = blocks
+            micro_batch = self._micro_batches[key] = self._new(spec, blocks)
+        return micro_batch
+
+    def _new(self, spec: DividedRun, blocks: _Blocks) -> _MicroBatch:
+        """What `of` returns."""
+        c = self.constants
+        pipeline = _pipeline_of(spec, copies_heads=blocks.copies_heads, ties_advance=c.ties_advance)
+        slowest, *seconds = _rank_times(pipeline.ranks, blocks, blocks.layer_host_s, c)
+        parts_s = tuple([slowest.sum_s(block_s) for block_s in blocks.times[:-1]])
+        return _MicroBatch(blocks, pipeline, slowest, *seconds, parts_s)
+
+
+@lru_cache(maxsize=64)
+def micro_batch_times(
+    hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
+) -> MicroBatchTimes:
+    """What times micro-batches on these GPUs and links; all that ask for the same ones share it."""
+    return MicroBatchTimes(hardware, peak, links, constants)
+
+
 class StepTimes:
     """Predicts step times on one cluster with one set of constants.
 
@@ -346,10 +390,9 @@ class StepTimes:
     """
 
     def __init__(self, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants) -> None:
-        self.hardware, self.peak, self.links, self.constants = hardware, peak, links, constants
+        self.links, self.constants = links, constants
         self.hbm_bytes_per_s = hardware.hbm_bytes_per_s * constants.hbm_efficiency
-        self._blocks = dict[tuple[object, ...], _Blocks]()
-        self._micro_batches = dict[tuple[object, ...], _MicroBatch]()
+        self._micro_batches = micro_batch_times(hardware, peak, links.without_all_ranks, constants)
         self._data_parallel_times = dict[tuple[object, ...], _DataParallelTime]()
 
     def of(self, spec: DividedRun, memory_share: float = 0.0) -> StepTime:
@@ -359,7 +402,7 @@ class StepTimes:
             memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
         """
         layout, c, gas, zero_stage = spec.layout, self.constants, spec.layout.gas, spec.layout.zero_stage
-        micro_batch = self._micro_batch(spec)
+        micro_batch = self._micro_batches.of(spec)
         slowest_s, all_ranks_s = micro_batch.slowest_s, micro_batch.all_ranks_s
         mean_rank_s = all_ranks_s / layout.pp  # a rank's share if none waited
         num_busy_passes = gas * (1 - c.wait_shared * (1 - mean_rank_s / slowest_s))
@@ -394,29 +437,6 @@ class StepTimes:
             lost_share = -math.expm1((NEARLY_FULL - memory_share) / FILLING_SHARE) * c.allocator_loss
             allocator_s = lost_share * sum((*parts_s, 0.0, c.rest_s))
         return StepTime(*parts_s, allocator_s, c.rest_s)
-
-    def _micro_batch(self, spec: DividedRun) -> _MicroBatch:
-        """The times of one micro-batch of a run."""
-        kernel, layout = spec.kernel, spec.layout
-        # In the usual order of ranks, dp and pp do not decide where those of tp and cp are.
-        order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp, layout.pp)
-        of_kernel = kernel.precision, spec.compiles, kernel.routing, order
-        blocks_key = spec.shape, spec.workload.seq_len, of_kernel, _OF_BLOCKS(layout)
-        key = blocks_key, _OF_PIPELINE(layout)
-        if (micro_batch := self._micro_batches.get(key)) is None:
-            if (blocks := self._blocks.get(blocks_key)) is None:
-                blocks = _blocks(spec, self.hardware, self.peak, self.links, self.constants)
-                self._blocks[blocks_key] = blocks
-            micro_batch = self._micro_batches[key] = self._new_micro_batch(spec, blocks)
-        return micro_batch
-
-    def _new_micro_batch(self, spec: DividedRun, blocks: _Blocks) -> _MicroBatch:
-        """What `_micro_batch` returns."""
-        c = self.constants
-        pipeline = _pipeline_of(spec, copies_heads=blocks.copies_heads, ties_advance=c.ties_advance)
-        slowest, *seconds = _rank_times(pipeline.ranks, blocks, blocks.layer_host_s, c)
-        parts_s = tuple([slowest.sum_s(block_s) for block_s in blocks.times[:-1]])
-        return _MicroBatch(blocks, pipeline, slowest, *seconds, parts_s)
 
     def _data_parallel(self, spec: DividedRun, micro_batch: _MicroBatch) -> _DataParallelTime:
         """The times of data parallelism and of the optimizer of a run."""
