@@ -4,10 +4,10 @@ They do not depend on the tokens of a micro-batch, so the layouts of a plan shar
 `ultrabench_memory`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import repeat
-from operator import mul
+from operator import le, mul
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
@@ -54,6 +54,8 @@ class ParamHandling(NamedTuple):
 class GroupBytes(NamedTuple):
     """Bytes of parameters in the backward of a group of them."""
 
+    index: int
+    """Place of the group among those of `StageLayers`."""
     kind: str
     """The kind of the group."""
     phase: str
@@ -78,6 +80,13 @@ class GroupBytes(NamedTuple):
     """Whether the gradients of weights are left to another half."""
     reduced_later: tuple[float, float] | None
     """Bytes of weights and gradients while its gradients are reduced after backward; None if they are not."""
+
+    @property
+    def of_params(self) -> tuple[float, ...]:
+        """All bytes of parameters as its backward begins, as it ends, and while gradients are reduced after it."""
+        at_begin = self.weights + (self.gradients + self.reducing)
+        at_end = (self.weights - self.freed) + (self.gradients + self.new)
+        return at_begin, at_end, sum(self.reduced_later or ()), self.reducing
 
 
 class WorkLoad(NamedTuple):
@@ -110,13 +119,8 @@ class StageWork(NamedTuple):
     __hash__ = object.__hash__  # the cache of the peaks of works finds it by its identity
 
 
-class WorkBytes(NamedTuple):
-    """Bytes of parameters in a work of a rank."""
-
-    stage_work: StageWork
-    num_messages: int
-    """Messages between stages that are alive."""
-    loads: tuple[WorkLoad, ...]
+WorkBytes = tuple[StageWork, int, tuple[WorkLoad, ...]]
+"""The stage at work, the number of messages between stages that are alive, and the loads of the rank."""
 
 
 class RankLoads(NamedTuple):
@@ -209,7 +213,7 @@ def _works(
         stage_work = _stage_work(pipeline, handling, p, work, reduced_by)
         if num_stages > 1:  # else no stage waits
             work_loads = tuple(map(_weighed, work_loads, counts, repeat(load_bytes)))
-        yield WorkBytes(stage_work, num_messages, work_loads)
+        yield stage_work, num_messages, work_loads
 
 
 @lru_cache(maxsize=4096)
@@ -270,7 +274,27 @@ def _stage_work(
         )
     elif work.kind != "weight":
         groups = tuple(_group_bytes(pipeline, handling, p, work, sums, reduced_by))
+        if not _is_halved(pipeline, p):  # else activations grow from layer to layer
+            groups = _groups_of_peak(p, groups)
     return StageWork(p, work, _is_halved(pipeline, p), sums, gathered, groups)
+
+
+def _groups_of_peak(p: StageParams, groups: Iterable[GroupBytes]) -> tuple[GroupBytes, ...]:
+    """The groups but layers whose parameters need no more than in the backward of a later layer like it.
+
+    Activations fall from layer to layer of a backward, so that the later layer of the model has more of them.
+    """
+    groups_of_peak, bytes_by_kind = list[GroupBytes](), dict[tuple[int, bool], list[tuple[float, ...]]]()
+    for group_bytes in groups:
+        if group_bytes.kind == LAYER:
+            layer = p.layers.groups[group_bytes.index]
+            param_bytes = group_bytes.of_params
+            earlier_bytes = bytes_by_kind.setdefault((layer.type_number, layer.is_full), [])
+            if any(all(map(le, param_bytes, earlier)) for earlier in earlier_bytes):
+                continue
+            earlier_bytes.append(param_bytes)
+        groups_of_peak.append(group_bytes)
+    return tuple(groups_of_peak)
 
 
 def _is_halved(pipeline: Pipeline, p: StageParams) -> bool:
@@ -322,7 +346,7 @@ def _group_bytes(
     sums_shards = handling.sums_shards(pipeline.pp)
     frees = work.is_last or (pipeline.pp == 1 and is_zero3)
     has_whole_sums = sums > 0 and not sums_shards
-    for group in p.groups:
+    for index, group in enumerate(p.groups):
         size, reduced, finished = group.whole, group.reduced, group.finished.whole
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
@@ -358,6 +382,7 @@ def _group_bytes(
         elif group.kind == EMBEDDING:
             further = w * (p.first + 2 * p.tied)
         yield GroupBytes(
+            index=index,
             kind=group.kind,
             phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
             weights=w * gathered,

@@ -283,11 +283,16 @@ class ModelScale(NamedTuple):
     """Ratio of the numbers of parameters."""
 
 
+_SAME_SCALE = ModelScale(1.0, 1.0)
+
+
 def model_scale(spec: RunSpec) -> ModelScale:
     """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token;
     1 where they have none.
     """
     num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
+    if not num_params and not flops:
+        return _SAME_SCALE
     params_ratio = num_params / spec.shape.num_params if num_params else 1.0
     flops_ratio = flops / spec.shape.flops_per_token(spec.workload.seq_len) if flops else params_ratio
     return ModelScale(flops_ratio, params_ratio)

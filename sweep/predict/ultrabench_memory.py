@@ -315,8 +315,9 @@ def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_
         has_table: whether the gradient of the head's weights is not yet taken.
     """
     layers, peak = work.params.layers, _NO_MOMENT
-    for group_bytes, (stored, released, layer) in zip(work.groups, activations.groups, strict=True):
-        kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
+    for group_bytes in work.groups:
+        index, kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
+        stored, released, layer = activations.groups[index]
         if layer is not None:
             buffers = _layer_buffers(layer, group_bytes, released)
         elif kind == HEAD:
