@@ -161,6 +161,8 @@ class _LayerWidths(NamedTuple):
     """What of this block a compiled layer computes again: the activation of a gate."""
     kept_block: int
     """What of a feed-forward block, or of a router, recompute=selective keeps."""
+    scores: int
+    """Experts whose scores a router keeps in fp32 of the rank's own tokens; 0 without experts."""
     row: int
     """Width of a token on its way to an expert; 0 without experts."""
     expert: int
@@ -209,6 +211,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
         width=width,
         recomputed_block=width * bool(block_type and block_type.gated),
         kept_block=width or (experts.num_experts if experts else 0),
+        scores=experts.num_experts if experts else 0,
         row=experts.row_width(h) if experts else 0,
         expert=experts.moe_intermediate_size if experts else 0,
         kept_of_experts=experts.kept_of_experts if experts else 0,
@@ -220,8 +223,8 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
 
     It keeps the inputs and outputs of its norms, what attention keeps (q, k, v and the output), and gate, up,
     silu(gate) and the product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps
-    the input, gate, up and the product with their weights. A compiled layer computes silu(gate) again. Without a gate
-    it keeps up and its activation, compiled or not.
+    the input, gate, up and the product with their weights, and of its router the scores. A compiled layer computes
+    silu(gate) again. Without a gate it keeps up and its activation, compiled or not.
     """
     compiled, is_sparse, tp = work.compiled, of.kept_of_experts > 0, work.tp
     channel = whole_hidden / work.shape.hidden_size / tp  # of the tokens of a rank, t*w
@@ -230,6 +233,7 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
         row_channel = channel * work.shape.num_experts_per_tok * work.busiest_share
         rows, products = row_channel * of.row, row_channel * of.expert
     block = channel * of.block + rows + of.kept_of_experts * products
+    block += hidden / work.shape.hidden_size * 4 / work.element * of.scores
     latents = hidden / work.shape.hidden_size * of.latents
     layer = of.norms * hidden + channel * of.attention + latents + block
     if compiled and work.is_fp8 and not is_sparse:

@@ -196,7 +196,8 @@ def test_backward_of_a_feed_forward_block_has_what_tp_gathers_and_the_rows_of_ex
     )  # two key/value heads are copied to four ranks
     assert dense.feed_forward == kept / 4 + hidden / 4 + hidden + 128 * width * tokens / 4
     rows, products = 2 * hidden, 2 * 16 * width * tokens
-    kept = 4 * hidden + hidden * (2 * 64 + 2 * 32) // 64 + rows + 3 * products
+    scores = 4 * 4 * tokens  # of 4 experts, in fp32
+    kept = 4 * hidden + hidden * (2 * 64 + 2 * 32) // 64 + rows + 3 * products + scores
     assert experts.feed_forward == kept + hidden + 3 * rows > kept + hidden + 4 * products
 
 
