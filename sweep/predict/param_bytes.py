@@ -81,13 +81,6 @@ class GroupBytes(NamedTuple):
     reduced_later: tuple[float, float] | None
     """Bytes of weights and gradients while its gradients are reduced after backward; None if they are not."""
 
-    @property
-    def of_params(self) -> tuple[float, ...]:
-        """All bytes of parameters as its backward begins, as it ends, and while gradients are reduced after it."""
-        at_begin = self.weights + (self.gradients + self.reducing)
-        at_end = (self.weights - self.freed) + (self.gradients + self.new)
-        return at_begin, at_end, sum(self.reduced_later or ()), self.reducing
-
 
 class WorkLoad(NamedTuple):
     """What the stages of a rank hold beside the work."""
@@ -274,27 +267,7 @@ def _stage_work(
         )
     elif work.kind != "weight":
         groups = tuple(_group_bytes(pipeline, handling, p, work, sums, reduced_by))
-        if not _is_halved(pipeline, p):  # else activations grow from layer to layer
-            groups = _groups_of_peak(p, groups)
     return StageWork(p, work, _is_halved(pipeline, p), sums, gathered, groups)
-
-
-def _groups_of_peak(p: StageParams, groups: Iterable[GroupBytes]) -> tuple[GroupBytes, ...]:
-    """The groups but layers whose parameters need no more than in the backward of a later layer like it.
-
-    Activations fall from layer to layer of a backward, so that the later layer of the model has more of them.
-    """
-    groups_of_peak, bytes_by_kind = list[GroupBytes](), dict[tuple[int, bool], list[tuple[float, ...]]]()
-    for group_bytes in groups:
-        if group_bytes.kind == LAYER:
-            layer = p.layers.groups[group_bytes.index]
-            param_bytes = group_bytes.of_params
-            earlier_bytes = bytes_by_kind.setdefault((layer.type_number, layer.is_full), [])
-            if any(all(map(le, param_bytes, earlier)) for earlier in earlier_bytes):
-                continue
-            earlier_bytes.append(param_bytes)
-        groups_of_peak.append(group_bytes)
-    return tuple(groups_of_peak)
 
 
 def _is_halved(pipeline: Pipeline, p: StageParams) -> bool:
@@ -335,7 +308,10 @@ def _group_bytes(
     sums: float,
     reduced_by: Degrees | None,
 ) -> Iterator[GroupBytes]:
-    """The bytes of each group of parameters of a stage in its backward.
+    """The bytes of each group of parameters of a stage in its backward, but of those that cannot be that of the peak.
+
+    Activations fall from layer to layer of a backward. So a layer cannot whose parameters need no more than in the
+    backward of one before that is like it. The input half of a backward keeps them, and gradients for its weight half.
 
     Args:
         sums: bytes of gradients of earlier micro-batches.
@@ -346,6 +322,7 @@ def _group_bytes(
     sums_shards = handling.sums_shards(pipeline.pp)
     frees = work.is_last or (pipeline.pp == 1 and is_zero3)
     has_whole_sums = sums > 0 and not sums_shards
+    bytes_by_kind: dict[tuple[int, bool], list[tuple[float, ...]]] = {}
     for index, group in enumerate(p.groups):
         size, reduced, finished = group.whole, group.reduced, group.finished.whole
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
@@ -376,8 +353,15 @@ def _group_bytes(
             )
             grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished.shard(reduced_by))
             reduced_later = w * whole * (not frees), grad_bytes + reduced_bytes
-        further = 0
-        if group.kind == HEAD:
+        weights, further = w * gathered, 0
+        if group.kind == LAYER and not halved:
+            at_begin, at_end = weights + (gradients + reducing), (weights - freed) + (gradients + new)
+            of_params = at_begin, at_end, reducing, sum(reduced_later or ())
+            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[index].is_full), [])
+            if any([all(map(le, of_params, bytes_before)) for bytes_before in before]):
+                continue
+            before.append(of_params)
+        elif group.kind == HEAD:
             further = w * (p.last or p.first)
         elif group.kind == EMBEDDING:
             further = w * (p.first + 2 * p.tied)
@@ -385,7 +369,7 @@ def _group_bytes(
             index=index,
             kind=group.kind,
             phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
-            weights=w * gathered,
+            weights=weights,
             gradients=gradients,
             reducing=reducing,
             new=new,

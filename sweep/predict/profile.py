@@ -134,13 +134,7 @@ class Profile:
 
     def time_of(self, spec: RunSpec, gpu: str) -> TimeConstants:
         """The constants of the step time of a run on this GPU, with what the values of its knobs change."""
-        return self._on_gpu(with_flags(self.time, self.flags, spec), gpu)
-
-    def usual_time(self, gpu: str) -> TimeConstants:
-        """The constants of the step time of runs on this GPU whose knobs change none."""
-        return self._on_gpu(self.time, gpu)
-
-    def _on_gpu(self, time: TimeConstants, gpu: str) -> TimeConstants:
+        time = with_flags(self.time, self.flags, spec)
         factors = self.gpu_factors.get(gpu)
         return with_factors(time, tuple(factors.items())) if factors else time
 

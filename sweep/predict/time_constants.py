@@ -179,8 +179,8 @@ def with_flags(time: TimeConstants, flags: FlagConstants, spec: RunSpec) -> Time
     if not flags or not (spec.variant or spec.kernel.knobs):
         return time
     changes = dict[str, float]()
-    for knob, value in spec.flag_values.items():
-        changes |= flags.get(knob, {}).get(str(value), {})
+    for knob, constants_by_value in flags.items():
+        changes |= constants_by_value.get(str(spec.kernel.knob_value(knob, spec.variant)), {})
     return with_changes(time, tuple(changes.items())) if changes else time
 
 
