@@ -3,6 +3,7 @@
 The symbols are those of `ultrabench_memory`.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,7 +40,8 @@ class LayerBytes(NamedTuple):
     """The gradients that the input half of a backward keeps for the weight half."""
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class MicroBatch:
     """Bytes of one micro-batch on a rank."""
 
     element: int
@@ -58,8 +60,6 @@ class MicroBatch(NamedTuple):
     """What the forward of the head and the loss needs, the gradients that it makes included."""
     table: float
     """The gradient of the head's weights that the loss keeps for backward."""
-
-    __hash__ = object.__hash__  # caches of a micro-batch in a stage find it by its identity
 
 
 class MicroBatchWork(NamedTuple):

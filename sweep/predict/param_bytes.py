@@ -4,7 +4,8 @@ They do not depend on the tokens of a micro-batch, so the layouts of a plan shar
 `ultrabench_memory`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from operator import le, mul
@@ -54,7 +55,7 @@ class ParamHandling(NamedTuple):
 class GroupBytes(NamedTuple):
     """Bytes of parameters in the backward of a group of them."""
 
-    index: int
+    place: int
     """Place of the group among those of `StageLayers`."""
     kind: str
     """The kind of the group."""
@@ -95,7 +96,8 @@ class WorkLoad(NamedTuple):
     weights: float = 0
 
 
-class StageWork(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class StageWork:
     """Bytes of parameters of a stage at work."""
 
     params: StageParams
@@ -108,8 +110,6 @@ class StageWork(NamedTuple):
     """Bytes of the weights that are gathered at the end of a forward, and the same of a stage that is alone."""
     groups: tuple[GroupBytes, ...]
     """Those of a backward."""
-
-    __hash__ = object.__hash__  # the cache of the peaks of works finds it by its identity
 
 
 WorkBytes = tuple[StageWork, int, tuple[WorkLoad, ...]]
@@ -259,12 +259,13 @@ def _stage_work(
     sums, w, groups = 4.0 * p.size.whole * work.has_sums, handling.element, tuple[GroupBytes, ...]()
     if reduced_by and handling.sums_shards(pipeline.pp):
         sums = 4.0 * p.size.shard(reduced_by) * work.has_sums
-    gathered = 0, 0
+    gathered = (0, 0)
     if work.kind == "forward":
         sums += w * num_unsummed(p) * work.unsummed
-        gathered = tuple(
-            [w * _gathered(pipeline, handling, p, work, is_alone=alone) for alone in (False, True)]
+        beside_others, alone = (
+            w * _gathered(pipeline, handling, p, work, is_alone=is_alone) for is_alone in (False, True)
         )
+        gathered = beside_others, alone
     elif work.kind != "weight":
         groups = tuple(_group_bytes(pipeline, handling, p, work, sums, reduced_by))
     return StageWork(p, work, _is_halved(pipeline, p), sums, gathered, groups)
@@ -323,7 +324,7 @@ def _group_bytes(
     frees = work.is_last or (pipeline.pp == 1 and is_zero3)
     has_whole_sums = sums > 0 and not sums_shards
     bytes_by_kind: dict[tuple[int, bool], list[tuple[float, ...]]] = {}
-    for index, group in enumerate(p.groups):
+    for place, group in enumerate(p.groups):
         size, reduced, finished = group.whole, group.reduced, group.finished.whole
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
@@ -357,8 +358,8 @@ def _group_bytes(
         if group.kind == LAYER and not halved:
             at_begin, at_end = weights + (gradients + reducing), (weights - freed) + (gradients + new)
             of_params = at_begin, at_end, reducing, sum(reduced_later or ())
-            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[index].is_full), [])
-            if any([all(map(le, of_params, bytes_before)) for bytes_before in before]):
+            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[place].is_full), [])
+            if any(all(map(le, of_params, bytes_before)) for bytes_before in before):
                 continue
             before.append(of_params)
         elif group.kind == HEAD:
@@ -366,7 +367,7 @@ def _group_bytes(
         elif group.kind == EMBEDDING:
             further = w * (p.first + 2 * p.tied)
         yield GroupBytes(
-            index=index,
+            place=place,
             kind=group.kind,
             phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
             weights=weights,

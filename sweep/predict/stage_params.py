@@ -7,6 +7,7 @@ any number of shards, so that layouts share them.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,7 +78,8 @@ class PeakGroup(NamedTuple):
     """Index of the type of the layer that is next in backward; None if none is."""
 
 
-class StageLayers(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class StageLayers:
     """What follows from the layers of a stage alone."""
 
     stage: Stage
@@ -96,8 +98,6 @@ class StageLayers(NamedTuple):
     """Whether the last layer has experts."""
     copies_embedding: bool
     """Whether the stage has a copy of the embedding, since the modules look up tokens."""
-
-    __hash__ = object.__hash__  # caches of what a micro-batch keeps in a stage find it by its identity
 
 
 class ParamGroup(NamedTuple):
@@ -122,7 +122,8 @@ class ParamGroup(NamedTuple):
     """Parameters of the next layer that several ranks share, which are on their way."""
 
 
-class StageParams(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class StageParams:
     """What a rank holds of a stage."""
 
     size: Size
@@ -141,8 +142,6 @@ class StageParams(NamedTuple):
     layers: StageLayers
     groups: tuple[ParamGroup, ...]
     """Those of `layers`, with the numbers that degrees divide."""
-
-    __hash__ = object.__hash__  # the cache of the bytes of a stage at work finds it by its identity
 
 
 class Pipeline(NamedTuple):

@@ -370,9 +370,10 @@ class MicroBatchTimes:
         """What `of` returns."""
         c = self.constants
         pipeline = _pipeline_of(spec, copies_heads=blocks.copies_heads, ties_advance=c.ties_advance)
-        slowest, *seconds = _rank_times(pipeline.ranks, blocks, blocks.layer_host_s, c)
+        rank_times = _rank_times(pipeline.ranks, blocks, blocks.layer_host_s, c)
+        slowest, slowest_gpu_s, slowest_s, all_ranks_s = rank_times
         parts_s = tuple([slowest.sum_s(block_s) for block_s in blocks.times[:-1]])
-        return _MicroBatch(blocks, pipeline, slowest, *seconds, parts_s)
+        return _MicroBatch(blocks, pipeline, slowest, slowest_gpu_s, slowest_s, all_ranks_s, parts_s)
 
 
 @lru_cache(maxsize=64)
