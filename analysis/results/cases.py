@@ -23,7 +23,7 @@ from ultrabench.result import SIZE_DOUBT_CODES, Status
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.knobs import with_texts
 from ultrabench.sweep.config.load import kernel_settings, load_hardware, load_profile, usual_profile
-from ultrabench.sweep.predict.memory import memory_constants, predict_memory
+from ultrabench.sweep.predict.memory import largest_stage, memory_constants, predict_memory
 from ultrabench.sweep.predict.network import LINK_RATE_COLUMNS, Network, network
 from ultrabench.sweep.predict.predict import reserved_share
 from ultrabench.sweep.predict.profile import DividedRun, Profile, regime
@@ -183,9 +183,11 @@ def for_profile(cases: Sequence[Case], profile: Profile) -> list[Case]:
     if not profile.time.allocator_loss:
         return cases
     constants = memory_constants(profile.framework, profile.memory)
-    stages_of_cases = (predict_memory(case.divided, constants, LARGEST) for case in cases)
-    pairs = zip(cases, stages_of_cases, strict=True)
-    return [replace(case, memory_share=reserved_share(stages, case.hardware)) for case, stages in pairs]
+    largest_stages = (largest_stage(predict_memory(case.divided, constants, LARGEST)) for case in cases)
+    return [
+        replace(case, memory_share=reserved_share(largest.peak_bytes, case.hardware))
+        for case, largest in zip(cases, largest_stages, strict=True)
+    ]
 
 
 def exclusions(cases: Sequence[Case]) -> list[str]:

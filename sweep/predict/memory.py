@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
@@ -48,25 +48,55 @@ def least_memory(shape: ModelShape, num_ranks: int, constants: MemoryConstants) 
     return least_rank(shape, num_ranks) if isinstance(constants, UltrabenchMemory) else None
 
 
+class LargestStage(NamedTuple):
+    """What the ranks of a pipeline need at most."""
+
+    allocated_bytes: float
+    """The largest bytes of tensors of a rank."""
+    peak_bytes: float
+    """The largest bytes that the allocator of a rank holds."""
+    is_pipelined: bool
+
+
+def largest_stage(stages: Sequence[StageMemory]) -> LargestStage:
+    """The most that one of these ranks needs."""
+    allocated_bytes = [stage.allocated_bytes for stage in stages]
+    peak_bytes = [allocated + stage.reserve for allocated, stage in zip(allocated_bytes, stages, strict=True)]
+    return LargestStage(max(allocated_bytes), max(peak_bytes), len(stages) > 1)
+
+
 def p_oom(
     stages: Sequence[StageMemory],
     mem_bytes: float,
     constants: MemoryConstants,
     only_stage: StageMemory | None = None,
 ) -> float:
-    """The probability that a run with this memory does not fit into devices of `mem_bytes`.
-
-    P = Phi(ln(allocated / limit) / sigma), with the standard normal distribution Phi, the rank that allocates most,
-    and the limit and sigma of the constants. What the allocator holds besides does not count.
+    """The probability that a run with this memory does not fit into devices of `mem_bytes`, as `p_oom_of` says.
 
     Args:
         only_stage: one of the stages, if only its own probability is meant.
     """
-    most_bytes = max(stage.allocated_bytes for stage in ([only_stage] if only_stage else stages))
-    log_excess = math.log(most_bytes / (limit_share(stages, constants) * mem_bytes))
+    largest = largest_stage(stages)
+    if only_stage:
+        largest = largest._replace(allocated_bytes=only_stage.allocated_bytes)
+    return p_oom_of(largest, mem_bytes, constants)
+
+
+def p_oom_of(largest: LargestStage, mem_bytes: float, constants: MemoryConstants) -> float:
+    """The probability that a run with this largest memory does not fit into devices of `mem_bytes`.
+
+    P = Phi(ln(allocated / limit) / sigma), with the standard normal distribution Phi, the rank that allocates most,
+    and the limit and sigma of the constants. What the allocator holds besides does not count.
+    """
+    limit_bytes = _limit_share(constants, is_pipelined=largest.is_pipelined) * mem_bytes
+    log_excess = math.log(largest.allocated_bytes / limit_bytes)
     return 0.5 * math.erfc(-log_excess / (constants.limit.sigma * math.sqrt(2)))
 
 
 def limit_share(stages: Sequence[StageMemory], constants: MemoryConstants) -> float:
     """The part of a device's memory at which one half of such runs fail."""
-    return constants.limit.pipeline_share if len(stages) > 1 else constants.limit.share
+    return _limit_share(constants, is_pipelined=len(stages) > 1)
+
+
+def _limit_share(constants: MemoryConstants, *, is_pipelined: bool) -> float:
+    return constants.limit.pipeline_share if is_pipelined else constants.limit.share

@@ -3,6 +3,7 @@
 The symbols are those of `ultrabench_memory`.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,7 +40,8 @@ class LayerBytes(NamedTuple):
     """The gradients that the input half of a backward keeps for the weight half."""
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class MicroBatch:
     """Bytes of one micro-batch on a rank."""
 
     element: int

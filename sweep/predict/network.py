@@ -1,7 +1,7 @@
 """The links that the collectives of a layout use: their rates and what a hop costs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ultrabench.hardware import Hardware
 
@@ -100,6 +100,14 @@ class Network:
     def slow(self) -> bool:
         """Whether latency, not bandwidth, decides how long collectives between nodes take."""
         return self.nodes > 1 and self.hop_s > SLOW_HOP_S
+
+    @property
+    def without_all_ranks(self) -> "Network":
+        """These links without what decides collectives of all ranks only, so that runs on several numbers of nodes have
+        the same ones."""
+        return replace(
+            self, nodes=2 if self.slow else 1, allreduce_bytes_per_s=0.0, allgather_bytes_per_s=0.0
+        )
 
 
 def network(

@@ -5,14 +5,16 @@ They do not depend on the tokens of a micro-batch, so the layouts of a plan shar
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from itertools import repeat
+from operator import le, mul
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.pipeline import Work, loads
+from ultrabench.sweep.predict.pipeline import Load, Work, loads
 from ultrabench.sweep.predict.stage_memory import BACKWARD, OPTIMIZER
 from ultrabench.sweep.predict.stage_params import (
     EMBEDDING,
@@ -34,8 +36,6 @@ class ParamHandling(NamedTuple):
 
     zero_stage: int
     dp_overlap: str
-    gas: int
-    """Micro-batches of a step, without those after which no work is different."""
     element: int
     """Bytes of a number in forward and backward: w."""
     copies_experts: bool
@@ -55,7 +55,10 @@ class ParamHandling(NamedTuple):
 class GroupBytes(NamedTuple):
     """Bytes of parameters in the backward of a group of them."""
 
-    group: ParamGroup
+    place: int
+    """Place of the group among those of `StageLayers`."""
+    kind: str
+    """The kind of the group."""
     phase: str
     """The phase of the end of this backward."""
     weights: float
@@ -85,25 +88,42 @@ class WorkLoad(NamedTuple):
 
     num_kept: tuple[int, ...]
     """Micro-batches whose activations each stage keeps, and then those whose halfway gradients each stage keeps."""
-    param_bytes: tuple[float, ...]
+    is_alone: bool
+    """Whether the stage at work keeps nothing of other micro-batches."""
+    param_bytes: tuple[float, ...] = ()
     """Bytes of gradients, then of weights, of stages that are not at work."""
-    gradients: float
-    weights: float
-    gathered: float
-    """Bytes of the weights of the stage at work at the end of its forward."""
+    gradients: float = 0
+    weights: float = 0
 
 
-class WorkBytes(NamedTuple):
-    """Bytes of parameters in a work of a rank."""
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class StageWork:
+    """Bytes of parameters of a stage at work."""
 
+    params: StageParams
     work: Work
+    is_halved: bool
+    """Whether backward computes gradients of inputs and of weights apart."""
     sums: float
     """Bytes of the sums of gradients of earlier micro-batches."""
-    num_messages: int
-    """Messages between stages that are alive."""
-    loads: tuple[WorkLoad, ...]
+    gathered: tuple[float, float]
+    """Bytes of the weights that are gathered at the end of a forward, and the same of a stage that is alone."""
     groups: tuple[GroupBytes, ...]
     """Those of a backward."""
+
+
+WorkBytes = tuple[StageWork, int, tuple[WorkLoad, ...]]
+"""The stage at work, the number of messages between stages that are alive, and the loads of the rank."""
+
+
+class RankLoads(NamedTuple):
+    """A work of a rank, and what its stages hold beside it, in numbers that no model decides."""
+
+    work: Work
+    num_messages: int
+    loads: tuple[WorkLoad, ...]
+    counts: tuple[Load, ...]
+    """For each of the loads what weighs in it of stages that are not at work; see `pipeline.Load`."""
 
 
 class RankBytes(NamedTuple):
@@ -114,6 +134,9 @@ class RankBytes(NamedTuple):
     """Those of its stages."""
     halved: tuple[bool, ...]
     """For each stage whether backward computes gradients of inputs and of weights apart."""
+    num_shard: int
+    """Parameters of all its stages whose masters it keeps."""
+    num_tensors: int
     works: tuple[WorkBytes, ...]
     """The works among which is that of the peak."""
 
@@ -125,6 +148,8 @@ class RankWork(NamedTuple):
     pipeline: Pipeline
     degrees: Degrees
     handling: ParamHandling
+    gas: int
+    """Micro-batches of a step, without those after which no work is different."""
     ranks: str
     """The ranks that are asked for, a word of `stage_memory`."""
 
@@ -138,62 +163,117 @@ def rank_work(spec: RunSpec, ranks: str) -> RankWork:
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
     copies_experts = layout.zero_stage > 0 and layout.expert_shards == 1 < layout.expert_copies
-    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, gas, element, copies_experts)
-    return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, ranks)
+    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, element, copies_experts)
+    return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, gas, ranks)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
 def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
     """What the ranks that are asked for hold of parameters."""
-    shape, pipeline, degrees, handling, ranks = work
-    return tuple(
+    shape, pipeline, degrees, handling, gas, ranks = work
+    return tuple([
         RankBytes(
             rank,
             params,
-            tuple(_is_halved(pipeline, p) for p in params),
-            tuple(_works(pipeline, degrees, handling, params, rank)),
+            tuple([_is_halved(pipeline, p) for p in params]),
+            sum([p.size.shard(degrees) for p in params]),
+            sum([p.size.tensors for p in params]),
+            tuple(_works(pipeline, degrees, handling, gas, params, rank)),
         )
         for rank, params in params_of_ranks(shape, pipeline, degrees, ranks)
-    )
+    ])  # fmt: skip
 
 
 def _works(
-    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, params: tuple[StageParams, ...], rank: int
+    pipeline: Pipeline,
+    degrees: Degrees,
+    handling: ParamHandling,
+    gas: int,
+    params: tuple[StageParams, ...],
+    rank: int,
 ) -> Iterator[WorkBytes]:
     """The works of a rank but forwards that need less than the backward."""
-    pp, schedule, num_stages, w = pipeline.pp, pipeline.pp_schedule, len(params), handling.element
-    is_zero3, sums_shards = handling.is_zero3, handling.sums_shards(pp)
+    pp, schedule, num_stages = pipeline.pp, pipeline.pp_schedule, len(params)
+    sums_shards = handling.sums_shards(pp)
+    load_bytes = _load_bytes(degrees, handling, params) if num_stages > 1 else ()
+    of_rank = pp, gas, num_stages, schedule, rank, handling.is_zero3, handling.element == 2
+    for work, num_messages, work_loads, counts in _rank_loads(*of_rank):
+        p = params[work.chunk]
+        if work.kind == "forward" and not (p.layers.stage.has_head or p.layers.ends_sparse):
+            continue  # it needs less than the backward
+        # The number of shards decides nothing where no gradients are reduced.
+        reduced_by = degrees if work.is_last or sums_shards else None
+        stage_work = _stage_work(pipeline, handling, p, work, reduced_by)
+        if num_stages > 1:  # else no stage waits
+            work_loads = tuple(map(_weighed, work_loads, counts, repeat(load_bytes)))
+        yield stage_work, num_messages, work_loads
+
+
+@lru_cache(maxsize=4096)
+def _rank_loads(
+    pp: int, gas: int, num_stages: int, pp_schedule: str, rank: int, is_zero3: bool, widens: bool
+) -> tuple[RankLoads, ...]:
+    """The works of a rank with what its stages hold; the arguments are those of `pipeline.loads`."""
     has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
-    load_bytes = (
+    rank_loads = list[RankLoads]()
+    for work, work_counts in loads(pp, gas, num_stages, pp_schedule, rank, is_zero3, widens):
+        is_later = work.has_sums or work.unsummed != 0
+        work_loads = tuple([
+            WorkLoad(counts[: 2 * num_stages], not is_later and counts[work.chunk] <= 1)
+            for counts in work_counts
+        ])  # fmt: skip
+        num_messages = has_receives + (has_receives + has_sends) * is_later
+        counts_of_waiting = tuple([counts[2 * num_stages :] for counts in work_counts])
+        rank_loads.append(RankLoads(work, num_messages, work_loads, counts_of_waiting))
+    return tuple(rank_loads)
+
+
+def _weighed(load: WorkLoad, counts: Load, load_bytes: tuple[float, ...]) -> WorkLoad:
+    """A load with the bytes of the stages that are not at work."""
+    waiting_bytes, num_grad_counts = tuple(map(mul, counts, load_bytes)), 3 * len(counts) // 5
+    gradients, weights = sum(waiting_bytes[:num_grad_counts]), sum(waiting_bytes[num_grad_counts:])
+    return WorkLoad(load.num_kept, load.is_alone, waiting_bytes, gradients, weights)
+
+
+def _load_bytes(
+    degrees: Degrees, handling: ParamHandling, params: tuple[StageParams, ...]
+) -> tuple[float, ...]:
+    """The bytes of what stages hold while another one is at work, in the order of `pipeline.Load`."""
+    w, is_zero3 = handling.element, handling.is_zero3
+    return (
         *(4 * p.size.whole for p in params), *(w * num_unsummed(p) for p in params),
-        *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
+        *(4 * p.size.shard(degrees) for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
-    for work, work_loads in loads(pp, handling.gas, num_stages, schedule, rank, is_zero3, w == 2):
-        p = params[work.chunk]
-        if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
-            continue  # it needs less than the backward
-        is_later = work.has_sums or work.unsummed != 0
-        sums = 4.0 * (p.size.shard if sums_shards else p.size.whole) * work.has_sums
-        groups: tuple[GroupBytes, ...] = ()
-        if work.kind == "forward":
-            sums += w * num_unsummed(p) * work.unsummed
-        elif work.kind != "weight":
-            groups = tuple(_group_bytes(pipeline, degrees, handling, p, work, sums))
-        weighed_loads = list[WorkLoad]()
-        for counts in work_loads:
-            num_kept, held = counts[: 2 * num_stages], tuple(map(mul, counts[2 * num_stages :], load_bytes))
-            is_alone = not is_later and num_kept[work.chunk] <= 1
-            gathered = _gathered(pipeline, degrees, handling, p, work, is_alone=is_alone)
-            gradients, weights = sum(held[: 3 * num_stages]), sum(held[3 * num_stages :])
-            weighed_loads.append(WorkLoad(num_kept, held, gradients, weights, w * gathered))
-        num_messages = has_receives + (has_receives + has_sends) * is_later
-        yield WorkBytes(work, sums, num_messages, tuple(weighed_loads), groups)
+
+
+@lru_cache(maxsize=65536)  # the playbook's 6,576 layouts have NNN
+def _stage_work(
+    pipeline: Pipeline, handling: ParamHandling, p: StageParams, work: Work, reduced_by: Degrees | None
+) -> StageWork:
+    """The bytes of parameters of a stage at work.
+
+    Args:
+        reduced_by: the degrees by which its gradients are reduced; None where none are.
+    """
+    sums, w, groups = 4.0 * p.size.whole * work.has_sums, handling.element, tuple[GroupBytes, ...]()
+    if reduced_by and handling.sums_shards(pipeline.pp):
+        sums = 4.0 * p.size.shard(reduced_by) * work.has_sums
+    gathered = (0, 0)
+    if work.kind == "forward":
+        sums += w * num_unsummed(p) * work.unsummed
+        beside_others, alone = (
+            w * _gathered(pipeline, handling, p, work, is_alone=is_alone) for is_alone in (False, True)
+        )
+        gathered = beside_others, alone
+    elif work.kind != "weight":
+        groups = tuple(_group_bytes(pipeline, handling, p, work, sums, reduced_by))
+    return StageWork(p, work, _is_halved(pipeline, p), sums, gathered, groups)
 
 
 def _is_halved(pipeline: Pipeline, p: StageParams) -> bool:
     """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no inputs."""
-    return pipeline.pp_schedule == "zbv" and not p.stage.has_embedding
+    return pipeline.pp_schedule == "zbv" and not p.layers.stage.has_embedding
 
 
 def num_unsummed(p: StageParams) -> int:
@@ -202,13 +282,7 @@ def num_unsummed(p: StageParams) -> int:
 
 
 def _gathered(
-    pipeline: Pipeline,
-    degrees: Degrees,
-    handling: ParamHandling,
-    p: StageParams,
-    work: Work,
-    *,
-    is_alone: bool,
+    pipeline: Pipeline, handling: ParamHandling, p: StageParams, work: Work, *, is_alone: bool
 ) -> int:
     """The parameters of a stage that are gathered at the end of its forward.
 
@@ -218,7 +292,7 @@ def _gathered(
     is_zero3 = handling.is_zero3
     gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
     # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
-    if degrees.shards > 1:
+    if p.is_sharded:
         if is_zero3 and pipeline.pp > 1 and work.after_backward:
             gathered += p.first
         elif is_alone or is_zero3:  # a pipeline gathers its head in the first forward alone
@@ -228,20 +302,30 @@ def _gathered(
 
 
 def _group_bytes(
-    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, p: StageParams, work: Work, sums: float
+    pipeline: Pipeline,
+    handling: ParamHandling,
+    p: StageParams,
+    work: Work,
+    sums: float,
+    reduced_by: Degrees | None,
 ) -> Iterator[GroupBytes]:
-    """The bytes of each group of parameters of a stage in its backward.
+    """The bytes of each group of parameters of a stage in its backward, but of those that cannot be that of the peak.
+
+    Activations fall from layer to layer of a backward. So a layer cannot whose parameters need no more than in the
+    backward of one before that is like it. The input half of a backward keeps them, and gradients for its weight half.
 
     Args:
         sums: bytes of gradients of earlier micro-batches.
+        reduced_by: the degrees by which its gradients are reduced; None where none are.
     """
     w, whole, halved = handling.element, p.size.whole, _is_halved(pipeline, p)
     is_zero3, reduces_after = handling.is_zero3, handling.dp_overlap == "off"
     sums_shards = handling.sums_shards(pipeline.pp)
-    reduces, frees = work.is_last or sums_shards, work.is_last or (pipeline.pp == 1 and is_zero3)
+    frees = work.is_last or (pipeline.pp == 1 and is_zero3)
     has_whole_sums = sums > 0 and not sums_shards
-    for group in p.groups:
-        size, reduced, finished = group.whole, group.reduced, group.finished
+    bytes_by_kind: dict[tuple[int, bool], list[tuple[float, ...]]] = {}
+    for place, group in enumerate(p.groups):
+        size, reduced, finished = group.whole, group.reduced, group.finished.whole
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
@@ -252,29 +336,41 @@ def _group_bytes(
         if halved:
             unsummed = w * max(0, num_unsummed(p) - finished) + 4 * finished * (not work.has_sums)
             gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
-        elif not reduces or reduces_after:
+        elif not reduced_by or reduces_after:
             gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
             new = added_bytes if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
         else:
-            finished_bytes = 4 * group.finished_shard
+            finished_bytes = 4 * group.finished.shard(reduced_by)
             gradients = sums - 4 * finished + finished_bytes if has_whole_sums else sums or finished_bytes
             reducing = 4 * group.before
             new, freed = _reduction(
-                handling, degrees, group, has_sums=sums > 0, has_whole_sums=has_whole_sums, frees=frees
+                handling, reduced_by, group, has_sums=sums > 0, has_whole_sums=has_whole_sums, frees=frees
             )
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         reduced_later = None
-        if reduces and reduces_after:
+        if reduced_by and reduces_after:
             reduced_bytes, _ = _reduction(
-                handling, degrees, group, has_sums=True, has_whole_sums=True, frees=False
+                handling, reduced_by, group, has_sums=True, has_whole_sums=True, frees=False
             )
-            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished_shard)
+            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished.shard(reduced_by))
             reduced_later = w * whole * (not frees), grad_bytes + reduced_bytes
-        further_by_kind = {HEAD: w * (p.last or p.first), EMBEDDING: w * (p.first + 2 * p.tied)}
+        weights, further = w * gathered, 0
+        if group.kind == LAYER and not halved:
+            at_begin, at_end = weights + (gradients + reducing), (weights - freed) + (gradients + new)
+            of_params = at_begin, at_end, reducing, sum(reduced_later or ())
+            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[place].is_full), [])
+            if any(all(map(le, of_params, bytes_before)) for bytes_before in before):
+                continue
+            before.append(of_params)
+        elif group.kind == HEAD:
+            further = w * (p.last or p.first)
+        elif group.kind == EMBEDDING:
+            further = w * (p.first + 2 * p.tied)
         yield GroupBytes(
-            group=group,
-            phase=OPTIMIZER if group.kind == EMBEDDING and reduces else BACKWARD,
-            weights=w * gathered,
+            place=place,
+            kind=group.kind,
+            phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
+            weights=weights,
             gradients=gradients,
             reducing=reducing,
             new=new,
@@ -282,7 +378,7 @@ def _group_bytes(
             added=added_bytes,
             # Gradients of weights are made one matrix after the other.
             one_matrix=min(added_bytes, w * reduced) / 3,
-            further=further_by_kind.get(group.kind, 0),
+            further=further,
             is_input_half=halved,
             reduced_later=reduced_later,
         )

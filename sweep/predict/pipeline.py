@@ -174,15 +174,19 @@ def loads(
         # A later backward needs no less than the first one does with the same load.
         is_first = work.kind == "backward" and not work.has_sums
         later_loads = loads_by_work.get(work._replace(has_sums=True), ()) if is_first else ()
-        largest_loads = tuple(load for load in work_loads if not _is_exceeded(load, work_loads, later_loads))
-        if largest_loads:
+        if largest_loads := _largest_loads(work_loads, later_loads):
             heaviest_loads.append((work, largest_loads))
     return tuple(heaviest_loads)
 
 
-def _is_exceeded(load: Load, work_loads: Iterable[Load], later_loads: Iterable[Load]) -> bool:
-    other_loads = chain((other_load for other_load in work_loads if other_load != load), later_loads)
-    return any(all(map(le, load, other_load)) for other_load in other_loads)
+def _largest_loads(work_loads: Iterable[Load], later_loads: Iterable[Load]) -> tuple[Load, ...]:
+    """Those of the loads of a work, which are all different, that no other one of them and no later one exceeds."""
+    largest_loads, later_loads = list[Load](), tuple(later_loads)
+    for load in work_loads:
+        if not any(all(map(le, load, other_load)) for other_load in chain(largest_loads, later_loads)):
+            largest_loads = [other_load for other_load in largest_loads if not all(map(le, other_load, load))]
+            largest_loads.append(load)
+    return tuple(largest_loads)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

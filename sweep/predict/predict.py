@@ -18,7 +18,14 @@ from ultrabench.layout import INDEPENDENT
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.memory import MemoryConstants, least_memory, p_oom, predict_memory
+from ultrabench.sweep.predict.memory import (
+    LargestStage,
+    MemoryConstants,
+    largest_stage,
+    least_memory,
+    p_oom_of,
+    predict_memory,
+)
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.profile import DividedRun, Profile, Quantiles
 from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
@@ -143,21 +150,24 @@ class Predictor:
         if not spec.kernel.trains:
             return self._predict_probe(spec)
         divided = self.profile.as_divided(spec)
-        stages = predict_memory(divided, self.memory, LARGEST)
-        return self.predict_from(
-            spec, stages, self._step_time(divided, reserved_share(stages, self.hardware))
-        )
+        largest = largest_stage(predict_memory(divided, self.memory, LARGEST))
+        step_time = self._step_time(divided, reserved_share(largest.peak_bytes, self.hardware))
+        return self._prediction(spec, largest, step_time)
 
     def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
+        return self._prediction(spec, largest_stage(stages), step_time)
+
+    def _prediction(self, spec: RunSpec, largest: LargestStage, step_time: StepTime) -> Prediction:
+        """What `predict_from` returns."""
         hardware, start_time_s = self.hardware, start_s(self.hardware, spec.nodes)
         scale = model_scale(spec)
         time_s = scale.flops * step_time.total
-        peak_bytes, memory_share, oom_chance = self.occupancy(stages, scale.params)
+        peak_bytes, memory_share, oom_chance = self.occupancy(largest, scale.params)
         if not spec.kernel.is_predictable:  # nothing is left out for its memory
             oom_chance = 0.0
         log_low_ratio, log_high_ratio = self._interval_of(spec)
-        is_nearly_full = reserved_share(stages, hardware) > NEARLY_FULL
+        is_nearly_full = reserved_share(largest.peak_bytes, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
         if self.measure.checkpoint:
             work_s += self.measure.checkpoint_s(spec.shape.num_params, spec.nodes)
@@ -174,20 +184,22 @@ class Predictor:
             duration_s=start_time_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
 
-    def occupancy(self, stages: Sequence[StageMemory], scale: float = 1.0) -> Occupancy:
+    def occupancy(self, largest: LargestStage, scale: float = 1.0) -> Occupancy:
         """How full the rank is that needs most memory.
 
         Args:
             scale: how many times as much memory it needs as these stages.
         """
-        gpu_bytes, peak = self.hardware.mem_bytes, scale * max(stage.peak_bytes for stage in stages)
+        gpu_bytes, peak = self.hardware.mem_bytes, scale * largest.peak_bytes
         # The limit of a process counts from what it held before its tensors.
         base_bytes = self.memory.base_bytes if self.hardware.shares_host else 0.0
-        return Occupancy(peak, peak / (gpu_bytes + base_bytes), p_oom(stages, gpu_bytes / scale, self.memory))
+        return Occupancy(
+            peak, peak / (gpu_bytes + base_bytes), p_oom_of(largest, gpu_bytes / scale, self.memory)
+        )
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
-        return self.occupancy(predict_memory(self.profile.as_divided(spec), self.memory, ENDS))
+        return self.occupancy(largest_stage(predict_memory(self.profile.as_divided(spec), self.memory, ENDS)))
 
     def least_occupancy(self, shape: ModelShape, num_ranks: int) -> Occupancy | None:
         """How full the fullest rank is at least, whatever the layout; None where the form of memory does not say."""
@@ -195,7 +207,8 @@ class Predictor:
         if stage is None:
             return None
         # A pipeline has another limit; whichever is more likely to fit counts.
-        return min(self.occupancy([stage]), self.occupancy([stage, stage]), key=lambda o: o.p_oom)
+        occupancies = (self.occupancy(largest_stage(stages)) for stages in ([stage], [stage, stage]))
+        return min(occupancies, key=lambda occupancy: occupancy.p_oom)
 
     def stages(self, spec: RunSpec) -> tuple[StageMemory, ...]:
         """The memory of each rank of the pipeline axis."""
@@ -205,11 +218,14 @@ class Predictor:
         """The time of one step by part, of a run with this memory of its pipeline ranks; without any,
         no allocator waits.
         """
-        return self._step_time(self.profile.as_divided(spec), reserved_share(stages, self.hardware))
+        peak_bytes = largest_stage(stages).peak_bytes if stages else 0.0
+        return self._step_time(self.profile.as_divided(spec), reserved_share(peak_bytes, self.hardware))
 
     def _step_time(self, spec: DividedRun, memory_share: float) -> StepTime:
         """The time of one step by part, of a run whose allocator holds this share of a GPU's memory."""
-        values = tuple([spec.kernel.knob_value(knob, spec.variant) for knob in self.profile.flags])
+        values: tuple[Value, ...] = ()
+        if spec.variant or spec.kernel.knobs:
+            values = tuple([spec.kernel.knob_value(knob, spec.variant) for knob in self.profile.flags])
         if (times := self._times_by_knobs.get(values)) is None:
             constants = self.profile.time_of(spec, self.hardware.gpu)
             times = step_times(self.hardware, self.peak, self.links, constants)
@@ -226,8 +242,7 @@ class Predictor:
         gpu, layout, kernel = self.hardware.gpu_at_limit, spec.layout, spec.kernel
         if spec.variant or kernel.knobs:
             return self.profile.interval_of(spec, gpu, self.links)
-        features = kernel.precision, spec.shape.num_experts > 0, spec.workload.seq_len, spec.nodes
-        key = *features, *axes_of(layout)
+        key = kernel.precision, spec.shape.num_experts > 0, spec.workload.seq_len, spec.nodes, axes_of(layout)
         if (quantiles := self._quantiles.get(key)) is None:
             quantiles = self._quantiles[key] = self.profile.interval_of(spec, gpu, self.links)
         return quantiles
@@ -272,19 +287,23 @@ class ModelScale(NamedTuple):
     """Ratio of the numbers of parameters."""
 
 
+_SAME_SCALE = ModelScale(1.0, 1.0)
+
+
 def model_scale(spec: RunSpec) -> ModelScale:
     """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token;
     1 where they have none.
     """
     num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
+    if not num_params and not flops:
+        return _SAME_SCALE
     params_ratio = num_params / spec.shape.num_params if num_params else 1.0
     flops_ratio = flops / spec.shape.flops_per_token(spec.workload.seq_len) if flops else params_ratio
     return ModelScale(flops_ratio, params_ratio)
 
 
-def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
+def reserved_share(peak_bytes: float, hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
-    peak_bytes = max((stage.peak_bytes for stage in stages), default=0.0)
     return peak_bytes / hardware.mem_bytes if hardware.has_gpus else 0.0
 
 

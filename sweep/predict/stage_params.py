@@ -1,11 +1,13 @@
 """Numbers of parameters of each stage of our own kernel, and of what it gathers and reduces at once.
 
 fully_shard pads the rows of each matrix to a multiple of the ranks among which it shards. The experts of a layer are a
-group of their own, with other shards than the rest of the layer.
+group of their own, with other shards than the rest of the layer. Where nothing is padded, the numbers are the same for
+any number of shards, so that layouts share them.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,17 +24,24 @@ class Size(NamedTuple):
     """Numbers of parameters of a rank."""
 
     whole: int
-    """Those that the rank computes with."""
-    shard: int
-    """Those of them whose masters it keeps."""
+    """Those that the rank computes with, padded to a multiple of the ranks that shard them."""
+    experts: int
+    """Those of them that are of experts."""
     tensors: int
     last: int = 0
     """Those of the last matrix; 0 for a sum."""
 
     def plus(self, other: "Size", times: int = 1) -> "Size":
         """The sum with so many times another size."""
-        whole, shard, tensors, _ = other
-        return Size(self.whole + times * whole, self.shard + times * shard, self.tensors + times * tensors)
+        whole, experts, tensors, _ = other
+        return Size(
+            self.whole + times * whole, self.experts + times * experts, self.tensors + times * tensors
+        )
+
+    def shard(self, degrees: "Degrees") -> int:
+        """Those whose masters a rank keeps."""
+        rest = self.whole - self.experts
+        return rest // degrees.shards + self.experts // degrees.expert_shards
 
 
 NOTHING = Size(0, 0, 0)
@@ -52,16 +61,52 @@ class Layers(NamedTuple):
     """Those of `kept` that have no experts."""
 
 
-class ParamGroup(NamedTuple):
-    """Parameters of a stage that are gathered at once."""
+class PeakGroup(NamedTuple):
+    """A group of parameters of a stage that may be that of the peak, without the numbers that degrees divide."""
 
     kind: str
     remaining: Layers
     """The layers whose backward has not ended."""
     type_number: int
     """Index of the type of the layer among those of the model; 0 for other groups."""
-    is_sparse: bool
     is_full: bool
+    num_finished: tuple[int, ...]
+    """Layers of each type whose backward has ended."""
+    before: int | None
+    """Index of the type of the layer whose backward was before; None for the first layer, and without layers."""
+    following: int | None
+    """Index of the type of the layer that is next in backward; None if none is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class StageLayers:
+    """What follows from the layers of a stage alone."""
+
+    stage: Stage
+    all_layers: Layers
+    groups: tuple[PeakGroup, ...]
+    """The groups that may be that of the peak, in the order of backward; that of the embedding may be empty."""
+    num_by_type: tuple[int, ...]
+    """Layers of each type, those of modules that predict more tokens included, as in all numbers of layers."""
+    num_modules: int
+    """Number of modules that predict one more token each."""
+    num_sparse: int
+    """Layers with experts."""
+    last_type_number: int | None
+    """Index of the type of the last layer; None without layers."""
+    ends_sparse: bool
+    """Whether the last layer has experts."""
+    copies_embedding: bool
+    """Whether the stage has a copy of the embedding, since the modules look up tokens."""
+
+
+class ParamGroup(NamedTuple):
+    """Parameters of a stage that are gathered at once."""
+
+    kind: str
+    type_number: int
+    """Index of the type of the layer among those of the model; 0 for other groups."""
+    is_sparse: bool
     whole: int
     reduced: int
     """Parameters whose gradients are reduced first: of a sparse layer its experts."""
@@ -69,20 +114,21 @@ class ParamGroup(NamedTuple):
     """Those of the last matrix of them, whose gradient torch holds while it reduces all of them."""
     rest_last: int
     """Those of the last matrix of the rest of a sparse layer; 0 for other groups."""
-    finished: int
+    finished: Size
     """Parameters whose backward has ended."""
-    finished_shard: int
     before: int
     """Parameters of the group before, whose reduction is under way."""
     following: int
     """Parameters of the next layer that several ranks share, which are on their way."""
 
 
-class StageParams(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class StageParams:
     """What a rank holds of a stage."""
 
-    stage: Stage
     size: Size
+    is_sharded: bool
+    """Whether several ranks share the parameters beside experts."""
     last: int
     """Parameters of norm and head; 0 where they are tied to the embedding."""
     first: int
@@ -93,17 +139,9 @@ class StageParams(NamedTuple):
     """Parameters of the last layer that several ranks share."""
     gathered_last: int
     """Those of them that are gathered last: of a sparse layer its experts, or the rest if no ranks share experts."""
-    ends_sparse: bool
-    """Whether the last layer has experts."""
-    last_type_number: int
-    """Index of the type of the last layer; 0 without layers."""
-    num_modules: int
-    """Number of modules that predict one more token each."""
-    num_sparse: int
-    """Number of layers with experts."""
-    layers: Layers
+    layers: StageLayers
     groups: tuple[ParamGroup, ...]
-    """The groups among which is that of the peak, in the order of backward."""
+    """Those of `layers`, with the numbers that degrees divide."""
 
 
 class Pipeline(NamedTuple):
@@ -142,36 +180,28 @@ def params_of_ranks(
     shape: ModelShape, pipeline: Pipeline, degrees: Degrees, ranks: str
 ) -> Iterator[tuple[int, tuple[StageParams, ...]]]:
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
-    pp, virtual_stages, pp_layout, pp_schedule, full_every = pipeline
-    is_tied = shape.tie_word_embeddings and pp == 1
-    for rank, stages in _ranks(shape, pp, virtual_stages, pp_layout, pp_schedule, full_every < 2, ranks):
-        yield rank, tuple(_stage_params(shape, stage, full_every, is_tied, degrees) for stage in stages)
+    is_tied, sizes = shape.tie_word_embeddings and pipeline.pp == 1, _block_sizes(shape, degrees)
+    for rank, stages in _ranks(shape, pipeline, ranks):
+        yield rank, tuple([_stage_params(layers, sizes, is_tied) for layers in stages])
 
 
 @lru_cache(maxsize=4096)
-def _ranks(
-    shape: ModelShape,
-    pp: int,
-    virtual_stages: int,
-    pp_layout: str,
-    pp_schedule: str,
-    is_uniform: bool,
-    rank_set: str,
-) -> list[tuple[int, tuple[Stage, ...]]]:
+def _ranks(shape: ModelShape, pipeline: Pipeline, rank_set: str) -> list[tuple[int, tuple[StageLayers, ...]]]:
     """The ranks that `rank_set` asks for, each with its stages.
 
     An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
     1f1b, where that has more micro-batches in flight, since it sends no gradients.
     """
+    pp, virtual_stages, pp_layout, pp_schedule, full_every = pipeline
     layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule, pp_layout=pp_layout)
-    ranks, seen_counts = [], set[tuple[int, ...]]()
+    is_uniform, ranks, seen_counts = full_every < 2, [], set[tuple[int, ...]]()
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
         layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
         if shape.layer_types:
             layer_counts = tuple(num for stage in stages for num in stage.num_by_kind(shape))
         is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
         if not is_inner or rank_set == EVERY or (rank_set != ENDS and not is_like_earlier):
-            ranks.append((rank, stages))
+            ranks.append((rank, tuple(_stage_layers(shape, stage, full_every) for stage in stages)))
         if is_inner or pp_schedule == "1f1b":
             seen_counts.add(layer_counts)
     return ranks
@@ -187,6 +217,10 @@ class BlockSizes(NamedTuple):
     """For each type of layer its experts, and the rest of it."""
     join: Size
     """What a module that predicts one more token has beside its layer."""
+    is_sharded: bool
+    """Whether several ranks share the parameters beside experts."""
+    shares_experts: bool
+    """Whether several ranks share the same experts."""
 
 
 @lru_cache(maxsize=4096)
@@ -195,14 +229,15 @@ def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
     h, (tp, shards, ep, expert_shards) = shape.hidden_size, degrees
     layers = tuple(
         (
-            _padded_size(expert_shards, *_expert_matrices(kind, h, ep)),
+            _expert_size(expert_shards, *_expert_matrices(kind, h, ep)),
             _padded_size(shards, *_matrices(kind.products(h), kind.vectors(h), tp)),
         )
         for kind in kinds_of_ranks(shape, tp)
     )
     join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
     table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
-    return BlockSizes(table, _padded_size(shards, (h, 1)), layers, join)
+    norm = _padded_size(shards, (h, 1))
+    return BlockSizes(table, norm, layers, join, shards > 1, expert_shards > 1)
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
@@ -229,40 +264,16 @@ def _expert_matrices(kind: LayerType, h: int, ep: int) -> Iterator[tuple[int, in
 
 def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
     numbers = [-(-rows // shards) * shards * columns for rows, columns in matrices]
-    return Size(sum(numbers), sum(numbers) // shards, len(matrices), numbers[-1] if numbers else 0)
+    return Size(sum(numbers), 0, len(matrices), numbers[-1] if numbers else 0)
 
 
-class _PeakGroup(NamedTuple):
-    """A group of parameters of a stage that may be that of the peak, without the numbers that degrees divide."""
-
-    kind: str
-    remaining: Layers
-    type_number: int
-    is_full: bool
-    num_finished: tuple[int, ...]
-    """Layers of each type whose backward has ended."""
-    before: int | None
-    """Index of the type of the layer whose backward was before; None for the first layer, and without layers."""
-    following: int | None
-    """Index of the type of the layer that is next in backward; None if none is."""
-
-
-class _StageLayers(NamedTuple):
-    """What follows from the layers of a stage alone."""
-
-    all_layers: Layers
-    groups: tuple[_PeakGroup, ...]
-    """The groups that may be that of the peak, in the order of backward; that of the embedding may be empty."""
-    num_by_type: tuple[int, ...]
-    """Layers of each type, those of modules that predict more tokens included, as in all numbers of layers."""
-    num_sparse: int
-    """Layers with experts."""
-    last_type_number: int | None
-    """Index of the type of the last layer; None without layers."""
+def _expert_size(shards: int, *matrices: tuple[int, int]) -> Size:
+    size = _padded_size(shards, *matrices)
+    return size._replace(experts=size.whole)
 
 
 @lru_cache(maxsize=4096)
-def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLayers:
+def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> StageLayers:
     """The layers of a stage, of which every n-th keeps its input only; n is `full_every`, 0 if none does."""
     numbers, kinds = shape.kind_numbers, shape.kinds
     # The layers of modules that predict more tokens follow the last layer, and have its type.
@@ -291,7 +302,7 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
         for number in {*numbers[start:end]}:
             of_type = [n for n in range(start, end) if numbers[n] == number]
             peak_layers |= {of_type[0], of_type[-1]}
-    groups = list[_PeakGroup]()
+    groups = list[PeakGroup]()
     for n in range(end, start - 2, -1):
         kind = HEAD if n == end else LAYER if n >= start else EMBEDDING
         has_params = (kind == HEAD and stage.has_norm) or (kind == EMBEDDING and stage.has_embedding)
@@ -301,41 +312,43 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> _StageLay
             following = numbers[n - 1] if start < n else None
             finished, kept_layers = num_by_type(range(n + 1, end)), remaining(min(n, end - 1))
             groups.append(
-                _PeakGroup(kind, kept_layers, type_number, is_full(n), tuple(finished), before, following)
+                PeakGroup(kind, kept_layers, type_number, is_full(n), tuple(finished), before, following)
             )
     num_sparse = sum(num for num, kind in zip(stage.num_by_kind(shape), kinds, strict=True) if kind.experts)
-    return _StageLayers(
+    last_number = numbers[end - 1] if start < end else None
+    return StageLayers(
+        stage=stage,
         all_layers=remaining(end - 1),
         groups=tuple(groups),
         num_by_type=tuple(num_by_type(range(start, end))),
+        num_modules=num_modules,
         num_sparse=num_sparse,
-        last_type_number=numbers[end - 1] if start < end else None,
+        last_type_number=last_number,
+        ends_sparse=last_number in sparse_numbers,
+        copies_embedding=num_modules > 0 and not (stage.has_embedding or shape.tie_word_embeddings),
     )
 
 
-@lru_cache(maxsize=16384)
-def _stage_params(
-    shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, degrees: Degrees
-) -> StageParams:
+@lru_cache(maxsize=16384)  # the playbook's 6,576 layouts have NNN
+def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> StageParams:
     """What a rank holds of a stage.
 
     Args:
-        full_every: n if every n-th layer keeps its input only; 0 if none does.
         is_tied: whether norm and head are in one group with the embedding.
     """
-    sizes, layers = _block_sizes(shape, degrees), _stage_layers(shape, stage, full_every)
-    num_modules = stage.has_head * shape.num_nextn_predict_layers
+    stage, num_modules = layers.stage, layers.num_modules
     head = NOTHING.plus(sizes.norm, stage.has_norm and not is_tied).plus(
         sizes.table, stage.has_head and not is_tied
     )
-    # The modules look up tokens, for which the last stage of a pipeline has a copy of the embedding.
-    has_copy = num_modules > 0 and not (stage.has_embedding or shape.tie_word_embeddings)
-    head = head.plus(sizes.join, num_modules * (not is_tied)).plus(sizes.table, has_copy)
+    head = head.plus(sizes.join, num_modules * (not is_tied)).plus(sizes.table, layers.copies_embedding)
     embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
     embedding = embedding.plus(sizes.join, num_modules * is_tied)
     layer_sizes = [rest.plus(experts) for experts, rest in sizes.layers]
     # Of each type of layer its experts and the rest of it, if several ranks share them.
-    shared_parts = [[part.whole * (part.shard < part.whole) for part in parts] for parts in sizes.layers]
+    shared_parts = [
+        (experts.whole * sizes.shares_experts, rest.whole * sizes.is_sharded)
+        for experts, rest in sizes.layers
+    ]
     shared_params = [sum(parts) for parts in shared_parts]
 
     def with_layers(size: Size, num_by_type: tuple[int, ...]) -> Size:
@@ -360,23 +373,19 @@ def _stage_params(
             finished = with_layers(head, group.num_finished)
             before = head.whole if group.before is None else sizes.layers[group.before][1].whole
         groups.append(ParamGroup(
-            group.kind, group.remaining, group.type_number, bool(expert_size.whole), group.is_full, whole,
-            reduced, *lasts, finished.whole, finished.shard, before,
+            group.kind, group.type_number, bool(expert_size.whole), whole,
+            reduced, *lasts, finished, before,
             0 if group.following is None else shared_params[group.following],
         ))  # fmt: skip
     last_type_number = layers.last_type_number
     return StageParams(
-        stage,
         with_layers(head, layers.num_by_type).plus(embedding),
+        sizes.is_sharded,
         head.whole,
         embedding.whole,
         embedding.whole * is_tied,
         0 if last_type_number is None else shared_params[last_type_number],
         0 if last_type_number is None else next(filter(None, shared_parts[last_type_number]), 0),
-        last_type_number is not None and shape.kinds[last_type_number].experts is not None,
-        last_type_number or 0,
-        num_modules,
-        layers.num_sparse,
-        layers.all_layers,
+        layers,
         tuple(groups),
     )

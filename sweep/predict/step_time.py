@@ -134,8 +134,19 @@ class _PipelineRank(NamedTuple):
         return seconds
 
 
+class _Pipeline(NamedTuple):
+    """The ranks of the axis pp, and what the largest of them holds."""
+
+    ranks: tuple[_PipelineRank, ...]
+    num_layers: int
+    """Largest number of layers of a rank."""
+    num_params: int
+    """Largest number of parameters of a rank but those of experts."""
+    num_expert_params: int
+
+
 @lru_cache(maxsize=4096)
-def _pipeline_ranks(
+def _pipeline(
     shape: ModelShape,
     tp: int,
     pp: int,
@@ -144,7 +155,7 @@ def _pipeline_ranks(
     pp_layout: str,
     recompute: str,
     ties_advance: bool,
-) -> tuple[_PipelineRank, ...]:
+) -> _Pipeline:
     layout = Layout(
         dp=1,
         pp=pp,
@@ -156,7 +167,12 @@ def _pipeline_ranks(
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
     num_by_rank = Counter(_pipeline_rank(shape, stages, interval, tp) for stages in stages_of_rank)
-    return tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items())
+    return _Pipeline(
+        ranks=tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items()),
+        num_layers=max(rank.num_layers for rank in num_by_rank),
+        num_params=max(rank.num_params for rank in num_by_rank),
+        num_expert_params=max(rank.num_expert_params for rank in num_by_rank),
+    )
 
 
 def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, tp: int) -> _PipelineRank:
@@ -201,7 +217,7 @@ class _GradSums(NamedTuple):
 
 
 def _rank_times(
-    ranks: tuple[_PipelineRank, ...], blocks: BlockTimes, grad_s: _GradSums, host_s: float, c: TimeConstants
+    ranks: tuple[_PipelineRank, ...], blocks: "_Blocks", host_s: float, c: TimeConstants
 ) -> tuple[_PipelineRank, float, float, float]:
     """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
 
@@ -209,7 +225,7 @@ def _rank_times(
     """
     slowest, slowest_gpu_s, slowest_s, all_ranks_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        gpu_s = rank.sum_s(blocks.total) + grad_s.of_rank(rank)
+        gpu_s = rank.sum_s(blocks.times.total) + blocks.grad_s.of_rank(rank)
         rank_host_s = rank.num_launches * host_s + rank.num_stages * c.micro_batch_launch_s
         rank_host_s += rank.num_sparse_launches * (host_s + c.sparse_launch_s)
         rank_s = _smooth_max(gpu_s, rank_host_s, c.smooth_power)
@@ -219,13 +235,21 @@ def _rank_times(
     return slowest, slowest_gpu_s, slowest_s, all_ranks_s
 
 
-def _micro_batch_work(
-    spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, c: TimeConstants
-) -> tuple[LayerWork, BlockTimes, tuple[_PipelineRank, ...], _GradSums]:
-    """What a layer works on, the times of its blocks, the work of each pipeline rank,
-    and seconds of sums of gradients.
-    """
-    layout, shape, tp, recompute = spec.layout, spec.shape, spec.layout.tp, spec.layout.recompute
+class _Blocks(NamedTuple):
+    """The times of the blocks of a micro-batch, which do not depend on the pipeline."""
+
+    work: LayerWork
+    times: BlockTimes
+    grad_s: _GradSums
+    layer_host_s: float
+    """Seconds that the host needs for one layer, forward and backward."""
+    copies_heads: bool
+    """Whether tp copies key/value heads or pads the vocabulary."""
+
+
+def _blocks(spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, c: TimeConstants) -> _Blocks:
+    """The times of the blocks of a run."""
+    layout, shape, tp = spec.layout, spec.shape, spec.layout.tp
     work = LayerWork(
         shape,
         spec.workload.seq_len,
@@ -234,7 +258,7 @@ def _micro_batch_work(
         layout.sequence_parallel == "on",
         layout.cp,
         layout.cp_exchange,
-        recompute,
+        layout.recompute,
         spec.compiles,
         ELEMENT_BYTES[spec.kernel.precision],
         layout.ep,
@@ -243,20 +267,25 @@ def _micro_batch_work(
         layout.group_axes("cp", rank_order=spec.kernel.rank_order),
         modules_of(spec),
     )
-    blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
-    ranks = _pipeline_ranks(
-        shape,
-        tp if adds_params(shape, tp) else 1,  # else layouts share an entry of the cache
+    times = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
+    hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
+    grad_s = _GradSums(*(c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep)))
+    return _Blocks(work, times, grad_s, _layer_launch_s(spec, links, c), adds_params(shape, tp))
+
+
+def _pipeline_of(spec: RunSpec, *, copies_heads: bool, ties_advance: bool) -> _Pipeline:
+    """The work of the pipeline ranks of a run."""
+    layout = spec.layout
+    return _pipeline(
+        spec.shape,
+        layout.tp if copies_heads else 1,  # else layouts share an entry of the cache
         layout.pp,
         layout.pp_schedule,
         layout.virtual_stages,
         layout.pp_layout,
-        recompute,
-        c.ties_advance,
+        layout.recompute,
+        ties_advance,
     )
-    hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    grad_s = (c.accumulate_bytes / degree / hbm_bytes_per_s for degree in (tp, layout.ep))
-    return work, blocks, ranks, _GradSums(*grad_s)
 
 
 def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeConstants) -> Rates:
@@ -282,9 +311,8 @@ def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeCons
 class _MicroBatch(NamedTuple):
     """The times of one micro-batch, which runs share that divide the batch or shard the parameters differently."""
 
-    work: LayerWork
-    ranks: tuple[_PipelineRank, ...]
-    grad_s: _GradSums
+    blocks: _Blocks
+    pipeline: _Pipeline
     slowest: _PipelineRank
     slowest_gpu_s: float
     """Seconds for which the GPU of that rank is at work."""
@@ -292,13 +320,6 @@ class _MicroBatch(NamedTuple):
     all_ranks_s: float
     parts_s: tuple[float, ...]
     """Seconds of the blocks of that rank by part, as in `PartSeconds`."""
-    num_layers: int
-    """Largest number of layers of a rank."""
-    num_params: float
-    """Largest number of parameters of a rank but those of experts."""
-    num_expert_params: float
-    copies_heads: bool
-    """Whether tp copies key/value heads or pads the vocabulary."""
 
 
 class _DataParallelTime(NamedTuple):
@@ -314,13 +335,53 @@ class _DataParallelTime(NamedTuple):
     """Seconds of clipping and of the update."""
 
 
-_OF_MICRO_BATCH = attrgetter(
-    "tp", "pp", "cp", "mbs", "pp_schedule", "virtual_stages", "recompute", "sequence_parallel", "cp_exchange", "ep",
-    "pp_layout",
-)  # fmt: skip
-"""The axes that decide the times of a micro-batch."""
+_OF_BLOCKS = attrgetter("tp", "cp", "mbs", "recompute", "sequence_parallel", "cp_exchange", "ep")
+"""The axes that decide the times of the blocks of a micro-batch. pp_schedule decides whether they are compiled."""
+_OF_PIPELINE = attrgetter("pp", "pp_schedule", "virtual_stages", "pp_layout")
+"""The axes that, with recompute, decide what each pipeline rank does with them."""
 _OF_DATA_PARALLEL = attrgetter("dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_shard", "dp_overlap")
 """The axes that decide how data parallelism and the optimizer share the work; with ZeRO-2 and 3 gas does, too."""
+
+
+class MicroBatchTimes:
+    """Times micro-batches with one set of constants on GPUs and links that runs on several numbers of nodes share."""
+
+    def __init__(self, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants) -> None:
+        self.hardware, self.peak, self.links, self.constants = hardware, peak, links, constants
+        self._blocks = dict[tuple[object, ...], _Blocks]()
+        self._micro_batches = dict[tuple[object, ...], _MicroBatch]()
+
+    def of(self, spec: DividedRun) -> _MicroBatch:
+        """The times of one micro-batch of a run."""
+        kernel, layout = spec.kernel, spec.layout
+        # In the usual order of ranks, dp and pp do not decide where those of tp and cp are.
+        order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp, layout.pp)
+        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
+        blocks_key = spec.shape, spec.workload.seq_len, of_kernel, _OF_BLOCKS(layout)
+        key = blocks_key, _OF_PIPELINE(layout)
+        if (micro_batch := self._micro_batches.get(key)) is None:
+            if (blocks := self._blocks.get(blocks_key)) is None:
+                blocks = _blocks(spec, self.hardware, self.peak, self.links, self.constants)
+                self._blocks[blocks_key] = blocks
+            micro_batch = self._micro_batches[key] = self._new(spec, blocks)
+        return micro_batch
+
+    def _new(self, spec: DividedRun, blocks: _Blocks) -> _MicroBatch:
+        """What `of` returns."""
+        c = self.constants
+        pipeline = _pipeline_of(spec, copies_heads=blocks.copies_heads, ties_advance=c.ties_advance)
+        rank_times = _rank_times(pipeline.ranks, blocks, blocks.layer_host_s, c)
+        slowest, slowest_gpu_s, slowest_s, all_ranks_s = rank_times
+        parts_s = tuple([slowest.sum_s(block_s) for block_s in blocks.times[:-1]])
+        return _MicroBatch(blocks, pipeline, slowest, slowest_gpu_s, slowest_s, all_ranks_s, parts_s)
+
+
+@lru_cache(maxsize=64)
+def micro_batch_times(
+    hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
+) -> MicroBatchTimes:
+    """What times micro-batches on these GPUs and links; all that ask for the same ones share it."""
+    return MicroBatchTimes(hardware, peak, links, constants)
 
 
 class StepTimes:
@@ -330,9 +391,9 @@ class StepTimes:
     """
 
     def __init__(self, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants) -> None:
-        self.hardware, self.peak, self.links, self.constants = hardware, peak, links, constants
+        self.links, self.constants = links, constants
         self.hbm_bytes_per_s = hardware.hbm_bytes_per_s * constants.hbm_efficiency
-        self._micro_batches = dict[tuple[object, ...], _MicroBatch]()
+        self._micro_batches = micro_batch_times(hardware, peak, links.without_all_ranks, constants)
         self._data_parallel_times = dict[tuple[object, ...], _DataParallelTime]()
 
     def of(self, spec: DividedRun, memory_share: float = 0.0) -> StepTime:
@@ -342,27 +403,27 @@ class StepTimes:
             memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
         """
         layout, c, gas, zero_stage = spec.layout, self.constants, spec.layout.gas, spec.layout.zero_stage
-        micro_batch = self._micro_batch(spec)
+        micro_batch = self._micro_batches.of(spec)
         slowest_s, all_ranks_s = micro_batch.slowest_s, micro_batch.all_ranks_s
         mean_rank_s = all_ranks_s / layout.pp  # a rank's share if none waited
         num_busy_passes = gas * (1 - c.wait_shared * (1 - mean_rank_s / slowest_s))
         # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on
         # average, and pipeline ranks exchange meanwhile.
-        exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, micro_batch.work, self.links, c)
+        blocks, pipeline = micro_batch.blocks, micro_batch.pipeline
+        exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, blocks.work, self.links, c)
         waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
         gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = micro_batch.parts_s
         dp = self._data_parallel(spec, micro_batch)
         dp_s = max(dp.total_s - dp.hidden_share * dp.num_passes * slowest_s, c.dp_exposed * dp.total_s)
-        zero_host_s = c.zero_layer_s * micro_batch.num_layers * dp.num_calls / 2
+        zero_host_s = c.zero_layer_s * pipeline.num_layers * dp.num_calls / 2
         pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
         copied_s = 0.0
-        if micro_batch.copies_heads:
-            copied_s = _copied_heads_s(spec, micro_batch.ranks, micro_batch.work.tp_axes, self.links, c)
+        if blocks.copies_heads:
+            copied_s = _copied_heads_s(spec, pipeline.ranks, blocks.work.tp_axes, self.links, c)
         parts_s = (
             num_busy_passes * gemm_s,
             num_busy_passes * attention_s,
-            num_busy_passes * memory_bound_s
-            + micro_batch.grad_s.of_rank(micro_batch.slowest, num_busy_passes),
+            num_busy_passes * memory_bound_s + blocks.grad_s.of_rank(micro_batch.slowest, num_busy_passes),
             num_busy_passes * (slowest_s - micro_batch.slowest_gpu_s),
             num_busy_passes * tp_s + copied_s,
             num_busy_passes * cp_s,
@@ -370,7 +431,7 @@ class StepTimes:
             dp_s + (zero_host_s if zero_stage else 0.0),
             max(0.0, exchanges_s - waits_s),
             pipeline_idle_s / max(1, layout.pp - 1),
-            dp.update_s + c.optimizer_layer_s * micro_batch.num_layers,
+            dp.update_s + c.optimizer_layer_s * pipeline.num_layers,
         )
         allocator_s = 0.0
         if memory_share > NEARLY_FULL:
@@ -378,46 +439,19 @@ class StepTimes:
             allocator_s = lost_share * sum((*parts_s, 0.0, c.rest_s))
         return StepTime(*parts_s, allocator_s, c.rest_s)
 
-    def _micro_batch(self, spec: DividedRun) -> _MicroBatch:
-        """The times of one micro-batch of a run."""
-        kernel, layout = spec.kernel, spec.layout
-        # In the usual order of ranks, dp does not decide where those of tp and cp are.
-        order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp)
-        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
-        key = spec.shape, spec.workload.seq_len, of_kernel, _OF_MICRO_BATCH(layout)
-        if (micro_batch := self._micro_batches.get(key)) is None:
-            micro_batch = self._micro_batches[key] = self._new_micro_batch(spec)
-        return micro_batch
-
-    def _new_micro_batch(self, spec: DividedRun) -> _MicroBatch:
-        """What `_micro_batch` returns."""
-        c = self.constants
-        work, blocks, ranks, grad_s = _micro_batch_work(spec, self.hardware, self.peak, self.links, c)
-        layer_host_s = _layer_launch_s(spec, self.links, c)
-        slowest, slowest_gpu_s, slowest_s, all_ranks_s = _rank_times(ranks, blocks, grad_s, layer_host_s, c)
-        return _MicroBatch(
-            work=work,
-            ranks=ranks,
-            grad_s=grad_s,
-            slowest=slowest,
-            slowest_gpu_s=slowest_gpu_s,
-            slowest_s=slowest_s,
-            all_ranks_s=all_ranks_s,
-            parts_s=tuple([slowest.sum_s(block_s) for block_s in blocks[:-1]]),
-            num_layers=max(rank.num_layers for rank in ranks),
-            num_params=max(rank.num_params for rank in ranks),
-            num_expert_params=max(rank.num_expert_params for rank in ranks),
-            copies_heads=adds_params(spec.shape, spec.layout.tp),
-        )
-
     def _data_parallel(self, spec: DividedRun, micro_batch: _MicroBatch) -> _DataParallelTime:
         """The times of data parallelism and of the optimizer of a run."""
-        layout, order, element_bytes = spec.layout, spec.kernel.rank_order, micro_batch.work.element_bytes
+        layout, order, element_bytes = (
+            spec.layout,
+            spec.kernel.rank_order,
+            micro_batch.blocks.work.element_bytes,
+        )
         gas = layout.gas if layout.zero_stage >= 2 else 1
-        params = micro_batch.num_params, micro_batch.num_expert_params
+        pipeline = micro_batch.pipeline
+        params = pipeline.num_params, pipeline.num_expert_params
         key = params, element_bytes, order, gas, _OF_DATA_PARALLEL(layout)
         if (times := self._data_parallel_times.get(key)) is None:
-            groups = _param_groups(micro_batch.ranks, spec)
+            groups = _param_groups(pipeline, spec)
             times = self._data_parallel_times[key] = _DataParallelTime(
                 *dp_time_and_overlap(layout, groups, element_bytes, self.links, self.constants),
                 sum(num_reduces_and_gathers(layout)),
@@ -450,10 +484,10 @@ def predict_step_time(
     return step_times(hardware, peak, links, constants).of(spec, memory_share)
 
 
-def _param_groups(ranks: tuple[_PipelineRank, ...], spec: RunSpec) -> tuple[ParamGroup, ...]:
+def _param_groups(pipeline: _Pipeline, spec: RunSpec) -> tuple[ParamGroup, ...]:
     """The groups of parameters of the rank that holds most of each."""
-    num_params = max(rank.num_params for rank in ranks) / spec.layout.tp
-    num_expert_params = max(rank.num_expert_params for rank in ranks) / spec.layout.ep
+    num_params = pipeline.num_params / spec.layout.tp
+    num_expert_params = pipeline.num_expert_params / spec.layout.ep
     return param_groups(spec.layout, num_params, num_expert_params, spec.kernel.rank_order)
 
 
@@ -484,13 +518,15 @@ def communication_ratios(
     spec: DividedRun, hardware: Hardware, peak: Peak, links: Network, constants: TimeConstants
 ) -> CommunicationRatios:
     """The ratios of communication to computing of a run, hidden or not."""
-    work, blocks, ranks, grad_s = _micro_batch_work(spec, hardware, peak, links, constants)
-    slowest = _rank_times(ranks, blocks, grad_s, 0.0, constants)[0]
-    gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(part_s) for part_s in blocks[:-1])
-    compute_s = gemm_s + attention_s + memory_s + grad_s.of_rank(slowest)
-    groups = _param_groups(ranks, spec)
+    blocks = _blocks(spec, hardware, peak, links, constants)
+    pipeline = _pipeline_of(spec, copies_heads=blocks.copies_heads, ties_advance=constants.ties_advance)
+    work, times = blocks.work, blocks.times
+    slowest = _rank_times(pipeline.ranks, blocks, 0.0, constants)[0]
+    gemm_s, attention_s, memory_s, tp_s, _, ep_s = (slowest.sum_s(part_s) for part_s in times[:-1])
+    compute_s = gemm_s + attention_s + memory_s + blocks.grad_s.of_rank(slowest)
+    groups = _param_groups(pipeline, spec)
     dp_s, num_passes, _ = dp_time_and_overlap(spec.layout, groups, work.element_bytes, links, constants)
-    core_s, largest = max((seconds, n) for n, seconds in enumerate(_of_kinds(blocks.attention)))
+    core_s, largest = max((seconds, n) for n, seconds in enumerate(_of_kinds(times.attention)))
     largest_attention = kinds_of_ranks(spec.shape, work.tp)[largest].attention
     cp_s = (
         sum(ring_s(work, largest_attention, links, constants)) if work.cp > 1 and largest_attention else 0.0

@@ -176,6 +176,8 @@ FLAG_CONSTANTS = tuple(name for name, hint in field_types(TimeConstants).items()
 
 def with_flags(time: TimeConstants, flags: FlagConstants, spec: RunSpec) -> TimeConstants:
     """The constants of a run, with what the values of its knobs change."""
+    if not flags or not (spec.variant or spec.kernel.knobs):
+        return time
     changes = dict[str, float]()
     for knob, constants_by_value in flags.items():
         changes |= constants_by_value.get(str(spec.kernel.knob_value(knob, spec.variant)), {})

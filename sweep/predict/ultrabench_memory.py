@@ -37,12 +37,12 @@ from ultrabench.sweep.predict.param_bytes import (
     GroupBytes,
     RankBytes,
     RankWork,
+    StageWork,
     WorkLoad,
     num_unsummed,
     rank_bytes,
     rank_work,
 )
-from ultrabench.sweep.predict.pipeline import Work
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
     DEVICE_BYTES,
@@ -55,10 +55,10 @@ from ultrabench.sweep.predict.stage_memory import (
 from ultrabench.sweep.predict.stage_params import (
     EMBEDDING,
     HEAD,
-    LAYER,
     Degrees,
     Layers,
     Pipeline,
+    StageLayers,
     StageParams,
     params_of_ranks,
 )
@@ -102,18 +102,20 @@ def ultrabench_memory(
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    schedule, memory = spec.layout.pp_schedule, list[StageMemory]()
-    scale = 2 if spec.kernel.precision == "fp64" else 1
-    stored_scale = scale * (1 + constants.zbv_margin * (schedule == "zbv"))
+    precision, memory = spec.kernel.precision, list[StageMemory]()
+    batch_work = micro_batch_work(spec, constants.whole_logits)
+    scale = 2 if precision == "fp64" else 1
+    stored_scale = scale * (1 + constants.zbv_margin * (spec.layout.pp_schedule == "zbv"))
     # The batch: inputs and targets.
-    batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * rank_tokens(spec)
-    for rank, moment in _peaks(micro_batch_work(spec, constants.whole_logits), rank_work(spec, ranks)):
+    batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * batch_work.tokens
+    for rank, moment in _peaks(batch_work, rank_work(spec, ranks)):
         _, phase, weights, gradients, stored, logits, buffers = moment
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
-        reserve += constants.reduce_stream_bytes * sum([p.size.shard for p in rank.params])
-        weights, gradients, optimizer = scale * weights, scale * gradients, _state_bytes(spec, rank.params)
+        reserve += constants.reduce_stream_bytes * rank.num_shard
+        optimizer = _state_bytes(spec, rank.params, rank.num_shard, rank.num_tensors)
+        weights, gradients = scale * weights, scale * gradients
         memory.append(
             StageMemory(rank.rank, phase, weights, gradients, optimizer, stored, logits, buffers, reserve)
         )
@@ -127,8 +129,15 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     """
     num_targets = 1 + spec.shape.num_nextn_predict_layers
     target_bytes = 8 * num_targets * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
-    ranks = params_of_ranks(spec.shape, Pipeline.of(spec.layout), Degrees.of(spec.layout), EVERY)
-    return tuple(_state_bytes(spec, params) + target_bytes for _, params in ranks)
+    degrees = Degrees.of(spec.layout)
+    state_bytes = list[float]()
+    for _, params in params_of_ranks(spec.shape, Pipeline.of(spec.layout), degrees, EVERY):
+        num_shard, num_tensors = (
+            sum(p.size.shard(degrees) for p in params),
+            sum(p.size.tensors for p in params),
+        )
+        state_bytes.append(_state_bytes(spec, params, num_shard, num_tensors) + target_bytes)
+    return tuple(state_bytes)
 
 
 def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
@@ -141,19 +150,24 @@ def least_rank(shape: ModelShape, num_ranks: int) -> StageMemory:
     return StageMemory(0, OPTIMIZER, 0.0, 4 * num_params, 12 * num_params, 0.0, 0.0, 0.0, 0.0)
 
 
-def _state_bytes(spec: RunSpec, params: tuple[StageParams, ...]) -> float:
+def _state_bytes(spec: RunSpec, params: tuple[StageParams, ...], num_shard: int, num_tensors: int) -> float:
     """Masters, moments, the optimizer's count of steps for each parameter, and what stays of routing.
 
     They are a route that follows from positions, and balance and counts of each router.
+
+    Args:
+        params: the stages of a rank.
+        num_shard: number of their parameters whose masters the rank keeps.
+        num_tensors: number of their tensors.
     """
     shape, layout, kernel = spec.shape, spec.layout, spec.kernel
     param_bytes = 24.0 if kernel.precision == "fp64" else 12.0
-    state = sum([param_bytes * p.size.shard + 4 * p.size.tensors for p in params])
+    state = param_bytes * num_shard + 4 * num_tensors
     if shape.num_experts:
         # Orders of the rows before and after their way to the experts, where routes do not change.
         num_orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
         state += 8 * num_orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
-        state += 12 * shape.num_experts * sum(p.num_sparse for p in params)
+        state += 12 * shape.num_experts * sum(p.layers.num_sparse for p in params)
     return state
 
 
@@ -166,40 +180,32 @@ def _peaks(batch_work: MicroBatchWork, work: RankWork) -> list[tuple[RankBytes, 
 
 def _peak(m: MicroBatch, rank: RankBytes, schedule: str) -> Moment:
     """The moment of a rank with most bytes."""
-    activations = [
-        _activations(m, p, halved=halved) for p, halved in zip(rank.params, rank.halved, strict=True)
-    ]
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
-    stored = [
-        a.stored + loss * p.stage.has_head + p.num_modules * (loss + JOINED * m.hidden)
-        for a, p in zip(activations, rank.params, strict=True)
+    activations = [
+        _activations(m, p.layers, loss, halved) for p, halved in zip(rank.params, rank.halved, strict=True)
     ]
-    kept_bytes = [*stored, *(a.halfway for a in activations)]
-    peak = _NO_MOMENT
-    for work_bytes in rank.works:
-        work, chunk = work_bytes.work, work_bytes.work.chunk
-        p, of_stage, load = rank.params[chunk], activations[chunk], _largest(work_bytes.loads, kept_bytes)
-        if work.kind == "forward":
-            moment = _forward(m, p, of_stage.stored, loss, load.gathered, work_bytes.sums)
-        elif work.kind == "weight":
-            moment = max(_weight_half(m, p, work, of_stage, work_bytes.sums))
+    kept_bytes = [*(a.kept for a in activations), *(a.halfway for a in activations)]
+    peak, is_table_of_each = _NO_MOMENT, schedule != "afab"
+    for stage_work, num_messages, work_loads in rank.works:
+        load = work_loads[0] if len(work_loads) == 1 else _largest(work_loads, kept_bytes)
+        num_kept, is_alone, _, waiting_gradients, waiting_weights = load
+        kind, chunk, *_ = stage_work.work
+        if kind == "forward":
+            moment = _forward(m, stage_work, activations[chunk].stored, loss, is_alone)
         else:
-            has_table = schedule != "afab" or not work.has_sums
-            moment = _backward(m, p, work_bytes.groups, of_stage, has_table=has_table)
-        _, phase, weights, gradients, stored_bytes, logits, buffers = moment
-        stored_bytes += sum(map(mul, load.num_kept, kept_bytes)) - stored[chunk]
-        stored_bytes += m.hidden * work_bytes.num_messages
-        weights, gradients = weights + load.weights, gradients + load.gradients
-        moment = _moment(phase, weights, gradients, stored_bytes, logits, buffers)
-        if moment > peak:
-            peak = moment
+            moment = _backward_moment(m, stage_work, loss, is_table_of_each)
+        _, phase, weights, gradients, stored, logits, buffers = moment
+        stored += sum(map(mul, num_kept, kept_bytes)) - kept_bytes[chunk]
+        stored += m.hidden * num_messages
+        weights, gradients = weights + waiting_weights, gradients + waiting_gradients
+        total = weights + gradients + stored + logits + buffers
+        if total >= peak[0]:
+            peak = max(peak, (total, phase, weights, gradients, stored, logits, buffers))
     return peak
 
 
 def _largest(loads: tuple[WorkLoad, ...], kept_bytes: list[float]) -> WorkLoad:
     """The load of most bytes; each stage keeps so many bytes of a micro-batch, whole or halfway."""
-    if len(loads) == 1:
-        return loads[0]
     return max(loads, key=lambda load: sum([*map(mul, load.num_kept, kept_bytes), *load.param_bytes]))
 
 
@@ -231,119 +237,132 @@ class _Activations(NamedTuple):
 
     stored: float
     """What forward keeps of its layers."""
+    kept: float
+    """All that forward keeps for backward, with what the loss and the modules that predict more tokens keep."""
     halfway: float
     """What they keep between the halves of a backward."""
-    groups: list[tuple[float, float]]
-    """For each group of parameters those as its backward begins, and those of them that it uses up."""
+    groups: tuple[tuple[float, float, LayerBytes | None], ...]
+    """For each group of parameters those as its backward begins, those of them that it uses up, and its layer."""
 
 
-def _activations(m: MicroBatch, p: StageParams, *, halved: bool) -> _Activations:
+@lru_cache(maxsize=16384)
+def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) -> _Activations:
     """The activations of a stage.
 
     Args:
+        loss: bytes that a loss keeps for backward.
         halved: whether the gradients of weights are left to another half.
     """
-    stored, halfway = _stored(m, p.layers), _halfway(m, p.layers) if halved else m.hidden
+    stored = _stored(m, layers.all_layers)
+    halfway = _halfway(m, layers.all_layers) if halved else m.hidden
     # All modules that predict more tokens keep until the end what they joined.
-    joined = p.num_modules * (JOINED * m.hidden + m.whole_hidden)
-    groups = list[tuple[float, float]]()
-    for group in p.groups:
+    joined = layers.num_modules * (JOINED * m.hidden + m.whole_hidden)
+    groups = list[tuple[float, float, LayerBytes | None]]()
+    for group in layers.groups:
+        layer = m.layers[group.type_number]
         if group.kind == EMBEDDING:
-            groups.append((0.0, 0.0))
+            groups.append((0.0, 0.0, None))
         elif group.kind == HEAD:
-            groups.append((_stored(m, group.remaining) + joined, 0.0))
+            groups.append((_stored(m, group.remaining) + joined, 0.0, None))
         elif halved:
-            groups.append((stored + halfway - _halfway(m, group.remaining) + joined, 0.0))
+            groups.append((stored + halfway - _halfway(m, group.remaining) + joined, 0.0, layer))
         else:
             released = m.hidden if group.is_full else m.stored[group.type_number]
             # The norm has used the output of the layers.
-            remaining = _stored(m, group.remaining) - m.hidden * p.stage.has_norm
-            groups.append((remaining + joined, released))
-    return _Activations(stored, halfway, groups)
+            remaining = _stored(m, group.remaining) - m.hidden * layers.stage.has_norm
+            groups.append((remaining + joined, released, layer))
+    kept = stored + loss * layers.stage.has_head + layers.num_modules * (loss + JOINED * m.hidden)
+    return _Activations(stored, kept, halfway, tuple(groups))
 
 
-def _forward(
-    m: MicroBatch, p: StageParams, stored: float, loss: float, gathered: float, sums: float
-) -> Moment:
+def _forward(m: MicroBatch, work: StageWork, stored: float, loss: float, is_alone: bool) -> Moment:
     """The end of a forward.
 
     Args:
         stored: bytes that the layers keep.
         loss: bytes that a loss keeps for backward.
-        gathered: bytes of the weights that are gathered.
-        sums: bytes of gradients of earlier micro-batches.
+        is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    stage, earlier_losses = p.stage, p.num_modules * (loss + JOINED * m.hidden)
+    layers = work.params.layers
+    stage, earlier_losses = layers.stage, layers.num_modules * (loss + JOINED * m.hidden)
     logits, buffers = (
         (m.loss + m.hidden * stage.has_norm + earlier_losses) * stage.has_head,
-        m.layers[p.last_type_number].forward * p.ends_sparse,
+        m.layers[layers.last_type_number or 0].forward * layers.ends_sparse,
     )
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
-    return _moment(FORWARD, gathered, sums, stored, logits, buffers)
+    return _moment(FORWARD, work.gathered[is_alone], work.sums, stored, logits, buffers)
 
 
-def _backward(
-    m: MicroBatch,
-    p: StageParams,
-    groups: tuple[GroupBytes, ...],
-    activations: _Activations,
-    *,
-    has_table: bool,
-) -> Moment:
+@lru_cache(maxsize=65536)
+def _backward_moment(m: MicroBatch, work: StageWork, loss: float, is_table_of_each: bool) -> Moment:
+    """The moment of most bytes of a backward, or of one of its halves.
+
+    Args:
+        loss: bytes that a loss keeps for backward.
+        is_table_of_each: whether each micro-batch has a gradient of the head's weights of its own.
+    """
+    activations = _activations(m, work.params.layers, loss, work.is_halved)
+    if work.work.kind == "weight":
+        return max(_weight_half(m, work, activations))
+    return _backward(m, work, activations, has_table=is_table_of_each or not work.work.has_sums)
+
+
+def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_table: bool) -> Moment:
     """The moment of most bytes among those of each group of parameters: its backward, or the reduction of its
     gradients.
 
     Args:
         has_table: whether the gradient of the head's weights is not yet taken.
     """
-    peak = _NO_MOMENT
-    for g, (stored, released) in zip(groups, activations.groups, strict=True):
-        kind = g.group.kind
-        if kind == LAYER:
-            buffers = _layer_buffers(m.layers[g.group.type_number], g, released)
+    layers, peak = work.params.layers, _NO_MOMENT
+    for group_bytes in work.groups:
+        place, kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
+        stored, released, layer = activations.groups[place]
+        if layer is not None:
+            buffers = _layer_buffers(layer, group_bytes, released)
         elif kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.
-            loss = 2 * m.whole_hidden + ((1 + p.num_modules) * m.table + g.further) * has_table
-            buffers = max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
+            loss = 2 * m.whole_hidden + ((1 + layers.num_modules) * m.table + group_bytes.further) * has_table
+            buffers = max(loss * layers.stage.has_head, (2 + 12 / m.element) * m.hidden)
         else:
-            buffers = m.whole_hidden + g.further
-        phase, weights, gradients = BACKWARD, g.weights, g.gradients + g.reducing
-        if g.reducing + released + buffers <= g.new - g.freed:
-            phase, weights, gradients = g.phase, g.weights - g.freed, g.gradients + g.new
+            buffers = m.whole_hidden + group_bytes.further
+        phase = BACKWARD
+        if reducing + released + buffers <= new - freed:
+            phase, weights, gradients = group_bytes.phase, weights - freed, gradients + new
             stored, buffers = stored - released, 0.0
+        else:
+            gradients += reducing
         # Most groups are not that of the peak.
         if weights + gradients + stored + buffers >= peak[0]:
             peak = max(peak, _moment(phase, weights, gradients, stored, 0.0, buffers))
-        if g.reduced_later:
-            peak = max(peak, _moment(OPTIMIZER, *g.reduced_later, 0.0, 0.0, 0.0))
+        if group_bytes.reduced_later:
+            peak = max(peak, _moment(OPTIMIZER, *group_bytes.reduced_later, 0.0, 0.0, 0.0))
     return peak
 
 
-def _layer_buffers(layer: LayerBytes, g: GroupBytes, released: float) -> float:
+def _layer_buffers(layer: LayerBytes, group_bytes: GroupBytes, released: float) -> float:
     """What the backward of a layer needs beside what it keeps; the gradients of q, k and v are made last and at once.
 
     A backward whose weight half comes later uses up nothing yet.
     """
-    if g.is_input_half:
+    if group_bytes.is_input_half:
         return layer.input_half
-    added, qkv_weights = g.added, layer.qkv_weights
+    added, qkv_weights, feed_forward = group_bytes.added, layer.qkv_weights, layer.feed_forward
     before_qkv, with_qkv = (added - qkv_weights, added) if added > qkv_weights else (0.0, qkv_weights)
-    return (
-        max(layer.feed_forward + g.one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv) - released
-    )
+    moments = feed_forward + group_bytes.one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv
+    return max(moments) - released
 
 
-def _weight_half(
-    m: MicroBatch, p: StageParams, work: Work, activations: _Activations, sums: float
-) -> Iterator[Moment]:
+def _weight_half(m: MicroBatch, work: StageWork, activations: _Activations) -> Iterator[Moment]:
     """The begin and the end of the weight half of a backward, for which its input half has kept all activations.
 
     The first gradient is that of a norm, with three copies of the residual stream in fp32. Products free their inputs.
     """
-    w, whole = m.element, p.size.whole
-    sums += w * num_unsummed(p) * work.unsummed
+    p, (_, _, has_sums, unsummed, *_) = work.params, work.work
+    w, whole, layers = m.element, p.size.whole, p.layers.all_layers
+    sums = work.sums + w * num_unsummed(p) * unsummed
     gathered, stored = m.whole_hidden * (m.whole_hidden > m.hidden), activations.stored
     yield _moment(BACKWARD, w * whole, sums, stored, 0.0, max(12 / w * m.hidden, gathered))
-    new = w * whole * (not work.unsummed and (w == 2 or not work.has_sums))
-    freed = _halfway(m, p.layers) + p.layers.num_dense * 2 * m.hidden
+    new = w * whole * (not unsummed and (w == 2 or not has_sums))
+    freed = _halfway(m, layers) + layers.num_dense * 2 * m.hidden
     yield _moment(BACKWARD, w * whole, sums + new, stored - freed, 0.0, gathered)

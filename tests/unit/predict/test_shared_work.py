@@ -1,0 +1,43 @@
+"""How much of a prediction layouts share: the number of times that its parts are computed, not seconds."""
+
+from tests.unit.predict.test_step_time import GPUS, SLOW
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import CellPlan, planned_cells
+from ultrabench.sweep.predict.block_time import block_times
+from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.param_bytes import _stage_work, rank_bytes
+from ultrabench.sweep.predict.stage_params import _stage_params
+from ultrabench.sweep.predict.step_time import micro_batch_times, step_times
+from ultrabench.sweep.predict.ultrabench_memory import _backward_moment
+
+SWEEP = ("sweep=playbook", "model=1B", "sweep.nodes=[1,2,4]", "sweep.tp=[1,2]", "sweep.pp=[1,2]")
+CACHED = (block_times, _stage_params, rank_bytes, _stage_work, _backward_moment)
+MAX_COMPUTED = {"_stage_params": 16, "rank_bytes": 60, "_stage_work": 120, "_backward_moment": 330}
+"""Function -> how often it may compute its value for the layouts of SWEEP: a quarter more often than it does. The first
+depends on no number of shards, and the third on one only where gradients are reduced."""
+
+
+def test_layouts_share_what_they_have_in_common():
+    for cached in (*CACHED, micro_batch_times, step_times):
+        cached.cache_clear()
+    config, layouts = load_config(SWEEP), []
+    for shape, cell in planned_cells(config):
+        peak = config.hardware.peak(cell.precision, cell.nodes, None, 1)
+        cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
+        for layout in cell_plan.layouts():
+            (spec,) = cell_plan.specs(layout)
+            cell_plan.predictor.predict(spec)
+            layouts.append(layout)
+    num_computed = {cached.__name__: cached.cache_info().misses for cached in CACHED}
+    # Neither nodes, dp and ZeRO nor pp and gas decide the time of a block.
+    assert num_computed.pop("block_times") == len({(layout.tp, layout.mbs) for layout in layouts})
+    assert len(layouts) > 100
+    assert {name: num for name, num in num_computed.items() if num > MAX_COMPUTED[name]} == {}
+
+
+def test_times_of_blocks_need_no_rates_of_all_ranks():
+    for rates in ({}, SLOW):
+        links = network(GPUS, 4, **rates)
+        shared = links.without_all_ranks
+        assert shared.slow == links.slow
+        assert shared.leaving_bytes_per_s(2) == links.leaving_bytes_per_s(2)
