@@ -1,0 +1,262 @@
+"""Estimates from measured runs how far predictions are off, by program, GPU and other factors.
+
+docs/design/prediction.md, Intervals, explains the estimate and how it is checked.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ultrabench.analysis.results.cases import Case
+from ultrabench.sweep.predict.profile import Profile, Quantiles
+from ultrabench.sweep.predict.profile_errors import FACTORS, SD_80, LayoutKind, ProfileErrors, kind_of
+
+PROGRAM = "program"
+"""The factor that a profile stands for."""
+BIAS_FACTORS = (PROGRAM, "gpu", "experts", "precision")
+"""Factors whose values have a mean error of their own: those that all layouts of a cell share."""
+MAX_LOG_ERROR = 1.0
+"""Larger errors count as this one, so that a single broken run does not set the spread of its kind."""
+SETTING_CORRELATION = 0.5
+"""Correlation of the errors of runs in one setting: n of them count as n / (1 + (n - 1) / 2), so as two at most."""
+BIAS_SHRINKAGE = 3.0
+"""Number of independent runs at which the mean of a value counts as much as the one that it is shrunk to."""
+SPREAD_SHRINKAGE = 4.0
+"""The same of the spread of a value."""
+MIN_SPREAD = 0.03
+"""Standard deviation below which no program's errors are."""
+NUM_ITERATIONS = 20
+"""Number of rounds in which each value is estimated, given those of the others."""
+LEFT_OUT_COVERAGE = 0.82
+"""Share of left-out runs that widened intervals contain; a little more than they promise, since few runs are known."""
+LEFT_OUT: Mapping[str, Callable[["ErrorRow"], Hashable]] = {
+    "setting": lambda row: row.setting,
+    "source": lambda row: row.source,
+}
+"""What a cross-validation leaves out -> the group of a run."""
+
+
+class ErrorRow(NamedTuple):
+    """The error of a prediction, and the groups of its run."""
+
+    case: Case
+    profile: str
+    """Name of the profile that predicted it."""
+    setting: tuple[str, str, int]
+    """Model, GPU and number of GPUs."""
+    source: str
+    kind: LayoutKind
+    log_error: float
+    """log(measured / predicted) of the step time."""
+
+
+def case_kind(case: Case) -> LayoutKind:
+    """The kind of a measured run."""
+    return kind_of(case.run.spec, case.hardware.gpu_at_limit, case.links.nvlink_gpus)
+
+
+def error_row(case: Case, profile: Profile) -> ErrorRow:
+    """The error of a run with a step time."""
+    spec, hardware = case.run.spec, case.hardware
+    return ErrorRow(
+        case=case,
+        profile=profile.name,
+        setting=(spec.shape.name, hardware.gpu_at_limit, spec.layout.world_size),
+        source=str(case.run.source),
+        kind=case_kind(case),
+        log_error=case.log_error(profile.time, profile.flags),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What each value of each factor adds to the error of a prediction."""
+
+    variance: float
+    """Variance of log(measured / predicted) that all runs have."""
+    means: Mapping[tuple[str, str], float]
+    """(factor, value) -> the mean error that it adds."""
+    variances: Mapping[tuple[str, str], float]
+    """(factor, value) -> the variance that it adds."""
+
+    def over_values(self, factor: str) -> float:
+        """The standard deviation that a value adds of which there is no run: the largest spread of a value, and how
+        much the means differ."""
+        variances = [variance for (name, _), variance in self.variances.items() if name == factor]
+        means = [mean for (name, _), mean in self.means.items() if name == factor]
+        return math.sqrt(max(variances, default=0.0) + sum(mean**2 for mean in means) / max(1, len(means)))
+
+
+def fit_effects(rows: Sequence[ErrorRow], prior: Effects | None = None) -> Effects:
+    """The effects that explain the errors of these runs.
+
+    The mean of a value is the weighted mean of what the other values leave of its runs' errors, shrunk to that of
+    `prior`, or to 0; its variance is the same of squared errors, shrunk to that of `prior`, or of all values of its
+    factor. Both are repeated in turn. Runs of one setting count as SETTING_CORRELATION says.
+    """
+    errors = np.clip([row.log_error for row in rows], -MAX_LOG_ERROR, MAX_LOG_ERROR)
+    num_in_setting = Counter(row.setting for row in rows)
+    weights = np.array([
+        1 / (1 + SETTING_CORRELATION * (num_in_setting[row.setting] - 1)) for row in rows
+    ])  # fmt: skip
+    value_by_factor = {PROGRAM: [row.profile for row in rows]}
+    value_by_factor |= {factor: [getattr(row.kind, factor) for row in rows] for factor in FACTORS}
+    has_value = {
+        (factor, value): np.array([other == value for other in values])
+        for factor, values in value_by_factor.items()
+        for value in sorted({*values})
+    }
+    prior_means = prior.means if prior else {}
+    prior_variances = prior.variances if prior else {}
+    means = {key: prior_means.get(key, 0.0) for key in has_value if key[0] in BIAS_FACTORS}
+    variances = {key: prior_variances.get(key, 0.0) for key in has_value}
+    variance = prior.variance if prior else float(np.average(errors**2, weights=weights))
+    mean_of_rows = sum((means[key] * has_value[key] for key in means), np.zeros(len(rows)))
+    variance_of_rows = variance + sum(
+        (variances[key] * has_value[key] for key in variances), np.zeros(len(rows))
+    )
+    for _ in range(NUM_ITERATIONS):
+        precision = weights / variance_of_rows * np.median(variance_of_rows)
+        for key in means:
+            is_row = has_value[key]
+            left = (errors - mean_of_rows)[is_row] + means[key]
+            weighted_sum = precision[is_row] @ left + BIAS_SHRINKAGE * prior_means.get(key, 0.0)
+            mean = float(weighted_sum / (precision[is_row].sum() + BIAS_SHRINKAGE))
+            mean_of_rows += (mean - means[key]) * is_row
+            means[key] = mean
+        squares = np.minimum((errors - mean_of_rows) ** 2, MAX_LOG_ERROR**2)
+        for factor in value_by_factor:
+            keys = [key for key in has_value if key[0] == factor]
+            left_by_key = {
+                key: weights[has_value[key]] @ (squares - variance_of_rows + variances[key])[has_value[key]]
+                for key in keys
+            }
+            pooled = max(0.0, float(sum(left_by_key.values()) / weights.sum()))
+            for key in keys:
+                target = prior_variances.get(key, pooled)
+                num_runs = weights[has_value[key]].sum()
+                shrunk = float((left_by_key[key] + SPREAD_SHRINKAGE * target) / (num_runs + SPREAD_SHRINKAGE))
+                new_variance = max(0.0, shrunk)
+                variance_of_rows += (new_variance - variances[key]) * has_value[key]
+                variances[key] = new_variance
+        num_prior = SPREAD_SHRINKAGE if prior else 0.0
+        left = float(weights @ (squares - variance_of_rows + variance))
+        new_variance = (left + num_prior * (prior.variance if prior else 0.0)) / (weights.sum() + num_prior)
+        new_variance = max(MIN_SPREAD**2, new_variance)
+        variance_of_rows += new_variance - variance
+        variance = new_variance
+        if prior is None:  # what all values of a factor share belongs to all runs
+            for factor in value_by_factor:
+                keys = [key for key in has_value if key[0] == factor]
+                shared = min(variances[key] for key in keys)
+                variance += shared
+                variances |= {key: variances[key] - shared for key in keys}
+    return Effects(variance=variance, means=means, variances=variances)
+
+
+def with_errors(
+    profile: Profile, pooled: Effects, rows: Sequence[ErrorRow], *, program: str, date: str, widening: float
+) -> Profile:
+    """The profile with the errors of its runs.
+
+    The interval of a profile whose constants were fitted (it has a quality) describes the kinds of its runs as it is.
+    Others get the one that `rows` and `pooled` give.
+
+    Args:
+        pooled: the effects in the runs of all programs whose constants are not fitted.
+        rows: all runs; those of other profiles are left out.
+        widening: factor of all standard deviations, as `widening` returns.
+    """
+    own_rows = [row for row in rows if row.profile == profile.name]
+    num_by_kind = Counter(row.kind for row in own_rows)
+    kinds = tuple(replace(kind, rows=num) for kind, num in num_by_kind.items())
+    over_programs = {factor: widening * pooled.over_values(factor) for factor in FACTORS}
+    errors = ProfileErrors(
+        program=program,
+        date=date,
+        settings=len({row.setting for row in own_rows}),
+        kinds=kinds,
+        over_programs=over_programs,
+    )
+    measured_values = {factor: sorted({getattr(kind, factor) for kind in kinds}) for factor in FACTORS}
+    if has_own_interval(profile):
+        spread = {factor: dict.fromkeys(values, 0.0) for factor, values in measured_values.items()}
+        return replace(profile, errors=replace(errors, spread=spread))
+    own = fit_effects(own_rows, prior=pooled) if own_rows else pooled
+    program_key = (PROGRAM, profile.name)
+    variance = own.variance + own.variances.get(program_key, pooled.over_values(PROGRAM) ** 2)
+    half_width = SD_80 * widening * math.sqrt(variance)
+    bias = {
+        factor: {value: own.means[factor, value] for value in values}
+        for factor, values in measured_values.items()
+        if factor in BIAS_FACTORS
+    }
+    spread = {
+        factor: {value: widening * math.sqrt(own.variances[factor, value]) for value in values}
+        for factor, values in measured_values.items()
+    }
+    errors = replace(errors, mean=own.means.get(program_key, 0.0), bias=bias, spread=spread)
+    return replace(profile, interval={"all": Quantiles(-half_width, half_width)}, errors=errors)
+
+
+def has_own_interval(profile: Profile) -> bool:
+    """Whether the interval of a profile comes from errors of runs that were left out of the fit of its constants."""
+    return bool(profile.quality)
+
+
+class LeftOut(NamedTuple):
+    """The error of a run, and the interval that its profile gives without the runs of its group."""
+
+    row: ErrorRow
+    low: float
+    high: float
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the interval contains the error."""
+        return self.low <= self.row.log_error <= self.high
+
+
+def left_out(
+    rows: Sequence[ErrorRow], profiles: Collection[Profile], group_kind: str, widening: float = 1.0
+) -> list[LeftOut]:
+    """The runs of profiles without an interval of their own, each with an interval from the runs of other groups.
+
+    Args:
+        group_kind: a key of LEFT_OUT.
+        widening: factor of all standard deviations.
+    """
+    group_of, profile_by_name = LEFT_OUT[group_kind], {profile.name: profile for profile in profiles}
+    rows = [row for row in rows if not has_own_interval(profile_by_name[row.profile])]
+    intervals: list[LeftOut] = []
+    groups = {group_of(row) for row in rows}
+    for group in sorted(groups, key=str) if len(groups) > 1 else ():
+        kept_rows = [row for row in rows if group_of(row) != group]
+        pooled = fit_effects(kept_rows)
+        left_rows = [row for row in rows if group_of(row) == group]
+        for name in {row.profile for row in left_rows}:
+            profile = with_errors(
+                profile_by_name[name], pooled, kept_rows, program=name, date="", widening=widening
+            )
+            for row in left_rows:
+                if row.profile == name:
+                    case, gpu = row.case, row.case.hardware.gpu_at_limit
+                    intervals.append(LeftOut(row, *profile.interval_of(case.run.spec, gpu, case.links)))
+    return intervals
+
+
+def widening(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> float:
+    """The factor of all standard deviations with which LEFT_OUT_COVERAGE of the runs lie in the intervals that were
+    estimated without the runs of their setting; 1 where there are too few settings."""
+    runs = left_out(rows, profiles, "setting")
+    if not runs:
+        return 1.0
+    ratios = []
+    for run in runs:
+        center, half_width = (run.low + run.high) / 2, (run.high - run.low) / 2
+        ratios.append(abs(run.row.log_error - center) / half_width)
+    return float(np.quantile(ratios, LEFT_OUT_COVERAGE))
