@@ -6,8 +6,9 @@ docs/design/prediction.md, Intervals, explains the estimate and how it is checke
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import astuple, dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -173,7 +174,7 @@ def with_errors(
     """
     own_rows = [row for row in rows if row.profile == profile.name]
     num_by_kind = Counter(row.kind for row in own_rows)
-    kinds = tuple(replace(kind, rows=num) for kind, num in num_by_kind.items())
+    kinds = tuple(replace(kind, rows=num_by_kind[kind]) for kind in sorted(num_by_kind, key=astuple))
     over_programs = {factor: widening * pooled.over_values(factor) for factor in FACTORS}
     errors = ProfileErrors(
         program=program,
@@ -214,11 +215,21 @@ class LeftOut(NamedTuple):
     row: ErrorRow
     low: float
     high: float
+    bias: float
+    """The error that the profile expects without the runs of the group."""
 
     @property
     def is_inside(self) -> bool:
         """Whether the interval contains the error."""
         return self.low <= self.row.log_error <= self.high
+
+    @property
+    def needed_widening(self) -> float:
+        """The factor of all standard deviations with which the interval would end at the error; 0 where it contains it
+        anyway, since the error is between 0 and the bias."""
+        error, half_width = self.row.log_error, max(self.high - self.bias, self.bias - self.low)
+        is_between = min(0.0, self.bias) <= error <= max(0.0, self.bias)
+        return 0.0 if is_between else abs(error - self.bias) / half_width
 
 
 def left_out(
@@ -245,7 +256,9 @@ def left_out(
             for row in left_rows:
                 if row.profile == name:
                     case, gpu = row.case, row.case.hardware.gpu_at_limit
-                    intervals.append(LeftOut(row, *profile.interval_of(case.run.spec, gpu, case.links)))
+                    interval = profile.interval_of(case.run.spec, gpu, case.links)
+                    assert profile.errors is not None
+                    intervals.append(LeftOut(row, *interval, profile.errors.size_of(row.kind).bias))
     return intervals
 
 
@@ -253,10 +266,59 @@ def widening(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> float:
     """The factor of all standard deviations with which LEFT_OUT_COVERAGE of the runs lie in the intervals that were
     estimated without the runs of their setting; 1 where there are too few settings."""
     runs = left_out(rows, profiles, "setting")
-    if not runs:
-        return 1.0
-    ratios = []
-    for run in runs:
-        center, half_width = (run.low + run.high) / 2, (run.high - run.low) / 2
-        ratios.append(abs(run.row.log_error - center) / half_width)
-    return float(np.quantile(ratios, LEFT_OUT_COVERAGE))
+    factors = [run.needed_widening for run in runs]
+    return float(np.quantile(factors, LEFT_OUT_COVERAGE)) if factors else 1.0
+
+
+def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> dict[str, Any]:
+    """The errors of runs by program and factor as JSON values, and how many runs are inside their intervals: those of
+    the profiles, and those that are estimated without the settings, or the sources, of the runs.
+
+    Profiles whose constants were fitted keep their interval, so their runs have no estimate without others.
+    """
+    profile_by_name = {profile.name: profile for profile in profiles}
+    factor = widening(rows, profiles)
+    runs_by_group = {f"{kind}s_left_out": left_out(rows, profiles, kind, factor) for kind in LEFT_OUT}
+    is_inside = {"inside": {id(row): _is_inside(row, profile_by_name[row.profile]) for row in rows}}
+    is_inside |= {name: {id(run.row): run.is_inside for run in runs} for name, runs in runs_by_group.items()}
+    by_factor = {
+        name: {
+            value: _group_errors([row for row in rows if _value(row, name) == value], is_inside)
+            for value in sorted({_value(row, name) for row in rows})
+        }
+        for name in (PROGRAM, *FACTORS)
+    }
+    half_widths = {
+        name: median((run.high - run.low) / 2 for run in runs) if runs else None
+        for name, runs in runs_by_group.items()
+    }
+    return {**_group_errors(rows, is_inside), "log_half_widths": half_widths, "by": by_factor}
+
+
+def _value(row: ErrorRow, factor: str) -> str:
+    """The value of a factor of a run."""
+    return row.profile if factor == PROGRAM else str(getattr(row.kind, factor))
+
+
+def _is_inside(row: ErrorRow, profile: Profile) -> bool:
+    """Whether the interval of the profile contains the error."""
+    case = row.case
+    low, high = profile.interval_of(case.run.spec, case.hardware.gpu_at_limit, case.links)
+    return low <= row.log_error <= high
+
+
+def _group_errors(rows: Sequence[ErrorRow], is_inside: Mapping[str, Mapping[int, bool]]) -> dict[str, Any]:
+    """The errors of some runs: relative ones of the step time, and the shares that are inside their intervals."""
+    relative_errors = [abs(math.expm1(-row.log_error)) for row in rows]
+    shares = dict[str, float | None]()
+    for name, inside_by_row in is_inside.items():
+        flags = [inside_by_row[id(row)] for row in rows if id(row) in inside_by_row]
+        shares[name] = sum(flags) / len(flags) if flags else None
+    return {
+        "rows": len(rows),
+        "settings": len({row.setting for row in rows}),
+        "median_error": float(np.median(relative_errors)) if rows else None,
+        "p90_error": float(np.quantile(relative_errors, 0.9)) if rows else None,
+        "median_ratio": math.exp(median(-row.log_error for row in rows)) if rows else None,
+        **shares,
+    }
