@@ -63,7 +63,9 @@ class Rates(NamedTuple):
     linear: float
     """FLOPs per second of large products of linear layers."""
     product: float
-    """FLOPs per second of other large products: those of the head, routers and experts, which fp8 leaves in bf16."""
+    """FLOPs per second of other large products: those of the head and of routers, which fp8 leaves in bf16."""
+    expert: float
+    """FLOPs per second of large products of experts, which programs compute in fp8 or leave in bf16."""
     attention: float
     """FLOPs per second of attention with wide heads."""
     hbm_bytes_per_s: float
@@ -253,11 +255,20 @@ def _expert_ffn(
     of_tokens = [product for product in experts.products(h) if product.cut == WHOLE]
     router_s = sum(_product_s(work, product, rates.product, c) for product in of_tokens)
     rank_experts = num_experts / work.ep
+    expert_products = experts.expert_products(h)
     up, down = (
-        _gemm_s(expert_rows, product.outputs, product.inputs, rates.product, c)
-        for product in experts.expert_products(h)
+        _gemm_s(expert_rows, product.outputs, product.inputs, rates.expert, c) for product in expert_products
     )
+    num_cast = 0.0
+    if c.fp8_experts:
+        num_cast = rank_experts * sum(
+            _num_operands(expert_rows, p.outputs, p.inputs) for p in expert_products
+        )
     sent_bytes = token_rows * rank_tokens * row_width * work.element_bytes
+    alltoall_s = 0.0
+    if work.ep > 1:
+        transfer_s = links.alltoall_s(sent_bytes, work.ep, top_k, c.ep_node_copies)
+        alltoall_s = (1 - c.ep_overlap) * (c.tp_call_s + transfer_s)
     kept_channels = experts.row_channels(h) - row_width
     expert_bytes = (
         c.ffn_bytes * experts.moe_intermediate_size * (kept_channels / 3 / experts.moe_intermediate_size)
@@ -265,12 +276,12 @@ def _expert_ffn(
     return _FeedForward(
         up_s=router_s + shared_ffn.up_s + rank_experts * up,
         down_s=shared_ffn.down_s + rank_experts * down,
-        num_operands=shared_ffn.num_operands,
+        num_operands=shared_ffn.num_operands + num_cast,
         kept_s=shared_ffn.kept_s or router_s,
         token_bytes=shared_ffn.token_bytes + token_rows * expert_bytes,
         routed_bytes=token_rows * c.routed_bytes * row_width + c.router_bytes * num_experts,
         tp_share=HALF if shared_products else 0.0,
-        alltoall_s=(c.tp_call_s + links.alltoall_s(sent_bytes, work.ep)) if work.ep > 1 else 0.0,
+        alltoall_s=alltoall_s,
     )
 
 

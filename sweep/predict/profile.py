@@ -12,7 +12,13 @@ from ultrabench.layout import INDEPENDENT
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.profile_errors import SD_80, ProfileErrors, kind_of
-from ultrabench.sweep.predict.time_constants import FLAG_CONSTANTS, TimeConstants, with_changes, with_flags
+from ultrabench.sweep.predict.time_constants import (
+    FLAG_CONSTANTS,
+    TimeConstants,
+    with_changes,
+    with_factors,
+    with_flags,
+)
 from ultrabench.variant import FLAGS
 
 FRAMEWORKS = ("ultrabench", "nanotron", "megatron")
@@ -72,6 +78,9 @@ class Profile:
     without constants, such as `{none: {}}`, is known to change none."""
     flag_runs: dict[str, dict[str, int]] = field(default_factory=dict)
     """Knob -> its value -> the number of runs that its constants were fitted to; those of other values are priors."""
+    gpu_factors: dict[str, dict[str, float]] = field(default_factory=dict)
+    """GPU, as `gpu` of its hardware -> constants of `time` -> factors by which that GPU multiplies them. The constants
+    of other GPUs are those of `time`."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Constant of the framework's form of memory -> its value."""
     interval: dict[str, Quantiles]
@@ -96,6 +105,13 @@ class Profile:
                 raise ConfigError(f"profile {self.name}: interval.{regime_name}=[{low}, {high}]; {rule}")
 
         self._require_flags()
+        for gpu, factors in self.gpu_factors.items():
+            where = f"profile {self.name}: gpu_factors.{gpu}"
+            require_known(f"constant of time in {where}:", FLAG_CONSTANTS, *factors)
+            try:
+                with_factors(self.time, tuple(factors.items()))
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
 
     def _require_flags(self) -> None:
         """Raises ConfigError for a constant in `flags` that does not exist, has an impossible value, or that two
@@ -122,9 +138,11 @@ class Profile:
                         f"{where} flag_runs.{knob}.{value} has no constants in flags; leave it out"
                     )
 
-    def time_of(self, spec: RunSpec) -> TimeConstants:
-        """The constants of the step time of a run, with what the values of its knobs change."""
-        return with_flags(self.time, self.flags, spec)
+    def time_of(self, spec: RunSpec, gpu: str) -> TimeConstants:
+        """The constants of the step time of a run on this GPU, with what the values of its knobs change."""
+        time = with_flags(self.time, self.flags, spec)
+        factors = self.gpu_factors.get(gpu)
+        return with_factors(time, tuple(factors.items())) if factors else time
 
     def _fitted_values(self, spec: RunSpec, feature: str) -> tuple[Any, ...]:
         """The values of a feature that the constants are for: those of the fit, of numbers the smallest and the

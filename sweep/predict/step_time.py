@@ -271,8 +271,10 @@ def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeCons
         if bf16_flops := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
             peak_flops = bf16_flops * hardware.clock_share
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    other_rates = peak_flops * c.gemm_efficiency, peak_flops * c.attention_efficiency
-    return Rates(linear_flops, *other_rates, hbm_bytes_per_s, cast_bytes)
+    product_flops = peak_flops * c.gemm_efficiency
+    expert_flops = c.expert_efficiency * (linear_flops if c.fp8_experts else product_flops)
+    attention_flops = peak_flops * c.attention_efficiency
+    return Rates(linear_flops, product_flops, expert_flops, attention_flops, hbm_bytes_per_s, cast_bytes)
 
 
 class _MicroBatch(NamedTuple):

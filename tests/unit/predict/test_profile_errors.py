@@ -85,7 +85,7 @@ def test_an_interval_has_the_bias_and_the_spread_of_its_kind_and_contains_the_pr
     far = replace(ERRORS, mean=-0.9)
     assert replace(profile, errors=far).interval_of(spec, "H100-SXM", links).high == 0
     assert unproven([spec], profile, H100) == []
-    assert unproven([spec], profile, load_hardware("h200x8")) == ["no measurement of Megatron on H200"]
+    assert unproven([spec], profile, load_hardware("h200x8")) == ["no measurement of Megatron on H200-SXM"]
     assert unproven([spec], replace(profile, errors=None), H100) == []
 
 
