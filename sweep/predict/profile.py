@@ -38,9 +38,6 @@ end. It is an assumption: few single knobs of published recipes change step time
 GPU_STEPS = 6
 """Steps to another GPU: one H100 is 20 to 32 % slower than constants of another tell,
 where their power limits differ."""
-KIND_FEATURES = frozenset({"gpu", "experts", "precision"})
-"""Features in words whose other values widen an interval by the errors of a profile, where it has them, and not by
-steps."""
 
 
 DividedRun = NewType("DividedRun", RunSpec)
@@ -179,12 +176,12 @@ class Profile:
         them; they always contain 0.
         """
         low, high = self.quantiles(regime(spec, links))
+        bias = spread = 0.0
         compared = self._compared(spec, gpu)
-        if self.errors is None:
-            num_steps, bias, spread = sum(steps_beyond(*feature) for feature in compared), 0.0, 0.0
-        else:
-            num_steps = sum(steps_beyond(*feature) for feature in compared if feature[0] not in KIND_FEATURES)
+        if self.errors is not None:
             bias, spread = self.errors.size_of(kind_of(spec, gpu, links.nvlink_gpus))
+            compared = (feature for feature in compared if not self.errors.has_feature(*feature[:2]))
+        num_steps = sum(steps_beyond(*feature) for feature in compared)
         if not (num_steps or spread or bias):
             return Quantiles(low, high)
         log_width = math.sqrt(LOG_WIDTH_PER_STEP**2 * num_steps + (SD_80 * spread) ** 2)

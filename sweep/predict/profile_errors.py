@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.run import RunSpec
+from ultrabench.variant import FLAGS
 
 LONG_SEQ_LEN = 8192
 """Largest number of tokens in a sequence that does not count as long."""
@@ -36,6 +37,8 @@ class LayoutKind:
         require_allowed(self)
 
 
+FACTORS_IN_WORDS = frozenset({"gpu", "experts", "precision"})
+"""Factors whose values are words, between which there are no steps."""
 FACTORS = tuple(f.name for f in fields(LayoutKind) if f.compare)
 """The fields of a LayoutKind by which predictions differ."""
 
@@ -79,6 +82,8 @@ class ProfileErrors:
     """Number of settings (model, GPU, number of GPUs) among the measured runs of this program."""
     kinds: tuple[LayoutKind, ...]
     """The kinds of the measured runs of this program."""
+    knobs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Knob -> its values in these runs, whose effect is part of the errors."""
     mean: float = 0.0
     """Mean of log(measured / predicted) that all kinds have."""
     bias: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -95,6 +100,11 @@ class ProfileErrors:
         require_known("factor of errors.over_programs", FACTORS, *self.over_programs)
         if missing := [factor for factor in FACTORS if factor not in self.over_programs]:
             raise ConfigError(f"errors.over_programs lacks {', '.join(missing)}; give each factor a number")
+
+    def has_feature(self, feature: str, value: object) -> bool:
+        """Whether the errors contain what a value of a feature of a run changes, so that it is not extrapolated too."""
+        group, _, knob = feature.partition(".")
+        return feature in FACTORS_IN_WORDS or (group == FLAGS and value in self.knobs.get(knob, ()))
 
     @property
     def rows(self) -> int:

@@ -193,6 +193,9 @@ def errors_lines(errors: ProfileErrors) -> Iterator[str]:
     yield f"  kinds:  # of {counted(errors.rows, 'measured run')}"
     for kind in fields["kinds"]:
         yield f"    - {{{', '.join(f'{name}: {value}' for name, value in kind.items())}}}"
+    yield "  knobs:  # values in these runs" if errors.knobs else "  knobs: {}"
+    for knob, values in errors.knobs.items():
+        yield f"    {json.dumps(knob)}: {json.dumps(values)}"
     yield f"  mean: {_error_text(errors.mean)}"
     for name, comment in (
         ("bias", "mean that a value adds"),

@@ -92,6 +92,12 @@ class Effects:
         return math.sqrt(max(variances, default=0.0) + sum(mean**2 for mean in means) / max(1, len(means)))
 
 
+def _weights(rows: Sequence[ErrorRow]) -> np.ndarray:
+    """The weight of each run: those of one setting count as SETTING_CORRELATION says."""
+    num_in_setting = Counter(row.setting for row in rows)
+    return np.array([1 / (1 + SETTING_CORRELATION * (num_in_setting[row.setting] - 1)) for row in rows])
+
+
 def fit_effects(rows: Sequence[ErrorRow], prior: Effects | None = None) -> Effects:
     """The effects that explain the errors of these runs.
 
@@ -100,10 +106,7 @@ def fit_effects(rows: Sequence[ErrorRow], prior: Effects | None = None) -> Effec
     factor. Both are repeated in turn. Runs of one setting count as SETTING_CORRELATION says.
     """
     errors = np.clip([row.log_error for row in rows], -MAX_LOG_ERROR, MAX_LOG_ERROR)
-    num_in_setting = Counter(row.setting for row in rows)
-    weights = np.array([
-        1 / (1 + SETTING_CORRELATION * (num_in_setting[row.setting] - 1)) for row in rows
-    ])  # fmt: skip
+    weights = _weights(rows)
     value_by_factor = {PROGRAM: [row.profile for row in rows]}
     value_by_factor |= {factor: [getattr(row.kind, factor) for row in rows] for factor in FACTORS}
     has_value = {
@@ -181,6 +184,7 @@ def with_errors(
         date=date,
         settings=len({row.setting for row in own_rows}),
         kinds=kinds,
+        knobs=_knob_values(own_rows),
         over_programs=over_programs,
     )
     measured_values = {factor: sorted({getattr(kind, factor) for kind in kinds}) for factor in FACTORS}
@@ -202,6 +206,15 @@ def with_errors(
     }
     errors = replace(errors, mean=own.means.get(program_key, 0.0), bias=bias, spread=spread)
     return replace(profile, interval={"all": Quantiles(-half_width, half_width)}, errors=errors)
+
+
+def _knob_values(rows: Sequence[ErrorRow]) -> dict[str, tuple[str, ...]]:
+    """Knob -> its values in these runs."""
+    values_by_knob = dict[str, set[str]]()
+    for row in rows:
+        for knob, value in row.case.run.spec.flag_values.items():
+            values_by_knob.setdefault(knob, set()).add(str(value))
+    return {knob: tuple(sorted(values)) for knob, values in sorted(values_by_knob.items())}
 
 
 def has_own_interval(profile: Profile) -> bool:
@@ -266,8 +279,13 @@ def widening(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> float:
     """The factor of all standard deviations with which LEFT_OUT_COVERAGE of the runs lie in the intervals that were
     estimated without the runs of their setting; 1 where there are too few settings."""
     runs = left_out(rows, profiles, "setting")
-    factors = [run.needed_widening for run in runs]
-    return float(np.quantile(factors, LEFT_OUT_COVERAGE)) if factors else 1.0
+    if not runs:
+        return 1.0
+    weights = _weights([run.row for run in runs])
+    factors = np.array([run.needed_widening for run in runs])
+    order = np.argsort(factors)
+    share_inside = np.cumsum(weights[order]) / weights.sum()
+    return float(factors[order][np.searchsorted(share_inside, LEFT_OUT_COVERAGE)])
 
 
 def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def test_the_errors_of_the_values_of_a_kind_add_up_and_unmeasured_ones_differ_as
         ({"precision": "fp8"}, "Megatron in fp8"),
         ({"gpu": "B200", "experts": "some", "ep": "across", "seq_len": "long"},
          "Megatron with ep over several NVLink domains with sequences of more than 8,192 tokens"),
-        ({"gpu": "H200", "experts": "some", "ep": "inside", "precision": "fp8"}, "Megatron with experts in fp8 on H200"),
+        ({"gpu": "H200", "experts": "some", "ep": "inside", "precision": "fp8"},
+         "Megatron with experts in fp8 on H200"),
     ],
 )  # fmt: skip
 def test_a_kind_is_unproven_where_a_value_or_its_gpu_with_such_a_model_was_not_measured(changes, sentence):
