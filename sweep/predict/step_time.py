@@ -40,6 +40,7 @@ from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import idle_micro_batches
 from ultrabench.sweep.predict.profile import DividedRun
+from ultrabench.sweep.predict.recompute_modules import modules_of
 from ultrabench.sweep.predict.time_constants import TimeConstants
 from ultrabench.tensor_parallel import added_params, adds_params, kinds_of_ranks
 
@@ -240,6 +241,7 @@ def _micro_batch_work(
         busiest_share(spec.kernel, layout, shape),
         layout.group_axes("tp", rank_order=spec.kernel.rank_order),
         layout.group_axes("cp", rank_order=spec.kernel.rank_order),
+        modules_of(spec),
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
@@ -381,7 +383,7 @@ class StepTimes:
         kernel, layout = spec.kernel, spec.layout
         # In the usual order of ranks, dp does not decide where those of tp and cp are.
         order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp)
-        of_kernel = kernel.precision, spec.compiles, kernel.routing, order
+        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
         key = spec.shape, spec.workload.seq_len, of_kernel, _OF_MICRO_BATCH(layout)
         if (micro_batch := self._micro_batches.get(key)) is None:
             micro_batch = self._micro_batches[key] = self._new_micro_batch(spec)
