@@ -15,13 +15,11 @@ from pathlib import Path
 from ultrabench.analysis.results.cases import healthy_timed, open_cases_by_profile
 from ultrabench.analysis.studies.predictions.calibrate import errors_lines
 from ultrabench.analysis.studies.predictions.error_factors import (
-    LEFT_OUT,
     ErrorRow,
+    cross_validated,
     error_row,
     fit_effects,
     has_own_interval,
-    left_out,
-    widening,
     with_errors,
 )
 from ultrabench.sweep.predict.profile import Profile
@@ -61,13 +59,12 @@ def main() -> None:
         for cases, profile in open_cases_by_profile(file, None, Path(), print, print):
             profiles[profile.name] = profile
             rows += [error_row(case, profile) for case in healthy_timed(cases)[0]]
-    factor = widening(rows, [*profiles.values()])
+    check = cross_validated(rows, [*profiles.values()])
     pooled = fit_effects([row for row in rows if not has_own_interval(profiles[row.profile])])
     for profile in profiles.values():
         program, date = PROGRAMS.get(profile.name, profile.name), f"{datetime.now(UTC):%Y-%m-%d}"
-        write(with_errors(profile, pooled, rows, program=program, date=date, widening=factor))
-    for group_kind in LEFT_OUT:
-        runs = left_out(rows, [*profiles.values()], group_kind, factor)
+        write(with_errors(profile, pooled, rows, program=program, date=date, check=check))
+    for group_kind, runs in check.runs_by_group.items():
         print(f"{group_kind} left out: {sum(run.is_inside for run in runs)} of {len(runs)} inside")
 
 

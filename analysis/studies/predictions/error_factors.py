@@ -30,10 +30,12 @@ SPREAD_SHRINKAGE = 4.0
 """The same of the spread of a value."""
 MIN_SPREAD = 0.03
 """Standard deviation below which no program's errors are."""
-NUM_ITERATIONS = 20
+NUM_ITERATIONS = 12
 """Number of rounds in which each value is estimated, given those of the others."""
-LEFT_OUT_COVERAGE = 0.82
-"""Share of left-out runs that widened intervals contain; a little more than they promise, since few runs are known."""
+LEFT_OUT_COVERAGE = 0.84
+"""Share of left-out runs that intervals contain: more than they promise, since constants were fitted to some of them."""
+MIN_COUNTED = 10
+"""Fewest runs with a value of a factor for which the intervals of this value are checked."""
 LEFT_OUT: Mapping[str, Callable[["ErrorRow"], Hashable]] = {
     "setting": lambda row: row.setting,
     "source": lambda row: row.source,
@@ -163,7 +165,13 @@ def fit_effects(rows: Sequence[ErrorRow], prior: Effects | None = None) -> Effec
 
 
 def with_errors(
-    profile: Profile, pooled: Effects, rows: Sequence[ErrorRow], *, program: str, date: str, widening: float
+    profile: Profile,
+    pooled: Effects,
+    rows: Sequence[ErrorRow],
+    *,
+    program: str,
+    date: str,
+    check: "CrossValidation | None" = None,
 ) -> Profile:
     """The profile with the errors of its runs.
 
@@ -173,9 +181,10 @@ def with_errors(
     Args:
         pooled: the effects in the runs of all programs whose constants are not fitted.
         rows: all runs; those of other profiles are left out.
-        widening: factor of all standard deviations, as `widening` returns.
+        check: what `cross_validated` returns for all runs; None while it makes its intervals.
     """
     own_rows = [row for row in rows if row.profile == profile.name]
+    widening, extra = (check.widening, check.extra) if check else (1.0, {})
     num_by_kind = Counter(row.kind for row in own_rows)
     kinds = tuple(replace(kind, rows=num_by_kind[kind]) for kind in sorted(num_by_kind, key=astuple))
     over_programs = {factor: widening * pooled.over_values(factor) for factor in FACTORS}
@@ -201,7 +210,10 @@ def with_errors(
         if factor in BIAS_FACTORS
     }
     spread = {
-        factor: {value: widening * math.sqrt(own.variances[factor, value]) for value in values}
+        factor: {
+            value: math.sqrt(widening**2 * own.variances[factor, value] + extra.get((factor, value), 0.0))
+            for value in values
+        }
         for factor, values in measured_values.items()
     }
     errors = replace(errors, mean=own.means.get(program_key, 0.0), bias=bias, spread=spread)
@@ -226,10 +238,20 @@ class LeftOut(NamedTuple):
     """The error of a run, and the interval that its profile gives without the runs of its group."""
 
     row: ErrorRow
-    low: float
-    high: float
     bias: float
-    """The error that the profile expects without the runs of the group."""
+    """The error that the profile expects."""
+    half_width: float
+    """Half the width of the interval, which begins or ends at 0 where that is farther away."""
+
+    @property
+    def low(self) -> float:
+        """The low end of the interval."""
+        return min(0.0, self.bias - self.half_width)
+
+    @property
+    def high(self) -> float:
+        """The high end of the interval."""
+        return max(0.0, self.bias + self.half_width)
 
     @property
     def is_inside(self) -> bool:
@@ -238,54 +260,97 @@ class LeftOut(NamedTuple):
 
     @property
     def needed_widening(self) -> float:
-        """The factor of all standard deviations with which the interval would end at the error; 0 where it contains it
-        anyway, since the error is between 0 and the bias."""
-        error, half_width = self.row.log_error, max(self.high - self.bias, self.bias - self.low)
+        """The factor of the width with which the interval would end at the error; 0 where it contains it anyway."""
+        error = self.row.log_error
         is_between = min(0.0, self.bias) <= error <= max(0.0, self.bias)
-        return 0.0 if is_between else abs(error - self.bias) / half_width
+        return 0.0 if is_between else abs(error - self.bias) / self.half_width
+
+    @property
+    def missing_variance(self) -> float:
+        """The variance with which the interval would end at the error; below 0 where it contains it anyway."""
+        return (self.needed_widening**2 - 1) * (self.half_width / SD_80) ** 2
+
+    def widened(self, factor: float) -> "LeftOut":
+        """The same with another width."""
+        return self._replace(half_width=factor * self.half_width)
+
+    def with_variance(self, variance: float) -> "LeftOut":
+        """The same with a larger variance."""
+        return self._replace(half_width=math.hypot(self.half_width, SD_80 * math.sqrt(variance)))
 
 
-def left_out(
-    rows: Sequence[ErrorRow], profiles: Collection[Profile], group_kind: str, widening: float = 1.0
-) -> list[LeftOut]:
-    """The runs of profiles without an interval of their own, each with an interval from the runs of other groups.
+def left_out(rows: Sequence[ErrorRow], profiles: Collection[Profile], group_kind: str) -> list[LeftOut]:
+    """The runs of profiles without an interval of their own, each with an interval from the runs of other groups; none
+    where all are in one group.
 
     Args:
         group_kind: a key of LEFT_OUT.
-        widening: factor of all standard deviations.
     """
     group_of, profile_by_name = LEFT_OUT[group_kind], {profile.name: profile for profile in profiles}
     rows = [row for row in rows if not has_own_interval(profile_by_name[row.profile])]
-    intervals: list[LeftOut] = []
+    runs: list[LeftOut] = []
     groups = {group_of(row) for row in rows}
     for group in sorted(groups, key=str) if len(groups) > 1 else ():
         kept_rows = [row for row in rows if group_of(row) != group]
         pooled = fit_effects(kept_rows)
         left_rows = [row for row in rows if group_of(row) == group]
-        for name in {row.profile for row in left_rows}:
-            profile = with_errors(
-                profile_by_name[name], pooled, kept_rows, program=name, date="", widening=widening
-            )
+        for name in sorted({row.profile for row in left_rows}):
+            profile = with_errors(profile_by_name[name], pooled, kept_rows, program=name, date="")
+            assert profile.errors is not None
             for row in left_rows:
                 if row.profile == name:
-                    case, gpu = row.case, row.case.hardware.gpu_at_limit
-                    interval = profile.interval_of(case.run.spec, gpu, case.links)
-                    assert profile.errors is not None
-                    intervals.append(LeftOut(row, *interval, profile.errors.size_of(row.kind).bias))
-    return intervals
+                    case, bias = row.case, profile.errors.size_of(row.kind).bias
+                    gpu = case.hardware.gpu_at_limit
+                    low, high = profile.interval_of(case.run.spec, gpu, case.links)
+                    runs.append(LeftOut(row, bias, max(high - bias, bias - low)))
+    return runs
 
 
-def widening(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> float:
-    """The factor of all standard deviations with which LEFT_OUT_COVERAGE of the runs lie in the intervals that were
-    estimated without the runs of their setting; 1 where there are too few settings."""
-    runs = left_out(rows, profiles, "setting")
+class CrossValidation(NamedTuple):
+    """Runs with intervals that were estimated without them, and what these intervals needed to contain them."""
+
+    runs_by_group: dict[str, list[LeftOut]]
+    """What is left out (a key of LEFT_OUT) -> the runs."""
+    widening: float
+    """Factor of all standard deviations."""
+    extra: dict[tuple[str, str], float]
+    """(factor, value) -> the variance that it adds beyond this."""
+
+
+def cross_validated(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> CrossValidation:
+    """The runs, each with an interval that does not know its setting, and one that does not know its source.
+
+    All intervals are widened by the factor with which LEFT_OUT_COVERAGE of the runs are inside, whichever of both is
+    left out; those of a value of a factor with MIN_COUNTED runs or more then grow until as many of its runs are.
+    """
+    runs_by_group = {kind: left_out(rows, profiles, kind) for kind in LEFT_OUT}
+    needed = {
+        kind: _quantile([run.needed_widening for run in runs], runs) for kind, runs in runs_by_group.items()
+    }
+    factor = max(filter(None, needed.values()), default=1.0)
+    runs_by_group = {kind: [run.widened(factor) for run in runs] for kind, runs in runs_by_group.items()}
+    extra: dict[tuple[str, str], float] = {}
+    for name in FACTORS:
+        for value in sorted({_value(run.row, name) for run in runs_by_group["setting"]}):
+            runs = [run for run in runs_by_group["setting"] if _value(run.row, name) == value]
+            missing = _quantile([run.missing_variance for run in runs], runs)
+            if len(runs) < MIN_COUNTED or missing <= 0:
+                continue
+            extra[name, value] = missing
+            runs_by_group = {
+                kind: [run.with_variance(missing) if _value(run.row, name) == value else run for run in runs]
+                for kind, runs in runs_by_group.items()
+            }
+    return CrossValidation(runs_by_group, factor, extra)
+
+
+def _quantile(numbers: Sequence[float], runs: Sequence[LeftOut]) -> float:
+    """The number that LEFT_OUT_COVERAGE of the runs do not exceed, weighted as in the fit; 0 without runs."""
     if not runs:
-        return 1.0
-    weights = _weights([run.row for run in runs])
-    factors = np.array([run.needed_widening for run in runs])
-    order = np.argsort(factors)
-    share_inside = np.cumsum(weights[order]) / weights.sum()
-    return float(factors[order][np.searchsorted(share_inside, LEFT_OUT_COVERAGE)])
+        return 0.0
+    weights, order = _weights([run.row for run in runs]), np.argsort(numbers)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return float(np.array(numbers)[order][np.searchsorted(share, LEFT_OUT_COVERAGE)])
 
 
 def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> dict[str, Any]:
@@ -295,8 +360,8 @@ def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) ->
     Profiles whose constants were fitted keep their interval, so their runs have no estimate without others.
     """
     profile_by_name = {profile.name: profile for profile in profiles}
-    factor = widening(rows, profiles)
-    runs_by_group = {f"{kind}s_left_out": left_out(rows, profiles, kind, factor) for kind in LEFT_OUT}
+    runs_by_kind = cross_validated(rows, profiles).runs_by_group
+    runs_by_group = {f"{kind}s_left_out": runs for kind, runs in runs_by_kind.items()}
     is_inside = {"inside": {id(row): _is_inside(row, profile_by_name[row.profile]) for row in rows}}
     is_inside |= {name: {id(run.row): run.is_inside for run in runs} for name, runs in runs_by_group.items()}
     by_factor = {
