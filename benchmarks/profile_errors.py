@@ -3,8 +3,9 @@
     python benchmarks/profile_errors.py published.parquet benchmarks/h100/unseen.parquet
 
 Give it all imported tables and results at once, since what programs have in common is estimated from all of them.
-Profiles whose constants were fitted (`quality`) keep their interval. It prints how many of the runs are inside their
-interval if the runs of their setting, or of their source, are left out.
+Profiles whose constants were fitted (`quality`) keep their interval; a program without runs gets the spread over
+programs. It prints how many of the runs are inside their interval if the runs of their setting, or of their source,
+are left out.
 """
 
 import argparse
@@ -22,11 +23,21 @@ from ultrabench.analysis.studies.predictions.error_factors import (
     has_own_interval,
     with_errors,
 )
+from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.profile import Profile
 
 PROFILES = Path(__file__).parents[1] / "configs" / "profiles"
-PROGRAMS = {"ultrabench": "our kernel", "jax": "JAX", "megatron": "Megatron"}
-"""Name of a profile -> how sentences call its program, where that is not the name."""
+PROGRAMS = {
+    "ultrabench": "our kernel",
+    "nanotron": "nanotron",
+    "megatron": "Megatron",
+    "megatron-perf": "Megatron (NVIDIA's recipes)",
+    "megatron-deepspeed": "Megatron-DeepSpeed",
+    "torchtitan": "torchtitan",
+    "llm-foundry": "LLM Foundry",
+    "jax": "JAX",
+}
+"""Name of a profile -> how sentences call its program."""
 
 
 def replaced_section(text: str, key: str, lines: list[str]) -> str:
@@ -61,8 +72,9 @@ def main() -> None:
             rows += [error_row(case, profile) for case in healthy_timed(cases)[0]]
     check = cross_validated(rows, [*profiles.values()])
     pooled = fit_effects([row for row in rows if not has_own_interval(profiles[row.profile])])
-    for profile in profiles.values():
-        program, date = PROGRAMS.get(profile.name, profile.name), f"{datetime.now(UTC):%Y-%m-%d}"
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    for name, program in PROGRAMS.items():
+        profile = profiles.get(name) or load_profile(name)
         write(with_errors(profile, pooled, rows, program=program, date=date, check=check))
     for group_kind, runs in check.runs_by_group.items():
         print(f"{group_kind} left out: {sum(run.is_inside for run in runs)} of {len(runs)} inside")

@@ -376,7 +376,10 @@ def load_profile(name: str) -> Profile:
     """
     advice = "; `ultrabench predict calibrate` fits a profile to your runs"
     return _load_named(
-        "profile", name, lambda values: from_dict(Profile, _with_base(values, (name,)), where="profile"), advice
+        "profile",
+        name,
+        lambda values: from_dict(Profile, _with_base(values, (name,)), where="profile"),
+        advice,
     )
 
 
@@ -388,7 +391,9 @@ def _with_base(values: Mapping[str, Any], users: tuple[str, ...]) -> dict[str, A
     base_name = str(values["base"])
     require_known("profile in base:", [*files("profiles")], base_name)
     if base_name in users:
-        raise ConfigError(f"base={base_name}: the profiles {', '.join(users)} build on each other; leave one base out")
+        raise ConfigError(
+            f"base={base_name}: the profiles {', '.join(users)} build on each other; leave one base out"
+        )
     base_values = _with_base(read_yaml(files("profiles")[base_name]), (*users, base_name))
     merged = {
         name: base_values[name] | own_values[name]

@@ -144,6 +144,8 @@ class ProfileErrors:
     def unproven(self, kind: LayoutKind) -> str | None:
         """What nobody measured of a kind, such as `no measurement of Megatron-LM with experts on H200`; None where
         all values of its factors were measured, and its GPU with such a model."""
+        if not self.kinds:
+            return f"no measurement of {self.program}"
         has_pair = any((k.gpu, k.experts) == (kind.gpu, kind.experts) for k in self.kinds)
         has_gpu = any(k.gpu == kind.gpu for k in self.kinds)
         texts = [*_unmeasured_texts(kind, self._measured_values())]

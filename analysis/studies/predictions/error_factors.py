@@ -15,6 +15,7 @@ import numpy as np
 from ultrabench.analysis.results.cases import Case
 from ultrabench.sweep.predict.profile import Profile, Quantiles
 from ultrabench.sweep.predict.profile_errors import FACTORS, SD_80, LayoutKind, ProfileErrors, kind_of
+from ultrabench.variant import FLAGS
 
 PROGRAM = "program"
 """The factor that a profile stands for."""
@@ -33,7 +34,7 @@ MIN_SPREAD = 0.03
 NUM_ITERATIONS = 12
 """Number of rounds in which each value is estimated, given those of the others."""
 LEFT_OUT_COVERAGE = 0.84
-"""Share of left-out runs that intervals contain: more than they promise, since constants were fitted to some of them."""
+"""Share of left-out runs that intervals contain: more than they promise, since constants were fitted to some runs."""
 MIN_COUNTED = 10
 """Fewest runs with a value of a factor for which the intervals of this value are checked."""
 LEFT_OUT: Mapping[str, Callable[["ErrorRow"], Hashable]] = {
@@ -88,10 +89,11 @@ class Effects:
 
     def over_values(self, factor: str) -> float:
         """The standard deviation that a value adds of which there is no run: the largest spread of a value, and how
-        much the means differ."""
+        much the means differ; no less than what all runs have."""
         variances = [variance for (name, _), variance in self.variances.items() if name == factor]
         means = [mean for (name, _), mean in self.means.items() if name == factor]
-        return math.sqrt(max(variances, default=0.0) + sum(mean**2 for mean in means) / max(1, len(means)))
+        variance = max(variances, default=0.0) + sum(mean**2 for mean in means) / max(1, len(means))
+        return math.sqrt(max(variance, self.variance))
 
 
 def _weights(rows: Sequence[ErrorRow]) -> np.ndarray:
@@ -193,7 +195,7 @@ def with_errors(
         date=date,
         settings=len({row.setting for row in own_rows}),
         kinds=kinds,
-        knobs=_knob_values(own_rows),
+        knobs=_knob_values(own_rows, profile),
         over_programs=over_programs,
     )
     measured_values = {factor: sorted({getattr(kind, factor) for kind in kinds}) for factor in FACTORS}
@@ -220,12 +222,14 @@ def with_errors(
     return replace(profile, interval={"all": Quantiles(-half_width, half_width)}, errors=errors)
 
 
-def _knob_values(rows: Sequence[ErrorRow]) -> dict[str, tuple[str, ...]]:
-    """Knob -> its values in these runs."""
+def _knob_values(rows: Sequence[ErrorRow], profile: Profile) -> dict[str, tuple[str, ...]]:
+    """Knob -> its values in these runs for which the profile has no constants."""
     values_by_knob = dict[str, set[str]]()
     for row in rows:
-        for knob, value in row.case.run.spec.flag_values.items():
-            values_by_knob.setdefault(knob, set()).add(str(value))
+        for feature, (value, _) in profile.unmeasured(row.case.run.spec, row.kind.gpu).items():
+            group, _, knob = feature.partition(".")
+            if group == FLAGS:
+                values_by_knob.setdefault(knob, set()).add(str(value))
     return {knob: tuple(sorted(values)) for knob, values in sorted(values_by_knob.items())}
 
 
