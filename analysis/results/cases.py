@@ -322,14 +322,6 @@ def unusable_lines(table: pa.Table) -> list[str]:
     lines = _unusable_lines(names_by_reason)
     if excluded_by_reason:
         lines.append(f"excluded: {_exclusions_text(excluded_by_reason)}")
-    columns = table.select(
-        ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes"]
-    )
-    num_allocated, *num_reserved = (len(column) - column.null_count for column in columns.columns)
-    if num_allocated and not any(num_reserved):
-        lines.append(
-            "memory: the table has only allocated memory, and predictions of reserved memory are validated"
-        )
     try:
         usual_profiles(usable_cases)
     except ConfigError as error:

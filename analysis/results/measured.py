@@ -56,6 +56,8 @@ class MeasuredRun:
     """What was predicted when the run was planned."""
     peak_mem_reserved_bytes: int | None
     peak_mem_reserved_rank0_bytes: int | None
+    peak_mem_allocated_bytes: int | None
+    peak_mem_device_bytes: int | None
     allreduce_busbw_bytes_per_s: float | None
     allgather_busbw_bytes_per_s: float | None
     allreduce_intra_node_busbw_bytes_per_s: float | None

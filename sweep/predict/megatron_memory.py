@@ -15,7 +15,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.predict.recompute_modules import dropped_numbers, modules_of
-from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight
+from ultrabench.sweep.predict.stage_memory import DEVICE_BYTES, FORWARD, MemoryLimit, StageMemory, in_flight
 from ultrabench.tensor_parallel import added_params, kinds_of_ranks, padded_vocab_size
 
 
@@ -29,6 +29,8 @@ class MegatronMemory:
     """What the allocator holds beyond the activations, as a share of them."""
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run."""
+    device_bytes: NonNegative = DEVICE_BYTES
+    """Bytes that a GPU holds beside the allocator: those of CUDA, its libraries and NCCL."""
     gradients: NonNegative = 4.0
     """Bytes of the sum of the gradients of each parameter."""
     gradients_fp16: NonNegative = 4.0

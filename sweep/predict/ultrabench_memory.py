@@ -45,6 +45,7 @@ from ultrabench.sweep.predict.param_bytes import (
 from ultrabench.sweep.predict.pipeline import Work
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
+    DEVICE_BYTES,
     EVERY,
     FORWARD,
     OPTIMIZER,
@@ -74,6 +75,8 @@ class UltrabenchMemory:
     reduce_stream_bytes: NonNegative = 0.0
     """Bytes for each parameter whose gradient the rank sums that the allocator holds for the stream which reduces
     gradients: what is freed there serves no other stream."""
+    device_bytes: NonNegative = DEVICE_BYTES
+    """Bytes that a GPU holds beside the allocator: those of CUDA, its libraries and NCCL."""
     whole_logits: NonNegative = 0.0
     """Bytes of each logit in a program whose loss takes all of them at once, such as torchtitan; 0: those of our own
     kernel, which takes them in chunks."""
