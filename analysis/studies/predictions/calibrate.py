@@ -190,7 +190,7 @@ def errors_lines(errors: ProfileErrors) -> Iterator[str]:
     fields = to_dict(errors)
     yield "errors:  # log(measured / predicted) of step times; docs/design/prediction.md, Intervals"
     yield from (f"  {name}: {_yaml_text(fields[name])}" for name in ("program", "date", "settings"))
-    yield f"  kinds:  # of {counted(errors.rows, 'measured run')}"
+    yield f"  kinds:  # of {counted(errors.rows, 'measured run')}" if errors.kinds else "  kinds: []"
     for kind in fields["kinds"]:
         yield f"    - {{{', '.join(f'{name}: {value}' for name, value in kind.items())}}}"
     yield "  knobs:  # values in these runs" if errors.knobs else "  knobs: {}"
