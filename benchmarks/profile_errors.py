@@ -3,17 +3,22 @@
     python benchmarks/profile_errors.py published.parquet benchmarks/h100/unseen.parquet
 
 Give it all imported tables and results at once, since what programs have in common is estimated from all of them.
-Profiles whose constants were fitted (`quality`) keep their interval; a program without runs gets the spread over
+The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each.
+Profiles with the quality of a fit keep their interval; a program without runs gets the spread over
 programs. It prints how many of the runs are inside their interval if the runs of their setting, or of their source,
 are left out.
 """
 
 import argparse
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ultrabench.analysis.results.cases import healthy_timed, open_cases_by_profile
+from published import FITTED, GROUPS, family_of, part_by_group, profiles_left_out, with_values
+
+from ultrabench.analysis.results.cases import Case, healthy_timed, open_cases_by_profile
 from ultrabench.analysis.studies.predictions.calibrate import errors_lines
 from ultrabench.analysis.studies.predictions.error_factors import (
     ErrorRow,
@@ -61,15 +66,35 @@ def write(profile: Profile) -> None:
     path.write_text(replaced_section(text, "errors", [*errors_lines(profile.errors)]))
 
 
+def left_out_rows(groups: Sequence[tuple[Sequence[Case], Profile]]) -> Iterator[ErrorRow]:
+    """The errors of runs, each with constants that were fitted without its setting where they are fitted to such runs.
+
+    Args:
+        groups: runs and the profile that predicts them.
+    """
+    for family in dict.fromkeys(family_of(profile) for _, profile in groups):
+        members = [(cases, profile) for cases, profile in groups if family_of(profile) == family]
+        family_cases = [case for cases, _ in members for case in cases]
+        parts = part_by_group(family_cases, "setting")
+        values_by_part = profiles_left_out(family_cases, family, "setting") if family in FITTED else {}
+        for cases, profile in members:
+            for case in cases:
+                values = values_by_part.get(parts[GROUPS["setting"](case)], {})
+                used = with_values(profile, values)
+                factors = tuple(used.gpu_factors.get(case.hardware.gpu, {}).items())
+                yield error_row(replace(case, gpu_factors=factors), used)
+
+
 def main() -> None:
     """Reads the runs, fits the errors, and writes them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE.parquet")
-    files, rows, profiles = parser.parse_args().files, list[ErrorRow](), dict[str, Profile]()
-    for file in files:
-        for cases, profile in open_cases_by_profile(file, None, Path(), print, print):
-            profiles[profile.name] = profile
-            rows += [error_row(case, profile) for case in healthy_timed(cases)[0]]
+    groups = [
+        (healthy_timed(cases)[0], profile)
+        for file in parser.parse_args().files
+        for cases, profile in open_cases_by_profile(file, None, Path(), print, print)
+    ]
+    profiles, rows = {profile.name: profile for _, profile in groups}, [*left_out_rows(groups)]
     check = cross_validated(rows, [*profiles.values()])
     pooled = fit_effects([row for row in rows if not has_own_interval(profiles[row.profile])])
     date = f"{datetime.now(UTC):%Y-%m-%d}"

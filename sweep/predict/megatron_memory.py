@@ -166,8 +166,8 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
             2 * 2 * (other_params + expert_params) / num_layers if layout.zero_stage == 3 else 0.0
         )
         part_bytes = (
-            2 * shards.params(3), gradient_bytes * shards.params(2), 12 * shards.params(1), activation_bytes, head_bytes,
-            buffer_bytes + whole_layers_bytes, reserve_bytes,
+            2 * shards.params(3), gradient_bytes * shards.params(2), 12 * shards.params(1), activation_bytes,
+            head_bytes, buffer_bytes + whole_layers_bytes, reserve_bytes,
         )  # fmt: skip
         stage_memories.append(StageMemory(pp_rank, FORWARD, *part_bytes))
     return tuple(stage_memories)

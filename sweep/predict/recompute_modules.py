@@ -23,8 +23,8 @@ def modules_of(spec: RunSpec) -> frozenset[str]:
 def dropped_numbers(kind: LayerType, h: int, modules: frozenset[str], tp: int) -> float:
     """Numbers of each of a rank's tokens that a layer does not keep because these parts are computed again.
 
-    layernorm leaves out the outputs of norms, mla_up_proj queries, keys and values, mlp and moe what is in these blocks,
-    moe_act the activations of experts, and shared_experts what is in them.
+    layernorm leaves out the outputs of norms, mla_up_proj queries, keys and values, mlp and moe what is in these
+    blocks, moe_act the activations of experts, and shared_experts what is in them.
 
     Args:
         tp: how many times the outputs of norms count: tp where each rank keeps those of the tokens of all.

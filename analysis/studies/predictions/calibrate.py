@@ -181,6 +181,8 @@ def to_yaml(profile: Profile, base: Profile) -> str:
             lines.append(f"{entry:40}# {_yaml_text(base_times[name])} before" if key == "time" else entry)
         if key == "time" and profile.flags:
             lines += _flag_lines(profile, base)
+        if key == "time" and profile.gpu_factors:
+            lines.append(f"gpu_factors: {json.dumps(profile.gpu_factors)}")
     lines += errors_lines(profile.errors) if profile.errors else []
     return "\n".join(lines) + "\n"
 

@@ -17,6 +17,8 @@ from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES
+from ultrabench.routing import BALANCED_ROUTING, LEARNED_ROUTING, routing_text
+from ultrabench.run import RunSpec
 from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
@@ -25,7 +27,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu, unproven
-from ultrabench.sweep.predict.predict import largest_loss
+from ultrabench.sweep.predict.predict import Predictor, largest_loss
 from ultrabench.sweep.recommend import Recommendation, recommendations
 from ultrabench.sweep.similar_layouts import group_column, group_lines, shown_runs
 
@@ -162,6 +164,7 @@ def _rows(
             "mfu": run.mfu(gpu_rate),
             "tokens_per_s": gpu_rate * cell_row["gpus"],
             "tokens_per_s_per_gpu": gpu_rate,
+            "rate_by_routing": _rate_by_routing(predictor, spec),
             **{name: getattr(prediction, name) for name in SHARED_KEYS},
             "rank_mem_bytes": config.hardware.mem_bytes,
             "lost_to": overhead_part,
@@ -173,6 +176,21 @@ def _rows(
             "command": _command(config, run, {**cell_row, "model": model or cell.model}, extra_overrides),
             "reason": None,
         }
+
+
+def _rate_by_routing(predictor: Predictor, spec: RunSpec) -> dict[str, float] | None:
+    """Routing -> the predicted tokens/s/GPU of a run with it: its own one, and the other one of forced balance and a
+    learned router; None for a model without experts.
+    """
+    if not spec.shape.num_experts:
+        return None
+    other_routing = BALANCED_ROUTING if spec.kernel.routing == LEARNED_ROUTING else LEARNED_ROUTING
+    routings = (spec.kernel.routing, other_routing)
+    specs = {routing: replace(spec, kernel=replace(spec.kernel, routing=routing)) for routing in routings}
+    return {
+        routing: tokens_per_s_per_gpu(spec, predictor.predict(of_routing).step_time_s)
+        for routing, of_routing in specs.items()
+    }
 
 
 def _faster_gbs(recommendation: Recommendation) -> dict[str, Any] | None:
@@ -283,10 +301,14 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
         yield f"{needs} ({low_needs}-{high_needs})"
     yield f"{row['limited_by']}; {row['lost_to']} {100 * row['lost_share']:.0f} %"
     no_room = row["peak_mem_bytes"] > row["rank_mem_bytes"]
+    routing_texts = [
+        f"{routing_text(routing)} {with_unit(RATE, rate)} {column_of(RATE).heading}"
+        for routing, rate in [*(row["rate_by_routing"] or {}).items()][1:]
+    ]
     notes = {
         NO_ROOM: no_room,
         "extrapolated": row["unmeasured"],
         "unproven": row["unproven"],
         "above published": row["above_published"],
     }
-    yield ", ".join(note for note, applies in notes.items() if applies)
+    yield ", ".join((*routing_texts, *(note for note, applies in notes.items() if applies)))

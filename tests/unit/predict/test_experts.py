@@ -57,8 +57,39 @@ def test_all_to_alls_take_longer_between_nodes_and_as_long_as_measured():
     assert slower.alltoall_s(2**30, 16) == pytest.approx(4 * sheet.alltoall_s(2**30, 16))
 
 
+def test_a_token_may_be_sent_once_to_each_node():
+    """A token with 8 experts on 4 nodes goes to 3.6 of them; forwarding inside a node takes all of its 8 rows."""
+    links = network(GPUS, 4)
+    copies, once = (links.alltoall_s(2**30, 32, 8, node_copies) for node_copies in (0.0, 1.0))
+    assert once / copies == pytest.approx(4 * (1 - 0.75**8) / 8)
+    assert links.alltoall_s(2**30, 8, 8, 1.0) == links.alltoall_s(2**30, 8)
+    fast_nodes = replace(links, expert_node_link_bytes_per_s=1e15)
+    assert fast_nodes.alltoall_s(2**30, 32, 8, 1.0) == pytest.approx(
+        4 * fast_nodes.alltoall_s(2**30, 32, 8, 0.0)
+    )
+
+
+def test_programs_hide_all_to_alls_and_compute_experts_in_fp8():
+    spec = spec_of(replace(IN_NODE, ep=8), MIXTRAL)
+    usual, hidden = (step_time(spec, "megatron", ep_overlap=share).ep for share in (0.0, 0.75))
+    assert hidden == pytest.approx(0.25 * usual)
+    in_fp8 = replace(spec, kernel=replace(spec.kernel, precision="fp8"))
+    bf16_experts, fp8_experts = (step_time(in_fp8, "megatron", fp8_experts=flag) for flag in (False, True))
+    assert fp8_experts.memory_bound > 1.5 * bf16_experts.memory_bound, "their operands are cast, too"
+    faster = step_time(in_fp8, "megatron", fp8_experts=True, fp8_efficiency=0.9)
+    assert faster.gemm < 0.8 * fp8_experts.gemm
+    full, half = (step_time(spec, "megatron", expert_efficiency=share).gemm for share in (0.8, 0.4))
+    assert half > 1.3 * full
+
+
 @pytest.mark.parametrize(
-    ("routing", "share"), [("balanced", 1), ("learned", 1), ("skew=0", 1), ("skew=1", 4 * 12 / 25)]
+    ("routing", "share"),
+    [
+        ("balanced", 1),
+        ("learned", 4 / sum((e + 1) ** -0.15 for e in range(4))),
+        ("skew=0", 1),
+        ("skew=1", 4 * 12 / 25),
+    ],
 )
 def test_the_busiest_rank_has_the_most_popular_experts(routing, share):
     """With A=1 and 4 experts the first one has 12/25 of the rows."""

@@ -12,8 +12,10 @@ from tests.strategies import divisors
 from tests.unit.predict.test_step_time import GPUS, profile_of, spec_of
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import TINY
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
@@ -246,3 +248,23 @@ NANOTRON, LIMIT = profile_of("nanotron").memory, {"share": 0.9, "pipeline_share"
 def test_a_constant_that_is_unknown_missing_or_impossible_is_named(framework, values, message):
     with refused(match=message):
         memory_constants(framework, values)
+
+
+def test_programs_add_gradients_up_in_their_formats_and_may_take_logits_at_once():
+    of_bf16, of_fp16 = (
+        RunSpec(
+            shape=load_model("llama3.2-1b"), layout=Layout(dp=8, zero_stage=1), nodes=1, gpus_per_node=8,
+            workload=Workload(seq_len=4096, gbs=8),
+            kernel=KernelConfig(name="other", kind="command", command=("train",), precision=precision),
+        )
+        for precision in ("bf16", "fp16")
+    )  # fmt: skip
+    formats = constants("megatron", gradients=4.0, gradients_fp16=2.0)
+    assert predict_memory(of_bf16, formats)[0].gradients == 2 * predict_memory(of_fp16, formats)[0].gradients
+    layout = Layout(dp=8, zero_stage=3, mbs=2)
+    chunks, whole = (
+        predict_memory(spec_of(layout, "llama3.1-8b"), constants("ultrabench", whole_logits=width))[0].logits
+        for width in (0.0, 16.0)
+    )
+    assert whole - 16 * 8192 * 128256 == pytest.approx(0, abs=0.01 * whole)
+    assert chunks < 0.4 * whole

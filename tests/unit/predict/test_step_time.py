@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.configs import refused
 from tests.strategies import layouts, shapes
+from ultrabench.errors import ConfigError
 from ultrabench.hardware import Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule
@@ -248,10 +249,17 @@ def test_a_value_of_a_knob_has_constants_of_its_own_or_a_wider_interval():
     usual, none, full, local = (
         with_knob(spec, **words) for words in ({}, *({"graph": v} for v in ("none", "full", "local")))
     )
-    assert profile.time_of(usual) == profile.time_of(none) == profile.time_of(local) == profile.time
-    assert profile.time_of(full) == replace(profile.time, layer_launch_s=1e-4, layer_launch_tp_s=1e-4)
     assert (
-        predict_step_time(full, GPUS, PEAK, links, profile.time_of(full)).launch
+        profile.time_of(usual, GPUS.gpu)
+        == profile.time_of(none, GPUS.gpu)
+        == profile.time_of(local, GPUS.gpu)
+        == profile.time
+    )
+    assert profile.time_of(full, GPUS.gpu) == replace(
+        profile.time, layer_launch_s=1e-4, layer_launch_tp_s=1e-4
+    )
+    assert (
+        predict_step_time(full, GPUS, PEAK, links, profile.time_of(full, GPUS.gpu)).launch
         < step_time(spec, "ultrabench").launch
     )
     intervals = [profile.interval_of(run, GPUS.gpu, links) for run in (usual, none, full, local)]
@@ -275,9 +283,23 @@ def test_a_value_of_a_knob_has_constants_of_its_own_or_a_wider_interval():
     assert other.low < first.low < 0 < first.high < other.high
     # The usual value of another file of the same program, and a flag that no file declares.
     usual_full = replace(usual, kernel=replace(usual.kernel, knob_values={"graph": "full"}))
-    assert profile.time_of(usual_full) == profile.time_of(full)
+    assert profile.time_of(usual_full, GPUS.gpu) == profile.time_of(full, GPUS.gpu)
     undeclared = replace(full, kernel=replace(full.kernel, knobs={}, flags={}))
-    assert profile.time_of(undeclared) == profile.time_of(full)
+    assert profile.time_of(undeclared, GPUS.gpu) == profile.time_of(full, GPUS.gpu)
+
+
+def test_a_gpu_multiplies_constants_that_a_profile_names():
+    spec, links = spec_of(Layout(dp=4, tp=2, gas=2, mbs=1)), network(GPUS, 1)
+    profile = replace(profile_of("ultrabench"), gpu_factors={GPUS.gpu: {"gemm_efficiency": 0.5}})
+    assert profile.time_of(spec, "another GPU") == profile.time
+    time = profile.time_of(spec, GPUS.gpu)
+    assert time.gemm_efficiency == profile.time.gemm_efficiency / 2
+    slow, usual = (predict_step_time(spec, GPUS, PEAK, links, c).gemm for c in (time, profile.time))
+    assert slow == pytest.approx(2 * usual)
+    with pytest.raises(ConfigError, match=r"gpu_factors.A: .*gemm_efficiency=1.552"):
+        replace(profile, gpu_factors={"A": {"gemm_efficiency": 2.0}})
+    with pytest.raises(ConfigError, match="did you mean gemm_efficiency?"):
+        replace(profile, gpu_factors={"A": {"gemm_efficency": 2.0}})
 
 
 def test_every_regime_has_a_name():
