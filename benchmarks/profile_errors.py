@@ -4,8 +4,8 @@
 
 Give it all imported tables and results at once, since what programs have in common is estimated from all of them.
 The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each.
-Profiles with the quality of a fit keep their interval; a program without runs gets the spread over
-programs. It prints how many of the runs are inside their interval if the runs of their setting, or of their source,
+Profiles with the quality of a fit keep their interval; a program without runs gets the spread over programs. It prints
+the errors by factor, and how many runs are inside their interval, also if the runs of their setting, or of their source,
 are left out.
 """
 
@@ -24,10 +24,12 @@ from ultrabench.analysis.studies.predictions.error_factors import (
     ErrorRow,
     cross_validated,
     error_row,
+    errors_by_factor,
     fit_effects,
     has_own_interval,
     with_errors,
 )
+from ultrabench.analysis.studies.predictions.error_tables import show_errors_by_factor
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.profile import Profile
 
@@ -101,8 +103,8 @@ def main() -> None:
     for name, program in PROGRAMS.items():
         profile = profiles.get(name) or load_profile(name)
         write(with_errors(profile, pooled, rows, program=program, date=date, check=check))
-    for group_kind, runs in check.runs_by_group.items():
-        print(f"{group_kind} left out: {sum(run.is_inside for run in runs)} of {len(runs)} inside")
+    written = [load_profile(name) for name in profiles]
+    show_errors_by_factor(errors_by_factor(rows, written))
 
 
 if __name__ == "__main__":

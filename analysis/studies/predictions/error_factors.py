@@ -198,7 +198,9 @@ def with_errors(
         knobs=_knob_values(own_rows, profile),
         over_programs=over_programs,
     )
-    measured_values = {factor: sorted({getattr(kind, factor) for kind in kinds}) for factor in FACTORS}
+    measured_values = {
+        factor: sorted({getattr(kind, factor) for kind in kinds}) for factor in FACTORS * bool(kinds)
+    }
     if has_own_interval(profile):
         spread = {factor: dict.fromkeys(values, 0.0) for factor, values in measured_values.items()}
         return replace(profile, errors=replace(errors, spread=spread))
