@@ -140,9 +140,8 @@ def profiles_left_out(
         start = with_values(base, {place: place.start for place in places})
         fitted = fit_family(start, kept_cases, places) if kept_cases else start
         values_by_part[part] = {place: _value(fitted, place) for place in places}
-        say(
-            f"{family} without part {part}: {', '.join(f'{p.section} {p.name}={v:.3g}' for p, v in values_by_part[part].items())}"
-        )
+        texts = [f"{p.section} {p.name}={v:.3g}" for p, v in values_by_part[part].items()]
+        say(f"{family} without part {part}: {', '.join(texts)}")
     return values_by_part
 
 

@@ -357,6 +357,15 @@ class KernelConfig:
         table = self.flags.get(knob, {}) if knob in self.knobs else {}
         return str(value) in table or ANY in table
 
+    def knob_value(self, knob: str, variant: Variant) -> Value:
+        """The value in `knobs_of` or, of a flag that is not a knob, in the variant; None where both lack it."""
+        value = variant.get(f"{FLAGS}.{knob}")
+        if knob not in self.knobs:
+            return value
+        return (
+            value if value is not None and self.has_knob_value(knob, value) else self.usual_knob_value(knob)
+        )
+
     def knobs_of(self, variant: Variant) -> dict[str, Value]:
         """Knob -> its value in a run with this variant; the usual one where the variant has none of its own."""
         varied = options_in_group(variant, FLAGS)

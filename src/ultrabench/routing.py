@@ -1,7 +1,8 @@
 """The words of a routing, and how skewed routing spreads tokens over experts."""
 
 BALANCED_ROUTING = "balanced"
-"""The routing that gives each expert as many tokens as any other: forced balance, in which most recipes are measured."""
+"""The routing that gives each expert as many tokens as any other: forced balance, with which most recipes are
+measured."""
 LEARNED_ROUTING = "learned"
 """The routing by scores of the router; every other routing chooses experts by the position of a token."""
 LEARNED_SKEW = "skew=0.15"

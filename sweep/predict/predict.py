@@ -30,6 +30,7 @@ from ultrabench.sweep.predict.step_time import (
     predict_step_time,
     step_times,
 )
+from ultrabench.variant import Value
 
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's bandwidth that the collectives of a probe reach."""
@@ -208,15 +209,17 @@ class Predictor:
 
     def _step_time(self, spec: DividedRun, memory_share: float) -> StepTime:
         """The time of one step by part, of a run whose allocator holds this share of a GPU's memory."""
-        constants = self.profile.time_of(spec, self.hardware.gpu)
-        if constants is self.profile.time:
-            return self._usual_step_times.of(spec, memory_share)
-        return step_times(self.hardware, self.peak, self.links, constants).of(spec, memory_share)
+        values = tuple([spec.kernel.knob_value(knob, spec.variant) for knob in self.profile.flags])
+        if (times := self._times_by_knobs.get(values)) is None:
+            constants = self.profile.time_of(spec, self.hardware.gpu)
+            times = step_times(self.hardware, self.peak, self.links, constants)
+            self._times_by_knobs[values] = times
+        return times.of(spec, memory_share)
 
     @cached_property
-    def _usual_step_times(self) -> StepTimes:
-        """What predicts the step times of runs whose knobs change no constant."""
-        return step_times(self.hardware, self.peak, self.links, self.profile.time)
+    def _times_by_knobs(self) -> dict[tuple[Value, ...], StepTimes]:
+        """Values of the knobs that change constants -> what predicts the step times of runs with these values."""
+        return {}
 
     def _interval_of(self, spec: RunSpec) -> Quantiles:
         """The interval of log(measured / predicted), which runs share that are alike in all features."""

@@ -4,6 +4,8 @@ The knob `recompute_modules` of a run lists them; https://github.com/NVIDIA/Mega
 what each of them keeps.
 """
 
+from functools import lru_cache
+
 from ultrabench.layer_products import COLUMNS
 from ultrabench.layer_type import LayerType
 from ultrabench.run import RunSpec
@@ -16,8 +18,18 @@ MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "sh
 
 def modules_of(spec: RunSpec) -> frozenset[str]:
     """The parts of layers that backward of a run computes again, beside the recomputation of its layout."""
-    text = spec.flag_values.get(KNOB) if spec.variant or spec.kernel.knobs else None
-    return frozenset(MODULES).intersection(str(text).split("+")) if text else frozenset()
+    if not (spec.variant or spec.kernel.knobs):
+        return _NO_MODULES
+    return _modules_in(str(spec.kernel.knob_value(KNOB, spec.variant)))
+
+
+_NO_MODULES = frozenset[str]()
+
+
+@lru_cache(maxsize=256)
+def _modules_in(text: str) -> frozenset[str]:
+    """The parts that the value of the knob names."""
+    return frozenset(MODULES).intersection(text.split("+"))
 
 
 def dropped_numbers(kind: LayerType, h: int, modules: frozenset[str], tp: int) -> float:

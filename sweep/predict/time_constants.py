@@ -177,8 +177,8 @@ FLAG_CONSTANTS = tuple(name for name, hint in field_types(TimeConstants).items()
 def with_flags(time: TimeConstants, flags: FlagConstants, spec: RunSpec) -> TimeConstants:
     """The constants of a run, with what the values of its knobs change."""
     changes = dict[str, float]()
-    for knob, value in spec.flag_values.items() if flags else ():
-        changes |= flags.get(knob, {}).get(str(value), {})
+    for knob, constants_by_value in flags.items():
+        changes |= constants_by_value.get(str(spec.kernel.knob_value(knob, spec.variant)), {})
     return with_changes(time, tuple(changes.items())) if changes else time
 
 

@@ -296,9 +296,9 @@ def test_a_gpu_multiplies_constants_that_a_profile_names():
     assert time.gemm_efficiency == profile.time.gemm_efficiency / 2
     slow, usual = (predict_step_time(spec, GPUS, PEAK, links, c).gemm for c in (time, profile.time))
     assert slow == pytest.approx(2 * usual)
-    with pytest.raises(ConfigError, match=r"gpu_factors.A: .*gemm_efficiency=1.552"):
+    with pytest.raises(ConfigError, match=r"gpu_factors\.A: .*gemm_efficiency=1\.552"):
         replace(profile, gpu_factors={"A": {"gemm_efficiency": 2.0}})
-    with pytest.raises(ConfigError, match="did you mean gemm_efficiency?"):
+    with pytest.raises(ConfigError, match=r"did you mean gemm_efficiency\?"):
         replace(profile, gpu_factors={"A": {"gemm_efficency": 2.0}})
 
 
