@@ -5,8 +5,8 @@
 Give it all imported tables and results at once, since what programs have in common is estimated from all of them.
 The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each.
 Profiles with the quality of a fit keep their interval; a program without runs gets the spread over programs. It prints
-the errors by factor, and how many runs are inside their interval, also if the runs of their setting, or of their source,
-are left out.
+the errors by factor, and how many runs are inside their interval, also if the runs of their setting, or of their
+source, are left out.
 """
 
 import argparse
@@ -98,13 +98,14 @@ def main() -> None:
     ]
     profiles, rows = {profile.name: profile for _, profile in groups}, [*left_out_rows(groups)]
     check = cross_validated(rows, [*profiles.values()])
-    pooled = fit_effects([row for row in rows if not has_own_interval(profiles[row.profile])])
+    estimated_rows = [row for row in rows if not has_own_interval(profiles[row.profile])]
+    pooled = fit_effects(estimated_rows)
     date = f"{datetime.now(UTC):%Y-%m-%d}"
     for name, program in PROGRAMS.items():
         profile = profiles.get(name) or load_profile(name)
         write(with_errors(profile, pooled, rows, program=program, date=date, check=check))
     written = [load_profile(name) for name in profiles]
-    show_errors_by_factor(errors_by_factor(rows, written))
+    show_errors_by_factor(errors_by_factor(estimated_rows, written))
 
 
 if __name__ == "__main__":
