@@ -11,6 +11,7 @@ from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import INDEPENDENT
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
+from ultrabench.sweep.predict.profile_errors import SD_80, ProfileErrors, kind_of
 from ultrabench.sweep.predict.time_constants import (
     FLAG_CONSTANTS,
     TimeConstants,
@@ -81,6 +82,8 @@ class Profile:
     """Constant of the framework's form of memory -> its value."""
     interval: dict[str, Quantiles]
     """Regime -> its quantiles; `all` stands for regimes that are not named."""
+    errors: ProfileErrors | None = None
+    """The errors on measured runs by factor, which move and widen intervals; None where nothing was compared."""
     quality: dict[str, Any] = field(default_factory=dict)
     """What predictions reached on rows that the constants were not fitted to; nothing was measured where empty."""
     measured: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -167,14 +170,23 @@ class Profile:
         return self.interval.get(regime) or self.interval["all"]
 
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
-        """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
+        """The quantiles of a run on these links.
+
+        They are wider the more steps it is beyond the runs of the fit, and by the errors of its kind, whose bias moves
+        them; they always contain 0.
+        """
         low, high = self.quantiles(regime(spec, links))
-        num_steps = sum([steps_beyond(*feature) for feature in self._compared(spec, gpu)])
-        log_width = LOG_WIDTH_PER_STEP * math.sqrt(num_steps)
-        return (
-            Quantiles(-math.hypot(low, log_width), math.hypot(high, log_width))
-            if num_steps
-            else Quantiles(low, high)
+        bias = spread = 0.0
+        compared = self._compared(spec, gpu)
+        if self.errors is not None:
+            bias, spread = self.errors.size_of(kind_of(spec, gpu, links.nvlink_gpus))
+            compared = (feature for feature in compared if not self.errors.has_feature(*feature[:2]))
+        num_steps = sum(steps_beyond(*feature) for feature in compared)
+        if not (num_steps or spread or bias):
+            return Quantiles(low, high)
+        log_width = math.sqrt(LOG_WIDTH_PER_STEP**2 * num_steps + (SD_80 * spread) ** 2)
+        return Quantiles(
+            min(0.0, bias - math.hypot(low, log_width)), max(0.0, bias + math.hypot(high, log_width))
         )
 
     def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, tuple[int | str, str]]:

@@ -27,7 +27,7 @@ from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
-from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
+from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu, unproven
 from ultrabench.sweep.predict.predict import Predictor, largest_loss
 from ultrabench.sweep.recommend import Recommendation, recommendations
 from ultrabench.sweep.similar_layouts import group_column, group_lines, shown_runs
@@ -171,6 +171,7 @@ def _rows(
             "lost_to": overhead_part,
             "lost_share": overhead_share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
+            "unproven": unproven([spec], config.profile, config.hardware),
             "above_published": _is_above_published(best_rate, run),
             "faster_gbs": _faster_gbs(recommendation),
             "command": _command(config, run, {**cell_row, "model": model or cell.model}, extra_overrides),
@@ -266,6 +267,8 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
         }
         yield layout_table
         yield from group_lines(layout_rows, with_similar=with_similar)
+        facts = dict.fromkeys(fact for row in layout_rows for fact in row["unproven"])
+        yield from (f"unproven: {fact}" for fact in facts)
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
@@ -299,5 +302,10 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
         f"{routing_text(routing)} {with_unit(RATE, rate)} {column_of(RATE).heading}"
         for routing, rate in [*(row["rate_by_routing"] or {}).items()][1:]
     ]
-    notes = {NO_ROOM: no_room, "extrapolated": row["unmeasured"], "above published": row["above_published"]}
+    notes = {
+        NO_ROOM: no_room,
+        "extrapolated": row["unmeasured"],
+        "unproven": row["unproven"],
+        "above published": row["above_published"],
+    }
     yield ", ".join((*routing_texts, *(note for note, applies in notes.items() if applies)))

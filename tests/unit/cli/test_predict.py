@@ -56,6 +56,11 @@ def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
     assert "extrapolated" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
     unmeasured = as_json(ultrabench, "predict", "model=mixtral-8x7b", "ep=8")["unmeasured"]
     assert unmeasured == ["experts=some (none)", "ep=8 (1)"]
+    sparse = ("predict", "model=mixtral-8x7b", "ep=8", "profile=megatron-perf")
+    fact = "no measurement of Megatron (NVIDIA's recipes) with experts on H200-SXM"
+    assert as_json(ultrabench, *sparse, "hardware=h200x8")["unproven"] == [fact]
+    assert f"unproven: {fact}\n" in ultrabench(*sparse, "hardware=h200x8")[1]
+    assert as_json(ultrabench, *sparse)["unproven"] == []
 
 
 @pytest.mark.parametrize(("value", "dp_shard"), [("all", 0), ("node", 4), ("2", 2)])
@@ -71,7 +76,8 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
     plan = as_json(ultrabench, *words, "hardware=h100x8")
     assert plan["unmeasured"][0] == "zero_stage=1, 2, 3 (0)"
     assert plan["top"][0]["unmeasured"] == ["zero_stage=3 (0)"]
-    assert not any(row["above_published"] for row in plan["top"])
+    assert plan["unproven"] == ["no measurement of our kernel with a pipeline"]
+    assert not any(row["above_published"] or row["unproven"] for row in plan["top"])
     none = ultrabench(*words, "hardware=b200x8")[1]
     assert "no published rate for B200 in bf16 is known" in none
     assert "gpu=B200 (H100-SXM)" in none
@@ -85,7 +91,8 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
         r"our own 8B .*https://x\.org",
         above,
     )
-    assert "extrapolated, above published" in above
+    assert "extrapolated, unproven, above published" in above
+    assert "unproven: no measurement of our kernel on B200\n" in above
     assert above.count("FLOPs formula") == 1, "all MFUs of an output are by the same formula"
     assert "MFU uses the FLOPs formula palm\n" in above
 
