@@ -12,22 +12,28 @@ from ultrabench.sweep.refusals import schedule_refusals
 MIN_STEPS_RATIO = 3
 """With auto, a step has at least this many times as many micro-batches as g2; fewer would save little."""
 
+MEMORY_TOLERANCE = 0.01
+"""Relative difference of the predicted peaks up to which parts need as much memory as whole steps: tokens of the batch
+alone, which all are on the device."""
 
-def slice_or_reason(spec: RunSpec, measure: Measure) -> Slice | str:
-    """The slice by which a run is measured, or why its steps are measured whole."""
-    if isinstance(measure.partial_steps, str):
-        if measure.partial_steps == "off":
-            return "measure.partial_steps=off"
-        pair = None
-    else:
-        pair = measure.partial_steps
+
+def slice_or_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> Slice | str:
+    """The slice by which a run is measured, or why its steps are measured whole.
+
+    Args:
+        is_traced: whether steps are traced after the measured ones.
+    """
     if not spec.kernel.trains_itself:
         return (
             f"kernel {spec.kernel.name} runs steps of one size, so that parts of steps would need two starts"
         )
     if measure.checkpoint:
         return "measure.checkpoint=true, which saves during whole steps"
-    return auto_slice(spec.layout) if pair is None else listed_slice(spec.layout, *pair)
+    if is_traced:
+        return "trace=true, which shows a whole step"
+    if isinstance(measure.partial_steps, str):
+        return auto_slice(spec.layout)
+    return listed_slice(spec.layout, *measure.partial_steps)
 
 
 def auto_slice(layout: Layout) -> Slice | str:

@@ -6,13 +6,13 @@ drifts cancels. Each turn gives a time of the whole step, so that the median of 
 of any run. What the turns cannot show is that the time is no straight line: a third size shows it as the departure.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
-from ultrabench.step_time import ci95_rel
+from ultrabench.step_time import ci95_rel, with_error
 
 Turn = Mapping[int, float]
 """Number of micro-batches of a step -> its seconds, for the steps of one turn."""
@@ -113,6 +113,42 @@ def whole_step_ci95_rel(
     )
 
 
-def with_error(own_ci95_rel: float | None, error_rel: float | None) -> float | None:
-    """The interval of the turns widened by the error of the straight line; None where one of them is unknown."""
-    return None if own_ci95_rel is None or error_rel is None else math.hypot(own_ci95_rel, error_rel)
+class PartTimes(NamedTuple):
+    """The measured parts of the steps of a run."""
+
+    slice: Slice
+    """The last slice that was measured."""
+    gas: int
+    """Micro-batches of a whole step."""
+    turns: tuple[Turn, ...]
+    """The turns of this slice."""
+    departure: float | None
+    """The departure by the turns with a third size, which may have come before; None if there were none."""
+
+    @property
+    def whole_step_times_s(self) -> list[float]:
+        """Seconds of the whole step by each turn."""
+        return whole_step_times_s(self.slice, self.turns, self.gas)
+
+
+def part_times(parts: Iterable[tuple[int, int, float]], gas: int) -> PartTimes | None:
+    """The turns of a run from its measured parts, in order; None before the first turn has two sizes.
+
+    Args:
+        parts: the number of the turn, the micro-batches and the seconds of each part.
+        gas: micro-batches of a whole step.
+    """
+    turn_by_number = dict[int, dict[int, float]]()
+    for number, size, seconds in parts:
+        turn_by_number.setdefault(number, {})[size] = seconds
+    smallest = min((min(turn) for turn in turn_by_number.values()), default=0)
+    # A turn that goes backwards is not over until it has the smallest size.
+    turns = [turn for turn in turn_by_number.values() if len(turn) > 1 and smallest in turn]
+    if not turns:
+        return None
+    g1, g2 = sorted(turns[-1])[:2]
+    last_turns = tuple(turn for turn in turns if sorted(turn)[:2] == [g1, g2])
+    triples = [turn for turn in turns if len(turn) > 2]
+    first, second, third = sorted(triples[0]) if triples else (g1, g2, None)
+    measured_departure = departure(Slice(g1=first, g2=second, third=third), triples)
+    return PartTimes(Slice(g1=g1, g2=g2), gas, last_turns, measured_departure)

@@ -127,6 +127,11 @@ class RunSpec:
         return self.kernel.logging_rank(self.layout)
 
     @property
+    def linearity_kind(self) -> tuple[str, int]:
+        """Runs of one kind depart alike from the straight line through parts of their steps."""
+        return self.layout.pp_schedule, self.layout.zero_stage
+
+    @property
     def compiles(self) -> bool:
         """Whether layers are compiled."""
         return self.kernel.compiles(self.layout.pp_schedule)
@@ -196,6 +201,12 @@ class Task(AttemptRecord):
     """Whether some more steps are traced after the measured ones."""
     checkpoint: str | None = None
     """Folder in which the state is saved and loaded after the measured steps, and removed; None: it is not saved."""
+
+    def with_departure(self, departure: float | None) -> "Task":
+        """The task without a third size, if another run of its kind has measured this departure."""
+        if departure is None or self.slice is None:
+            return self
+        return replace(self, slice=replace(self.slice, third=None, departure=departure))
 
     @property
     def largest_spec(self) -> RunSpec:

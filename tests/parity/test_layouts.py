@@ -229,6 +229,7 @@ def spec_of(case, shallow=SHALLOW):
     pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
     routing = axes.pop("routing", "balanced")
+    sizes = tuple(map(int, str(axes.pop("sizes", "")).split("-"))) if "sizes" in axes else ()
     if "mla" in words:
         shape = mla_shape({*words}, shape.num_hidden_layers)
     if "moe" in words:
@@ -241,7 +242,7 @@ def spec_of(case, shallow=SHALLOW):
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
     precision = next((term for term in words if term in ("bf16", "fp8", "fp32")), "fp64")
     options = {"precision": precision, "routing": routing, "compile": "compile" in words}
-    return CheckSpec(layout=layout, shape=shape, steps=STEPS, **options)
+    return CheckSpec(layout=layout, shape=shape, steps=len(sizes) or STEPS, sizes=sizes, **options)
 
 
 def traits(case: str) -> set[str]:
