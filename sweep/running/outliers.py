@@ -218,6 +218,10 @@ class _TimedAttempt(NamedTuple):
     ci95_rel: float
 
 
+def _hosts(attempt: AttemptState) -> tuple[str, ...]:
+    return attempt.result.hostnames if attempt.result else ()
+
+
 def _contradiction(
     attempts: Mapping[AttemptKey, AttemptState],
     state: SweepState,
@@ -245,10 +249,11 @@ def _contradiction(
         partial = [attempts[key] for key in keys if (ok := attempts[key].ok) and ok.is_partial]
         whole = [attempts[key] for key in keys if (ok := attempts[key].ok) and not ok.is_partial]
         for part, step in product(partial, whole):
-            # Allocations differ; the control layout of both shows by how much, unless it is this run itself.
+            # Nodes differ; the control layout beside both shows by how much, unless it is this run itself.
             pair = timed(part, True), timed(step, True)
             if not (pair[0] and pair[1] and pair[0].control == pair[1].control != run_id):
-                pair = timed(part, False), timed(step, False)
+                has_same_nodes = _hosts(part) == _hosts(step)
+                pair = (timed(part, False), timed(step, False)) if has_same_nodes else (None, None)
             if not (pair[0] and pair[1]):
                 continue
             ratio, interval = pair[1].time / pair[0].time, math.hypot(pair[0].ci95_rel, pair[1].ci95_rel)

@@ -92,11 +92,20 @@ def _control_rank(run: Candidate) -> tuple[float, float, str]:
 
 
 def with_measured_times(plan: Plan, state: SweepState) -> Plan:
-    """The plan whose runs are priced with the starts and the step times that the runs before them have measured."""
+    """The plan whose runs are priced with the starts and the step times that the runs before them have measured.
+
+    Parts of steps of a kind whose departure from a straight line is measured need no third size.
+    """
     excess_s, factor_by_cell = _start_excess_s(plan, state), _step_factors(plan, state)
+    departure_by_kind = _departures(plan, state)
     usual_factor, measure = median(factor_by_cell.values()) if factor_by_cell else 1.0, plan.config.measure
 
     def repriced(run: Candidate) -> Candidate:
+        departure = departure_by_kind.get(run.spec.linearity_kind)
+        if departure is not None and run.slice and run.slice.third:
+            slice_ = replace(run.slice, third=None, departure=departure)
+            turn_share = run.turn_share * sum(slice_.sizes) / sum(run.slice.sizes)
+            run = run.in_parts(slice_, turn_share, measure)
         factor = factor_by_cell.get(run.cell, usual_factor) if factor_by_cell and run.fits else 1.0
         start_excess_s = excess_s[run.nodes]
         if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
@@ -114,6 +123,18 @@ def with_step_factor(run: Candidate, factor: float, measure: Measure) -> Candida
     step_time_s = run.prediction.step_time_s
     steps_excess_s = run.priced_s(measure, factor * step_time_s) - run.priced_s(measure, step_time_s)
     return replace(run, step_factor=factor, steps_excess_s=steps_excess_s)
+
+
+def _departures(plan: Plan, state: SweepState) -> dict[tuple[str, int], float]:
+    """Kind of run -> the median departure from a straight line that runs of it have measured by a third size."""
+    if not any(run.slice for run in plan.runs):
+        return {}
+    kind_by_run = {run.run_id: run.spec.linearity_kind for run in plan.runs}
+    departures = defaultdict[tuple[str, int], list[float]](list)
+    for key, attempt in state.attempts.items():
+        if attempt.ok and attempt.ok.departure is not None and key.run_id in kind_by_run:
+            departures[kind_by_run[key.run_id]].append(attempt.ok.departure)
+    return {kind: median(values) for kind, values in departures.items()}
 
 
 def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
