@@ -152,8 +152,12 @@ def best_of_cells(
     runs: Iterable[Candidate], state: SweepState, device: str, suspects: Suspects | None = None
 ) -> dict[CellKey, Standing]:
     """CellKey -> its best run so far, sorted by cell; the arguments are those of `standings_of`."""
-    standings_by_cell = standings_of(runs, state, device, suspects)
-    return {cell: ranking[0] for cell, ranking in sorted(standings_by_cell.items()) if ranking[0].best}
+    return best_of_rankings(standings_of(runs, state, device, suspects))
+
+
+def best_of_rankings(rankings: Mapping[CellKey, Sequence[Standing]]) -> dict[CellKey, Standing]:
+    """CellKey -> its best run so far, sorted by cell, from what `standings_of` returns."""
+    return {cell: ranking[0] for cell, ranking in sorted(rankings.items()) if ranking[0].best}
 
 
 def fastest_of_cells(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[CellKey, Standing]:
