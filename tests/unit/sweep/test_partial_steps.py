@@ -1,6 +1,5 @@
 """Which runs are measured by parts of a step, and by which."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -258,10 +257,3 @@ def test_what_parts_measure_is_blank_where_whole_steps_differ():
     unlike = SimpleNamespace(slice=replace(RUNS[0].slice, keeps_memory=False))
     assert without_unlike(result, unlike).peak_mem_reserved_bytes is None
     assert without_unlike(result, SimpleNamespace(slice=None)) == result
-
-
-def test_the_interval_of_a_result_holds_the_error_of_the_line():
-    own = ended(step_times_s=(1.0, 1.01, 0.99, 1.0, 1.02, 0.98))
-    partial = replace(own, measured_gas="2,4", extrapolation_error_rel=0.3)
-    assert partial.step_time_ci95_rel == pytest.approx(math.hypot(own.step_time_ci95_rel, 0.3))
-    assert replace(partial, extrapolation_error_rel=None).step_time_ci95_rel is None
