@@ -111,7 +111,9 @@ class AgentGroup:
             task.spec.layout.world_size, self.hosts, self.listen(0.0), self._address_book,
             starts_ranks=task.starts_ranks,
         )  # fmt: skip
-        self.order("start", task_index=index, address=address, port=0 if task.forked else free_port(address))
+        port = 0 if task.forked else free_port(address)
+        departure = task.slice.departure if task.slice else None
+        self.order("start", task_index=index, address=address, port=port, departure=departure)
 
     def order(self, method_name: str, **arguments: Any) -> Any:
         """Sends an order to all nodes (see `Node.obey`); returns the answer of this node."""

@@ -13,7 +13,7 @@ from typing import Any
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
-from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.diagnose.outcome import classify, without_unlike
 from ultrabench.agent.diagnose.rank_cause import SHELL_SIGNAL_BASE
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import evidence_of_ranks
@@ -75,7 +75,7 @@ TaskResult = tuple[Task, RunResult]
 """A task that was run, and how it ended."""
 _TIME_OVER_TEXT = "its allocation ended at its time limit"
 MIN_RACE_STEPS = 2
-"""Number of measured steps after which a run may be ended as too slow."""
+"""Number of measured steps after which a run may be ended as too slow; of parts of steps, one turn is enough."""
 
 
 def owns(claims_folder: Path, allocation_name: str, claimant: dict[str, Any]) -> bool:
@@ -109,11 +109,22 @@ class Leader:
             if ending := ending or self._why_not_now(self._with_measured_times(task)):
                 return ending
             if may_fit(task, self._task_results) and self._claim(task):
-                self._run(task)
+                self._run(self._with_departure(task))
         return Ending(self._group.outage.reason if self._group.outage else "all tasks done")
 
     def _with_measured_times(self, task: Task) -> Task:
         return with_measured_times(task, [result for _, result in self._task_results])
+
+    def _with_departure(self, task: Task) -> Task:
+        """The task with the departure from a straight line that a run of its kind has measured in this allocation.
+
+        It then needs no third size.
+        """
+        if task.slice is None or task.slice.third is None:
+            return task
+        kind = task.spec.linearity_kind
+        departures = [r.departure for run, r in self._task_results if run.spec.linearity_kind == kind]
+        return task.with_departure(next((d for d in departures if d is not None), None))
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -259,7 +270,7 @@ class Leader:
         job, prediction = self._node.identity.job, {"step_time_s": task.predicted_step_time_s}
         self._write(Claimed(**key_fields, job=job, spec=raw_json(task.spec), predicted=prediction))
         self._write(Started(**key_fields, scratch=str(self._node.scratch)))
-        result = self._measure(task, self._allocation.tasks.index(task))
+        result = self._measure(task, self._index(task))
         self._write_result(task, result, is_claimed=True)
         self._task_results.append((task, result))
         self._group.finish(keep_all=result.status != Status.OK)
@@ -312,7 +323,8 @@ class Leader:
         """
         measure, step_times_s = task.measure, rank.measured_step_times_s(task.measure)
         is_exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done_line
-        has_few_steps = rank.num_steps < measure.loss_step or len(step_times_s) < MIN_RACE_STEPS
+        min_times = 1 if task.slice else MIN_RACE_STEPS
+        has_few_steps = rank.num_steps < measure.loss_step or len(step_times_s) < min_times
         if measure.race is None or is_exempt or has_few_steps:
             return None
         best_s = best_step_time_s(task, self._task_results, self._allocation.control)
@@ -321,6 +333,10 @@ class Leader:
         reason = f"the fastest of {len(step_times_s)} steps took {min(step_times_s):.4g} s"
         reason += f"; the best of its cell takes {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
+
+    def _index(self, task: Task) -> int:
+        """The index of a task in the list of its allocation."""
+        return next(index for index, other in enumerate(self._allocation.tasks) if other.key == task.key)
 
     def _write_result(
         self, task: Task, result: RunResult, source: str = BY_AGENT, is_claimed: bool = False
@@ -348,7 +364,7 @@ class Leader:
         if progress.first_step_s is None and result.status in UNFINISHED_STATUSES and group.compiler_locks:
             result = replace(result, reason=f"{result.reason}; {locks_text(group.compiler_locks)}")
         digest, overrides = self._allocation.kernel_digest, variables_of(task.spec.variant)
-        return replace(
+        complete_result = replace(
             result,
             variables={name: value for name, value in result.variables.items() if name not in overrides},
             duration_s=time.monotonic() - progress.monotonic_start_s,
@@ -357,6 +373,7 @@ class Leader:
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest, overrides),
         )
+        return without_unlike(complete_result, task)
 
 
 def may_fit(task: Task, results: Sequence[TaskResult]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -128,7 +129,7 @@ class Pipeline:
         wide_dtype = torch.promote_types(dtype, torch.float32)
         if layout.pp_schedule == "zbv":
             require_split_backward()
-        self._mbs, self._gas = layout.mbs, layout.gas
+        self._mbs = layout.mbs
         num_stages, pp_group = layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
@@ -150,14 +151,29 @@ class Pipeline:
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
                 model.head.shared_gradient = HeadGradient()
-        # Schedules of torch for several stages on a rank take a list.
-        self.schedule = SCHEDULE_CLASSES[layout.pp_schedule](
-            self.stages if layout.virtual_stages > 1 else self.stages[0],
-            n_microbatches=layout.gas,
-            # The last stage returns the loss of a micro-batch; the loss of the step is the mean over all ranks' losses.
-            loss_fn=lambda loss, _: loss / num_losses(layout),
-            scale_grads=False,
-        )
+        self._schedules = dict[int, Any]()
+        """Number of micro-batches of a step -> the schedule that runs them."""
+        self.set_layout(layout)
+
+    def set_layout(self, layout: Layout) -> None:
+        """Makes the next steps those of a layout that differs in gas at most from the one before.
+
+        The stages keep what a schedule has prepared for each micro-batch, so that schedules can take turns.
+        """
+        self._gas = layout.gas
+        if layout.gas not in self._schedules:
+            self._schedules[layout.gas] = SCHEDULE_CLASSES[layout.pp_schedule](
+                # Schedules of torch for several stages on a rank take a list.
+                self.stages if layout.virtual_stages > 1 else self.stages[0],
+                n_microbatches=layout.gas,
+                # The last stage returns the loss of a micro-batch; that of the step is the mean over all ranks' losses.
+                loss_fn=lambda loss, _: loss / num_losses(layout),
+                scale_grads=False,
+            )
+        self.schedule = self._schedules[layout.gas]
+        for stage in self.stages:
+            if stage.chunks is not None:  # a schedule sets it only before its first step
+                stage.chunks = layout.gas
 
     def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Runs forward and backward of all micro-batches; returns their losses if it has the last stage."""

@@ -40,6 +40,8 @@ class CheckSpec:
     seq_len: int = 64
     seed: int = 0
     steps: int = 3
+    sizes: tuple[int, ...] = ()
+    """Micro-batches of the steps in turn, if they are parts of a step; empty: all steps have gas of them."""
     clip: float = 0.5
     """Largest gradient norm; so small that gradients are clipped, so that the norm is checked.
     The second step is not."""

@@ -151,6 +151,13 @@ class TrainStep:
         if layout.pp > 1:
             self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, after_microbatch, self.tp_ranks)
 
+    def set_gas(self, gas: int) -> None:
+        """Makes the next steps of `gas` micro-batches on each rank, and so of another global batch."""
+        self.spec = self.spec.with_gas(gas)
+        self.layout = self.spec.layout
+        if self.layout.pp > 1:
+            self.pipeline.set_layout(self.layout)
+
     def cut_group(self, name: str) -> dist.ProcessGroup:
         """The ranks over which the parameter `name` is cut: those of ep for experts, else those of tp."""
         expert_mesh = self.expert_mesh if is_expert(name) else None

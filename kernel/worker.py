@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,7 @@ from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
 from ultrabench.kernel.rank.trace import trace_steps
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
+from ultrabench.partial_step import step_s
 from ultrabench.rank_report import CHECKPOINT_PHASE, STEP_PARTS, TRACE_PHASE, Report
 from ultrabench.record import from_dict
 from ultrabench.run import Task
@@ -58,17 +60,29 @@ class Timing:
         self.task, self.trainer, self.report = task, trainer, report
         self.limits, self.device = task.measure, trainer.device
         """How many steps and seconds to warm up and to measure."""
+        self.slice = task.slice
+        """The parts of a step that are measured in turns; None: whole steps are measured."""
         self.is_measuring = False
         self.has_compiled = False
         """Whether this rank compiled a graph in the last step."""
         self.step_times_s: list[float] = []
-        """Seconds of each measured step."""
+        """Seconds of each measured step, or of the whole step by each turn of parts."""
+        self.num_turns = 0
+        """Number of turns of parts that this rank has measured."""
+        self.part_times_s: list[float] = []
+        """Seconds of each measured part of a step, in order."""
         self.loss_final: float | None = None
         self.num_steps = 0
         """Number of steps that this rank has run."""
 
-    def step(self) -> float:
-        """Runs one step; returns its seconds, without making its data before and reading its loss after."""
+    def step(self, size: int | None = None) -> float:
+        """Runs one step; returns its seconds, without making its data before and reading its loss after.
+
+        Args:
+            size: the number of micro-batches of the step, if it is another than that of the step before.
+        """
+        if size is not None:
+            self.trainer.set_gas(size)
         step_number, num_graphs_before = self.num_steps + 1, self.trainer.compiler.num_graphs
         self.report.enter_part(DATA_PART, step_number)
         batch = self.trainer.batch(step_number)
@@ -89,12 +103,37 @@ class Timing:
             raise failure.NonFiniteLossError(f"loss is {loss} at step {step_number}")
         tokens, gradient_norm = self.task.spec.tokens_per_step, float(self.trainer.gradient_norm)
         step_facts = {"step": step_number, "seconds": seconds, "loss": loss, "gradient_norm": gradient_norm}
+        if self.slice:
+            gas, whole_gas = self.trainer.layout.gas, self.task.spec.layout.gas
+            tokens = tokens * gas // whole_gas
+            step_facts |= {"gas": gas, "whole_gas": whole_gas, "turn": self.num_turns}
         self.report.write("step", tokens=tokens, **step_facts, measured=self.is_measuring)
         self.num_steps = step_number
-        if self.is_measuring:
+        if self.is_measuring and not self.slice:
             self.step_times_s.append(seconds)
-        if step_number == self.limits.loss_step:
+        if step_number == self.limits.loss_step and not self.slice:  # parts train on fewer tokens
             self.loss_final = loss
+
+    def _measure_turn(self) -> None:
+        """Measures one step, or the parts of a step in their turn."""
+        if self.slice is None:
+            self.step()
+            return
+        turn = {size: self.step(size) for size in self.slice.order(self.num_turns)}
+        self.num_turns += 1
+        self.part_times_s += turn.values()
+        self.step_times_s.append(step_s(self.slice, turn, self.task.spec.layout.gas))
+
+    def _widen(self) -> bool:
+        """Goes on with parts of a wider slice, if there is one; returns whether there is."""
+        if self.slice is None or self.slice.wider is None:
+            return False
+        self.slice = replace(self.slice, g2=self.slice.wider, third=None, wider=None)
+        self.step_times_s = []
+        self.is_measuring = False
+        self.step(self.slice.g2)  # it may be the first step of this size
+        self.is_measuring = True
+        return True
 
     def _value_of_rank_0(self, value: float) -> float:
         """The `value` of rank 0 on all ranks, which have to decide alike although their clocks differ."""
@@ -107,7 +146,8 @@ class Timing:
         limits, num_measured = self.limits, len(self.step_times_s)
         if num_measured < limits.min_steps:
             return None
-        relative_ci95, is_long = ci95_rel(self.step_times_s), sum(self.step_times_s) >= limits.min_s
+        measured_s = sum(self.part_times_s or self.step_times_s)
+        relative_ci95, is_long = ci95_rel(self.step_times_s), measured_s >= limits.min_s
         is_narrow = relative_ci95 is not None and relative_ci95 <= limits.target_ci95_rel
         reason_index = 0 if not is_long else 1 if is_narrow else 2 if num_measured >= limits.max_steps else 0
         return STOP_REASONS[int(self._value_of_rank_0(reason_index))]
@@ -115,6 +155,8 @@ class Timing:
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
         start_s, warmup_steps, min_s = time.perf_counter(), self.limits.warmup_steps, self.limits.warmup_s
+        for size in self.slice.sizes if self.slice else ():
+            self.step(size)
         while self.num_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining_steps in range(MAX_COMPILING_STEPS, -1, -1):
@@ -125,11 +167,18 @@ class Timing:
         graphs_text = f"layers ({self.trainer.compiler.num_graphs} graphs so far); use kernel.compile=false"
         raise RuntimeError(f"step {self.num_steps} still compiled {graphs_text}")
 
-    def _count_step_flops(self) -> float:
-        """Runs one step; returns the FLOPs of all ranks in it."""
+    def _count_step_flops(self, size: int | None = None) -> float:
+        """Runs one step, of `size` micro-batches if that is given; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as flop_counter:
-            self.step()
+            self.step(size)
         return reduce_over_ranks(flop_counter.flops, self.device, dist.ReduceOp.SUM)
+
+    def _count_whole_step_flops(self) -> float:
+        """The FLOPs of all ranks in a whole step, from one step, or from a part of each of two sizes."""
+        if self.slice is None:
+            return self._count_step_flops()
+        flops_by_size = {size: self._count_step_flops(size) for size in (self.slice.g1, self.slice.g2)}
+        return step_s(self.slice, flops_by_size, self.task.spec.layout.gas)
 
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
@@ -140,7 +189,9 @@ class Timing:
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hides_flops = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
-        hardware_flops = None if hides_flops or self.limits.warmup_steps == 1 else self._count_step_flops()
+        hardware_flops = None
+        if not hides_flops and self.limits.warmup_steps > 1:
+            hardware_flops = self._count_whole_step_flops()
         self._warm_up()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
@@ -151,8 +202,10 @@ class Timing:
         self.report.phase("measure")
         self.is_measuring, stop_reason = True, None
         while stop_reason is None:
-            self.step()
+            self._measure_turn()
             stop_reason = self.stop_reason()
+            if stop_reason == "max_steps" and self._widen():
+                stop_reason = None
         gc.enable()
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
@@ -240,7 +293,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
         memory.limit_cpu_memory(task.rank_mem_bytes)
         report.write("memory", **memory.usage())
     after_microbatch = device_progress(device, report.microbatch)
-    trainer = TrainStep(task.spec, device, mesh, after_microbatch=after_microbatch)
+    trainer = TrainStep(task.largest_spec, device, mesh, after_microbatch=after_microbatch)
     if kind_of(device).has_gpus:
         memory.reset_peak(device)
     Timing(task, trainer, report).run()

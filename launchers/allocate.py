@@ -90,6 +90,7 @@ def _task(plan: Plan, folder: SweepFolder, sweep_id: str, attempt: PlannedAttemp
         best_step_time_s=tokens_per_gpu / best_run.rate if best_run and best_run.rate else None,
         best_control_ratio=best_run.control_ratio if best_run and has_same_control else None,
         traced=config.trace,
+        slice=run.slice,
         checkpoint=str(folder.checkpoint(save_folder, sweep_id, attempt.key))
         if config.measure.checkpoint
         else None,

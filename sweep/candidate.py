@@ -1,14 +1,16 @@
 """A candidate of a plan, and the cell in which it is ranked."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultrabench.errors import counted
 from ultrabench.layout import Layout
+from ultrabench.measure import Measure
 from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
+from ultrabench.partial_step import Slice
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, LIKELY_OOM, Prediction
@@ -54,6 +56,14 @@ class Candidate:
     """How many times as long as predicted the measured steps of its cell have taken."""
     steps_excess_s: float = 0.0
     """Seconds by which all its steps together are therefore expected to be longer than predicted."""
+
+    slice: Slice | None = None
+    """The parts of a step by which the run is measured; None: whole steps are measured."""
+    whole_reason: str | None = None
+    """Why whole steps are measured although measure.partial_steps asks for parts; None where it does not, and where
+    parts are measured."""
+    turn_share: float = 1.0
+    """Predicted seconds of the measured parts of one turn, relative to those of a whole step; 1 for whole steps."""
 
     @property
     def shape(self) -> ModelShape:
@@ -118,6 +128,30 @@ class Candidate:
     def gpu_hours(self) -> float:
         """Predicted GPU hours of one run."""
         return self.duration_s * self.layout.world_size / 3600
+
+    def priced_s(self, measure: Measure, step_time_s: float) -> float:
+        """Seconds of all steps of a run for its price, if a whole step takes `step_time_s`."""
+        return measure.priced_s(self.turn_share * step_time_s)
+
+    def in_parts(self, slice_: Slice, turn_share: float, measure: Measure) -> "Candidate":
+        """The run measured by parts of a step, with its price."""
+        return self._priced_with(measure, slice=slice_, turn_share=turn_share)
+
+    def as_whole(self, measure: Measure) -> "Candidate":
+        """The run measured by whole steps, with its price."""
+        return self._priced_with(measure, slice=None, turn_share=1.0) if self.slice else self
+
+    def _priced_with(self, measure: Measure, **changes: Any) -> "Candidate":
+        run, prediction = replace(self, **changes), self.prediction
+        step_time_s = prediction.step_time_s
+        saved_s = self.priced_s(measure, step_time_s) - run.priced_s(measure, step_time_s)
+        duration_s = prediction.duration_s - saved_s * self.fits
+        return replace(
+            run,
+            predicted=replace(prediction, duration_s=duration_s),
+            steps_excess_s=run.priced_s(measure, self.step_factor * step_time_s)
+            - run.priced_s(measure, step_time_s),
+        )
 
     def tokens_per_s_per_gpu(self, result: RunResult) -> float:
         """Tokens per second per GPU in an ok result."""

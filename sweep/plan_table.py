@@ -18,6 +18,7 @@ from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.kernel_config import SIZE_OPTIONS, KernelConfig
 from ultrabench.layout import AXES, NEUTRAL, SWEEP_VALUES, TEXT_AXES, Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.partial_step import Slice
 from ultrabench.record import canonical_json, from_dict
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
@@ -34,17 +35,20 @@ Row = dict[str, Any]
 Warn = Callable[[str], None]
 _COLUMN_BY_FIELD = {field: column.name for field, column in PREDICTION_COLUMNS.items()}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
+SLICE_COLUMNS = ("slice", "whole_reason")
+"""Columns of a plan whose runs are measured by parts of steps, as far as they can: the parts as JSON, or why whole
+steps are measured. Other plans lack them."""
 RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
-    *_COLUMN_BY_FIELD.values(),
+    *_COLUMN_BY_FIELD.values(), *SLICE_COLUMNS,
 ]  # fmt: skip
 """Columns that `runs_of` reads."""
 
-NULLABLE_TYPES = pa.schema({"rule": pa.string(), "reason": pa.string(), "variant": pa.string()})
+NULLABLE_TYPES = pa.schema({name: pa.string() for name in ("rule", "reason", "variant", *SLICE_COLUMNS)})
 """Types of the columns in which all values may be null, which would leave them without a type."""
 
 
-_OLDER_VALUES = NEUTRAL | {"precision": None, "variant": None}
+_OLDER_VALUES = NEUTRAL | {"precision": None, "variant": None} | dict.fromkeys(SLICE_COLUMNS)
 """Column that an older plan may lack -> its value there; a precision that is None is that of sweep.json."""
 
 
@@ -62,6 +66,32 @@ def columns_of_run(spec: RunSpec) -> Row:
     }
 
 
+class _PlannedSlice(msgspec.Struct):
+    """The column `slice` of a plan."""
+
+    slice: Slice
+    turn_share: float
+
+
+def _slice_columns(candidate: Candidate) -> Row:
+    """The columns of SLICE_COLUMNS."""
+    text = None
+    if candidate.slice:
+        planned = _PlannedSlice(candidate.slice, candidate.turn_share)
+        text = msgspec.json.encode(planned).decode()
+    return dict(zip(SLICE_COLUMNS, (text, candidate.whole_reason), strict=True))
+
+
+@functools.lru_cache(maxsize=256)  # many runs have equal ones
+def _planned_slice(text: str | None) -> _PlannedSlice | None:
+    """The column `slice` of a run; None where whole steps are measured.
+
+    Raises:
+        ConfigError, msgspec.DecodeError: the text is damaged.
+    """
+    return msgspec.json.decode(text, type=_PlannedSlice) if text else None
+
+
 def _decision(candidate: Candidate) -> str:
     """What a plan decides about a candidate: that it runs, is skipped, or is rejected by a rule or the kernel."""
     if candidate.runs:
@@ -71,6 +101,8 @@ def _decision(candidate: Candidate) -> str:
 
 def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     """The candidates as a table, in the order given."""
+    candidates = [*candidates]
+    has_slices = any(c.slice or c.whole_reason for c in candidates)
     rows = [
         {
             "order": position,
@@ -84,6 +116,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             **{column: getattr(c.predicted, field, None) for field, column in _COLUMN_BY_FIELD.items()},
             "predicted_to_fit": c.fits if c.valid else None,
             "predicted_gpu_hours": c.gpu_hours if c.valid else None,
+            **(_slice_columns(c) if has_slices else {}),
         }
         for position, c in enumerate(candidates)
     ]
@@ -137,7 +170,11 @@ def read_failure(error: Exception) -> str:
     return str(error).partition("\n")[0].rpartition("'<Buffer>': ")[2]
 
 
-_TEXT_COLUMNS = ("decision", "run_id", "model", "precision", "variant", "predicted_limited_by", *TEXT_AXES)
+_TEXT_COLUMNS = (
+    *("decision", "run_id", "model", "precision", "variant", "predicted_limited_by"),
+    *SLICE_COLUMNS,
+    *TEXT_AXES,
+)
 """Columns of texts among RUN_COLUMNS; the others are numbers."""
 _COUNT_COLUMNS = ("nodes", "gpus_per_node", "seq_len", "gbs")
 """Columns of positive integers of a run."""
@@ -221,12 +258,27 @@ def _without_damaged_rows(path: Path, table: pa.Table, warn: Warn) -> pa.Table:
             return f"its layout is impossible: {error}"
         return None
 
+    @functools.cache
+    def slice_fault(text: str | None) -> str | None:
+        try:
+            _planned_slice(text)
+        except (ConfigError, msgspec.MsgspecError, UnicodeError):
+            return f"slice={text!r:.60} says no parts of a step"
+        return None
+
     columns = (*_COUNT_COLUMNS, *AXES)
     runs_values: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in columns), strict=True)
-    keys = zip(*(table[name].to_pylist() for name in ("run_id", "decision", "variant")), strict=True)
+    key_columns = ("run_id", "decision", "variant", "slice")
+    keys = zip(*(table[name].to_pylist() for name in key_columns), strict=True)
     fault_by_row = dict[int, str]()
-    for row, ((run_id, decision, variant), run_values) in enumerate(zip(keys, runs_values, strict=True)):
-        fault = variant_fault(variant) or (run_fault(*run_values) if decision == "run" else None)
+    for row, ((run_id, decision, variant, part), run_values) in enumerate(
+        zip(keys, runs_values, strict=True)
+    ):
+        fault = (
+            variant_fault(variant)
+            or slice_fault(part)
+            or (run_fault(*run_values) if decision == "run" else None)
+        )
         fault = fault or (None if run_id else "it has no run_id")
         if fault:
             fault_by_row[row] = f"run {run_id}: {fault}"
@@ -332,7 +384,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
         if row["model"] not in shape_by_name:
             raise SweepFolderError(f"the sizes of model={row['model']} are unknown; launch the sweep again")
         precision = row["precision"] or sweep.kernel.precision
-        peak = peak_of(row["nodes"], precision)
+        peak, planned_slice = peak_of(row["nodes"], precision), _planned_slice(row["slice"])
         yield Candidate(
             run_id=row["run_id"],
             spec=RunSpec(
@@ -348,4 +400,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             peak_flops_per_s=peak.flops_per_s if peak else None,
             mfu_problem=peak.mfu_problem if peak else None,
             flops_formula=formula,
+            slice=planned_slice.slice if planned_slice else None,
+            whole_reason=row["whole_reason"],
+            turn_share=planned_slice.turn_share if planned_slice else 1.0,
         )

@@ -31,10 +31,11 @@ from ultrabench.log_patterns import TRY_LOG, compile_pattern, misread_reason, ne
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.model_flops import nearest_number
+from ultrabench.partial_step import extrapolation_error_rel
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, RESULT_COLUMNS, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
-from ultrabench.step_time import ci95_rel, extreme_medians_s
+from ultrabench.step_time import extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
 MAX_MESSAGE_CHARS = 1000
@@ -83,13 +84,20 @@ def classify(
     if result.status == Status.OK and (misread_text := _misread_text(progress, task, reported_mfu)):
         result = _invalid_result(UNMEASURED, misread_text)
     arrival_error_s = _arrival_error_s(reporter, measure)
-    step_time_ci95_rel = ci95_rel(step_times_s, arrival_error_s)
+    columns_of_parts = _part_columns(reporter, task)
+    step_time_ci95_rel = RunResult(
+        status=result.status,
+        step_times_s=tuple(step_times_s),
+        arrival_error_s=arrival_error_s,
+        **columns_of_parts,
+    ).step_time_ci95_rel
     keys = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
     environment_columns: Columns = {key: environment.get(key) for key in keys}
     is_ok, evidence = result.status == Status.OK, agent_end.evidence if agent_end else {}
     return replace(
         result,
         **environment_columns,
+        **columns_of_parts,
         variables=redact_env(environment.get("variables") or {})[0],
         measured_by=reporter.steps[-1].get("measured_by", "report") if reporter.steps else None,
         arrival_error_s=arrival_error_s,
@@ -116,6 +124,40 @@ def classify(
         probe=progress.probe_rates,
         evidence={} if is_ok else {"ranks": [_rank_evidence(rank) for rank in progress.ranks], **evidence},
     )
+
+
+def without_unlike(result: RunResult, task: Task) -> RunResult:
+    """The result without what parts of a step measure, but whole steps need not have.
+
+    Losses and gradients of another batch are not compared, the mean power of a part has another share of waiting, and
+    the peak of the memory stays only where the formulas say that it is that of whole steps.
+    """
+    if task.slice is None:
+        return result
+    blanks: Columns = dict.fromkeys(("loss_final", "gradient_norm", "power_w_mean"))
+    if not task.slice.keeps_memory:
+        memory_columns = (name for name in RESULT_COLUMNS if name.startswith("peak_mem_"))
+        blanks |= dict.fromkeys((*memory_columns, "allocator_retries"))
+    return replace(result, **blanks)
+
+
+def _part_columns(reporter: RankProgress, task: Task) -> Columns:
+    """The columns of a run whose steps are measured in parts; none where whole steps are measured."""
+    parts = reporter.part_times(task.measure) if task.slice else None
+    if task.slice is None or parts is None:
+        return {}
+    line_departure = task.slice.departure if parts.departure is None else parts.departure
+    sizes = sorted({size for turn in parts.turns for size in turn})
+    return {
+        "measured_gas": parts.slice.text,
+        "departure": parts.departure,
+        "extrapolation_error_rel": extrapolation_error_rel(
+            parts.slice, parts.turns, parts.gas, line_departure
+        ),
+        "part_times_s": {
+            str(size): median(turn[size] for turn in parts.turns if size in turn) for size in sizes
+        },
+    }
 
 
 def _diagnosis(

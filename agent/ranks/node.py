@@ -235,9 +235,13 @@ class Node:
         method = {method.__name__: method for method in methods}.get(message.get("do", ""))
         return method and method(**{name: value for name, value in message.items() if name != "do"})
 
-    def start(self, task_index: int, address: str, port: int) -> None:
-        """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
-        task = self._task = self.allocation.task(task_index)
+    def start(self, task_index: int, address: str, port: int, departure: float | None = None) -> None:
+        """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got.
+
+        Args:
+            departure: that of parts of steps of this kind from a straight line, if a run before has measured it.
+        """
+        task = self._task = self.allocation.task(task_index).with_departure(departure)
         run_folder = self._run_folder = self.scratch / str(task.key)
         self.disk.retry(self._prepare, PREPARING_LIMIT_S)
         self._report_sources = report_sources(task, self.ranks, self._run_folder)

@@ -12,8 +12,11 @@ from ultrabench.agent.diagnose.addresses import AddressBook
 from ultrabench.agent.diagnose.log_record import LogRecord, record_of
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.measure import Measure
+from ultrabench.partial_step import PartTimes, part_times
 from ultrabench.record import from_dict
 
+_PART_FIELDS = {"turn", "gas", "whole_gas", "seconds"}
+"""The fields of the report line of a part of a step."""
 RankEvent = dict[str, Any]
 """An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress, {rank,
 code, oom_killed, disk_full} its exit, {rank, log} the record of its log, which follows the exit, and {rank,
@@ -206,8 +209,20 @@ class RankProgress:
         return [*compress(self.steps, is_measured)]
 
     def measured_step_times_s(self, measure: Measure) -> list[float]:
-        """Seconds of the measured steps."""
-        return [s["seconds"] for s in self.measured_steps(measure) if "seconds" in s]
+        """Seconds of the measured steps; those of the whole step by each turn where parts of steps are measured."""
+        steps = self.measured_steps(measure)
+        if any("whole_gas" in step for step in steps[:1]):
+            parts = self.part_times(measure)
+            return parts.whole_step_times_s if parts else []
+        return [s["seconds"] for s in steps if "seconds" in s]
+
+    def part_times(self, measure: Measure) -> PartTimes | None:
+        """The measured parts of steps; None where whole steps are measured, and before the first turn."""
+        steps = [s for s in self.measured_steps(measure) if s.keys() >= _PART_FIELDS]
+        if not steps:
+            return None
+        parts = ((step["turn"], step["gas"], step["seconds"]) for step in steps)
+        return part_times(parts, steps[0]["whole_gas"])
 
 
 class MeasuredPhase:

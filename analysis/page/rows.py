@@ -106,6 +106,7 @@ WORD_COLUMNS = (
     "stopped",
     "dominated_by",
     "measured_by",
+    "measured_gas",
     "kernel_digest",
     "flops_formula",
     "attention",

@@ -35,6 +35,11 @@ function mayWin(row) {
   return isMeasured(row) && value("suspect", row) === null;
 }
 
+// Whether parts of steps were measured, which choose contenders, but do not say which one is the best.
+function isPartial(row) {
+  return value("measured_gas", row) !== null;
+}
+
 function median(numbers) {
   const sorted = [...numbers].sort((a, b) => a - b),
     middle = sorted.length >> 1;
@@ -85,7 +90,9 @@ function standings(cell, isShown) {
       : (value("control_ci95_rel", row) ?? controlInterval.get(allocationOf(row)) ?? 0);
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
   const runs = [...rowByContender].map(([contender, row]) => {
-    const repeats = measuredByContender.get(contender) ?? [],
+    const measuredRepeats = measuredByContender.get(contender) ?? [],
+      wholeRepeats = measuredRepeats.filter((repeat) => !isPartial(repeat)),
+      repeats = wholeRepeats.length ? wholeRepeats : measuredRepeats,
       comparedValues = repeats.map(comparedValue);
     const stepTimeWidths = repeats.map((repeat) =>
       Math.hypot(relativeInterval(repeat), controlWidth(repeat)),
@@ -103,14 +110,16 @@ function standings(cell, isShown) {
       run: value("run_id", row),
       value: medianValue ?? -Infinity,
       interval,
+      partial: repeats.length > 0 && !wholeRepeats.length,
       tier: tierOf(row),
     };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);
-  const [best] = runs.filter(({ interval }) => interval).sort(byValue);
+  const [best] = runs.filter(({ interval, partial }) => interval && !partial).sort(byValue);
   for (const run of runs) {
     run.best = run === best;
-    run.asGood = !run.best && run.interval !== null && run.interval[1] >= best.interval[0];
+    run.asGood =
+      !run.best && !run.partial && run.interval !== null && run.interval[1] >= best.interval[0];
     if (run.best || run.asGood) run.tier = -1;
   }
   return runs.sort((a, b) => a.tier - b.tier || byValue(a, b));

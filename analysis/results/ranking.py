@@ -60,8 +60,19 @@ def _status_text(status: str | None, rows: Sequence[Row], is_only_status: bool) 
 
 def _why_unranked(rows: Sequence[Row]) -> str:
     """The text that tells why none of the ok runs could win, such as ` but suspect: hot`, or a count of each reason."""
-    reasons = ("without a value to rank by", "but stopped early as slower than the best", "but suspect")
-    codes = {row["run_id"]: 2 if row["suspect"] else int(row["stopped"] == SLOWER) for row in rows}
+    reasons = (
+        "without a value to rank by",
+        "but stopped early as slower than the best",
+        "but suspect",
+        "by parts of steps, which no whole step has confirmed yet",
+    )
+
+    def code(row: Row) -> int:
+        if row["suspect"]:
+            return 2
+        return 1 if row["stopped"] == SLOWER else 3 if row["measured_gas"] else 0
+
+    codes = {row["run_id"]: code(row) for row in rows}
     counts = sorted(Counter(codes.values()).items())
     texts = [f"{num_runs:,} {reasons[code].removeprefix('but ')}" for code, num_runs in counts]
     why_suspect = next((f": {row['suspect']}" for row in rows if row["suspect"]), "")
@@ -108,13 +119,13 @@ _WINNER_COLUMNS = (
 _FURTHER_COLUMNS = (
     "run_id", "status", "rule", "reason", "suspect", "suspect_codes", "stopped", "sweep", "allocation",
     "control", "control_ratio", "control_ci95_rel", "repeat", "attempt", "source", "step_time_s",
-    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
+    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom", "measured_gas",
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
     "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate",
     "control_ratio", "width",
-    "ci_reached", "control_ci95_rel",
+    "ci_reached", "control_ci95_rel", "is_partial",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 
@@ -331,6 +342,7 @@ class Ranking:
             competes_in=self.environments.ids,
             allocation_key=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
+            is_partial=frame["measured_gas"].notna(),
             width=frame["step_time_ci95_rel"] if column_of(self._rank_by).follows_step_time else None,
         )
         return ranking_frame

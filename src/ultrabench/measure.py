@@ -1,7 +1,7 @@
 """The settings of configs/measure/: how many steps are measured, how precisely, and for how long."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -13,6 +13,13 @@ PARAM_STATE_BYTES = 12
 """Bytes of a parameter and its two moments in a checkpoint, in fp32."""
 WRITE_BYTES_PER_S = 1e9
 """Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
+
+
+PartialSteps = Annotated[
+    Literal["off", "auto"] | tuple[int, int],
+    Meta(description="off, auto or two numbers of micro-batches [g1, g2]"),
+]
+"""The values of measure.partial_steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +73,10 @@ class Measure:
     checkpoint_limit_s: Positive = 600.0
     """Longest time in seconds of all saves and loads of a run; after it they are given up, and the steps stand."""
 
+    partial_steps: PartialSteps = "off"
+    """Whether runs are measured by steps of fewer micro-batches, from which the time of a whole step follows: off, auto
+    (the layout chooses how many, if that saves much), or the two numbers of micro-batches of such steps."""
+
     def priced_s(self, step_time_s: float) -> float:
         """Seconds of all steps of a run for its price, if a step takes `step_time_s`."""
         num_measured_steps = (self.min_steps + self.max_steps) // 2
@@ -81,6 +92,9 @@ class Measure:
         if not 6 <= self.min_steps <= self.max_steps:
             fact = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
             raise ConfigError(f"{fact}; needs 6 <= min_steps <= max_steps (an interval needs 6 samples)")
+        if not isinstance(self.partial_steps, str) and not 0 < self.partial_steps[0] < self.partial_steps[1]:
+            fact = f"measure.partial_steps={[*self.partial_steps]}; needs [g1, g2] with 0 < g1 < g2"
+            raise ConfigError(fact, "give two numbers of micro-batches, the smaller one first, such as [4,8]")
         if self.warmup_steps + self.min_steps < self.loss_step:
             steps_text = f"warmup_steps={self.warmup_steps} and min_steps={self.min_steps}"
             max_loss_step = self.warmup_steps + self.min_steps

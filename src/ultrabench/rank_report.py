@@ -225,7 +225,10 @@ CHECKPOINT_NUMBERS: dict[str, Callable[[Any], Any]] = {
 """Field of the event checkpoint -> function as in FIELDS; result columns have the same names after `checkpoint_`."""
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "phase": {"name": _short_text, "time": to_float},
-    "step": {"step": _to_count, "seconds": to_float, "loss": _to_loss, "gradient_norm": to_float, "measured": bool},
+    "step": {
+        "step": _to_count, "seconds": to_float, "loss": _to_loss, "gradient_norm": to_float, "measured": bool,
+        "gas": _to_count, "whole_gas": _to_count, "turn": _to_count,
+    },
     "memory": {**_BYTE_CONVERTERS, "allocator_retries": _to_count},
     "ran": {"options": _to_variables},
     "store": {"port": lambda value: _to_count(value) if is_number(value) and 0 < value < 2**16 else None},

@@ -19,7 +19,7 @@ from ultrabench.column import (
     column,
     columns_of,
 )
-from ultrabench.step_time import ci95_rel
+from ultrabench.step_time import ci95_rel, with_error
 
 
 class Status(StrEnum):
@@ -245,6 +245,20 @@ class RunResult:
     ci_reached: bool | None = column("Whether the interval of the step time met its target.")
     step_times_s: tuple[float, ...] = ()
     """Seconds of each measured step in order, without warm-up."""
+    measured_gas: str | None = column(
+        "Micro-batches of the measured steps, such as 4,8, if the time of a whole step follows from them; "
+        "null: whole steps were measured."
+    )
+    extrapolation_error_rel: float | None = column(
+        "How much the time of a whole step may differ from the straight line through the measured parts, "
+        "relative to it; step_time_ci95_rel holds it. null: whole steps.",
+        unit=FRACTION,
+    )
+    departure: float | None = None
+    """How much more time a further micro-batch takes in larger parts, as a fraction, by a third size; None where no
+    third size was measured."""
+    part_times_s: dict[str, float] = field(default_factory=dict)
+    """Micro-batches -> median seconds of the measured steps with as many."""
     rank_step_times_s: dict[str, float] = field(default_factory=dict)
     """Rank -> its median step time, for the fastest and the slowest rank; empty if only one rank reports."""
     loss_final: float | None = column(
@@ -356,8 +370,19 @@ class RunResult:
 
     @property
     def step_time_ci95_rel(self) -> float | None:
-        """Half-width of the 95 % interval of the median step time, relative to the median; None if it is unknown."""
-        return ci95_rel(self.step_times_s, self.arrival_error_s)
+        """Half-width of the 95 % interval of the median step time, relative to the median; None if it is unknown.
+
+        That of a run measured in parts holds the error of the straight line through them.
+        """
+        own_ci95_rel = ci95_rel(self.step_times_s, self.arrival_error_s)
+        if self.measured_gas is None:
+            return own_ci95_rel
+        return with_error(own_ci95_rel, self.extrapolation_error_rel)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether parts of steps were measured, and no whole step."""
+        return self.measured_gas is not None
 
     @property
     def environment(self) -> tuple[object, ...]:

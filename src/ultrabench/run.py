@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.model_words import FIELDS_BY_WORD, model_words, pipeline_words
+from ultrabench.partial_step import Slice
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
@@ -106,6 +107,11 @@ class RunSpec:
         kernel = self.kernel
         return self.shape, self.workload, self.nodes, self.gpus_per_node, kernel.name, kernel.precision
 
+    def with_gas(self, gas: int) -> "RunSpec":
+        """The run of the same layout with another number of micro-batches, and so another global batch."""
+        layout = replace(self.layout, gas=gas)
+        return replace(self, layout=layout, workload=replace(self.workload, gbs=layout.gbs))
+
     def label(self) -> str:
         """A short text of the layout and the variant, such as `dp2 tp1 pp1 z0 mbs1 gas4 NCCL_ALGO=Ring`."""
         return " ".join((self.layout.label(), *option_texts(self.variant)))
@@ -119,6 +125,11 @@ class RunSpec:
     def logging_rank(self) -> int | None:
         """The rank whose log has the steps of a program that only logs; None if it may be any."""
         return self.kernel.logging_rank(self.layout)
+
+    @property
+    def linearity_kind(self) -> tuple[str, int]:
+        """Runs of one kind depart alike from the straight line through parts of their steps."""
+        return self.layout.pp_schedule, self.layout.zero_stage
 
     @property
     def compiles(self) -> bool:
@@ -182,12 +193,25 @@ class Task(AttemptRecord):
     gpu_names: tuple[str, ...] = ()
     """Names that the driver may give the accelerators, or empty for any name. A result on an accelerator with
     another name is invalid."""
+    slice: Slice | None = None
+    """The parts of a step that are measured for whole steps of `spec`; None: whole steps are measured."""
     probe: bool = False
     """Whether devices and links of the allocation are measured instead of training."""
     traced: bool = False
     """Whether some more steps are traced after the measured ones."""
     checkpoint: str | None = None
     """Folder in which the state is saved and loaded after the measured steps, and removed; None: it is not saved."""
+
+    def with_departure(self, departure: float | None) -> "Task":
+        """The task without a third size, if another run of its kind has measured this departure."""
+        if departure is None or self.slice is None:
+            return self
+        return replace(self, slice=replace(self.slice, third=None, departure=departure))
+
+    @property
+    def largest_spec(self) -> RunSpec:
+        """The run with the largest steps that its ranks run: `spec`, or that of the largest part."""
+        return self.spec.with_gas(max(self.slice.all_sizes)) if self.slice else self.spec
 
     @property
     def forked(self) -> bool:

@@ -8,7 +8,8 @@ where all of a cell are suspect, these compete. If all that compete were measure
 in one environment, their ratios to the control are compared, since allocations differ; else their rates. A run counts,
 and is shown, with the median of the repeats that compete, which lies between two of an even number.
 The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their 95 %
-intervals overlap.
+intervals overlap. Repeats that were measured by parts of steps count only for a run without whole steps, and such a run
+is neither the best nor as good.
 """
 
 import math
@@ -51,6 +52,8 @@ class Repeat(NamedTuple):
     control_ci95_rel: float | None = None
     """Half the 95 % interval of the step time of the control layout beside it, relative to that; None in tables of
     earlier versions: that of the control runs of its allocation."""
+    partial: bool = False
+    """Whether parts of steps were measured, which choose contenders, but do not say which one is the best."""
 
     @property
     def measured(self) -> bool:
@@ -86,6 +89,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the intervals of all these repeats met the target of the measurement; None where this is unknown."""
     suspect: str | None = None
     """Why the measurement is suspect; None if it is not."""
+    partial: bool = False
+    """Whether it was measured by parts of steps alone, so that it is neither the best nor as good."""
     by_control: bool = False
     """Whether ratios to the control are compared in this cell."""
     best: bool = False
@@ -163,21 +168,26 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
     competing = sure_pairs or measured_pairs
     by_control = by_control and _have_one_control([repeat for _, repeat in competing])
     control_cis = _control_cis(repeat for _, repeat in competing) if by_control else {}
-    competing_by_run = _group_by_run(competing)
+    competing_by_run = {run: _whole_ones(pairs) for run, pairs in _group_by_run(competing).items()}
     drafts = [
         _standing(repeats_of_run, competing_by_run.get(run, ()), by_control, control_cis)
         for run, repeats_of_run in _group_by_run(repeats).items()
     ]
-    best = min((s for s in drafts if s.interval is not None), key=_value_key, default=None)
+    whole_drafts = [s for s in drafts if s.interval is not None and not s.partial]
+    best = min(whole_drafts, key=_value_key, default=None)
     best_low = best.interval[0] if best and best.interval else math.inf  # lower end of its interval
-    flagged_standings = [
-        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low) for s in drafts
-    ]
+    as_good_ids = {id(s) for s in whole_drafts if s is not best and s.interval and s.interval[1] >= best_low}
+    flagged_standings = [(s, s is best, id(s) in as_good_ids) for s in drafts]
     flagged_standings.sort(key=lambda entry: _place_key(entry[0], entry[1] or entry[2]))
     return [
         msgspec.structs.replace(standing, place=place, best=is_best, as_good=is_as_good)
         for place, (standing, is_best, is_as_good) in enumerate(flagged_standings, 1)
     ]
+
+
+def _whole_ones(repeats: Sequence[_IndexedRepeat]) -> list[_IndexedRepeat]:
+    """The repeats of a run that were measured by whole steps; all if none was."""
+    return [pair for pair in repeats if not pair[1].partial] or [*repeats]
 
 
 def _control_cis(competing: Iterable[Repeat]) -> dict[Hashable, float]:
@@ -256,6 +266,7 @@ def _standing(
         rate_interval=rate_interval,
         ci_reached=False if False in reached else True if reached == {True} else None,
         suspect=representative.suspect,
+        partial=representative.partial,
         by_control=by_control,
         competing=tuple([index for index, _ in competing]),
         num_repeats=len(ended_statuses),

@@ -35,6 +35,11 @@ def ci95_rel(step_times_s: Sequence[float], error_s: float = 0.0) -> float | Non
     return ((sorted_times_s[n - k] - sorted_times_s[k - 1]) / 2 + error_s) / median_s
 
 
+def with_error(own_ci95_rel: float | None, error_rel: float | None) -> float | None:
+    """Half-width of an interval with another, independent error added in quadrature; None where one is unknown."""
+    return None if own_ci95_rel is None or error_rel is None else math.hypot(own_ci95_rel, error_rel)
+
+
 def extreme_medians_s(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
     """Rank -> median step time, for the fastest and the slowest rank; empty unless two ranks have steps.
 

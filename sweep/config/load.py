@@ -147,6 +147,8 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         tree = tree | {"kernel": kernel}
     _require_texts(kernel.get("files"))
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
+    if tree["measure"].get("partial_steps") is False:  # what YAML makes of off
+        tree = tree | {"measure": tree["measure"] | {"partial_steps": "off"}}
     if tree["measure"].get("max_foreign_load") == "auto":
         tree = tree | {
             "measure": tree["measure"] | {"max_foreign_load": DEVICE_KINDS[hardware.device].max_foreign_load}

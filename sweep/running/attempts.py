@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates, family
-from ultrabench.result import UNMEASURED, RunResult, Status
+from ultrabench.result import UNMEASURED, Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import near_best
 from ultrabench.store.jobs_seen import Origin
@@ -215,16 +215,27 @@ def next_attempts(
     blame = blame_of(state, config.retry)
     finder = _AttemptFinder(state, state.by_run(), config.retry, blame, launch, repeatable_suspects)
     oom_id_by_run = dominator_by_run(plan.runs, state)
-    open_runs = [run for run in plan.runs if run.run_id not in oom_id_by_run]
+    contradicted_ids = {key.run_id for key, doubts in doubts_by_attempt.items() if _contradict_parts(doubts)}
+    contradicted_cells = {run.cell for run in plan.runs if run.run_id in contradicted_ids}
+    open_runs = [
+        run.as_whole(config.measure) if run.cell in contradicted_cells else run
+        for run in plan.runs
+        if run.run_id not in oom_id_by_run
+    ]
     if config.strategy == "adaptive":
         queued_ids = {key.run_id for key in keys_under_way if key.repeat < config.repeats}
         open_runs = _begun_and_proposed(config, finder, open_runs, queued_ids)
     todo = finder.todo_of(open_runs, range(config.repeats))
-    if config.measure.confirm > config.repeats:
+    has_parts = any(run.slice for run in open_runs)
+    if config.measure.confirm > config.repeats or has_parts:
         unsettled_cells = {attempt.candidate.cell for attempt in todo}
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
         best_ids = contender_ids(settled_runs, state, config.hardware.device)
         best_runs = [run for run in settled_runs if run.run_id in best_ids]
+        # Parts of steps choose the contenders, and whole steps confirm which one is the best.
+        best_by_parts = [run.as_whole(config.measure) for run in best_runs if run.slice]
+        todo += finder.todo_of(best_by_parts, range(num_whole_repeats(config)))
+        best_runs = [run for run in best_runs if not run.slice]
         todo += finder.todo_of(best_runs, range(config.repeats, config.measure.confirm))
     todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
     untried_node_counts = frozenset[int]()
@@ -241,6 +252,15 @@ def next_attempts(
         stop_reason=breaker_reason(state, config.retry, blame, launch.since_end_s),
         blame=blame,
     )
+
+
+def num_whole_repeats(config: SweepConfig) -> int:
+    """Number of measurements by whole steps of each contender that parts of steps have chosen."""
+    return max(config.repeats, config.measure.confirm)
+
+
+def _contradict_parts(doubts: Iterable[Doubt]) -> bool:
+    return any(doubt.code == outliers.CONTRADICTED_PARTS for doubt in doubts)
 
 
 def attempts_after(
@@ -372,6 +392,8 @@ class _AttemptFinder:
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
+            if oks and not run.slice and all(ok.is_partial for ok in oks.values()):
+                continue  # parts of steps stand for no whole step
             # Control runs of one allocation are not independent, so that they count as one repeat.
             allocations = {attempt.allocation for attempt in attempts if attempt.ok}
             if allocations & control_allocations:

@@ -100,7 +100,7 @@ def _with_measure(plan: Plan, measure: Measure) -> Plan:
         if not run.fits:
             return run
         prediction, step_time_s = run.prediction, run.prediction.step_time_s
-        saved_s = old_measure.priced_s(step_time_s) - measure.priced_s(step_time_s)
+        saved_s = run.priced_s(old_measure, step_time_s) - run.priced_s(measure, step_time_s)
         run = replace(run, predicted=replace(prediction, duration_s=prediction.duration_s - saved_s))
         return with_step_factor(run, run.step_factor, measure)
 

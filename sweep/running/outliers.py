@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,9 +23,9 @@ from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
 from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
 from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
-from ultrabench.result import Doubt, RunResult, Status
+from ultrabench.result import SLOWER, Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.state import AllocationState, SweepState, with_lost
+from ultrabench.store.state import AllocationState, AttemptState, SweepState, with_lost
 from ultrabench.variant import program_options
 
 MIN_COMPARABLE = 3
@@ -71,7 +71,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
     doubt_sources = (find(state, factor) for find in (_preflight_doubts, _control_doubts, _clock_doubts))
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
     doubts: dict[object, list[Doubt]] = defaultdict(list)  # by allocation and by attempt
-    for subject, doubt in chain(*doubt_sources, suspect_losses):
+    for subject, doubt in chain(*doubt_sources, suspect_losses, _part_doubts(state)):
         doubts[subject].append(doubt)
     ok_results = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
     measure = state.config.get("measure", {})
@@ -163,6 +163,104 @@ def control_beside(started_at: float | None, controls: Sequence[ControlRun]) -> 
     mean_s, half_gap_s = fmean(times_s), (max(times_s) - min(times_s)) / 2
     half_interval_s = math.hypot(*(run.step_time_s * run.ci95_rel for run in neighbours)) / len(neighbours)
     return ControlRun(started_at or 0.0, mean_s, max(half_interval_s, half_gap_s) / mean_s)
+
+
+CONTRADICTED_PARTS = "contradicted_parts"
+"""Code of the doubt about runs measured in parts, in a cell where whole steps contradict parts."""
+
+
+class _Kernel(msgspec.Struct):
+    """What a claim says of the program."""
+
+    kind: str
+    name: str
+    precision: str
+
+
+class _CellClaim(msgspec.Struct):
+    """What a claim says of the cell of its run."""
+
+    kernel: _Kernel
+    shape: msgspec.Raw
+    workload: msgspec.Raw
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for the runs of one cell."""
+        texts = bytes(self.shape), bytes(self.workload)
+        return *texts, self.kernel.name, self.kernel.precision, self.nodes, self.gpus_per_node
+
+
+def _part_doubts(state: SweepState) -> Iterator[tuple[AttemptKey, Doubt]]:
+    """Each attempt that was measured in parts, in a cell in which whole steps of a run contradict its parts."""
+    if not any(attempt.ok and attempt.ok.is_partial for attempt in state.attempts.values()):
+        return
+    attempts_by_cell = defaultdict[Hashable, dict[AttemptKey, AttemptState]](dict)
+    for key, attempt in state.attempts.items():
+        if attempt.ok and attempt.ok.step_times_s and (claim := attempt.spec_as(_CellClaim)):
+            attempts_by_cell[claim.key][key] = attempt
+    controls_by_allocation = control_runs(state)
+    for attempts in attempts_by_cell.values():
+        if reason := _contradiction(attempts, state, controls_by_allocation):
+            for key, attempt in attempts.items():
+                if attempt.ok and attempt.ok.is_partial:
+                    yield key, Doubt(CONTRADICTED_PARTS, reason)
+
+
+class _TimedAttempt(NamedTuple):
+    """The step time of an attempt, relative to that of the control layout beside it where that is known."""
+
+    control: str | None
+    """run_id of that control layout; None: the time is in seconds."""
+    time: float
+    ci95_rel: float
+
+
+def _hosts(attempt: AttemptState) -> tuple[str, ...]:
+    return attempt.result.hostnames if attempt.result else ()
+
+
+def _contradiction(
+    attempts: Mapping[AttemptKey, AttemptState],
+    state: SweepState,
+    controls_by_allocation: Mapping[str, Sequence[ControlRun]],
+) -> str | None:
+    """Which whole steps differ from their parts by more than both intervals, in a cell; None if none do."""
+
+    def timed(attempt: AttemptState, with_control: bool) -> _TimedAttempt | None:
+        result = attempt.ok
+        if result is None or result.stopped == SLOWER or result.step_time_ci95_rel is None:
+            return None
+        time_s, ci = median(result.step_times_s), result.step_time_ci95_rel
+        if not with_control:
+            return _TimedAttempt(None, time_s, ci)
+        control = control_beside(result.started_at, controls_by_allocation.get(attempt.allocation or "", ()))
+        if control is None:
+            return None
+        name = state.allocations[attempt.allocation or ""].control
+        return _TimedAttempt(name, time_s / control.step_time_s, math.hypot(ci, control.ci95_rel))
+
+    keys_by_run = defaultdict[str, list[AttemptKey]](list)
+    for key in attempts:
+        keys_by_run[key.run_id].append(key)
+    for run_id, keys in keys_by_run.items():
+        partial = [attempts[key] for key in keys if (ok := attempts[key].ok) and ok.is_partial]
+        whole = [attempts[key] for key in keys if (ok := attempts[key].ok) and not ok.is_partial]
+        for part, step in product(partial, whole):
+            # Nodes differ; the control layout beside both shows by how much, unless it is this run itself.
+            pair = timed(part, True), timed(step, True)
+            if not (pair[0] and pair[1] and pair[0].control == pair[1].control != run_id):
+                has_same_nodes = _hosts(part) == _hosts(step)
+                pair = (timed(part, False), timed(step, False)) if has_same_nodes else (None, None)
+            if not (pair[0] and pair[1]):
+                continue
+            ratio, interval = pair[1].time / pair[0].time, math.hypot(pair[0].ci95_rel, pair[1].ci95_rel)
+            if abs(math.log(ratio)) > math.log1p(interval):
+                fact = f"whole steps of {run_id} took {ratio:.2f} x the time by its parts, interval {interval:.1%}"
+                return f"{fact}: heat, the data loader, the garbage collector or the network differ in long steps"
+    return None
 
 
 def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:
@@ -355,14 +453,6 @@ def _groups_by_loss(losses: Mapping[AttemptKey, float], tolerance: float) -> lis
         chains[-1][key] = previous_loss = loss
     groups = [LossGroup(losses=chain_losses, tolerance=tolerance) for chain_losses in chains]
     return sorted(groups, key=lambda group: -len(group.run_ids))
-
-
-class _Kernel(msgspec.Struct):
-    """What a claim says of the program."""
-
-    kind: str
-    name: str
-    precision: str
 
 
 class _Claim(msgspec.Struct):

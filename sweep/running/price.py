@@ -28,9 +28,10 @@ from ultrabench.sweep.running.attempts import (
     PlannedAttempt,
     later_runs,
     next_attempts,
+    num_whole_repeats,
 )
 from ultrabench.sweep.running.outliers import with_loss_outliers
-from ultrabench.sweep.running.standings import best_of_cells
+from ultrabench.sweep.running.standings import fastest_of_cells
 from ultrabench.variant import Value
 
 AGENTS_START_S = 120.0
@@ -91,11 +92,20 @@ def _control_rank(run: Candidate) -> tuple[float, float, str]:
 
 
 def with_measured_times(plan: Plan, state: SweepState) -> Plan:
-    """The plan whose runs are priced with the starts and the step times that the runs before them have measured."""
+    """The plan whose runs are priced with the starts and the step times that the runs before them have measured.
+
+    Parts of steps of a kind whose departure from a straight line is measured need no third size.
+    """
     excess_s, factor_by_cell = _start_excess_s(plan, state), _step_factors(plan, state)
+    departure_by_kind = _departures(plan, state)
     usual_factor, measure = median(factor_by_cell.values()) if factor_by_cell else 1.0, plan.config.measure
 
     def repriced(run: Candidate) -> Candidate:
+        departure = departure_by_kind.get(run.spec.linearity_kind)
+        if departure is not None and run.slice and run.slice.third:
+            slice_ = replace(run.slice, third=None, departure=departure)
+            turn_share = run.turn_share * sum(slice_.sizes) / sum(run.slice.sizes)
+            run = run.in_parts(slice_, turn_share, measure)
         factor = factor_by_cell.get(run.cell, usual_factor) if factor_by_cell and run.fits else 1.0
         start_excess_s = excess_s[run.nodes]
         if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
@@ -111,8 +121,20 @@ def with_measured_times(plan: Plan, state: SweepState) -> Plan:
 def with_step_factor(run: Candidate, factor: float, measure: Measure) -> Candidate:
     """The run, priced with steps that take `factor` times as long as predicted."""
     step_time_s = run.prediction.step_time_s
-    steps_excess_s = measure.priced_s(factor * step_time_s) - measure.priced_s(step_time_s)
+    steps_excess_s = run.priced_s(measure, factor * step_time_s) - run.priced_s(measure, step_time_s)
     return replace(run, step_factor=factor, steps_excess_s=steps_excess_s)
+
+
+def _departures(plan: Plan, state: SweepState) -> dict[tuple[str, int], float]:
+    """Kind of run -> the median departure from a straight line that runs of it have measured by a third size."""
+    if not any(run.slice for run in plan.runs):
+        return {}
+    kind_by_run = {run.run_id: run.spec.linearity_kind for run in plan.runs}
+    departures = defaultdict[tuple[str, int], list[float]](list)
+    for key, attempt in state.attempts.items():
+        if attempt.ok and attempt.ok.departure is not None and key.run_id in kind_by_run:
+            departures[kind_by_run[key.run_id]].append(attempt.ok.departure)
+    return {kind: median(values) for kind, values in departures.items()}
 
 
 def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
@@ -322,7 +344,7 @@ def planned_jobs(
         last_repeat_by_run[run_id] = max(last_repeat_by_run[run_id], repeat)
     best_by_cell = dict[CellKey, Standing]()
     if attempts_left.todo:
-        best_by_cell = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device)
+        best_by_cell = fastest_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device)
     priced_nodes = set[int]()
 
     def new_repeat(run: Candidate) -> PlannedAttempt:
@@ -336,6 +358,13 @@ def planned_jobs(
         priced_nodes.add(nodes)
         control = control_by_key.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
+        if control and not all(attempt.candidate.slice for attempt in group):
+            # Whole steps are compared with whole steps of the control layout.
+            control = control.as_whole(config.measure)
+            group = [
+                replace(attempt, candidate=control) if attempt.key.run_id == control_id else attempt
+                for attempt in group
+            ]
         if control:
             other_attempts = [attempt for attempt in group if attempt.key.run_id != control_id]
             first_controls = [attempt for attempt in group if attempt.key.run_id == control_id]
@@ -500,9 +529,9 @@ def _gpu_hour_interval(runs: Collection[Candidate], measure: Measure) -> tuple[f
     low_gpu_s = high_gpu_s = 3600 * _num_and_gpu_hours(runs)[1]
     for run in (run for run in runs if run.fits):
         prediction, num_gpus, factor = run.prediction, run.layout.world_size, run.step_factor
-        priced_s = measure.priced_s(factor * prediction.step_time_s)
-        low_gpu_s += num_gpus * (measure.priced_s(factor * prediction.step_time_low_s) - priced_s)
-        high_gpu_s += num_gpus * (measure.priced_s(factor * prediction.step_time_high_s) - priced_s)
+        priced_s = run.priced_s(measure, factor * prediction.step_time_s)
+        low_gpu_s += num_gpus * (run.priced_s(measure, factor * prediction.step_time_low_s) - priced_s)
+        high_gpu_s += num_gpus * (run.priced_s(measure, factor * prediction.step_time_high_s) - priced_s)
     return low_gpu_s / 3600, high_gpu_s / 3600
 
 
@@ -525,12 +554,17 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
         for runs in runs_of_cells
     ]
     best_runs = [nsmallest(MAX_CONTENDERS, runs, key=_predicted_s) for runs in fitting_runs]
+    contenders = [
+        run for runs in best_runs for run in runs if _predicted_s(run) <= NEAR_BEST * _predicted_s(runs[0])
+    ]
+    measure = plan.config.measure
+    end_repeat = {run.run_id: measure.confirm for run in contenders}
+    end_repeat |= {run.run_id: repeats + num_whole_repeats(plan.config) for run in contenders if run.slice}
     return [
-        PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
-        for repeat in range(repeats, plan.config.measure.confirm)
-        for runs in best_runs
-        for run in runs
-        if _predicted_s(run) <= NEAR_BEST * _predicted_s(runs[0])
+        PlannedAttempt(candidate=run.as_whole(measure), key=AttemptKey(run.run_id, repeat, 0))
+        for repeat in range(repeats, max(end_repeat.values(), default=0))
+        for run in contenders
+        if repeat < end_repeat[run.run_id]
     ]
 
 

@@ -20,13 +20,13 @@ from ultrabench.result import (
     outcome_order,
 )
 from ultrabench.run import AttemptKey
-from ultrabench.standing import Standing
+from ultrabench.standing import Standing, near_best
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, is_adaptive, later_runs, skips
 from ultrabench.sweep.running.blame import latest_blame
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.standings import best_of_cells, suspects_of
+from ultrabench.sweep.running.standings import best_of_rankings, standings_of, suspects_of
 
 _JSON_FIELDS = (
     "sweep",
@@ -34,6 +34,7 @@ _JSON_FIELDS = (
     "by_status",
     "attempts",
     "to_go",
+    "unconfirmed",
     "eta_s",
     "runs_per_hour",
     "node_warnings",
@@ -81,6 +82,8 @@ class SweepProgress:
     """How many attempts began in an hour, by the latest ones; None before the third."""
     best: tuple[tuple[Candidate, Standing], ...]
     """The best run of each cell so far, sorted by cell."""
+    unconfirmed: int
+    """Number of cells in which a run is the fastest by parts of steps alone, so that it is not called the best."""
     result_by_run: dict[str, RunResult]
     """run_id -> the result of its standing attempt, for ok runs."""
     node_warnings: tuple[str, ...]
@@ -178,7 +181,9 @@ def progress_of(
     status_by_run = {run_id: str(Status.SKIPPED) if run_id in skipped else PENDING for run_id in run_by_id}
     status_by_run |= {i: str(a.result.status) if a.result else RUNNING for i, a in attempt_by_run.items()}
     suspect_reasons = suspects_of(run_by_id, state, device)
-    best = best_of_cells(plan_runs, state, device, suspect_reasons)
+    rankings = standings_of(plan_runs, state, device, suspect_reasons)
+    best = best_of_rankings(rankings)
+    leaders = (leader for ranking in rankings.values() for leader in near_best(ranking, 1))
     useful_gpu_hours, wasted_by_status = gpu_hours(state, plan_runs[0].spec.gpus_per_node if plan_runs else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in plan_runs:
@@ -226,6 +231,7 @@ def progress_of(
         eta_s=eta_s,
         runs_per_hour=_runs_per_hour(state),
         best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
+        unconfirmed=sum(leader.partial for leader in leaders),
         result_by_run={run_id: a.ok for run_id, a in attempt_by_run.items() if a.ok},
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         nodes_not_used=blame.node_lines,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import Doubt, Status, doubt_text
 from ultrabench.run import AttemptKey
-from ultrabench.standing import Repeat, Standing, environments_of, merge_environments, standings
+from ultrabench.standing import Repeat, Standing, environments_of, merge_environments, near_best, standings
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.outliers import (
@@ -137,7 +137,7 @@ def standings_of(
                     run_id=run.run_id, cell=run.cell, environment=environment,
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
-                    suspect=suspects.get(attempt.key),
+                    suspect=suspects.get(attempt.key), partial=bool(timed_result and timed_result.is_partial),
                     rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
                     control_ratio=comparison.ratio, control_ci95_rel=comparison.ci95_rel,
                     ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
@@ -152,8 +152,18 @@ def best_of_cells(
     runs: Iterable[Candidate], state: SweepState, device: str, suspects: Suspects | None = None
 ) -> dict[CellKey, Standing]:
     """CellKey -> its best run so far, sorted by cell; the arguments are those of `standings_of`."""
-    standings_by_cell = standings_of(runs, state, device, suspects)
-    return {cell: ranking[0] for cell, ranking in sorted(standings_by_cell.items()) if ranking[0].best}
+    return best_of_rankings(standings_of(runs, state, device, suspects))
+
+
+def best_of_rankings(rankings: Mapping[CellKey, Sequence[Standing]]) -> dict[CellKey, Standing]:
+    """CellKey -> its best run so far, sorted by cell, from what `standings_of` returns."""
+    return {cell: ranking[0] for cell, ranking in sorted(rankings.items()) if ranking[0].best}
+
+
+def fastest_of_cells(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[CellKey, Standing]:
+    """CellKey -> the run with the largest value so far, also if parts of steps alone say so."""
+    rankings = standings_of(runs, state, device)
+    return {cell: standing for cell, ranking in rankings.items() for standing in near_best(ranking, 1)}
 
 
 def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[str, float | None]:

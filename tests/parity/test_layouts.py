@@ -229,6 +229,7 @@ def spec_of(case, shallow=SHALLOW):
     pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
     routing = axes.pop("routing", "balanced")
+    sizes = tuple(map(int, str(axes.pop("sizes", "")).split("-"))) if "sizes" in axes else ()
     if "mla" in words:
         shape = mla_shape({*words}, shape.num_hidden_layers)
     if "moe" in words:
@@ -241,7 +242,7 @@ def spec_of(case, shallow=SHALLOW):
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
     precision = next((term for term in words if term in ("bf16", "fp8", "fp32")), "fp64")
     options = {"precision": precision, "routing": routing, "compile": "compile" in words}
-    return CheckSpec(layout=layout, shape=shape, steps=STEPS, **options)
+    return CheckSpec(layout=layout, shape=shape, steps=len(sizes) or STEPS, sizes=sizes, **options)
 
 
 def traits(case: str) -> set[str]:
@@ -300,6 +301,20 @@ def test_layout_equals_one_process(server, case):
     assert result.passed, f"{result} (tolerance {FP64_TOLERANCE})"
     kinds = 2 if spec.layout.full_every > 1 or len(spec.shape.kinds) > 1 else 1
     assert result.graphs == kinds * spec.run.compiles
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dp=2 zero_stage=1 gas=8 sizes=2-4-4-2",
+        "pp=2 gas=8 interleaved sizes=4-8-4",
+        "pp=2 gas=8 zbv sizes=6-3",
+    ],
+)
+def test_steps_of_several_sizes_in_turn_equal_one_process(server, case):
+    """A rank whose steps have more and fewer micro-batches trains as one process with the same batches."""
+    result = server.ask(run_check, spec_of(case))
+    assert (result.error, result.passed) == (None, True), result
 
 
 def test_losses_of_fp8_stay_within_what_a_sweep_allows(server):

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import hypot, log
 from statistics import median
 from typing import Any
 
@@ -51,8 +51,9 @@ class Comparison:
     rows: pd.DataFrame
     """One row for each layout that was tried in both, sorted by ratio: model, batch and layout,
     status and median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that
-    so many steps can give), the columns of CHECKPOINT of both, `stopped` (whether a run was stopped early as slower
-    than the best of its cell), and `finding`, which is null where there is none."""
+    so many steps can give), `extrapolation_error_rel` (that of both sides together), the columns of CHECKPOINT of both,
+    `stopped` (whether a run was stopped early as slower than the best of its cell), and `finding`, which is null where
+    there is none."""
     winners: pd.DataFrame
     """One row for each cell that another layout wins: `best_a`, `best_b`, `as_good` (whether the best of A is as
     good as the best in B), and `cost`, the step time of the best of A over that of the best of B, both in B, each
@@ -140,7 +141,16 @@ def compare(
         )
         remedy = "for their ratios: ultrabench heatmap A --compare B; against measurements: ultrabench predict validate"
         raise ConfigError(f"{fact}, so no difference can be tested", remedy)
-    columns = ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE_RATES, *CHECKPOINT)
+    columns = (
+        "repeat",
+        "step_times_s",
+        "extrapolation_error_rel",
+        *MAY_DIFFER,
+        *CHOSEN,
+        *OBSERVED,
+        *_MACHINE_RATES,
+        *CHECKPOINT,
+    )
     rankings = [Ranking(table, more_columns=columns) for table in (table_a, table_b)]
     sides = [*map(_tried_rows, rankings)]
     workload_columns, layout_columns = _key_columns(sides)
@@ -150,10 +160,10 @@ def compare(
     other_variants = "variant" in layout_columns and _other_variants((rows_in_a, rows_in_b))
     if not common_keys:
         raise ConfigError(_no_common_layout(sides, key_columns, other_variants or ""))
-    pairs = [(run_times_s(rows_in_a[key]), run_times_s(rows_in_b[key])) for key in common_keys]
+    compared_rows = [_measured_alike(rows_in_a[key], rows_in_b[key]) for key in common_keys]
+    pairs = [(run_times_s(rows_of_a), run_times_s(rows_of_b)) for rows_of_a, rows_of_b in compared_rows]
     p_values, chance_notes = corrected(pairs)
-    keyed_pairs = zip(common_keys, pairs, strict=True)
-    rows = [_layout_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in keyed_pairs]
+    rows = [_layout_row(*sides_of_key, pair) for sides_of_key, pair in zip(compared_rows, pairs, strict=True)]
     frame = pd.DataFrame(rows).join(p_values)
     frame["finding"] = [_finding(row, threshold) for row in frame.to_dict("records")]
     if frame["ratio"].isna().all() and frame["finding"].isna().all():
@@ -168,6 +178,7 @@ def compare(
         notes=(
             *_machine_sentences([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
             *_left_out_sentences(sides, frame),
+            *_part_sentences(frame),
             *([f"Not compared: layouts with {other_variants}."] if other_variants else []),
             *(f"Not compared: {text}." for text in other_models(*sides)),
             *chance_notes,
@@ -217,6 +228,24 @@ def _rows_by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[R
     for row in rows:
         rows_by_key[tuple(row[name] for name in names)].append(row)
     return rows_by_key
+
+
+def _measured_alike(rows_a: Sequence[Row], rows_b: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The rows of a layout in A and B that are compared: without those of parts of steps if both have whole steps."""
+
+    def without_parts(rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if row["measured_gas"] is None]
+
+    whole_a, whole_b = without_parts(rows_a), without_parts(rows_b)
+    return (whole_a, whole_b) if run_times_s(whole_a) and run_times_s(whole_b) else (rows_a, rows_b)
+
+
+def _part_sentences(layouts: pd.DataFrame) -> Iterator[str]:
+    """A sentence about the layouts whose step times follow from parts of steps."""
+    errors = layouts["extrapolation_error_rel"]
+    if num_parts := int((errors > 0).sum()):
+        fact = f"{counted(num_parts, 'layout')} measured by parts of steps: whole steps follow from them"
+        yield f"{fact}, and only differences beyond that error (up to {errors.max():.1%}) are findings."
 
 
 def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
@@ -282,6 +311,11 @@ def _layout_row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, 
         values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
         row |= {f"{name}_{side}": median(values) for name, values in values_by_column.items() if values}
     was_stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*rows_a, *rows_b))
+    errors = [
+        max((r["extrapolation_error_rel"] or 0.0 for r in rows if r["status"] == Status.OK), default=0.0)
+        for rows in (rows_a, rows_b)
+    ]
+    row["extrapolation_error_rel"] = hypot(*errors)
     return row | {"stopped": was_stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
 
 
@@ -297,9 +331,10 @@ def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
         return FAILING
     if row["status_a"] in FAULTS and row["status_b"] == Status.OK:
         return RUNNING_AGAIN
-    if row["p_corrected"] <= ALPHA and row["ratio"] > 1 + threshold:
+    least_difference = max(threshold, row["extrapolation_error_rel"])
+    if row["p_corrected"] <= ALPHA and row["ratio"] > 1 + least_difference:
         return SLOWER
-    return FASTER if row["p_corrected"] <= ALPHA and row["ratio"] < 1 / (1 + threshold) else None
+    return FASTER if row["p_corrected"] <= ALPHA and row["ratio"] < 1 / (1 + least_difference) else None
 
 
 def _changed_winners(

@@ -1,6 +1,7 @@
 """What of a step is measured, when the warm-up of a run ends, and when enough steps have been measured."""
 
 import gc
+import itertools
 import time
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from tests.parity.fault import changed
 from ultrabench.kernel import worker
 from ultrabench.kernel.rank import clock, memory
 from ultrabench.kernel.worker import MAX_COMPILING_STEPS, Timing
+from ultrabench.partial_step import Slice, part_times
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
 UNEVEN = [0.1, 0.3]
@@ -24,7 +26,7 @@ class Compiling(Timing):
 
     def __init__(self, last=0):
         trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(num_graphs=0))
-        super().__init__(SimpleNamespace(measure=MEASURE), trainer, None)
+        super().__init__(SimpleNamespace(measure=MEASURE, slice=None), trainer, None)
         self.last = last
         self._value_of_rank_0 = float
 
@@ -83,6 +85,7 @@ def test_compilation_without_an_end_is_told(one_rank):
 
 
 GIB = 2**30
+WHOLE_GAS = 16
 BUILD_S, DATA_S, PASSES_S, UPDATE_S, LAUNCH_S = 7.0, 0.5, 1.0, 0.25, 0.001
 
 
@@ -93,6 +96,8 @@ class FakeGpu:
         self.host_s = self.busy_until_s = 0.0
         self.allocated = self.peak = 0
         self.reports, self.collects_garbage = [], []
+        self.gas, self.next_s, self.noise = 1, PASSES_S, None
+        """Micro-batches of a step, seconds of the next one's micro-batches, and factors on those of the following."""
         self.compiler, self.device, self.gradient_norm = (
             SimpleNamespace(num_graphs=0),
             torch.device("cuda"),
@@ -124,10 +129,20 @@ class FakeGpu:
         self.launch(DATA_S, GIB)
         return torch.empty(0), torch.empty(0)
 
+    def set_gas(self, gas):
+        """The next steps have so many micro-batches."""
+        self.gas = gas
+
+    @property
+    def layout(self):
+        """The layout of the next step."""
+        return SimpleNamespace(gas=self.gas)
+
     def accumulate(self, inputs, targets):
         """Forward and backward."""
         self.collects_garbage.append(gc.isenabled())
-        self.launch(PASSES_S, 8 * GIB)
+        self.launch(self.gas * self.next_s, 8 * GIB)
+        self.next_s = PASSES_S * next(self.noise) if self.noise else PASSES_S
         return torch.ones(())
 
     def update(self, loss):
@@ -145,14 +160,18 @@ class FakeGpu:
         )  # fmt: skip
 
 
-def run_on(gpu):
+def run_on(gpu, slice_=None, measurement=MEASURE):
     """Builds and measures a run on a fake GPU; all steps are recorded in its `reports`."""
     report = SimpleNamespace(
         enter_part=lambda *_: None, phase=lambda _: None, microbatch=None,
         write=lambda event, **facts: gpu.reports.append({"event": event, **facts}),
     )  # fmt: skip
-    spec = SimpleNamespace(layout=SimpleNamespace(recompute="none"), compiles=False, tokens_per_step=1)
-    task = SimpleNamespace(spec=spec, measure=MEASURE, traced=False, checkpoint=None)
+    spec = SimpleNamespace(
+        layout=SimpleNamespace(recompute="none", gas=WHOLE_GAS), compiles=False, tokens_per_step=WHOLE_GAS
+    )
+    task = SimpleNamespace(
+        spec=spec, largest_spec=spec, measure=measurement, slice=slice_, traced=False, checkpoint=None
+    )
     host_clock = changed(time, perf_counter=lambda: gpu.host_s)
     fakes = {
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
@@ -177,6 +196,48 @@ def test_a_step_is_timed_from_an_idle_device_to_an_idle_device():
     steps = [report for report in gpu.reports if report["event"] == "step"]
     assert {round(step["seconds"], 9) for step in steps} == {PASSES_S + UPDATE_S + LAUNCH_S}
     assert [step["measured"] for step in steps] == [False] * 2 + [True] * 6
+
+
+def measured_parts(gpu):
+    """Turn, micro-batches and seconds of each measured step."""
+    steps = [line for line in gpu.reports if line["event"] == "step" and line["measured"]]
+    assert {line["whole_gas"] for line in steps} == {WHOLE_GAS}
+    assert all(line["tokens"] == line["gas"] for line in steps), "tokens of the part"
+    return [(line["turn"], line["gas"], line["seconds"]) for line in steps]
+
+
+def test_parts_of_a_step_are_measured_in_turns():
+    """Each turn backwards after the one before, all sizes once in the warm-up, and no loss to compare."""
+    gpu = FakeGpu()
+    run_on(gpu, Slice(g1=2, g2=4, third=6))
+    parts = measured_parts(gpu)
+    assert [size for _, size, _ in parts] == [2, 4, 6, 6, 4, 2] * 3
+    assert [turn for turn, _, _ in parts] == [n for n in range(6) for _ in range(3)]
+    times = part_times(parts, WHOLE_GAS)
+    assert times.whole_step_times_s == pytest.approx([WHOLE_GAS * PASSES_S + UPDATE_S + LAUNCH_S] * 6)
+    assert (times.slice.text, times.departure) == ("2,4", pytest.approx(0))
+    done = next(line for line in gpu.reports if line["event"] == "done")
+    assert (done["stopped"], done["loss_final"]) == ("interval", None)
+
+
+def test_a_wider_slice_follows_an_interval_that_misses_its_target():
+    gpu = FakeGpu()
+    gpu.noise = itertools.cycle([1.0, 1.3, 0.8, 1.1, 0.9])
+    few = measure(warmup_steps=2, min_steps=6, max_steps=7, target_ci95_rel=0.001)
+    run_on(gpu, Slice(g1=2, g2=4, wider=6), few)
+    parts = measured_parts(gpu)
+    assert [size for _, size, _ in parts] == [2, 4, 4, 2] * 3 + [2, 4] + [6, 2, 2, 6] * 3 + [6, 2]
+    times = part_times(parts, WHOLE_GAS)
+    assert (times.slice.text, len(times.turns), times.departure) == ("2,6", 7, None)
+    assert next(line for line in gpu.reports if line["event"] == "done")["stopped"] == "max_steps"
+
+
+def test_a_turn_that_was_cut_off_does_not_count():
+    turns = [(0, 2, 1.0), (0, 4, 2.0), (0, 6, 3.0), (1, 6, 3.0), (1, 4, 2.0)]
+    assert part_times(turns[:1], WHOLE_GAS) is None
+    assert (
+        part_times(turns, WHOLE_GAS).whole_step_times_s == part_times(turns[:3], WHOLE_GAS).whole_step_times_s
+    )
 
 
 def test_no_garbage_is_collected_while_steps_are_measured():

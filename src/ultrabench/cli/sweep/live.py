@@ -166,6 +166,8 @@ def _result_text(run: Candidate, result: RunResult) -> str:
         mfu_text = f"{with_unit('mfu', mfu)} {column_of('mfu').heading}{peak_suffix(run.cell.precision)}"
     step_text = with_unit("step_time_s", float(median(result.step_times_s)))
     speed_text = f"{rate_text(rate)}, step {step_text}"
+    if result.is_partial:
+        speed_text += f" by parts of {result.measured_gas} micro-batches"
     return ", ".join(
         filter(
             None,
@@ -277,6 +279,9 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
         expert_runs = ((run, standing) for run, standing in progress.best if run.shape.num_experts)
         if formulas := {run.flops_formula for run, standing in expert_runs if progress.mfu(run, standing)}:
             yield Text(formula_text(formulas, has_experts=True))
+    if progress.unconfirmed:
+        cells_text = counted(progress.unconfirmed, "cell")
+        yield Text(f"{cells_text} led by parts of steps: whole steps are measured before a run is the best")
     if progress.failures:
         yield Text("last failures and OOMs")
     for run, attempt in progress.failures:

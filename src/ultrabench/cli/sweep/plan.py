@@ -110,6 +110,9 @@ KEY_BY_COLUMN = {
 SEARCH_KEY_BY_COLUMN = {"expected runs": "runs"}
 """Further column of the table of an adaptive search, which makes only some of the runs -> key in the JSON document."""
 
+MAX_WHOLE_REASONS = 4
+"""Largest number of reasons for whole steps that a plan names."""
+
 
 def show_plan(
     overrides: list[str],
@@ -226,6 +229,7 @@ def show_plan(
         notes += [time_line(price, config), *cost_lines(price, config)]
         notes += [*time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
+    notes += partial_step_lines(plan)
     advice = [*savings_lines(all_savings, price), *_unsearched_lines(asked_plan)]
     best_ids = [row["run_id"] for row in best_rows]
     run_by_id = {run.run_id: run for run in plan.runs}
@@ -360,6 +364,22 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
                 f"sweep.ep=auto selects {', '.join(map(str, ep_values))} for the {shape.num_experts} "
                 f"experts of {shape.name}"
             )
+
+
+def partial_step_lines(plan: Plan) -> Iterator[str]:
+    """Lines about the runs that are measured by parts of steps, and why others are measured whole."""
+    setting = plan.config.measure.partial_steps
+    if setting == "off":
+        return
+    num_parts = sum(run.slice is not None for run in plan.runs)
+    setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
+    fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
+    yield f"{fact} are measured by parts of steps; the best of each cell and those near it by whole steps, too"
+    num_by_reason = Counter(run.whole_reason for run in plan.runs if run.whole_reason)
+    for reason, count in num_by_reason.most_common(MAX_WHOLE_REASONS):
+        yield f"{count:,} are measured by whole steps: {reason}"
+    if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
+        yield f"{num_others:,} more are measured by whole steps; -o FILE.parquet names the reasons (whole_reason)"
 
 
 def _extrapolation_lines(

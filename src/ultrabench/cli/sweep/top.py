@@ -35,7 +35,12 @@ SHOWN_AS = {
     )
 }
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
-COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
+COLUMN_BY_MARK = {
+    "best": "best",
+    "as good": "as_good_as_best",
+    "suspect": "suspect",
+    "in parts": "measured_gas",
+}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
 _TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""

@@ -1,0 +1,95 @@
+"""Which runs of a sweep are measured by parts of a step, and with how many micro-batches: `measure.partial_steps`."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ultrabench.layout import Layout
+from ultrabench.measure import Measure
+from ultrabench.partial_step import Slice
+from ultrabench.run import RunSpec
+from ultrabench.sweep.refusals import schedule_refusals
+
+MIN_STEPS_RATIO = 3
+"""With auto, a step has at least this many times as many micro-batches as g2; fewer would save little."""
+
+MEMORY_TOLERANCE = 0.01
+"""Relative difference of the predicted peaks up to which parts need as much memory as whole steps: tokens of the batch
+alone, which all are on the device."""
+
+
+def slice_or_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> Slice | str:
+    """The slice by which a run is measured, or why its steps are measured whole.
+
+    Args:
+        is_traced: whether steps are traced after the measured ones.
+    """
+    if not spec.kernel.trains_itself:
+        return (
+            f"kernel {spec.kernel.name} runs steps of one size, so that parts of steps would need two starts"
+        )
+    if measure.checkpoint:
+        return "measure.checkpoint=true, which saves during whole steps"
+    if is_traced:
+        return "trace=true, which shows a whole step"
+    if isinstance(measure.partial_steps, str):
+        return auto_slice(spec.layout)
+    return listed_slice(spec.layout, *measure.partial_steps)
+
+
+def auto_slice(layout: Layout) -> Slice | str:
+    """The slice that `auto` chooses for a layout, or why it is measured whole.
+
+    g1 is the least number of micro-batches from which on the time of a step is a straight line, and g2 twice that.
+    """
+    if layout.pp_schedule == "afab":
+        return "afab keeps all micro-batches in memory"
+    g1 = linear_from(layout)
+    g2, wider = 2 * g1, 3 * g1
+    if layout.gas < MIN_STEPS_RATIO * g2:
+        return f"gas={layout.gas} is less than {MIN_STEPS_RATIO} * {g2} micro-batches"
+    reason = next((why for size in (g1, g2, wider) if (why := size_refusal(layout, size))), None)
+    return reason or Slice(g1=g1, g2=g2, third=wider, wider=wider)
+
+
+def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
+    """The slice of two listed sizes for a layout, or why it is measured whole.
+
+    The third size is as far from g2 as g2 is from g1, if the layout can run it, else gas.
+    """
+    if g2 >= layout.gas:
+        return f"gas={layout.gas} is not more than g2={g2}"
+    if reason := size_refusal(layout, g1) or size_refusal(layout, g2):
+        return reason
+    sizes = (size for size in (2 * g2 - g1, layout.gas) if size <= layout.gas)
+    return Slice(g1=g1, g2=g2, third=next(size for size in sizes if not size_refusal(layout, size)))
+
+
+def linear_from(layout: Layout) -> int:
+    """The smallest number of micro-batches from which on each further one adds the same time to a step.
+
+    A single micro-batch sums no gradients, and a pipeline with fewer than pp is never full. Under interleaved, whose
+    stages take turns after each round, it is two rounds; under zbv it is 2*pp-1 (arXiv 2401.10241, section 6).
+    """
+    if layout.pp_schedule == "interleaved":
+        return 2 * round_size(layout)
+    return 2 * layout.pp - 1 if layout.pp_schedule == "zbv" else max(2, layout.pp)
+
+
+def round_size(layout: Layout) -> int:
+    """The micro-batches after which the stages of a rank take turns under interleaved: torch cuts gas so."""
+    return layout.gas // max(1, layout.gas // layout.pp)
+
+
+def size_refusal(layout: Layout, size: int) -> str | None:
+    """Why a step of `size` micro-batches says nothing about one of the layout; None if it does."""
+    return next(_size_refusals(layout, size), None)
+
+
+def _size_refusals(layout: Layout, size: int) -> Iterator[str]:
+    part = replace(layout, gas=size)
+    yield from schedule_refusals(part)
+    if layout.pp > 1 and layout.pp_schedule != "afab" and size < linear_from(layout):
+        yield f"{layout.pp_schedule} with pp={layout.pp} needs {linear_from(layout)} micro-batches; {size} given"
+    if layout.pp_schedule == "interleaved" and round_size(part) != round_size(layout):
+        rounds_text = f"rounds of {round_size(part)} micro-batches with gas={size}"
+        yield f"interleaved would run {rounds_text}, and of {round_size(layout)} with gas={layout.gas}"

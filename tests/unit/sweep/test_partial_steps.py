@@ -1,0 +1,279 @@
+"""Which runs are measured by parts of a step, and by which."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.configs import refused
+from tests.sweep_folder import ended
+from tests.unit.allocations import key_of, told, with_launcher
+from tests.unit.analysis.sweeps import make_sweep
+from ultrabench.agent.diagnose.outcome import without_unlike
+from ultrabench.cli.sweep.plan import partial_step_lines
+from ultrabench.layout import Layout
+from ultrabench.partial_step import Slice
+from ultrabench.result import Status, doubt_text
+from ultrabench.store.state import AllocationState, SweepState
+from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.partial_steps import auto_slice, listed_slice
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan_table import read_rows, runs_of, write_plan
+from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt, next_attempts
+from ultrabench.sweep.running.outliers import suspect_attempts
+from ultrabench.sweep.running.price import planned_jobs, price_of, with_measured_times
+from ultrabench.sweep.running.standings import standings_of
+
+IN_PARTS = [
+    *("launcher=slurm", "hardware=cpu", "model=tiny", "sweep.nodes=[1]", "sweep.gbs=64", "sweep.gas=null"),
+    *("sweep.zero_stage=[0]", "sweep.mbs=[1]", "launcher.control=false"),
+]
+"""The overrides of three runs with many micro-batches."""
+
+
+def layout(gas, pp=1, schedule=None, **axes):
+    return Layout(dp=1, pp=pp, gas=gas, pp_schedule=schedule or ("none" if pp == 1 else "1f1b"), **axes)
+
+
+@pytest.mark.parametrize(("axes", "sizes"), [
+    ({}, (2, 4, 6)),
+    ({"pp": 4}, (4, 8, 12)),
+    ({"pp": 4, "schedule": "interleaved", "virtual_stages": 2}, (8, 16, 24)),
+    ({"pp": 4, "schedule": "zbv", "virtual_stages": 2}, (7, 14, 21)),
+])  # fmt: skip
+def test_auto_chooses_the_least_linear_size(axes, sizes):
+    g1, g2, third = sizes
+    least_gas = 3 * g2
+    if axes.get("schedule") == "interleaved":
+        least_gas = 64
+    assert auto_slice(layout(least_gas, **axes)) == Slice(g1=g1, g2=g2, third=third, wider=third)
+    assert f"is less than 3 * {g2} micro-batches" in auto_slice(layout(3 * g2 - 4, **axes))
+
+
+def test_layouts_that_auto_measures_whole():
+    assert "afab keeps all micro-batches" in auto_slice(layout(64, pp=4, schedule="afab"))
+    # Torch cuts 66 micro-batches of pp=3 into 22 rounds of 3, and 64 of pp=5 into none of equal size.
+    uneven = layout(33, pp=4, schedule="interleaved", virtual_stages=2)
+    assert "is less than" in auto_slice(uneven) or "rounds of" in auto_slice(uneven)
+
+
+@pytest.mark.parametrize(("axes", "pair", "expected"), [
+    ({"gas": 8}, (2, 4), Slice(g1=2, g2=4, third=6)),
+    ({"gas": 5}, (2, 4), Slice(g1=2, g2=4, third=5)),
+    ({"gas": 4}, (2, 4), "gas=4 is not more than g2=4"),
+    ({"gas": 16, "pp": 4}, (2, 4), "gas=2 is less than pp-1=3"),
+    ({"gas": 32, "pp": 4, "schedule": "zbv", "virtual_stages": 2}, (4, 8), "needs 7 micro-batches; 4 given"),
+    ({"gas": 32, "pp": 4, "schedule": "interleaved", "virtual_stages": 2}, (8, 12), Slice(g1=8, g2=12, third=16)),
+    ({"gas": 32, "pp": 4, "schedule": "interleaved", "virtual_stages": 2}, (4, 12), "needs 8 micro-batches; 4 given"),
+])  # fmt: skip
+def test_listed_sizes_are_taken_where_the_schedule_allows_them(axes, pair, expected):
+    slice_or_reason = listed_slice(layout(**axes), *pair)
+    assert slice_or_reason == expected if isinstance(expected, Slice) else expected in slice_or_reason
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ("[4,4]", "measure.partial_steps=[4, 4]; needs [g1, g2] with 0 < g1 < g2"),
+    ("[0,4]", "measure.partial_steps=[0, 4]; needs [g1, g2] with 0 < g1 < g2"),
+    ("[2]", "must be off, auto or two numbers of micro-batches [g1, g2]"),
+    ("yes", "measure.partial_steps='yes'; must be off, auto or two numbers of micro-batches [g1, g2]"),
+])  # fmt: skip
+def test_other_values_of_partial_steps_are_refused(value, message):
+    with refused(message):
+        load_config(["hardware=cpu", f"measure.partial_steps={value}"])
+
+
+@pytest.mark.parametrize(
+    ("value", "loaded"), [("off", "off"), ("auto", "auto"), ("[2,4]", (2, 4)), ("false", "off")]
+)
+def test_partial_steps_are_off_unless_asked_for(value, loaded):
+    assert load_config(["hardware=cpu"]).measure.partial_steps == "off"
+    assert load_config(["hardware=cpu", f"measure.partial_steps={value}"]).measure.partial_steps == loaded
+
+
+PARTS = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto"]))
+RUNS = PARTS.runs
+STEP_S = 1.0
+
+
+def next_of(state, plan=PARTS):
+    return next_attempts(plan, state).todo
+
+
+def measured(state, run, step_s, *, parts, repeat=0, **words):
+    """Adds an ok attempt with steps of this length, by parts or by whole steps."""
+    of_parts = {"measured_gas": "2,4", "extrapolation_error_rel": 0.02} if parts else {}
+    return told(state, run, Status.OK, repeat, step_times_s=(step_s,) * 6, **of_parts, **words)
+
+
+def all_by_parts(best_s=STEP_S):
+    """The state after all runs were measured by parts: the second is 2 % slower than the first, the others 50 %."""
+    state = SweepState()
+    for n, run in enumerate(RUNS):
+        measured(state, run, best_s * (1.0 if n == 0 else 1.02 if n == 1 else 1.5), parts=True)
+    return state
+
+
+def best_of(state, plan=PARTS):
+    (ranking,) = standings_of(plan.runs, state, "cpu").values()
+    return [standing.run_id for standing in ranking if standing.best or standing.as_good]
+
+
+def test_parts_choose_and_whole_steps_confirm():
+    assert all(attempt.candidate.slice for attempt in next_of(SweepState()))
+    state = all_by_parts()
+    assert best_of(state) == [], "no number by parts is called the best"
+    assert [(t.key, t.candidate.slice) for t in next_of(state)] == [
+        (key_of(run, 1), None) for run in RUNS[:2]
+    ]
+    measured(state, RUNS[0], 1.01, parts=False, repeat=1)
+    measured(state, RUNS[1], 1.005, parts=False, repeat=1)
+    assert (best_of(state)[0], next_of(state)) == (RUNS[1].run_id, ())
+    measured(state, RUNS[2], 0.9, parts=True)
+    assert best_of(state)[0] == RUNS[1].run_id, "a faster part wins nothing"
+    assert [t.key for t in next_of(state)] == [key_of(RUNS[2], 1)]
+
+
+def test_whole_steps_that_fail_confirm_nothing():
+    state = all_by_parts()
+    told(state, RUNS[0], Status.OOM, 1)
+    told(state, RUNS[1], Status.CRASH, 1)
+    told(state, RUNS[0], Status.OOM, 1, 1)
+    assert best_of(state) == []
+    assert not [t for t in next_of(state) if t.key.run_id == RUNS[0].run_id]
+
+
+def test_a_whole_sweep_reuses_no_partial_attempt_but_parts_reuse_whole_ones():
+    whole_plan = make_plan(load_config(IN_PARTS))
+    assert {t.key for t in next_of(all_by_parts(), whole_plan)} == {key_of(run, 1) for run in whole_plan.runs}
+    state = SweepState()
+    for n, run in enumerate(RUNS):
+        measured(state, run, STEP_S + n, parts=False)
+    assert next_of(state) == ()
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_each_contender_is_measured_whole_as_often_as_repeats_and_confirm_say(repeats):
+    config = load_config([*IN_PARTS, "measure.partial_steps=auto", f"repeats={repeats}", "measure.confirm=3"])
+    plan = make_plan(config)
+    state = SweepState()
+    for repeat in range(repeats):
+        for n, run in enumerate(RUNS):
+            measured(state, run, STEP_S * (1 + n), parts=True, repeat=repeat)
+    assert [t.key for t in next_of(state, plan)] == [key_of(RUNS[0], repeats + n) for n in range(3)]
+
+
+def contradicted(whole_s):
+    return measured(all_by_parts(), RUNS[0], whole_s, parts=False, repeat=1)
+
+
+def test_whole_steps_that_contradict_their_parts_make_the_parts_of_the_cell_suspect():
+    assert not suspect_attempts(contradicted(1.015), device="cpu")
+    doubts = suspect_attempts(contradicted(1.25), device="cpu")
+    assert {key.run_id for key in doubts} == {run.run_id for run in RUNS}
+    assert {key.repeat for key in doubts} == {0}, "whole steps are not in doubt"
+    (text,) = {doubt_text(of_attempt) for of_attempt in doubts.values()}
+    assert text.startswith(
+        f"whole steps of {RUNS[0].run_id} took 1.25 x the time by its parts, interval 2.0%: heat,"
+    )
+    todo = next_of(contradicted(1.25))
+    assert {t.key.run_id for t in todo} == {run.run_id for run in RUNS[1:]}, "all others are measured whole"
+    assert not any(t.candidate.slice for t in todo)
+
+
+def test_the_control_beside_both_takes_out_what_allocations_differ_in():
+    state = contradicted(1.25)
+    for name, control_s, parts in (("slow", 2.5, False), ("fast", 2.0, True)):
+        state.allocations[name] = AllocationState(name=name, nodes=1, control=RUNS[1].run_id)
+        measured(state, RUNS[1], control_s, parts=parts, repeat=5 + parts, allocation=name, hostnames=(name,))
+    for attempt in state.attempts.values():
+        if attempt.key.run_id == RUNS[0].run_id:
+            attempt.allocation = "fast" if attempt.key.repeat == 0 else "slow"
+        elif attempt.key.repeat == 0:
+            attempt.allocation = "fast"
+    del state.attempts[key_of(RUNS[1])]
+    assert not suspect_attempts(state, device="cpu")
+
+
+def test_parts_cost_less_and_the_whole_steps_of_contenders_are_in_the_price():
+    whole_plan = make_plan(load_config(IN_PARTS))
+    whole, parts = price_of(whole_plan), price_of(PARTS)
+    (num_whole, whole_hours), (num_parts, parts_hours) = (
+        next(iter(price.runs.values())) for price in (whole, parts)
+    )
+    assert num_whole == num_parts
+    assert parts_hours < 0.6 * whole_hours
+    confirming = [t.candidate for job in parts.jobs for t in job.attempts if not t.candidate.slice]
+    assert [run.duration_s for run in confirming] == [
+        pytest.approx(run.duration_s)
+        for run in whole_plan.runs
+        for other in confirming
+        if run.run_id == other.run_id
+    ]
+    assert confirming
+
+
+def test_a_measured_departure_saves_the_third_size_of_its_kind():
+    state = all_by_parts()
+    state.attempts[key_of(RUNS[0])].result = replace(state.attempts[key_of(RUNS[0])].result, departure=0.03)
+    plan = with_measured_times(PARTS, state)
+    alike = {run.run_id for run in RUNS if run.spec.linearity_kind == RUNS[0].spec.linearity_kind}
+    for run in plan.runs:
+        known = (run.slice.third, run.slice.departure) == (None, 0.03)
+        assert known == (run.run_id in alike)
+
+
+def test_the_control_is_whole_beside_whole_steps():
+    other = RUNS[1]
+    config = with_launcher(PARTS.config, control=True)
+    plan = replace(PARTS, config=config)
+    for runs, is_whole in ((RUNS[1:3], False), ([other.as_whole(config.measure), RUNS[2]], True)):
+        todo = tuple(PlannedAttempt(candidate=run, key=key_of(run, 1)) for run in runs)
+        (job,) = planned_jobs(plan, AttemptsLeft(todo=todo, num_waiting=0), SweepState())
+        controls = [t.candidate for t in job.attempts if t.key.run_id == job.control]
+        assert {run.slice is None for run in controls} == {is_whole}
+
+
+def test_the_plan_file_keeps_the_parts(tmp_path):
+    folder = make_sweep(tmp_path / "s", [run.spec for run in RUNS])
+    write_plan(PARTS.candidates, tmp_path / "plan.parquet")
+    read = [
+        *runs_of(read_sweep_json(folder), read_rows(tmp_path / "plan.parquet", runs_only=True), SweepState())
+    ]
+    assert [(r.slice, r.turn_share, r.whole_reason) for r in read] == [
+        (r.slice, r.turn_share, r.whole_reason) for r in RUNS
+    ]
+    write_plan(make_plan(load_config(IN_PARTS)).candidates, tmp_path / "whole.parquet")
+    assert "slice" not in pq.read_schema(tmp_path / "whole.parquet").names
+
+
+def test_what_parts_measure_is_blank_where_whole_steps_differ():
+    result = ended(loss_final=3.0, gradient_norm=1.0, power_w_mean=500.0, peak_mem_reserved_bytes=7)
+    task = SimpleNamespace(slice=RUNS[0].slice)
+    alike = without_unlike(result, task)
+    assert (alike.loss_final, alike.gradient_norm, alike.power_w_mean, alike.peak_mem_reserved_bytes) == (
+        None, None, None, 7,
+    )  # fmt: skip
+    unlike = SimpleNamespace(slice=replace(RUNS[0].slice, keeps_memory=False))
+    assert without_unlike(result, unlike).peak_mem_reserved_bytes is None
+    assert without_unlike(result, SimpleNamespace(slice=None)) == result
+
+
+def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
+    overrides = [arg for arg in IN_PARTS if "gbs" not in arg]
+    mixed = make_plan(load_config([*overrides, "sweep.gbs=[16,64]", "measure.partial_steps=auto"]))
+    num_small = sum(run.layout.gas < 12 for run in mixed.runs)
+    first, *reasons = partial_step_lines(mixed)
+    num_parts = len(mixed.runs) - num_small
+    assert first.startswith(
+        f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are measured by parts"
+    )
+    assert reasons == [f"{num_small} are measured by whole steps: gas=8 is less than 3 * 4 micro-batches"]
+    assert [*partial_step_lines(make_plan(load_config(IN_PARTS)))] == []
+    for setting, reason in (
+        ("trace=true", "trace=true"),
+        ("measure.checkpoint=true", "measure.checkpoint=true"),
+    ):
+        plan = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", setting]))
+        assert all(reason in run.whole_reason and run.slice is None for run in plan.runs)

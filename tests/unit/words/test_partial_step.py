@@ -1,0 +1,107 @@
+"""The time of a whole step from steps of fewer micro-batches, and its interval."""
+
+import math
+from dataclasses import replace
+from random import Random
+from statistics import median
+
+import pytest
+
+from ultrabench.errors import ConfigError
+from ultrabench.partial_step import (
+    Slice,
+    departure,
+    extrapolation_error_rel,
+    step_s,
+    whole_step_ci95_rel,
+    whole_step_times_s,
+)
+from ultrabench.result import RunResult, Status
+from ultrabench.standing import Repeat, standings
+from ultrabench.step_time import ci95_rel
+
+GAS = 64
+PAIR = Slice(g1=4, g2=8, third=12)
+
+
+def turns(num, noise=0.0, curvature=0.0, seed=0):
+    """Turns of steps that take 3 s, 0.5 s per micro-batch, and more for later ones, with relative noise."""
+    random = Random(seed)
+
+    def seconds(size):
+        return (3.0 + 0.5 * size + curvature * size**2) * (1 + noise * random.gauss(0, 1))
+
+    return [{size: seconds(size) for size in PAIR.order(turn)} for turn in range(num)]
+
+
+def test_a_straight_line_gives_the_whole_step():
+    assert step_s(PAIR, {4: 5.0, 8: 7.0}, GAS) == 7.0 + 56 * 0.5 == pytest.approx(3.0 + 0.5 * GAS)
+    assert whole_step_times_s(PAIR, turns(6), GAS) == pytest.approx([35.0] * 6)
+    assert (departure(PAIR, turns(6)), whole_step_ci95_rel(PAIR, turns(6), GAS, 0.0)) == (
+        pytest.approx(0),
+        0.0,
+    )
+    assert step_s(PAIR, {4: 7.5, 8: 7.0}, GAS) == 7.0, "noise made a larger step the faster one"
+
+
+def test_every_other_turn_goes_backwards():
+    pair = Slice(g1=4, g2=8)
+    assert [pair.order(n) for n in range(3)] == [(4, 8), (8, 4), (4, 8)]
+    assert [PAIR.order(n) for n in range(2)] == [(4, 8, 12), (12, 8, 4)]
+    drift = [5.0, 7.0 + 0.1, 7.0 + 0.2, 5.0 + 0.3]  # each step is 0.1 s slower than it would have been before
+    ends = [{4: drift[0], 8: drift[1]}, {8: drift[2], 4: drift[3]}]
+    assert median(whole_step_times_s(pair, ends, GAS)) == pytest.approx(35.0 + 0.15), "the drift cancels"
+
+
+def test_the_interval_holds_the_departure_from_the_line():
+    curved = turns(8, curvature=0.01)
+    third = departure(PAIR, curved)
+    assert third == pytest.approx((0.5 + 0.01 * 20) / (0.5 + 0.01 * 12) - 1)
+    whole_s = whole_step_times_s(PAIR, curved, GAS)[0]
+    error = extrapolation_error_rel(PAIR, curved, GAS, third)
+    assert error == pytest.approx(third * (whole_s - curved[0][8]) / whole_s)
+    noisy = turns(20, noise=0.01)
+    own = ci95_rel(whole_step_times_s(PAIR, noisy, GAS))
+    assert whole_step_ci95_rel(PAIR, noisy, GAS, 0.05) > max(own, 0.04)
+    assert departure(Slice(g1=4, g2=8), curved) is departure(PAIR, []) is None
+    assert whole_step_ci95_rel(PAIR, noisy, GAS, None) is None, "no interval lacks the error of the line"
+
+
+def test_the_interval_holds_the_whole_step_in_95_of_100_cases():
+    coverage = [
+        abs(median(whole_step_times_s(PAIR, drawn, GAS)) / 35.0 - 1)
+        <= whole_step_ci95_rel(PAIR, drawn, GAS, 0.0)
+        for seed in range(200)
+        for drawn in [turns(10, noise=0.01, seed=seed)]
+    ]
+    assert sum(coverage) >= 180
+
+
+@pytest.mark.parametrize(("g1", "g2"), [(0, 4), (4, 4), (8, 4)])
+def test_a_slice_has_two_sizes(g1, g2):
+    with pytest.raises(ConfigError, match="needs 0 < g1 < g2"):
+        Slice(g1=g1, g2=g2)
+
+
+def test_the_interval_of_a_result_holds_the_error_of_the_line():
+    own = RunResult(status=Status.OK, step_times_s=(1.0, 1.01, 0.99, 1.0, 1.02, 0.98))
+    partial = replace(own, measured_gas="2,4", extrapolation_error_rel=0.3)
+    assert partial.step_time_ci95_rel == pytest.approx(math.hypot(own.step_time_ci95_rel, 0.3))
+    assert replace(partial, extrapolation_error_rel=None).step_time_ci95_rel is None
+
+
+def test_no_part_is_the_best():
+    """Not even the fastest, nor as good as the best; whole steps of a run count in place of its parts."""
+
+    def place(*repeats):
+        rows = (Repeat(run, "cell", status=Status.OK, rate=rate, partial=part) for run, rate, part in repeats)
+        return [(s.run_id, s.rate, s.best, s.as_good) for s in standings(rows)["cell"]]
+
+    assert place(("a", 9.0, True), ("b", 8.0, True)) == [("a", 9.0, False, False), ("b", 8.0, False, False)]
+    parts = [("a", 9.0, True), ("b", 8.0, True), ("c", 7.0, True)]
+    assert place(*parts, ("b", 8.5, False)) == [
+        ("b", 8.5, True, False), ("a", 9.0, False, False), ("c", 7.0, False, False),
+    ]  # fmt: skip
+    assert place(*parts, ("b", 8.5, False), ("a", 8.5, False))[:2] == [
+        ("a", 8.5, True, False), ("b", 8.5, False, True),
+    ]  # fmt: skip
