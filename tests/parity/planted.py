@@ -16,6 +16,7 @@ from torch.distributed.pipelining import stage
 
 from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_clock,
+    planted_digest,
     planted_experts,
     planted_latent,
     planted_model,
