@@ -85,7 +85,12 @@ def _chain_of_fp8_products(device: torch.device, num_rows: int) -> Tensor:
 def _reductions(device: torch.device, num_rows: int) -> Tensor:
     """Sums along both dims of a softmax, and of what norms and activations compute, in fp32."""
     x = seeded_matrix(num_rows, 5, device) * 8
-    results = (x.softmax(-1), torch.rsqrt(x.square() + 1e-5), torch.sigmoid(x) * x, x.logsumexp(0, keepdim=True))
+    results = (
+        x.softmax(-1),
+        torch.rsqrt(x.square() + 1e-5),
+        torch.sigmoid(x) * x,
+        x.logsumexp(0, keepdim=True),
+    )
     return torch.cat([result.sum(dim) for result in results for dim in (0, 1)])
 
 
@@ -155,7 +160,10 @@ def parts_of(device: torch.device) -> dict[str, Callable[[int], Tensor]]:
 def _fixed_arithmetic() -> Iterator[None]:
     """Inside the `with` block sums have one order: one thread on CPUs, neither TF32 nor sums in bf16 on GPUs."""
     num_threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
-    precision, reduces_narrow = torch.get_float32_matmul_precision(), matmul.allow_bf16_reduced_precision_reduction
+    precision, reduces_narrow = (
+        torch.get_float32_matmul_precision(),
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     matmul.allow_bf16_reduced_precision_reduction = False
@@ -169,8 +177,8 @@ def _fixed_arithmetic() -> Iterator[None]:
 
 def tensor_digest(tensor: Tensor) -> str:
     """First hex digits of a hash of the bits of a tensor."""
-    tensor_bytes = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(tensor_bytes).cast("B") if tensor.numel() else b"").hexdigest()[:DIGEST_DIGITS]
+    numbers = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(numbers.tobytes()).hexdigest()[:DIGEST_DIGITS]
 
 
 def setup_of(device: torch.device) -> str:
@@ -192,7 +200,8 @@ def device_digest(device: torch.device) -> dict[str, Any]:
     parts = parts_of(device)
     with _fixed_arithmetic():
         first, second = (
-            {part: tensor_digest(compute(pass_number)) for part, compute in parts.items()} for pass_number in range(2)
+            {part: tensor_digest(compute(pass_number)) for part, compute in parts.items()}
+            for pass_number in range(2)
         )
     uuid = None
     if kind_of(device).has_gpus:
@@ -202,7 +211,7 @@ def device_digest(device: torch.device) -> dict[str, Any]:
         "device": f"GPU-{uuid}" if uuid else "",
         "setup": setup_of(device),
         "parts": first,
-        "again": {part: digest for part, digest in second.items() if digest != first[part]},
+        "second": {part: digest for part, digest in second.items() if digest != first[part]},
     }
 
 

@@ -39,8 +39,10 @@ def verify_devices(device_type: str, results_dir: Path) -> list[Check]:
     except OSError as error:
         fact = f"cannot write {results_dir}: {error.strerror}"
         raise SweepFolderError(f"{fact}; choose another folder with results_dir=FOLDER") from error
-    difference_by_place = {d.dated.index: d for d in differences([*past, *present]) if d.dated in present}
-    return [_check(dated, past, difference_by_place.get(dated.index)).named(dated.place) for dated in present]
+    difference_by_place = {d.dated.number: d for d in differences([*past, *present]) if d.dated in present}
+    return [
+        _check(dated, past, difference_by_place.get(dated.number)).named(dated.place) for dated in present
+    ]
 
 
 def _check(dated: DatedDigest, past: Sequence[DatedDigest], difference: Difference | None) -> Check:
@@ -49,5 +51,6 @@ def _check(dated: DatedDigest, past: Sequence[DatedDigest], difference: Differen
     num_own = sum(other.identity == dated.identity for other in past)
     others = {d.identity for d in past if d.digest.setup == dated.digest.setup} - {dated.identity}
     parts_text = f"{counted(len(dated.digest.parts), 'part')} of chain {CHAIN_VERSION} are equal twice"
-    past_text = f"compared with {counted(num_own, 'earlier result')} of it and with {counted(len(others), 'other device')}"
-    return success(f"{parts_text}; {past_text} of the same setup ({dated.digest.setup})")
+    past_text = f"compared with {counted(num_own, 'earlier result')} of it"
+    others_text = f"with {counted(len(others), 'other device')} of the same setup ({dated.digest.setup})"
+    return success(f"{parts_text}; {past_text} and {others_text}")

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ultrabench.errors import counted
 
 CHAIN_VERSION = 1
 """Version of the chain of operations; digests of different versions are never compared."""
 MIN_COMPARED = 3
-"""Smallest number of GPUs with the same setup of which some can be a minority: of two that differ, either may be wrong."""
+"""Smallest number of GPUs with the same setup that have a minority; of two that differ, either may be wrong."""
 MIN_CONFIRMING = 2
 """Number of preflights in which a GPU must differ before its node is excluded."""
 
@@ -30,7 +30,7 @@ class DeviceDigest:
     """What must be equal where digests are compared: model, driver, torch and version of the chain."""
     parts: Mapping[str, str]
     """Part of the chain -> digest of its results."""
-    again: Mapping[str, str] = field(default_factory=dict)
+    second: Mapping[str, str] = field(default_factory=dict)
     """Part whose results differed the second time -> their digest; empty for a device that repeats its results."""
 
 
@@ -38,15 +38,13 @@ def digest_of(values: object) -> DeviceDigest | None:
     """The digest in a JSON value; None where the value is damaged."""
     if not isinstance(values, dict):
         return None
-    texts, tables = (
-        [values.get(name, "") for name in ("device", "setup")],
-        [values.get(name, {}) for name in ("parts", "again")],
-    )
-    are_valid = all(isinstance(text, str) for text in texts) and all(isinstance(table, dict) for table in tables)
-    if not are_valid or not tables[0]:
+    device, setup = values.get("device", ""), values.get("setup")
+    parts, second = values.get("parts"), values.get("second", {})
+    are_texts = isinstance(device, str) and isinstance(setup, str)
+    if not (are_texts and isinstance(parts, dict) and isinstance(second, dict)):
         return None
-    parts, again = ({str(part): str(digest) for part, digest in table.items()} for table in tables)
-    return DeviceDigest(device=texts[0], setup=texts[1], parts=parts, again=again)
+    parts, second = ({str(part): str(digest) for part, digest in table.items()} for table in (parts, second))
+    return DeviceDigest(device=device, setup=setup, parts=parts, second=second)
 
 
 class DatedDigest(NamedTuple):
@@ -57,30 +55,32 @@ class DatedDigest(NamedTuple):
     source: str
     """What computed it: an allocation, or a call of `ultrabench doctor --verify`."""
     host: str
-    index: int
+    number: int
     """Number of the device on its host."""
     digest: DeviceDigest
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What tells the device from all others: its UUID, or else its host and number."""
-        return (self.digest.device,) if self.digest.device else (self.host, str(self.index))
+        return (self.digest.device,) if self.digest.device else (self.host, str(self.number))
 
     @property
     def place(self) -> str:
         """The name of the device on its host, such as `GPU 3 (GPU-5a2c1e77)`."""
-        return f"GPU {self.index} ({self.digest.device[:12]})" if self.digest.device else f"device {self.index}"
+        return (
+            f"GPU {self.number} ({self.digest.device[:12]})"
+            if self.digest.device
+            else f"device {self.number}"
+        )
 
 
-def dated_digests(
-    node_facts: object, source: str, time_s: float | None
-) -> Iterator[DatedDigest]:
+def dated_digests(node_facts: object, source: str, time_s: float | None) -> Iterator[DatedDigest]:
     """The digests in the facts about nodes that a preflight wrote; earlier versions wrote none."""
     for facts in node_facts if isinstance(node_facts, list) else ():
         records = facts.get("digests") if isinstance(facts, dict) else None
-        for index, values in enumerate(records if isinstance(records, list) else ()):
+        for number, values in enumerate(records if isinstance(records, list) else ()):
             if digest := digest_of(values):
-                yield DatedDigest(time_s or 0.0, source, str(facts.get("host")), index, digest)
+                yield DatedDigest(time_s or 0.0, source, str(facts.get("host")), number, digest)
 
 
 class Against(StrEnum):
@@ -115,23 +115,25 @@ def differences(digests: Iterable[DatedDigest]) -> list[Difference]:
     """The digests that differ: from their second computation, from most other devices with the same setup, or, where
     there is no majority of three or more devices, from the first one of their device. They are in the order of time.
     """
-    ordered = sorted(digests, key=lambda dated: (dated.time_s, dated.source, dated.host, dated.index))
+    ordered = sorted(digests, key=lambda dated: (dated.time_s, dated.source, dated.host, dated.number))
     majorities = _majorities(ordered)
     first_by_device = dict[tuple[str, ...], DatedDigest]()
-    found = list[Difference]()
+    all_differences = list[Difference]()
     for dated in ordered:
         first = first_by_device.setdefault((*dated.identity, dated.digest.setup), dated)
-        found += filter(None, [_difference(dated, first, majorities)])
-    return found
+        all_differences += filter(None, [_difference(dated, first, majorities)])
+    return all_differences
 
 
 def _difference(
     dated: DatedDigest, first: DatedDigest, majorities: Mapping[tuple[str, str], _Majority]
 ) -> Difference | None:
     digest = dated.digest
-    if digest.again:
-        parts = tuple(digest.again)
-        return Difference(dated, Against.ITSELF, parts, _text(dated, parts, "in two ways when it computed twice"))
+    if digest.second:
+        parts = tuple(digest.second)
+        return Difference(
+            dated, Against.ITSELF, parts, _text(dated, parts, "in two ways when it computed twice")
+        )
     majority_by_part = {
         part: majorities[digest.setup, part] for part in digest.parts if (digest.setup, part) in majorities
     }
@@ -142,7 +144,9 @@ def _difference(
     uncompared = (part for part in digest.parts if part not in majority_by_part)
     if parts := tuple(p for p in uncompared if digest.parts[p] != first.digest.parts.get(p, digest.parts[p])):
         day = datetime.fromtimestamp(first.time_s, UTC).date()
-        return Difference(dated, Against.PAST, parts, _text(dated, parts, f"differently from itself on {day}"))
+        return Difference(
+            dated, Against.PAST, parts, _text(dated, parts, f"differently from itself on {day}")
+        )
     return None
 
 
@@ -158,7 +162,7 @@ def _majorities(digests: Sequence[DatedDigest]) -> dict[tuple[str, str], _Majori
     counts_by_device = defaultdict[tuple[str, str, tuple[str, ...]], Counter[str]](Counter)
     for dated in digests:
         for part, value in dated.digest.parts.items():
-            if part not in dated.digest.again:
+            if part not in dated.digest.second:
                 counts_by_device[dated.digest.setup, part, dated.identity][value] += 1
     votes = defaultdict[tuple[str, str], Counter[str]](Counter)
     for (setup, part, _), counts in counts_by_device.items():
@@ -179,16 +183,16 @@ class HostVerdict(NamedTuple):
     reason: str
 
 
-def host_verdicts(found: Sequence[Difference]) -> dict[str, HostVerdict]:
+def host_verdicts(all_differences: Sequence[Difference]) -> dict[str, HostVerdict]:
     """Host with a device that differs -> the verdict on it."""
     by_host_and_device = defaultdict[tuple[str, tuple[str, ...]], list[Difference]](list)
-    for difference in found:
+    for difference in all_differences:
         by_host_and_device[difference.dated.host, difference.dated.identity].append(difference)
     verdicts = dict[str, HostVerdict]()
     for (host, _), of_device in by_host_and_device.items():
         num_sources = len({difference.dated.source for difference in of_device})
         is_confirmed = num_sources >= MIN_CONFIRMING
         reason = f"{of_device[-1].text} in {counted(num_sources, 'preflight')}"
-        if host not in verdicts or is_confirmed and not verdicts[host].is_confirmed:
+        if host not in verdicts or (is_confirmed and not verdicts[host].is_confirmed):
             verdicts[host] = HostVerdict(is_confirmed, reason)
     return verdicts

@@ -39,7 +39,9 @@ def test_devices_are_verified_against_themselves_others_and_their_past(bench, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     refused = bench.here("doctor", "--verify")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr.startswith("ultrabench: --verify found no GPU that torch can use on this machine; run it on")
+    assert refused.stderr.startswith(
+        "ultrabench: --verify found no GPU that torch can use on this machine; run it on"
+    )
     verify = ("doctor", "--verify", "hardware=cpu", "--json")
     (check,) = json.loads(bench.here(*verify).stdout)
     assert (check["name"], check["status"]) == ("device 0", "pass")

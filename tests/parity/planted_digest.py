@@ -57,4 +57,4 @@ def all_setups_alike(right, digests):
     """GPUs are compared whatever their driver is."""
     setups = {dated.digest.setup for dated in digests}
     alike = [d._replace(digest=replace(d.digest, setup="")) for d in digests]
-    return {(setup, part): most for (_, part), most in right(alike).items() for setup in setups}
+    return {(setup, part): majority for (_, part), majority in right(alike).items() for setup in setups}

@@ -14,11 +14,9 @@ def device_histories(digests: Sequence[DatedDigest], since_s: float = 0.0) -> li
 
     All results are compared; those before `since_s`, in seconds since 1970, are left out of the histories.
     """
-    difference_by_result = {
-        (d.dated.source, d.dated.host, d.dated.index): d for d in differences(digests)
-    }
+    difference_by_result = {(d.dated.source, d.dated.host, d.dated.number): d for d in differences(digests)}
     by_device = defaultdict[tuple[str, ...], list[DatedDigest]](list)
-    for dated in sorted(digests, key=lambda dated: (dated.host, dated.index, dated.time_s)):
+    for dated in sorted(digests, key=lambda dated: (dated.host, dated.number, dated.time_s)):
         if dated.time_s >= since_s:
             by_device[dated.identity].append(dated)
     histories = list[dict[str, Any]]()
@@ -26,14 +24,15 @@ def device_histories(digests: Sequence[DatedDigest], since_s: float = 0.0) -> li
         results.sort(key=lambda dated: dated.time_s)
         last, history = results[-1], list[dict[str, Any]]()
         for dated in results:
-            difference = difference_by_result.get((dated.source, dated.host, dated.index))
+            difference = difference_by_result.get((dated.source, dated.host, dated.number))
             history.append({
                 "time": datetime.fromtimestamp(dated.time_s, UTC).isoformat(timespec="seconds"),
                 "host": dated.host, "source": dated.source, "setup": dated.digest.setup,
-                "against": difference and str(difference.against), "parts": list(difference.parts) if difference else [],
+                "against": difference and str(difference.against),
+                "parts": [*difference.parts] if difference else [],
                 "difference": difference and difference.text,
             })  # fmt: skip
-        device = {"host": last.host, "index": last.index, "device": last.digest.device}
+        device = {"host": last.host, "number": last.number, "device": last.digest.device}
         histories.append({**device, "history": history})
     return histories
 
@@ -45,7 +44,8 @@ def history_lines(histories: Sequence[dict[str, Any]]) -> Iterator[str]:
     num_results = sum(len(device["history"]) for device in histories)
     differing = [d for d in histories if any(result["against"] for result in d["history"])]
     differ_text = f"{len(differing)} {'differs' if len(differing) == 1 else 'differ'}"
-    yield f"Compared bit by bit: {counted(len(histories), 'device')} in {counted(num_results, 'result')}; {differ_text}."
+    compared_text = f"{counted(len(histories), 'device')} in {counted(num_results, 'result')}"
+    yield f"Compared bit by bit: {compared_text}; {differ_text}."
     for device in differing:
         wrong = [result for result in device["history"] if result["against"]]
         days = ", ".join(dict.fromkeys(result["time"][:10] for result in wrong))

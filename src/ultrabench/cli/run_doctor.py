@@ -84,7 +84,9 @@ def print_checks(
     if as_json:
         print_json([to_dict(check) for check in checks])
     else:
-        config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+        config_text = (
+            f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+        )
         _show_checks(title or f"doctor: {config_text}", checks)
     num_by_status = Counter(check.status for check in checks)
     say(", ".join(f"{num_by_status[status]} {status}" for status in CheckStatus if num_by_status[status]))

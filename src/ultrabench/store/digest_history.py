@@ -22,7 +22,9 @@ VERIFIED = "doctor --verify"
 """Source of digests that no preflight computed."""
 
 
-def append_verified(results_dir: Path, host: str, digests: list[dict[str, Any]], time_s: float) -> list[DatedDigest]:
+def append_verified(
+    results_dir: Path, host: str, digests: list[dict[str, Any]], time_s: float
+) -> list[DatedDigest]:
     """Adds the digests of the devices of a host, as their chain wrote them; returns them.
 
     Raises:

@@ -185,7 +185,9 @@ class SweepState:
         return [
             dated
             for allocation in self.allocations.values()
-            for dated in dated_digests(allocation.preflight.get("nodes"), allocation.name, allocation.preflight_at)
+            for dated in dated_digests(
+                allocation.preflight.get("nodes"), allocation.name, allocation.preflight_at
+            )
         ]
 
     @property

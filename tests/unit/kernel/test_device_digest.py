@@ -35,7 +35,7 @@ def test_a_device_repeats_its_results():
     values = digest_chain.device_digest(CPU)
     digest = digest_of(values)
     assert values == digest_chain.device_digest(CPU)
-    assert digest.again == {}
+    assert digest.second == {}
     assert len({*digest.parts.values()}) == len(digest.parts) == 7, "each part has results of its own"
     assert f"torch {torch.__version__}, chain 1" in digest.setup
     for part in digest_chain.parts_of(CPU).values():
@@ -46,8 +46,8 @@ def test_what_is_computed_differently_the_second_time_is_kept():
     results = iter([torch.ones(3), torch.zeros(2), torch.ones(3), torch.zeros(3)])
     with computing({"equal": lambda _: next(results), "other": lambda _: next(results)}):
         digest = digest_of(digest_chain.device_digest(CPU))
-    assert [*digest.again] == ["other"]
-    assert digest.again["other"] != digest.parts["other"]
+    assert [*digest.second] == ["other"]
+    assert digest.second["other"] != digest.parts["other"]
 
 
 def test_every_bit_of_a_result_counts():
@@ -98,20 +98,20 @@ def dated(*digests, source="first", time_s=1.7e9, host="n"):
     return [DatedDigest(time_s, source, f"{host}{n}", 0, digest) for n, digest in enumerate(digests)]
 
 
-def blamed(found):
-    return [(d.dated.source, d.dated.host, d.against, d.parts) for d in found]
+def blamed(differing):
+    return [(d.dated.source, d.dated.host, d.against, d.parts) for d in differing]
 
 
 def test_a_minority_of_three_or_more_is_blamed():
     of_others = ("first", "n1", Against.OTHERS, ("bf16 products",))
-    found = differences(dated(RIGHT, WRONG, RIGHT))
-    assert blamed(found) == [of_others]
+    differing = differences(dated(RIGHT, WRONG, RIGHT))
+    assert blamed(differing) == [of_others]
     text = "device 0 computed bf16 products differently from 2 of 3 equal devices"
-    assert found[0].text == text
-    assert host_verdicts(found) == {"n1": HostVerdict(False, f"{text} in 1 preflight")}
+    assert differing[0].text == text
+    assert host_verdicts(differing) == {"n1": HostVerdict(False, f"{text} in 1 preflight")}
     both_wrong = replace(WRONG, parts={**WRONG.parts, "memory": "0"})
-    found = differences(dated(RIGHT, WRONG, both_wrong, RIGHT, RIGHT))
-    assert [d.parts for d in found] == [("bf16 products",), ("bf16 products", "memory")]
+    differing = differences(dated(RIGHT, WRONG, both_wrong, RIGHT, RIGHT))
+    assert [d.parts for d in differing] == [("bf16 products",), ("bf16 products", "memory")]
 
 
 def test_of_two_gpus_that_differ_none_is_blamed():
@@ -126,13 +126,17 @@ def test_gpus_of_different_drivers_are_not_compared():
 
 
 def test_a_gpu_is_compared_with_itself_and_with_its_past():
-    unsteady = replace(RIGHT, again={"memory": "78"})
+    unsteady = replace(RIGHT, second={"memory": "78"})
     assert blamed(differences(dated(unsteady))) == [("first", "n0", Against.ITSELF, ("memory",))]
-    past = [*dated(RIGHT), *dated(WRONG, source="second", time_s=1.8e9), *dated(RIGHT, source="third", time_s=1.9e9)]
+    past = [
+        *dated(RIGHT),
+        *dated(WRONG, source="second", time_s=1.8e9),
+        *dated(RIGHT, source="third", time_s=1.9e9),
+    ]
     random.Random(3).shuffle(past)
-    found = differences(past)
-    assert blamed(found) == [("second", "n0", Against.PAST, ("bf16 products",))]
-    assert found[0].text.endswith("differently from itself on 2023-11-14")
+    differing = differences(past)
+    assert blamed(differing) == [("second", "n0", Against.PAST, ("bf16 products",))]
+    assert differing[0].text.endswith("differently from itself on 2023-11-14")
 
 
 def test_the_second_preflight_that_agrees_confirms():
@@ -141,16 +145,20 @@ def test_the_second_preflight_that_agrees_confirms():
     verdict = host_verdicts(differences(preflights))["n1"]
     assert (verdict.is_confirmed, verdict.reason.endswith(" in 2 preflights")) == (True, True)
     renamed = [replace(d, device="GPU-5a2c1e77-0") for d in (RIGHT, WRONG)]
-    found = differences(
+    differing = differences(
         [*dated(RIGHT, renamed[1], RIGHT)]
-        + [d._replace(index=3) for d in dated(RIGHT, renamed[1], RIGHT, source="second", time_s=1.8e9)]
+        + [d._replace(number=3) for d in dated(RIGHT, renamed[1], RIGHT, source="second", time_s=1.8e9)]
     )
-    assert host_verdicts(found)["n1"].is_confirmed
-    assert found[-1].text.startswith("GPU 3 (GPU-5a2c1e77) computed ")
+    assert host_verdicts(differing)["n1"].is_confirmed
+    assert differing[-1].text.startswith("GPU 3 (GPU-5a2c1e77) computed ")
 
 
 def test_what_versions_and_damage_leave_out_is_no_digest():
-    facts = [{"host": "n0"}, {"host": "n1", "digests": [{}, 7, {"setup": 1}, {"setup": "x", "parts": {"a": "b"}}]}, None]
+    facts = [
+        {"host": "n0"},
+        {"host": "n1", "digests": [{}, 7, {"setup": 1}, {"setup": "x", "parts": {"a": "b"}}]},
+        None,
+    ]
     (only,) = dated_digests(facts, "first", None)
-    assert (only.host, only.index, only.digest.parts) == ("n1", 3, {"a": "b"})
+    assert (only.host, only.number, only.digest.parts) == ("n1", 3, {"a": "b"})
     assert [*dated_digests("?", "first", 1.0)] == []

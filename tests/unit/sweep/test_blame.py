@@ -241,7 +241,9 @@ def preflight(state, name, *digest_by_host):
         {"host": f"n{number}", "digests": [{"setup": "H100", "parts": {"bf16 products": digest}}]}
         for number, digest in enumerate(digest_by_host)
     ]
-    state.allocations[name] = AllocationState(name=name, preflight={"nodes": facts}, preflight_at=float(len(name)))
+    state.allocations[name] = AllocationState(
+        name=name, preflight={"nodes": facts}, preflight_at=float(len(name))
+    )
 
 
 def test_a_gpu_that_computes_other_bits_is_used_last_and_excluded_when_a_second_preflight_agrees():
@@ -254,7 +256,10 @@ def test_a_gpu_that_computes_other_bits_is_used_last_and_excluded_when_a_second_
     key = AttemptKey("a", 0, 0)
     state.attempts[key] = AttemptState(key=key, result=ok("n0", "n1", "n2"), allocation="x")
     (doubt,) = suspect_attempts(state, device="cuda")[key]
-    assert (doubt.code, doubt.sentence.startswith("n1: device 0 computed bf16 products")) == ("differing_gpu", True)
+    assert (doubt.code, doubt.sentence.startswith("n1: device 0 computed bf16 products")) == (
+        "differing_gpu",
+        True,
+    )
     preflight(state, "xx", "5e1f", "5e1e", "5e1f")
     blame = blame_of(state, POLICY)
     assert ([*blame.excluded], blame.differing) == (["n1"], {})

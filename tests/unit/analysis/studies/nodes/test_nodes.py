@@ -136,7 +136,12 @@ def test_the_history_of_what_gpus_computed_is_shown(ultrabench, nights, tmp_path
             parts = {"bf16 products": "5e1e" if host == "n02" else "5e1f"}
             facts = {"host": host, "digests": [{"device": f"GPU-{host}", "setup": "H100", "parts": parts}]}
             write(nights[day], Preflight(allocation=f"{host}.{day}", restart=1, found={"nodes": [facts]}))
-    digest = {"device": "GPU-n03", "setup": "H100", "parts": {"bf16 products": "5e1f"}, "again": {"copies": "0"}}
+    digest = {
+        "device": "GPU-n03",
+        "setup": "H100",
+        "parts": {"bf16 products": "5e1f"},
+        "second": {"copies": "0"},
+    }
     append_verified(tmp_path / "results", "n03", [digest], 1.69e9)
     text = "GPU 0 (GPU-n02) computed bf16 products differently from 2 of 3 equal devices"
     out = " ".join(ultrabench("nodes")[1].split())
@@ -146,7 +151,11 @@ def test_the_history_of_what_gpus_computed_is_shown(ultrabench, nights, tmp_path
     assert [(r["source"], r["against"], r["difference"]) for r in gpus["GPU-n02"]] == [
         ("n02.1", "others", text), ("n02.3", "others", text)
     ]  # fmt: skip
-    assert [(r["against"], r["parts"]) for r in gpus["GPU-n03"]] == [("itself", ["copies"]), (None, []), (None, [])]
+    assert [(r["against"], r["parts"]) for r in gpus["GPU-n03"]] == [
+        ("itself", ["copies"]),
+        (None, []),
+        (None, []),
+    ]
     assert "2 of 2" in " ".join(ultrabench("nodes", "--since", "2023-11-15")[1].split())
 
 
