@@ -40,8 +40,9 @@ def digest_of(values: object) -> DeviceDigest | None:
         return None
     device, setup = values.get("device", ""), values.get("setup")
     parts, second = values.get("parts"), values.get("second", {})
-    are_texts = isinstance(device, str) and isinstance(setup, str)
-    if not (are_texts and isinstance(parts, dict) and isinstance(second, dict)):
+    if not (isinstance(device, str) and isinstance(setup, str)):
+        return None
+    if not (isinstance(parts, dict) and isinstance(second, dict)):
         return None
     parts, second = ({str(part): str(digest) for part, digest in table.items()} for table in (parts, second))
     return DeviceDigest(device=device, setup=setup, parts=parts, second=second)

@@ -29,7 +29,7 @@ def digest_of_the_first_values(right, tensor):
 @planted(digest_chain, "tensor_digest", unit=f"{TESTS}.test_every_bit_of_a_result_counts")
 def digest_of_the_sum(right, tensor):
     """The sum of a result is compared instead of its bits."""
-    return right(tensor.double().sum(0, keepdim=True))
+    return right(tensor.double().sum().view(1))
 
 
 @planted(
@@ -46,10 +46,21 @@ def free_arithmetic(right):
     return nullcontext()
 
 
-@planted(device_digest, "MIN_COMPARED", unit=f"{TESTS}.test_of_two_gpus_that_differ_none_is_blamed")
-def first_of_two(right):
-    """Of two GPUs that differ, one passes for the minority."""
-    return 2
+@planted(device_digest, "_majorities", unit=f"{TESTS}.test_of_two_gpus_that_differ_none_is_blamed")
+def first_of_two(right, digests):
+    """Of two GPUs that differ, the first one passes for the majority."""
+    first_of_all = {
+        (dated.digest.setup, part): device_digest._Majority(value, 1, 2)
+        for dated in reversed(digests)
+        for part, value in dated.digest.parts.items()
+    }
+    return first_of_all | right(digests)
+
+
+@planted(device_digest, "MIN_CONFIRMING", unit=f"{TESTS}.test_a_minority_of_three_or_more_is_blamed")
+def confirmed_at_once(right):
+    """One preflight is enough to exclude a node."""
+    return 1
 
 
 @planted(device_digest, "_majorities", unit=f"{TESTS}.test_gpus_of_different_drivers_are_not_compared")
