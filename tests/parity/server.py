@@ -75,7 +75,8 @@ class Order(CollectiveCounts):
 
 
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
-    trainer = trained_a_step(in_precision(spec, "fp32"), rank, folder)
+    precision = spec.run.kernel.precision
+    trainer = trained_a_step(in_precision(spec, "bf16" if precision == "fp64" else precision), rank, folder)
     batch = trainer.batch(1)
     groups = trainer.mesh, trainer.cp_group, trainer.expert_mesh, trainer.kv_group
     with Order(*groups) as counts:
