@@ -124,11 +124,11 @@ def wide_sums_of_tokens(right, tensor, group):
 @planted(step, "sum_whole_gradients", counts="test_tensor_parallel gas=1")
 def norms_summed_narrow(right, params, cuts, ranks):
     """Gradients of norms travel over tp in the precision of the products."""
-    whole = [(name, param) for name, param in params if cuts[name].dim is None and param.grad is not None]
-    for _, param in whole:
-        narrow = param.grad.to_local().bfloat16()
-        dist.all_reduce(narrow, group=ranks.group)
-        param.grad.to_local().copy_(narrow)
+    grads = [param.grad.to_local() for name, param in params if cuts[name].dim is None]
+    flat_grad = torch.cat(grads).bfloat16()
+    dist.all_reduce(flat_grad, group=ranks.group)
+    for grad, grad_sum in zip(grads, flat_grad.split([len(grad) for grad in grads]), strict=True):
+        grad.copy_(grad_sum)
 
 
 @planted(tp, "_columns_backward", counts="test_a_split_backward_computes_and_gathers_each_half_once")

@@ -162,6 +162,26 @@ def late_experts(right, group, following):
     right(group, following[:1])
 
 
+@planted(
+    FSDPModule, "set_modules_to_backward_prefetch", counts="test_experts_are_gathered_early_and_reduced_wide"
+)
+def late_experts_in_backward(right, group, following):
+    """Backward does not request the parameters of experts with those of their layer."""
+    right(group, following[:1])
+
+
+@planted(ep._ExpertProducts, "backward", counts="test_a_split_backward_computes_and_gathers_each_half_once")
+def experts_in_both_halves(right, ctx, *grads):
+    """Each half of a split backward pass computes both halves of experts, and leaves one of them out."""
+    ranks = ctx.ep.tp_ranks
+    wants_rows, wants_weights = ranks.wants_input_grads, ranks.wants_weight_grads
+    ranks.wants_input_grads = ranks.wants_weight_grads = True
+    *nothing, rows_grad = (results := right(ctx, *grads))[:4]
+    ranks.wants_input_grads, ranks.wants_weight_grads = wants_rows, wants_weights
+    weight_grads = results[4:] if wants_weights else [None] * len(results[4:])
+    return *nothing, rows_grad if wants_rows else None, *weight_grads
+
+
 @planted(dp, "fully_shard", counts="test_experts_are_gathered_early_and_reduced_wide")
 def experts_reduced_narrow(right, members, *, mp_policy, **options):
     """Gradients of experts are reduced in the precision of the products."""
@@ -193,3 +213,17 @@ def experts_by_width(right, self, name, size, *args):
     """The initial values of an expert are scaled by the root of its width."""
     values = right(self, name, size, *args)
     return values * (4 / size[1] ** 0.5 if ".experts." in name else 1)
+
+
+@planted(ep._Dispatch, "forward", unit="test_experts.test_scores_stay_wide_on_their_way")
+def scores_rounded(right, ctx, *args):
+    """Scores are rounded to the precision of the products on their way to the experts."""
+    rows, scores = right(ctx, *args)
+    return rows, scores.bfloat16().float()
+
+
+@planted(ep._WeightedActivation, "backward", unit="test_experts.test_scores_stay_wide_on_their_way")
+def score_gradients_rounded(right, ctx, grad):
+    """The gradients of scores are added up in the precision of the products."""
+    nothing, grad_scores, *others = right(ctx, grad)
+    return nothing, grad_scores.bfloat16().float(), *others

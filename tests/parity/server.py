@@ -55,7 +55,14 @@ def trained_a_step(run: RunSpec, rank: int, folder: Path) -> TrainStep:
     return trainer
 
 
-WORDS = {"embedding": "look-up", "clone": "copy", "mm": "product", "addmm_": "product", "add": "sum"}
+WORDS = {
+    "embedding": "look-up",
+    "clone": "copy",
+    "index_select": "rows",
+    "mm": "product",
+    "addmm_": "product",
+    "add": "sum",
+}
 """Operator of aten -> its word in `Order.names`."""
 
 

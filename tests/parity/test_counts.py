@@ -125,20 +125,22 @@ def test_without_sequence_parallelism_all_reduces_take_the_place_of_all_gathers(
 
 
 def test_a_split_backward_computes_and_gathers_each_half_once(server):
-    """21 products a layer and micro-batch, 7 for each half and 3 for the head; a split backward gathers twice more.
+    """A layer and micro-batch has 7 products, with experts 8 and 3 for each expert, and twice as many in backward.
 
-    The first rank has the first and the last stage, and splits no backward here; the second splits all.
+    A split backward gathers twice more. The first rank has the first stage with the dense layer, and the last stage
+    with 3 products of the head; it splits no backward here. The second rank splits all.
     """
-    ranks = counted_of(server, f"tp=2 pp=2 gas={GAS} zbv")
-    layers = GAS * TINY.num_hidden_layers // 2
-    for rank, (gathers, ends) in enumerate(((6, 2), (6, 2), (8, 0), (8, 0))):
-        counts, names = ranks[rank]
-        calls = layers * gathers + GAS * ends
+    first, _, second, _ = counted_of(server, f"tp=2 pp=2 gas={GAS} zbv moe")
+    of_sparse_layer = 8 + 3 * MOE.num_experts
+    sparse_layers = TINY.num_hidden_layers - 1
+    cases = ((first, 1, 6, 2, 3 * 7 + 3), (second, sparse_layers, 8, 0, 3 * sparse_layers * of_sparse_layer))
+    for (counts, names), layers, gathers, at_ends, products in cases:
+        calls = GAS * (layers * gathers + at_ends)
         assert counts["tp all_gather"] == [calls, calls * BLOCK]
-        scatters = layers * 4 + GAS * ends
+        scatters = GAS * (layers * 4 + at_ends)
         assert counts["tp reduce_scatter"] == [scatters, scatters * BLOCK]
         assert counts["pp send"] == counts["pp recv"] == [2 * GAS, 2 * GAS * BLOCK // 2]
-        assert names.count("product") == layers * 21 + GAS * 3 * (ends > 0)
+        assert names.count("product") == GAS * products
 
 
 @pytest.mark.parametrize(
@@ -226,11 +228,16 @@ def test_expert_parallel(server, recompute):
     for counts, names in counted_of(server, f"dp=2 ep=2 gas={gas} moe {recompute}"):
         assert counts["ep all_to_all"] == [gas * (6 + 2 * extra), sent]
         assert names.count("copy") == 0
+        assert names.count("rows") == gas * (12 + 4 * (recompute != "none")), (
+            "rows are sorted once on each way"
+        )
 
 
 def test_experts_are_gathered_early_and_reduced_wide(server):
-    """They are requested with their layer: before the first product of the layer before, and in backward before the
-    gradients of their rows arrive. Half of the experts are gathered from two ranks and reduced to two.
+    """They are requested with their layer: in forward before the first product of the layer before, and in backward
+    beside that of the head, whose gradients are reduced afterwards.
+
+    Half of the experts are gathered from two ranks, and their gradients are reduced to two.
     """
     elements = 3 * MOE.num_experts * MOE.hidden_size * MOE.moe_intermediate_size // 2
     for counts, names in counted_of(server, "dp=4 ep=2 zero_stage=3 moe"):
@@ -239,7 +246,7 @@ def test_experts_are_gathered_early_and_reduced_wide(server):
         first, second = (i for i, name in enumerate(names) if name == "expert_shard all_gather")
         sent = [i for i, name in enumerate(names) if name == "ep all_to_all"]
         assert first < names.index("product")
-        assert sent[2] < second < sent[3]
+        assert sent[2] < second < names.index("dp_shard reduce_scatter") < sent[3]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
