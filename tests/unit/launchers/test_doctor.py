@@ -161,7 +161,6 @@ def test_an_sbatch_without_an_answer_is_no_fault_of_the_configuration(doctor, mo
         (("launcher=local", "--write"), 2, "leave launcher=local out"),
         (("--write", "--name", "a/b"), 3, "there is no sbatch on PATH"),
         (("--partition", "debug"), 2, "set launcher.partition=debug"),
-        (("--verify", "--deep"), 2, "--verify examines this machine only; leave out --deep and --write"),
     ],
 )
 def test_mistakes_where_there_is_no_slurm(doctor, words, code, line):
