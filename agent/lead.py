@@ -21,6 +21,7 @@ from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.compiler_locks import locks_text
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.device_digest import dated_digests, differences
 from ultrabench.errors import ClusterError, DiskError
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
@@ -222,6 +223,9 @@ class Leader:
         self._group.finish(keep_all=result.status != Status.OK)
         if result.status != Status.OK:
             return self._end_after_failed_preflight(result)
+        for facts in self._group.node_facts:
+            ranks_there = (rank for rank in self._group.progress.ranks if rank.host == facts["host"])
+            facts["digests"] = [rank.digest for rank in ranks_there]
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
         fault_by_host = self._find_faults()
         return self._give_up_hosts(fault_by_host, NODE_FAILURE) if fault_by_host else None
@@ -247,6 +251,8 @@ class Leader:
         for facts in self._group.node_facts:
             for line in warning_lines(node_warnings([facts])):
                 log_line(line)
+        for difference in differences(dated_digests(self._group.node_facts, name, time.time())):
+            log_line(f"{difference.dated.host}: {difference.text}")
 
     def _why_not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""

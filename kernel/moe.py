@@ -173,12 +173,15 @@ class SparseFeedForward(nn.Module):
             biased_scores = by_group.masked_fill(is_other[..., None], -torch.inf).flatten(1)
         return biased_scores.topk(sizes.num_experts_per_tok).indices
 
+    def scores_of(self, logits_TE: Tensor) -> Tensor:
+        """The scores of all experts, T x E, in at least fp32, from the logits of the router."""
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        return logits_TE.sigmoid() if self.sizes.scoring_func == "sigmoid" else logits_TE.softmax(-1)
+
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
         shared_out, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
-        logits = kept_linear(x_TH, self.router.weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = logits.sigmoid() if self.sizes.scoring_func == "sigmoid" else logits.softmax(-1)
+        scores = self.scores_of(kept_linear(x_TH, self.router.weight))
         if route is None:
             experts_Tk = self.choose(scores)
             scores = _CountTokens.apply(scores, experts_Tk, self.token_counts)  # type: ignore[no-untyped-call]

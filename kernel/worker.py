@@ -30,6 +30,7 @@ from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh, join_process_group, reduce_over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import run_timed
+from ultrabench.kernel.rank.digest_chain import device_digest
 from ultrabench.kernel.rank.probe import probe
 from ultrabench.kernel.rank.progress import device_progress
 from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
@@ -279,6 +280,8 @@ def _probe(task: Task, device: torch.device, report: Report) -> None:
     probe_settings = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
     if task.probe:
         probe_settings = short_probe(task.device, experts=task.spec.shape.num_experts > 0)
+        report.write("digest", **device_digest(device))
+        report.microbatch()
     rates = probe(device, task.spec.gpus_per_node, probe_settings, report.microbatch)
     if dist.get_rank() == 0:
         report.write("probe", **rates)

@@ -336,7 +336,9 @@ class Node:
         for source in self._report_sources:
             report_lines = source.read(is_last=source.writer_rank in self._exits)
             # Only our own kernel may report measurements of devices and links.
-            trusted_lines = (line for line in report_lines if self._task.forked or line["event"] != "probe")
+            trusted_lines = (
+                line for line in report_lines if self._task.forked or line["event"] not in ("probe", "digest")
+            )
             events += [{"rank": source.described_rank, "line": line} for line in trusted_lines]
         events += [*self._new_progress(), *self._launch_problems()]
         if not self._task.forked and not self._uses_gpus:

@@ -98,6 +98,8 @@ class RankProgress:
     done_line: dict[str, Any] = field(default_factory=dict)
     """The report line by which it says that it is done; empty until then."""
     checkpoint_line: dict[str, Any] = field(default_factory=dict)
+    digest: dict[str, Any] = field(default_factory=dict)
+    """What its device computed in a preflight, as `device_digest.digest_of` reads it; empty in other tasks."""
     """The report line with its measured checkpoint, or with the message of its failure; empty until then."""
     error_line: dict[str, Any] = field(default_factory=dict)
     """The report line with its first error; empty if it has reported none."""
@@ -370,6 +372,8 @@ class AttemptProgress:
             rank.options_read_back = line.get("options", {})
         elif event_name == "done":
             rank.done_line = line
+        elif event_name == "digest":
+            rank.digest = {name: value for name, value in line.items() if name != "event"}
         elif event_name == "checkpoint":
             rank.checkpoint_line = line
         elif event_name == "error":

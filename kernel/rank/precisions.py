@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ultrabench.kernel.model import RmsNorm
+from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.rope import Rotation, rope_tables
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -49,6 +50,12 @@ def norm_precision(norm: RmsNorm, input_like: Tensor) -> str:
         return converted_x * torch.rsqrt(converted_x.square().mean(-1, keepdim=True) + norm.eps)
 
     return _nearest_precision(functional_call(norm, {"weight": torch.ones_like(x[0])}, (x,)), reference_norm)
+
+
+def score_precision(block: SparseFeedForward, input_like: Tensor) -> str | None:
+    """The precision in which a router computes scores from logits with the dtype and the device of `input_like`."""
+    logits_TE = torch.randn((MAX_READ_VALUES, len(block.balance)), generator=torch.Generator().manual_seed(0))
+    return value_precision([block.scores_of(logits_TE.to(input_like))])
 
 
 def _nearest_precision(result: Tensor, compute_reference: Callable[[torch.dtype], Tensor]) -> str:

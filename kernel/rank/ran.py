@@ -7,7 +7,7 @@ is found, and so is one that torch ignored.
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.kernel.compat import ShardState, pads_values, shard_state
-from ultrabench.kernel.cut import Cut
+from ultrabench.kernel.cut import Cut, num_tp_copies
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.fp8 import SCALED_PRODUCTS
 from ultrabench.kernel.mesh import is_expert, is_norm, local_shard
 from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.pp import SCHEDULE_CLASSES
 from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
@@ -37,6 +38,12 @@ from ultrabench.tensor_parallel import most_kv_copies, padded_vocab_size
 
 _PRECISION_BY_DTYPES = {(MASTER_DTYPE[p], COMPUTE_DTYPE[p]): p for p in EMBEDDED_PRECISIONS if p != "fp8"}
 """Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
+WIDE_NUMBERS = ("gradients", "masters", "moments", "angles", "norms", "scores")
+"""Kinds of numbers that are computed in the precision of the optimizer."""
+MIN_READ_VALUES = 32
+"""Smallest number of values other than 0 that say in which precision they were computed; fewer may be round numbers."""
+HEAD_NAME = "head.weight"
+"""The parameter whose gradient every token adds to; a tied one has the name of the embedding."""
 MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
 """Keys of the two moments in the optimizer states of AdamW."""
 TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -56,8 +63,9 @@ class StepObservations:
     """Number of forwards of layers that were calls of a compiled graph."""
     scaled_products: Counter[str] = field(default_factory=Counter)
     """Purpose -> number of products of fp8: output or gradient."""
-    gradients: list[Tensor] = field(default_factory=list)
-    """The first values of the gradient of each matrix of a layer in the last step, before clipping."""
+    gradients: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Group of parameters whose gradients are added up in the same way -> the first values of the gradient of each in
+    the last step, before clipping."""
     rotations: tuple[Tensor, Tensor] | None = None
     """The cosines and sines that the layers got."""
     num_layer_tokens: int = 0
@@ -74,9 +82,11 @@ def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
         observations.forward_records.append((args[0].shape, [*map(shard_state, model.layers.values())]))
 
     def see_gradients(loss_summand: Tensor) -> Tensor:
-        grads = (param.grad for name, param in trainer.params.items() if _is_matrix(name))
-        shards = (local_shard(grad) for grad in grads if grad is not None)
-        observations.gradients = [*map(precisions.leading_values, shards)]
+        gradients = defaultdict[str, list[Tensor]](list)
+        for name, param in trainer.params.items():
+            if param.grad is not None and (group := _reduction_group(trainer, name)):
+                gradients[group].append(precisions.leading_values(local_shard(param.grad)))
+        observations.gradients = gradients
         observations.num_steps += 1
         return original_update(loss_summand)
 
@@ -92,6 +102,22 @@ def observe_steps(trainer: TrainStep) -> Iterator[StepObservations]:
     observations.num_graph_calls = compiler.num_calls - num_calls_before
     for hook in hooks:
         hook.remove()
+
+
+def _reduction_group(trainer: TrainStep, name: str) -> str | None:
+    """The group of a parameter in `StepObservations.gradients`; None if a single summand may be its gradient.
+
+    So it may be that of the row of a token or an expert, which few micro-batches have.
+    """
+    cut, layout = trainer.cuts[name], trainer.layout
+    if is_expert(name):
+        num_summands = layout.gas * layout.dp * layout.cp * layout.tp // layout.ep
+        return "experts" if num_summands > 1 and trainer.spec.kernel.routing == "balanced" else None
+    if cut.is_vocabulary:
+        return "head" if name == HEAD_NAME else None
+    if cut.dim is None:
+        return "whole"
+    return "copied heads" if cut.num_heads and num_tp_copies(cut, layout.tp) > 1 else "cut"
 
 
 def _is_matrix(name: str) -> bool:
@@ -220,14 +246,18 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
     matrices = [shard for name, shard in trainer.shards.items() if _is_matrix(name) and shard.numel()]
     states = [state for matrix in matrices if (state := trainer.optimizer.state[matrix])]
     tensor_lists_by_kind = {
-        "gradients": [observations.gradients],
+        "gradients": [*observations.gradients.values()],
         "masters": [[precisions.leading_values(matrix) for matrix in matrices]],
         "moments": [[precisions.leading_values(state[key]) for state in states] for key in MOMENT_KEYS],
     }
     precision_by_kind = dict[str, str]()
     for kind, tensor_lists in tensor_lists_by_kind.items():
-        if kind_precisions := [*filter(None, map(precisions.value_precision, tensor_lists))]:
+        read_lists = (t for t in tensor_lists if sum(map(torch.count_nonzero, t)) >= MIN_READ_VALUES)
+        if kind_precisions := [*filter(None, map(precisions.value_precision, read_lists))]:
             precision_by_kind[kind] = _common_value(kind_precisions)
+    sparse_blocks = (layer.ffn for layer in layers_of(trainer) if isinstance(layer.ffn, SparseFeedForward))
+    if block := next(sparse_blocks, None):
+        precision_by_kind["scores"] = str(precisions.score_precision(block, observations.rotations[0]))
     assert observations.rotations is not None
     cos, sin = observations.rotations
     rotation = next(rotation for model in trainer.models for rotation in model.rotations.values())
@@ -267,7 +297,7 @@ def require_requested_options(trainer: TrainStep, observations: StepObservations
     requests["padded_value_channels"] = (qk_width - v_width) * pads_values(trainer.attention_backend)
     requests |= {"fused_optimizer": True, "tf32": os.environ.get(TF32_VARIABLE) == "1"}
     wide_precision = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
-    requests |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_precision)
+    requests |= dict.fromkeys(WIDE_NUMBERS, wide_precision)
     if num_replicas * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
         requests["gradients"] = options.get("gradients")
     if layout.zero_stage < 3 and 1 in (num_replicas, layout.gas):

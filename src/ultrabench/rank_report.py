@@ -231,6 +231,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "memory": {**_BYTE_CONVERTERS, "allocator_retries": _to_count},
     "ran": {"options": _to_variables},
+    "digest": {"device": _short_text, "setup": _long_text, "parts": _to_variables, "second": _to_variables},
     "store": {"port": lambda value: _to_count(value) if is_number(value) and 0 < value < 2**16 else None},
     "environment": {
         **dict.fromkeys(("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version"), _short_text),

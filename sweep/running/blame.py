@@ -1,7 +1,8 @@
 """Decides by comparison whether a node or a run is at fault: the table run x node x outcome, and what follows from it.
 
 A text or one observation decides nothing, unless it is proof. A run that failed on some nodes is tried on others: if it
-is ok there, that counts against the first nodes; if it fails in the same way, the failure is the program's.
+is ok there, that counts against the first nodes; if it fails in the same way, the failure is the program's. GPUs that
+compute the same chain of operations are compared with each other and with themselves (`device_digest`).
 """
 
 from collections import Counter, defaultdict
@@ -10,10 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import comb
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ultrabench.device_digest import HostVerdict, differences, host_verdicts
 from ultrabench.errors import ConfigError, counted
 from ultrabench.record import from_dict
 from ultrabench.result import (
@@ -54,6 +57,7 @@ EVENTS_OF_BLAME = (
     "submitting",
     "allocation_planned",
     "allocation_ended",
+    "preflight",
     "claimed",
     "result",
     "failed",
@@ -252,6 +256,9 @@ class Blame:
     """Nodes that would be excluded, too, if retry.max_excluded were larger."""
     start_failures: Mapping[str, str] = field(default_factory=dict)
     """Node on which nothing started, and which is not excluded -> the reason."""
+    differing: Mapping[str, str] = field(default_factory=dict)
+    """Node with a GPU that computed other bits than it should in one preflight, and which is not excluded
+    -> the reason."""
     program_failures: Mapping[str, str] = field(default_factory=dict)
     """Failure that one run had on disjoint nodes, so that no further nodes are tried -> two such sets
     of nodes, in words."""
@@ -265,7 +272,8 @@ class Blame:
         """Node that jobs do not use, or only if they must -> a line that says why."""
         excluded = {node: f"node {node} is excluded: {reason}" for node, reason in self.excluded.items()}
         avoided = {
-            node: f"node {node} is used last: {reason}" for node, reason in self.start_failures.items()
+            node: f"node {node} is used last: {reason}"
+            for node, reason in {**self.differing, **self.start_failures}.items()
         }
         return excluded | avoided
 
@@ -318,7 +326,8 @@ def blame_of(state: SweepState, policy: RetryPolicy) -> Blame:
     """What the journal says about nodes and runs."""
     rows = [t for a in state.attempts.values() if (t := trial_of(a))] if _has_located_failures(state) else []
     has_other_nodes = launcher_kind(state.config.get("launcher", {})).holds_nodes
-    return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes)
+    verdicts = host_verdicts(differences(state.digests()))
+    return decide_blame(rows, failed_starts(state), _reported_nodes(state), policy, has_other_nodes, verdicts)
 
 
 def _has_located_failures(state: SweepState) -> bool:
@@ -373,6 +382,7 @@ def decide_blame(
     reported: Mapping[str, str],
     policy: RetryPolicy,
     has_other_nodes: bool = True,
+    verdicts: Mapping[str, HostVerdict] = MappingProxyType({}),
 ) -> Blame:
     """What follows from the table; it depends on neither the order of its rows nor the texts of failures.
 
@@ -381,6 +391,7 @@ def decide_blame(
         starts: allocations that started nothing.
         reported: node -> why its agent or Slurm reported it unusable.
         has_other_nodes: False for this machine, on which no node can be excluded.
+        verdicts: node with a GPU that computed other bits than it should -> what the preflights say.
     """
     trials_by_run = defaultdict[str, list[Trial]](list)
     for trial in sorted(rows, key=lambda trial: tuple(trial.key)):
@@ -392,16 +403,19 @@ def decide_blame(
         records = {record.node: record for record in table.records() if record.is_suspect}
         ranked = sorted(records.values(), key=lambda record: (-len(record.failed_runs), record.node))
         suspected = {record.node: record.text for record in ranked}
-        reasons = suspected | dict(reported) | proven
-        order = [*sorted(reported.keys() | proven.keys()), *suspected]
+        differing = {node: verdict.reason for node, verdict in verdicts.items() if verdict.is_confirmed}
+        reasons = suspected | differing | dict(reported) | proven
+        order = [*sorted(reported.keys() | proven.keys()), *sorted(differing), *suspected]
         names = [node for node in dict.fromkeys(order) if node not in policy.forgiven]
         excluded = {node: reasons[node] for node in names[: policy.max_excluded]}
         over_limit = tuple(names[policy.max_excluded :])
+    unconfirmed = verdicts.keys() - excluded.keys() - set(policy.forgiven) if has_other_nodes else ()
     return Blame(
         trials=trials_by_run,
         excluded=excluded,
         over_limit=over_limit,
         start_failures=_start_failures(starts, excluded, policy) if has_other_nodes else {},
+        differing={node: verdicts[node].reason for node in sorted(unconfirmed)},
         program_failures=table.program_failures,
         repeated_on=table.repeated_on,
         working=table.working,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from ultrabench.device_digest import differences
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
 from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
@@ -68,7 +69,8 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
         device: the torch device type of the hardware, cuda or cpu.
     """
     factor = SHARED_CORES_FACTOR if DEVICE_KINDS[device].shares_host else 1.0
-    doubt_sources = (find(state, factor) for find in (_preflight_doubts, _control_doubts, _clock_doubts))
+    finders = _preflight_doubts, _control_doubts, _clock_doubts, _digest_doubts
+    doubt_sources = (find(state, factor) for find in finders)
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
     doubts: dict[object, list[Doubt]] = defaultdict(list)  # by allocation and by attempt
     for subject, doubt in chain(*doubt_sources, suspect_losses, _part_doubts(state)):
@@ -310,6 +312,13 @@ def _preflight_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, D
                 reason = f"the GEMM rate of rank {rank} is {ratio_by_rank[rank]:.2f}"
                 reason += f" of the median of the {len(device_rates)} devices of its allocation"
                 yield allocation, Doubt("slow_device", reason)
+
+
+def _digest_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
+    """Each allocation with a GPU that computed other bits than it should, and the difference."""
+    for difference in differences(state.digests()):
+        reason = f"{difference.dated.host}: {difference.text} in the preflight of its allocation"
+        yield difference.dated.source, Doubt("differing_gpu", reason)
 
 
 def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]]:

@@ -34,6 +34,33 @@ def test_hardware_that_is_not_here(bench):
         assert remedy in checks[name]["remedy"]
 
 
+def test_devices_are_verified_against_themselves_others_and_their_past(bench, monkeypatch):
+    """The chain runs here; three other hosts, which have the same setup and another result, are made up."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refused = bench.here("doctor", "--verify")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.startswith(
+        "ultrabench: --verify found no GPU that torch can use on this machine; run it on"
+    )
+    verify = ("doctor", "--verify", "hardware=cpu", "--json")
+    (check,) = json.loads(bench.here(*verify).stdout)
+    assert (check["name"], check["status"]) == ("device 0", "pass")
+    assert "equal twice; compared with 0 earlier results of it and with 0 other devices" in check["finding"]
+    (path,) = bench.folder.glob("results/gpu-digests/*.jsonl")
+    node = json.loads(path.read_text())["nodes"][0]
+    node["digests"][0]["parts"]["copies"] = "0"
+    with open(path, "a") as file:
+        file.writelines(
+            json.dumps({"time": 1.7e9, "nodes": [node | {"host": f"other-{n}"}]}) + "\n" for n in range(3)
+        )
+    failed = bench.here(*verify)
+    (check,) = json.loads(failed.stdout)
+    assert (failed.returncode, check["finding"]) == (
+        1, "device 0 computed copies differently from 3 of 4 equal devices"
+    )  # fmt: skip
+    assert check["remedy"].startswith("verify it again")
+
+
 HERE = ("launcher=local", "--deep", PEAK, "sweep.nodes=[1]", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]",
     "sweep.mbs=[2]",
         "sweep.zero_stage=[0]", "sweep.pp_schedule=[auto]", "hardware.mem_bytes=300000000",

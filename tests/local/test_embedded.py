@@ -37,6 +37,13 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_are_measured(bench):
             "torch_version", "gpu_name", "kernel_digest", "allocation", "predicted_step_time_s",
         ):  # fmt: skip
             assert row[name] is not None, name
+    gpus = json.loads(bench.run("nodes", "t", "--json"))["gpus"]
+    assert [(gpu["host"], gpu["number"]) for gpu in gpus] == [
+        (f"local-{n}", i) for n in range(2) for i in range(2)
+    ]
+    results = [result for gpu in gpus for result in gpu["history"]]
+    assert {result["against"] for result in results} == {None}, "one CPU computes the same in all processes"
+    assert len({result["setup"] for result in results}) == 1
     bench.run("heatmap", "t", "-o", "map.svg")
     assert "nodes" in (bench.folder / "map.svg").read_text()
     run_id = rows[0]["run_id"]

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import stage
 
 from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_clock,
+    planted_digest,
     planted_experts,
     planted_latent,
     planted_model,
@@ -106,11 +107,37 @@ def copied_tokens(right, tensor, group):
     return right(tensor.clone(), group)
 
 
-@planted(step, "sum_whole_gradients", counts="test_tensor_parallel 1")
+@planted(step, "sum_whole_gradients", counts="test_tensor_parallel gas=1")
 def norms_one_by_one(right, params, *args):
     """Each norm has an all-reduce of its own."""
     for param in params:
         right([param], *args)
+
+
+@planted(
+    tp, "all_reduce", counts="test_without_sequence_parallelism_all_reduces_take_the_place_of_all_gathers"
+)
+def wide_sums_of_tokens(right, tensor, group):
+    """Without sequence parallelism the summands of tokens are summed in fp32."""
+    return right(tensor.float(), group).to(tensor.dtype)
+
+
+@planted(step, "sum_whole_gradients", counts="test_tensor_parallel gas=1")
+def norms_summed_narrow(right, params, cuts, ranks):
+    """Gradients of norms travel over tp in the precision of the products."""
+    grads = [param.grad.to_local() for name, param in params if cuts[name].dim is None]
+    flat_grad = torch.cat(grads).bfloat16()
+    dist.all_reduce(flat_grad, group=ranks.group)
+    for grad, grad_sum in zip(grads, flat_grad.split([len(grad) for grad in grads]), strict=True):
+        grad.copy_(grad_sum)
+
+
+@planted(tp, "_columns_backward", counts="test_a_split_backward_computes_and_gathers_each_half_once")
+def both_halves_twice(right, x, grads, weights, *options):
+    """Each half of a split backward pass computes both halves, and leaves one of them out."""
+    *others, wants_input, wants_weights = options
+    input_grad, *weight_grads = right(x, grads, weights, *others, True, True)
+    return [input_grad] * wants_input + weight_grads * wants_weights
 
 
 @planted(loss, "mask_padding", parity="tp=2 uneven, tp=4 padded")
@@ -287,6 +314,35 @@ def ring_goes_on(right, pair, seq_len, group, exchange):
     """Keys and values travel one turn more than needed."""
     yield from right(pair, seq_len, group, exchange)
     cp.RingTransfer(pair, torch.empty_like(pair), group).wait()
+
+
+@planted(cp, "RingTransfer", counts="test_ring")
+def ring_gradients_sent_narrow(right, sent, received, *group):
+    """The gradients of keys and values travel in the ring in the precision of the products."""
+    return right(sent.bfloat16(), received.bfloat16(), *group)
+
+
+@planted(cp, "reduce_scatter", counts="test_gathered_keys_and_values")
+def gathered_gradients_sent_narrow(right, gradients, group):
+    """The gradients of gathered keys and values are summed in the precision of the products."""
+    return right(gradients.bfloat16(), group)
+
+
+@planted(cp, "_visits", counts="test_gathered_keys_and_values")
+def gathered_twice(right, kv, length, group, exchange):
+    """Keys and values are gathered once more before they are visited."""
+    if exchange == "allgather":
+        cp.wait(cp.all_gather(kv, group))
+    return right(kv, length, group, exchange)
+
+
+@planted(cp, "all_gather", counts="test_gathered_keys_and_values")
+def gathered_once(right, kv, group, kept={}):  # noqa: B006  it lives as long as the fault
+    """Backward keeps the keys and values that forward has gathered."""
+    key = float(kv.double().sum())
+    if key not in kept:
+        kept[key] = cp.wait(right(kv, group))
+    return kept[key]
 
 
 @planted(cp, "torch", unit="test_attention.test_parts_of_a_ring_are_merged_in_at_least_fp32")

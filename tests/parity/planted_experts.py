@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.parity.fault import changed, planted
-from ultrabench.kernel import ep, model, moe, step
+from ultrabench.kernel import dp, ep, model, moe, step
 
 
 @planted(step, "apply_dp", parity="dp=2 moe, dp=2 tp=2 ep=2 zero_stage=1 moe")
@@ -140,3 +140,90 @@ def skipped_experts(right, self, loss):
 def rows_sent_wide(right, ep, rows, *args):
     """Rows travel to their experts in twice their precision."""
     return right(ep, rows.double(), *args).to(rows.dtype)
+
+
+@planted(ep.ExpertParallel, "send_to_experts", counts="test_expert_parallel none")
+def scores_sent_narrow(right, ep, rows, *args):
+    """Scores travel to the experts in the precision of the products."""
+    return right(ep, rows.bfloat16() if rows.dim() == 1 else rows, *args).to(rows.dtype)
+
+
+@planted(ep.ExpertParallel, "send_to_experts", counts="test_expert_parallel none")
+def copied_rows(right, ep, rows, *args):
+    """The rows that travel to experts are copied first."""
+    return right(ep, rows.clone(), *args)
+
+
+@planted(
+    FSDPModule, "set_modules_to_forward_prefetch", counts="test_experts_are_gathered_early_and_reduced_wide"
+)
+def late_experts(right, group, following):
+    """The parameters of experts are not requested with those of their layer."""
+    right(group, following[:1])
+
+
+@planted(
+    FSDPModule, "set_modules_to_backward_prefetch", counts="test_experts_are_gathered_early_and_reduced_wide"
+)
+def late_experts_in_backward(right, group, following):
+    """Backward does not request the parameters of experts with those of their layer."""
+    right(group, following[:1])
+
+
+@planted(ep._ExpertProducts, "backward", counts="test_a_split_backward_computes_and_gathers_each_half_once")
+def experts_in_both_halves(right, ctx, *grads):
+    """Each half of a split backward pass computes both halves of experts, and leaves one of them out."""
+    ranks = ctx.ep.tp_ranks
+    wants_rows, wants_weights = ranks.wants_input_grads, ranks.wants_weight_grads
+    ranks.wants_input_grads = ranks.wants_weight_grads = True
+    *nothing, rows_grad = (results := right(ctx, *grads))[:4]
+    ranks.wants_input_grads, ranks.wants_weight_grads = wants_rows, wants_weights
+    weight_grads = results[4:] if wants_weights else [None] * len(results[4:])
+    return *nothing, rows_grad if wants_rows else None, *weight_grads
+
+
+@planted(dp, "fully_shard", counts="test_experts_are_gathered_early_and_reduced_wide")
+def experts_reduced_narrow(right, members, *, mp_policy, **options):
+    """Gradients of experts are reduced in the precision of the products."""
+    if isinstance(members[0], moe.Experts):
+        mp_policy = replace(mp_policy, reduce_dtype=mp_policy.param_dtype)
+    return right(members, mp_policy=mp_policy, **options)
+
+
+@planted(model.Decoder, "initial_value", unit="test_model.test_experts_start_with_values_of_their_own")
+def experts_alike(right, self, name, size, seed, device, part=()):
+    """All experts of a layer start with the values of the first."""
+    values = right(self, name, size, seed, device, part)
+    if ".experts." not in name:
+        return values
+    num_rows = size[0] // self.shape.num_experts
+    return values[:num_rows].repeat(len(values) // num_rows, 1)
+
+
+@planted(model.Decoder, "initial_value", unit="test_model.test_experts_start_with_values_of_their_own")
+def experts_by_place(right, self, name, size, seed, device, part=()):
+    """Experts start with the values of their place on the rank, so that all ranks of ep have the same ones."""
+    first, *others = part or ((0, 0, size[0]),)
+    place = (first[0], 0, first[2]) if ".experts." in name else first
+    return right(self, name, size, seed, device, (place, *others))
+
+
+@planted(model.Decoder, "_full_value", unit="test_model.test_experts_start_with_values_of_their_own")
+def experts_by_width(right, self, name, size, *args):
+    """The initial values of an expert are scaled by the root of its width."""
+    values = right(self, name, size, *args)
+    return values * (4 / size[1] ** 0.5 if ".experts." in name else 1)
+
+
+@planted(ep._Dispatch, "forward", unit="test_experts.test_scores_stay_wide_on_their_way")
+def scores_rounded(right, ctx, *args):
+    """Scores are rounded to the precision of the products on their way to the experts."""
+    rows, scores = right(ctx, *args)
+    return rows, scores.bfloat16().float()
+
+
+@planted(ep._WeightedActivation, "backward", unit="test_experts.test_scores_stay_wide_on_their_way")
+def score_gradients_rounded(right, ctx, grad):
+    """The gradients of scores are added up in the precision of the products."""
+    nothing, grad_scores, *others = right(ctx, grad)
+    return nothing, grad_scores.bfloat16().float(), *others

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.fault import changed, planted
-from ultrabench.kernel import dp, pp, step
+from ultrabench.kernel import dp, moe, pp, step
 
 
 @planted(step, "apply_recompute", ignored="full")
@@ -150,3 +150,53 @@ def unfused_optimizer(right):
     return changed(
         right, optim=changed(right.optim, AdamW=lambda *args, fused, **kw: right.optim.AdamW(*args, **kw))
     )
+
+
+def rounded_gradients(trainer, is_rounded):
+    """Rounds the gradients of some parameters to bf16."""
+    for name, param in trainer.params.items():
+        if param.grad is not None and is_rounded(name):
+            grad = param.grad.to_local()
+            grad.copy_(grad.bfloat16())
+
+
+@planted(step, "sum_whole_gradients", ignored="tp=2 gas=2 bf16")
+def narrow_whole_sums(right, params, cuts, ranks):
+    """Gradients of norms are summed over tp in bf16."""
+    right(params, cuts, ranks)
+    for name, param in params:
+        if cuts[name].dim is None:
+            grad = param.grad.to_local()
+            grad.copy_(grad.bfloat16())
+
+
+@planted(step, "sum_copied_gradients", ignored="tp=2 gas=2 uneven bf16")
+def narrow_copied_sums(right, params, cuts, group):
+    """Gradients of copies of key/value heads are summed in bf16."""
+    right(params, cuts, group)
+    for name, param in params:
+        if cuts[name].num_heads:
+            grad = param.grad.to_local()
+            grad.copy_(grad.bfloat16())
+
+
+@planted(step.TrainStep, "accumulate", ignored="dp=2 gas=2 bf16")
+def narrow_head_gradient(right, self, *batch):
+    """The gradient of the head is reduced in bf16."""
+    loss = right(self, *batch)
+    rounded_gradients(self, lambda name: name == "head.weight")
+    return loss
+
+
+@planted(step.TrainStep, "accumulate", ignored="dp=2 gas=2 moe bf16")
+def narrow_expert_gradients(right, self, *batch):
+    """Gradients of experts are reduced in bf16."""
+    loss = right(self, *batch)
+    rounded_gradients(self, lambda name: ".experts." in name)
+    return loss
+
+
+@planted(moe.SparseFeedForward, "scores_of", ignored="dp=2 ep=2 moe bf16")
+def narrow_scores(right, self, logits):
+    """The scores of experts are computed in the precision of the products."""
+    return logits.sigmoid() if self.sizes.scoring_func == "sigmoid" else logits.softmax(-1)

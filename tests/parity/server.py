@@ -55,7 +55,14 @@ def trained_a_step(run: RunSpec, rank: int, folder: Path) -> TrainStep:
     return trainer
 
 
-WORDS = {"embedding": "look-up", "clone": "copy", "mm": "product", "addmm_": "product", "add": "sum"}
+WORDS = {
+    "embedding": "look-up",
+    "clone": "copy",
+    "index_select": "rows",
+    "mm": "product",
+    "addmm_": "product",
+    "add": "sum",
+}
 """Operator of aten -> its word in `Order.names`."""
 
 
@@ -75,7 +82,8 @@ class Order(CollectiveCounts):
 
 
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
-    trainer = trained_a_step(in_precision(spec, "fp32"), rank, folder)
+    precision = spec.run.kernel.precision
+    trainer = trained_a_step(in_precision(spec, "bf16" if precision == "fp64" else precision), rank, folder)
     batch = trainer.batch(1)
     groups = trainer.mesh, trainer.cp_group, trainer.expert_mesh, trainer.kv_group
     with Order(*groups) as counts:

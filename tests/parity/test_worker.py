@@ -15,9 +15,10 @@ from tests.parity.server import in_precision
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
 from tests.unit.agent import one_node
+from ultrabench.device_digest import dated_digests, differences
 from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, PROBES, summary
 from ultrabench.kernel.requests import TINY
-from ultrabench.rank_report import read_progress
+from ultrabench.rank_report import parse_line, read_progress
 from ultrabench.record import to_dict
 
 pytestmark = pytest.mark.parity
@@ -160,18 +161,25 @@ def check_rows(rows, sizes, share, ranks):
 def test_all_ranks_probe_and_rank_0_tells(forks, tmp_path, nodes, gpus_per_node, short):
     """The dict has what its docstring says, its numbers fit each other, and every rank is done.
 
-    The short probe is a preflight of any kernel's allocation, the long one a run of kernel=probe.
+    The short probe is a preflight of any kernel's allocation, the long one a run of kernel=probe. In the preflight of
+    three nodes rank 1 flips a bit of what all devices compute.
     """
     ranks = nodes * gpus_per_node
     task = task_of(f"dp={ranks}")
     kernel = task.spec.kernel if short else replace(task.spec.kernel, kind="probe")
     spec = replace(task.spec, nodes=nodes, gpus_per_node=gpus_per_node, kernel=kernel)
-    codes, lines = run_ranks(forks, replace(task, spec=spec, probe=short), tmp_path)
+    fault = {"FAULT": "flipped_result_bit"} if nodes == 3 else {}
+    codes, lines = run_ranks(forks, replace(task, spec=spec, probe=short), tmp_path, **fault)
     assert codes == [0] * ranks
+    digests = [parse_line(json.dumps(line)) for rank_lines in lines for line in events(rank_lines, "digest")]
+    assert len(digests) == ranks * short
+    facts = [{"host": f"n{rank}", "digests": [digest]} for rank, digest in enumerate(digests)]
+    blamed = [(d.dated.host, d.against, d.parts) for d in differences(dated_digests(facts, "job", 1.7e9))]
+    assert blamed == [("n1", "others", ("reductions",))] * bool(fault)
     operations = OPERATIONS[:3] if short else OPERATIONS
     sizes = PROBES["cpu"].sizes_bytes if short else LONG_SIZES_BYTES["cpu"]
     scopes = (ranks > 1) + (1 < gpus_per_node < ranks)
-    measurements = 2 + len(operations) * len(sizes) * scopes
+    measurements = 2 + short + len(operations) * len(sizes) * scopes
     for rank, rank_lines in enumerate(lines):
         assert phases(rank_lines) == ["process_group", "probe", "teardown"]
         assert [line["stopped"] for line in events(rank_lines, "done")] == ["probe"]

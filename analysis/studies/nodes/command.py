@@ -29,6 +29,7 @@ def nodes(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Prints all nodes, or the list of those that jobs should exclude."""
+    from ultrabench.analysis.studies.nodes.digests import device_histories, history_lines
     from ultrabench.analysis.studies.nodes.nodes import exclude_list, reports
     from ultrabench.analysis.studies.nodes.relative import min_slowdowns
     from ultrabench.analysis.studies.nodes.table import (
@@ -40,6 +41,7 @@ def nodes(
         slowdowns_text,
     )
     from ultrabench.cli.tables import print_json, show, table
+    from ultrabench.store.digest_history import verified_digests
 
     if as_exclude_list and json_:
         raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
@@ -51,6 +53,10 @@ def nodes(
             fact = f"no attempt started since {since:%Y-%m-%d}"
             raise ConfigError(fact, "give an earlier date with --since")
     node_reports = reports(attempt_rows)
+    preflight_digests = chain.from_iterable(sweep_nodes.digests for sweep_nodes in nodes_by_folder.values())
+    histories = device_histories(
+        [*preflight_digests, *verified_digests(results_dir)], since.timestamp() if since else 0.0
+    )
     unused_nodes = [
         {"sweep": folder.name, "node": node, "reason": reason}
         for folder, sweep_nodes in nodes_by_folder.items()
@@ -62,7 +68,7 @@ def nodes(
         speed_losses = min_slowdowns(report.speeds for report in node_reports)
         print_json({
             "nodes": [report.as_json() for report in node_reports], "smallest_losses": speed_losses,
-            "not_used": unused_nodes,
+            "not_used": unused_nodes, "gpus": histories,
         })  # fmt: skip
     else:
         num_marked = sum(report.marked for report in node_reports)
@@ -70,7 +76,8 @@ def nodes(
         title = f"{counted(len(node_reports), 'node')}, {num_marked} marked"
         notes = NOTE, slowdowns_text(node_reports), days_text(node_reports)
         unused_lines = [f"{unused['sweep']}: {unused['reason']}" for unused in unused_nodes]
-        show(table(title, *HEADS, "health", rows=table_rows), "", *unused_lines, *notes)
+        lines = *unused_lines, *history_lines(histories)
+        show(table(title, *HEADS, "health", rows=table_rows), "", *lines, *notes)
 
 
 def _folders(sweep_names: list[str] | None, results_dir: Path) -> list[SweepFolder]:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
 
+from ultrabench.device_digest import DatedDigest
 from ultrabench.device_rates import NODE_RATES, preflight_rates
 from ultrabench.errors import UltrabenchError
 from ultrabench.kernel_config import kind_by_name
@@ -80,6 +81,8 @@ class SweepNodes(NamedTuple):
     """A row for each attempt that has a result."""
     unused: dict[str, str]
     """Node that jobs of the sweep do not use, or only if they must -> a line that says why."""
+    digests: list[DatedDigest]
+    """What GPUs computed in its preflights."""
 
 
 def read_nodes(folder: SweepFolder, warn: Callable[[str], None]) -> SweepNodes:
@@ -93,7 +96,7 @@ def read_nodes(folder: SweepFolder, warn: Callable[[str], None]) -> SweepNodes:
     # The configuration of the launch may be damaged where the results are not.
     with contextlib.suppress(UltrabenchError), one_line_if_damaged(folder.path):
         unused = latest_blame(state).node_lines
-    return SweepNodes([*_journal_rows(folder, sweep, state)], unused)
+    return SweepNodes([*_journal_rows(folder, sweep, state)], unused, state.digests())
 
 
 def _journal_rows(folder: SweepFolder, sweep: SweepJson, state: SweepState) -> Iterator[Row]:

@@ -8,9 +8,11 @@ from rich.text import Text
 
 from ultrabench.cli.tables import output_console, print_json, say, table
 from ultrabench.errors import ClusterError, ConfigError
+from ultrabench.hardware import USUAL_DEVICE
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skip
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import ACCESS_CHECKS, examine, failed_names, why_not_slurm
+from ultrabench.launchers.doctor.verify import verify_devices
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.compose import parts_of
@@ -67,12 +69,25 @@ def run_doctor(
     return config, checks
 
 
-def print_checks(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
-    """Prints the checks of a configuration; returns the exit code."""
+def run_verify(overrides: list[str]) -> tuple[SweepConfig, list[Check]]:
+    """Compares the GPUs of this machine bit by bit, or its CPU with hardware=cpu; returns what `run_doctor` does."""
+    launcher = [] if "launcher" in parts_of(overrides) else ["launcher=local"]
+    config = load_config([*overrides, *launcher])
+    device_type = config.hardware.device if "hardware" in parts_of(overrides) else USUAL_DEVICE
+    return config, verify_devices(device_type, Path(config.results_dir).absolute())
+
+
+def print_checks(
+    config: SweepConfig, checks: Sequence[Check], as_json: bool, title: str | None = None
+) -> int:
+    """Prints the checks of a configuration, which is their title if there is no other; returns the exit code."""
     if as_json:
         print_json([to_dict(check) for check in checks])
     else:
-        _show_checks(config, checks)
+        config_text = (
+            f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+        )
+        _show_checks(title or f"doctor: {config_text}", checks)
     num_by_status = Counter(check.status for check in checks)
     say(", ".join(f"{num_by_status[status]} {status}" for status in CheckStatus if num_by_status[status]))
     if config.launcher.holds_nodes and ACCESS_CHECKS.keys() & failed_names(checks):
@@ -114,9 +129,8 @@ REPORT_WIDTH = 120
 """Width in characters of the checks when the output is no terminal: people read them in a log or a mail."""
 
 
-def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
+def _show_checks(title: str, checks: Sequence[Check]) -> None:
     """Prints a table of the checks, then the remedies as lines; checks that could not be made share the last row."""
-    config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
     unknown_names = [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
     rows = [
         (check.name, Text(check.status, STYLES[check.status]), check.finding)
@@ -126,7 +140,7 @@ def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
     if unknown_names:
         unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
         rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))
-    checks_table = table(f"doctor: {config_text}", "check", "status", "found", rows=rows)
+    checks_table = table(title, "check", "status", "found", rows=rows)
     remedies = [f"{check.name}: remedy: {check.remedy}" for check in checks if check.remedy]
     console = output_console(pipe_width=REPORT_WIDTH)
     console.print_line(checks_table)

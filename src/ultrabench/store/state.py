@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ultrabench.device_digest import DatedDigest, dated_digests
 from ultrabench.record import T, canonical_json, raw_json, to_dict
 from ultrabench.result import STOPPED, RunResult, Status
 from ultrabench.run import AttemptKey, AttemptRecord
@@ -178,6 +179,16 @@ class SweepState:
         allocations = sorted(self.allocations.values(), key=lambda a: a.submitting_at or 0.0)
         all_facts = (facts for allocation in allocations for facts in allocation.preflight.get("nodes") or ())
         return [*{str(facts["host"]): facts for facts in all_facts}.values()]
+
+    def digests(self) -> list[DatedDigest]:
+        """What the GPUs computed in all preflights."""
+        return [
+            dated
+            for allocation in self.allocations.values()
+            for dated in dated_digests(
+                allocation.preflight.get("nodes"), allocation.name, allocation.preflight_at
+            )
+        ]
 
     @property
     def config(self) -> dict[str, Any]:

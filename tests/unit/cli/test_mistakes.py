@@ -15,6 +15,7 @@ from ultrabench.sweep.plan import make_plan
 
 MISTAKES = [
     ("configs modl", "unknown config group 'modl'; did you mean model?"),
+    ("doctor --verify --deep", "--verify examines this machine only; leave out --deep and --write"),
     ("doctor --deep sweep=quick", "--deep runs its own sweep (acceptance); leave out sweep=quick"),
     ("heatmap nope.parquet", "cannot read nope.parquet: no such file"),
     ("heatmap x.jsonl", "x.jsonl is not a parquet file; convert it first: ultrabench import x.jsonl"),

@@ -1,6 +1,7 @@
 """A sparse block is that of transformers, and routings by position send what they say."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from ultrabench.kernel import ep
 from ultrabench.kernel.model import sparse_feed_forward
 from ultrabench.kernel.moe import static_experts, update_router_biases
+from ultrabench.kernel.rank.precisions import value_precision
 from ultrabench.model_shape import ModelShape
 
 H, E, K, M = 16, 8, 2, 12
@@ -136,6 +139,29 @@ def test_the_bias_of_an_expert_follows_its_tokens():
     update_router_biases([model], model.shape)
     assert block.balance.tolist() == pytest.approx([-1e-3, 1e-3, 0, 0, 0, 0, 0, 0])
     assert not block.token_counts.any()
+
+
+def test_scores_stay_wide_on_their_way():
+    """To the experts of a rank of its own and back, beside rows in bf16; products would hide what is rounded there."""
+    generator = torch.Generator().manual_seed(0)
+    rows, scores = torch.randn(6, H, generator=generator).bfloat16(), torch.rand(6, K, generator=generator)
+    order = torch.tensor([3, 0, 7, 11, 4, 1, 2, 10, 9, 5, 8, 6])
+    route = (), order // K, order.argsort(), None, None, order
+    own_rank = SimpleNamespace(
+        send_to_experts=lambda tensor, *_: tensor, return_to_tokens=lambda tensor, *_: tensor
+    )
+    rows, scores = rows.requires_grad_(), scores.requires_grad_()
+    sent_rows, sent_scores = ep._Dispatch.apply(own_rank, *route, rows, scores)
+    assert torch.equal(sent_rows, rows[order // K])
+    assert torch.equal(sent_scores, scores.flatten()[order])
+    gate, up = torch.randn(2, 12, M, generator=generator).bfloat16()
+    activations = ep._WeightedActivation.apply("silu", sent_scores, gate, up)
+    assert activations.dtype == torch.bfloat16
+    weights = torch.randn(12, M, generator=generator)
+    (activations * weights.bfloat16()).sum().backward()
+    expected = (weights.bfloat16().double() * torch.nn.functional.silu(gate.double()) * up).sum(1)
+    assert scores.grad.flatten()[order].double() == pytest.approx(expected, abs=0.03)
+    assert value_precision([scores.grad]) == "fp32"
 
 
 def test_counting_tokens_in_backward_reads_nothing_back():

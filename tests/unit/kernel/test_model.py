@@ -59,6 +59,35 @@ def test_initial_values_depend_on_seed_and_name():
     assert torch.tensor([*values]).std() == pytest.approx(INIT_STD, rel=0.1)
 
 
+def test_experts_start_with_values_of_their_own():
+    """Drawn from one normal distribution, the same on every rank that holds an expert, however experts are cut."""
+    sparse = dataclasses.replace(TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    (model,) = stages_of(sparse)
+
+    def value(name, *part):
+        size = model.get_parameter(name).shape
+        return model.initial_value(name, size, 0, torch.device("cpu"), part)
+
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    value_by_name = {name: value(name) for name in names}
+    experts = [expert for values in value_by_name.values() for expert in values.chunk(sparse.num_experts)]
+    assert len(experts) == 3 * TINY.num_hidden_layers * sparse.num_experts
+    assert len({tuple(expert.flatten().tolist()) for expert in experts}) == len(experts), (
+        "experts start alike"
+    )
+    for values in value_by_name.values():
+        assert values.std() == pytest.approx(INIT_STD, rel=0.03)
+        assert abs(values.mean()) < 0.03 * INIT_STD
+        assert (values.abs() > INIT_STD).double().mean() == pytest.approx(0.3173, abs=0.02), "not normal"
+        assert values.abs().max() < 6 * INIT_STD
+    for name, values in value_by_name.items():
+        for ep in (2, 8):
+            rows = len(values) // ep
+            parts = [value(name, (0, rank * rows, rows)) for rank in range(ep)]
+            assert torch.equal(torch.cat(parts), values)
+            assert torch.equal(value(name, (0, rows, rows), (1, 4, 8)), values[rows : 2 * rows, 4:12])
+
+
 def test_wide_models_are_trained_in_small_steps():
     """In proportion to 1/h from a hidden size of 128 on, as rounding grows with the width of a sum."""
     rates = [learning_rate(dataclasses.replace(TINY, hidden_size=h)) for h in (64, 128, 1024, 16384)]

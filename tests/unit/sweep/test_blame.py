@@ -17,6 +17,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.running.blame import NodeRole, blame_of, trial_of
+from ultrabench.sweep.running.outliers import suspect_attempts
 from ultrabench.sweep.running.retry import decide_retry
 
 POLICY = retry()
@@ -232,6 +233,39 @@ def test_jobs_use_other_nodes_first_after_one_start_that_failed():
     started(state, "y", 2, hosts=("bad",))
     assert blame_of(state, POLICY).start_failures == {}, "a later job has started there"
     assert blame_of(state, retry(forgive=("bad",))).start_failures == {}
+
+
+def preflight(state, name, *digest_by_host):
+    """Adds an allocation of one-GPU nodes whose GPUs computed these results in its preflight."""
+    facts = [
+        {"host": f"n{number}", "digests": [{"setup": "H100", "parts": {"bf16 products": digest}}]}
+        for number, digest in enumerate(digest_by_host)
+    ]
+    state.allocations[name] = AllocationState(
+        name=name, preflight={"nodes": facts}, preflight_at=float(len(name))
+    )
+
+
+def test_a_gpu_that_computes_other_bits_is_used_last_and_excluded_when_a_second_preflight_agrees():
+    state = SweepState()
+    preflight(state, "x", "5e1f", "5e1e", "5e1f")
+    blame = blame_of(state, POLICY)
+    reason = "device 0 computed bf16 products differently from 2 of 3 equal devices in 1 preflight"
+    assert (blame.excluded, blame.differing) == ({}, {"n1": reason})
+    assert blame.node_lines == {"n1": f"node n1 is used last: {reason}"}
+    key = AttemptKey("a", 0, 0)
+    state.attempts[key] = AttemptState(key=key, result=ok("n0", "n1", "n2"), allocation="x")
+    (doubt,) = suspect_attempts(state, device="cuda")[key]
+    assert (doubt.code, doubt.sentence.startswith("n1: device 0 computed bf16 products")) == (
+        "differing_gpu",
+        True,
+    )
+    preflight(state, "xx", "5e1f", "5e1e", "5e1f")
+    blame = blame_of(state, POLICY)
+    assert ([*blame.excluded], blame.differing) == (["n1"], {})
+    assert blame.excluded["n1"] == reason.replace("1 preflight", "2 preflights")
+    forgiving = blame_of(state, retry(forgive=("n1",)))
+    assert (forgiving.excluded, forgiving.differing) == ({}, {})
 
 
 # Whole sweeps on a played cluster

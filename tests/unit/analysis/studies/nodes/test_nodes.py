@@ -24,6 +24,7 @@ from ultrabench.analysis.studies.nodes.measurements import (
 from ultrabench.analysis.studies.nodes.nodes import reports
 from ultrabench.result import AGENT_GONE, NODE_FAILURE, RunResult, Status, proves_node_fault
 from ultrabench.run import AttemptKey
+from ultrabench.store.digest_history import append_verified
 from ultrabench.store.events import AllocationPlanned, Preflight
 
 HOSTS = [f"n{number:02}" for number in range(1, 9)]
@@ -126,6 +127,36 @@ def test_the_health_of_the_latest_preflight_of_a_node_is_shown(ultrabench, night
     assert health["n01"] == {"fail": {}, "warn": {"power limit": {"GPU 0": 200.0}}}
     assert (health["n02"], health["n04"]) == ({"fail": {}, "warn": {}}, None)
     assert "ECC errors (GPU 3: 2 errors)" in ultrabench("nodes", "night1")[1]
+
+
+def test_the_history_of_what_gpus_computed_is_shown(ultrabench, nights, tmp_path):
+    assert "bit by bit" not in ultrabench("nodes")[1], "earlier versions computed nothing"
+    for day in (1, 3):
+        for host in HOSTS[:3]:
+            parts = {"bf16 products": "5e1e" if host == "n02" else "5e1f"}
+            facts = {"host": host, "digests": [{"device": f"GPU-{host}", "setup": "H100", "parts": parts}]}
+            write(nights[day], Preflight(allocation=f"{host}.{day}", restart=1, found={"nodes": [facts]}))
+    digest = {
+        "device": "GPU-n03",
+        "setup": "H100",
+        "parts": {"bf16 products": "5e1f"},
+        "second": {"copies": "0"},
+    }
+    append_verified(tmp_path / "results", "n03", [digest], 1.69e9)
+    text = "GPU 0 (GPU-n02) computed bf16 products differently from 2 of 3 equal devices"
+    out = " ".join(ultrabench("nodes")[1].split())
+    assert "Compared bit by bit: 3 devices in 7 results; 2 differ." in out
+    assert f"n02: {text} (2 of 2 results on " in out
+    gpus = {gpu["device"]: gpu["history"] for gpu in json.loads(ultrabench("nodes", "--json")[1])["gpus"]}
+    assert [(r["source"], r["against"], r["difference"]) for r in gpus["GPU-n02"]] == [
+        ("n02.1", "others", text), ("n02.3", "others", text)
+    ]  # fmt: skip
+    assert [(r["against"], r["parts"]) for r in gpus["GPU-n03"]] == [
+        ("itself", ["copies"]),
+        (None, []),
+        (None, []),
+    ]
+    assert "2 of 2" in " ".join(ultrabench("nodes", "--since", "2023-11-15")[1].split())
 
 
 def test_since_leaves_out_the_days_before_a_repair(ultrabench, nights):
