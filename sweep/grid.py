@@ -104,7 +104,7 @@ def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gb
 
 def _degree_choices(
     axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gbs: int
-) -> Iterator[tuple[dict[str, int], int, list[int], dict[str, list[Any]]]]:
+) -> Iterator[tuple[dict[str, Any], int, list[int], dict[str, list[Any]]]]:
     """Each combination of degrees that uses all GPUs.
 
     Yields:
