@@ -195,7 +195,14 @@ def require_possible(
 
     def refusal_of(kernel: KernelConfig, layout: Layout) -> str | None:
         return refusal(
-            kernel, layout, spec.shape, spec.workload.seq_len, device, hardware, any_model=any_model
+            kernel,
+            layout,
+            spec.shape,
+            spec.workload.seq_len,
+            device,
+            hardware,
+            variant=spec.variant,
+            any_model=any_model,
         )
 
     if reason := broken_rule or refusal_of(spec.kernel, spec.layout):

@@ -430,7 +430,10 @@ def rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
     for word_rule in config.options.rules:
         if reason := word_rule.broken(value_by_word):
             yield "word_rule", f"{reason} ({word_rule.text})"
-    if reason := refusal(spec.kernel, layout, shape, spec.workload.seq_len, hardware.device, hardware):
+    seq_len = spec.workload.seq_len
+    if reason := refusal(
+        spec.kernel, layout, shape, seq_len, hardware.device, hardware, variant=spec.variant
+    ):
         yield "kernel", reason
     if config.kernel.knobs and (reason := _idle_knob(config.options, spec)):
         yield "kernel", reason

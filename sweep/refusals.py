@@ -1,21 +1,32 @@
 """Tells why a training program cannot run a layout that no rule of the grid rejects."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 from ultrabench.hardware import DEVICE_KINDS, Hardware
-from ultrabench.kernel_config import ANY, AUTO_NEEDS, NODE, PRECISIONS_16_BIT, ROUTING, KernelConfig
+from ultrabench.kernel_config import (
+    ANY,
+    AUTO_NEEDS,
+    NODE,
+    NVLINK_RACK,
+    PRECISIONS_16_BIT,
+    ROUTING,
+    KernelConfig,
+    Span,
+)
 from ultrabench.layer_products import COLUMNS, ROWS
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import AUTO, FOLLOWING, NEUTRAL, Layout, crosses_nodes, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.model_words import MIXED, model_words, pipeline_words
+from ultrabench.model_words import LISTED, MIXED, PIPELINE_DIVISION, UNEVEN, model_words, pipeline_words
 from ultrabench.record import non_default_values, values_of
 from ultrabench.run import words_in
 from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 from ultrabench.sweep.untrained import special_features, untrained_reason
 from ultrabench.tensor_parallel import KV_COPIES_WORD, fewest_kv_heads, kinds_of_ranks, most_kv_copies
+from ultrabench.variant import Variant
 
 FP8_MULTIPLE = 16
 """Number that must divide all three dims of an fp8 matrix product on GPUs (torch._scaled_mm):
@@ -55,6 +66,7 @@ def refusal(
     device: str,
     hardware: Hardware | None = None,
     *,
+    variant: Variant = MappingProxyType({}),
     any_model: bool = False,
 ) -> str | None:
     """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
@@ -62,6 +74,7 @@ def refusal(
     Args:
         device: the torch device type that it would run on, cuda or cpu.
         hardware: the nodes that it would run on; None where they are unknown.
+        variant: the options of the run beside the layout, some of which may be knobs.
         any_model: whether a model that our own kernel does not train is no reason.
     """
     if not kernel.trains_itself:
@@ -70,7 +83,7 @@ def refusal(
             _untold_types(kernel, shape),
             value_refusals(kernel, layout, shape),
             _undeclared_routing(kernel, shape),
-            _span_refusals(kernel, layout, hardware) if hardware else (),
+            _span_refusals(kernel, layout, hardware, variant) if hardware else (),
             _no_word_refusals(kernel, layout),
             _step_rank_refusals(kernel, layout),
         )
@@ -290,7 +303,10 @@ def value_refusals(
     words |= {KV_COPIES_WORD: most_kv_copies(shape, layout.tp)}
     num_heads = fewest_kv_heads(shape)
     heads_text = f" (tp={layout.tp}, num_key_value_heads={num_heads})" if num_heads else ""
-    for field_name, allowed_values in (kernel.flags | kernel.supports).items():
+    tables = kernel.flags | kernel.supports
+    if ROUTING in tables:  # first, since no layout mends it
+        tables = {ROUTING: tables[ROUTING]} | tables
+    for field_name, allowed_values in tables.items():
         if field_name in kernel.knobs:
             continue
         value = getattr(layout, field_name, words.get(field_name, getattr(shape, field_name, None)))
@@ -307,6 +323,11 @@ def value_refusals(
         is_supported = value in allowed_values if field_name in kernel.supports else is_allowed_text
         is_supported &= value != MIXED
         if not is_supported and not zero_shards_nothing and not _has_no_effect(layout, field_name):
+            if field_name == PIPELINE_DIVISION and value == UNEVEN and LISTED in allowed_values:
+                reason = f"{program_text} has equal stages with pp_layout=auto, and {layout.num_stages_text}"
+                num_layers = shape.num_hidden_layers
+                yield f"{reason} does not divide num_hidden_layers={num_layers}: use pp_layout=even"
+                continue
             allowed_text = ", ".join(map(str, allowed_values))
             value_text = f"{field_name}={value}{heads_text * (field_name == KV_COPIES_WORD)}"
             yield f"{program_text} supports {field_name} in [{allowed_text}]; {value_text}"
@@ -319,21 +340,39 @@ def _undeclared_routing(kernel: KernelConfig, shape: ModelShape) -> Iterator[str
         yield f"{reason}: add {ROUTING} to kernel.flags, or leave kernel.routing out"
 
 
-def _span_refusals(kernel: KernelConfig, layout: Layout, hardware: Hardware) -> Iterator[str]:
-    """The reasons why groups of ranks are larger than kernel.spans allows."""
-    for degree, limit in kernel.spans.items():
-        value, rank_order = getattr(layout, degree), kernel.rank_order
-        axes = ((value, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
-        if isinstance(limit, int):
-            if value > limit:
-                yield f"kernel {kernel.name} has groups of {degree} of at most {limit} ranks; {degree}={value}"
+def _span_refusals(
+    kernel: KernelConfig, layout: Layout, hardware: Hardware, variant: Variant
+) -> Iterator[str]:
+    """The reasons why groups of ranks are larger than kernel.spans allows with the knobs of a run."""
+    for degree, condition, limit in kernel.span_limits():
+        excess = _excess_over_span(layout, degree, limit, kernel.rank_order, hardware)
+        if excess is None:
             continue
-        num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
-        if limit == NODE:
-            num_gpus, place = hardware.gpus_per_node, "a node"
-        if crosses_nodes(axes, num_gpus):
-            reason = f"kernel {kernel.name} has groups of {degree} only within {place}, of {num_gpus} GPUs"
-            yield f"{reason}; those of {degree}={value} span several"
+        program_text = f"kernel {kernel.name}"
+        if condition:
+            knob, knob_value = condition
+            if str(kernel.knobs_of(variant)[knob]) != knob_value:
+                continue
+            program_text += f" with {knob}={knob_value}"
+        yield f"{program_text} has groups of {degree} {excess}"
+
+
+def _excess_over_span(
+    layout: Layout, degree: str, limit: Span, rank_order: Sequence[str], hardware: Hardware
+) -> str | None:
+    """How far groups of a degree may reach and how far those of a layout do; None if they are within the limit."""
+    size = getattr(layout, degree)
+    if isinstance(limit, int):
+        return f"of at most {limit} ranks; {degree}={size}" if size > limit else None
+    if limit == NVLINK_RACK and hardware.nvlink_gpus == hardware.gpus_per_node:
+        return None
+    num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
+    if limit == NODE:
+        num_gpus, place = hardware.gpus_per_node, "a node"
+    axes = ((size, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
+    if not crosses_nodes(axes, num_gpus):
+        return None
+    return f"only within {place}, of {num_gpus} GPUs; those of {degree}={size} span several"
 
 
 def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -70,8 +70,9 @@ ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
 ROUTING = "routing"
 """The word of a command for how tokens choose their experts; only a command whose file has it gets a routing."""
-NODE, NVLINK_DOMAIN = "node", "nvlink_domain"
-"""Values of kernel.spans: the ranks of a group are on one node, or on GPUs that NVLink joins."""
+NODE, NVLINK_DOMAIN, NVLINK_RACK = "node", "nvlink_domain", "nvlink_rack"
+"""Values of kernel.spans: the ranks of a group are on one node, or on GPUs that NVLink joins; with the last one only
+where NVLink joins several nodes, and else on any."""
 
 RANK_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -87,8 +88,13 @@ _IMPORT = re.compile(r"^\s*(?:from|import)\s+ultrabench\.([\w.]+)(?:\s+import\s+
 CODE_SUFFIXES = frozenset({".py", ".sh", ".yaml", ".yml", ".toml", ".json"})
 """Suffixes of files whose content is part of the digest of a command."""
 
-Span = Annotated[
-    int | Literal["node", "nvlink_domain"], Meta(description="node, nvlink_domain or a number of ranks")
+Span = int | Literal["node", "nvlink_domain", "nvlink_rack"]
+"""The most that the groups of a degree may span."""
+SpanSetting = Annotated[
+    Span | dict[str, dict[str, Span]],
+    Meta(
+        description="node, nvlink_domain, nvlink_rack or a number of ranks, or {KNOB: {VALUE: one of these}}"
+    ),
 ]
 """Type of a value of kernel.spans."""
 
@@ -171,13 +177,15 @@ class KernelConfig:
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model, or a knob -> each value that the command supports, as text, or ANY -> more arguments
     for it."""
+    flags_at_end: tuple[str, ...] = ()
+    """Names in `flags` whose arguments end the command, also after those of `sweep.flags`."""
     knobs: dict[str, str] = field(default_factory=dict, hash=False)
     """Knob of the command -> what it sets, in words. `flags` has its values; a sweep may list some in `sweep.flags`."""
     knob_values: dict[str, str] = field(default_factory=dict, hash=False)
     """Knob -> its value in runs for which a sweep lists none; without an entry, the first value in `flags`."""
-    spans: dict[str, Span] = field(default_factory=dict, hash=False)
-    """Degree -> the most that its groups of ranks may span in this program: NODE, NVLINK_DOMAIN, or a number of
-    ranks; other degrees may span all."""
+    spans: dict[str, SpanSetting] = field(default_factory=dict, hash=False)
+    """Degree -> the most that its groups of ranks may span in this program: NODE, NVLINK_DOMAIN, NVLINK_RACK, or a
+    number of ranks; or knob -> its value -> this, where it depends on a knob. Others may span all."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
     groups that LOG_PATTERNS lists for it. Without a group for a time or a rate, the arrival of its lines times the
@@ -234,8 +242,10 @@ class KernelConfig:
             remedy = f"choose {', '.join(EMBEDDED_PRECISIONS)} or a program of your own"
             raise ConfigError(fact, remedy, setting="kernel.precision")
         require_known("degree in kernel.spans:", (*DEGREES, "ep"), *self.spans, setting="kernel.spans")
-        if limit := next((f"{k}={v}" for k, v in self.spans.items() if isinstance(v, int) and v < 1), None):
-            raise ConfigError(f"kernel.spans.{limit}; must be at least 1 rank", setting="kernel.spans")
+        for degree, condition, limit in self.span_limits():
+            if isinstance(limit, int) and limit < 1:
+                setting = ".".join(("kernel.spans", degree, *(condition or ())))
+                raise ConfigError(f"{setting}={limit}; must be at least 1 rank", setting="kernel.spans")
         if not self.forks and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         _require_file_names(self.files)
@@ -356,6 +366,16 @@ class KernelConfig:
         """Whether a knob of the command may have a value."""
         table = self.flags.get(knob, {}) if knob in self.knobs else {}
         return str(value) in table or ANY in table
+
+    def span_limits(self) -> Iterator[tuple[str, tuple[str, str] | None, Span]]:
+        """Each degree with a limit, the knob and the value of it that have this limit (None for all), and the limit."""
+        for degree, setting in self.spans.items():
+            if not isinstance(setting, dict):
+                yield degree, None, setting
+                continue
+            for knob, limit_by_value in setting.items():
+                for value, limit in limit_by_value.items():
+                    yield degree, (knob, value), limit
 
     def knobs_of(self, variant: Variant) -> dict[str, Value]:
         """Knob -> its value in a run with this variant; the usual one where the variant has none of its own."""

@@ -179,6 +179,8 @@ def model_words(shape: ModelShape) -> Mapping[str, Any]:
 
 
 PIPELINE_DIVISION, PIPELINE_LAYOUT, GAS_MODULO_PP = "pipeline_division", "pipeline_layout", "gas_modulo_pp"
+UNEVEN, LISTED = "uneven", "listed"
+"""Values of PIPELINE_DIVISION: unequal stages with pp_layout=auto, and stages with another pp_layout."""
 FIELDS_BY_WORD = {name: word.fields for name, word in MODEL_WORDS.items()} | {
     PIPELINE_DIVISION: ("pp_layout",),
     PIPELINE_LAYOUT: ("pp_layout",),
@@ -200,8 +202,8 @@ def pipeline_words(shape: ModelShape, layout: Layout) -> dict[str, Any]:
     division, stage_texts, pattern = "none", "", model_words(shape)["hybrid_pattern"]
     if layout.pp > 1:
         equal_division = "virtual" if layout.virtual_stages > 1 else "stages"
-        auto_division = "uneven" if shape.num_hidden_layers % layout.num_stages else equal_division
-        division = auto_division if layout.pp_layout == "auto" else "listed"
+        auto_division = UNEVEN if shape.num_hidden_layers % layout.num_stages else equal_division
+        division = auto_division if layout.pp_layout == "auto" else LISTED
         pp_layout = "even" if layout.pp_layout == "auto" else layout.pp_layout
         counts = [s.num_layers for s in split_stages(shape, layout.num_stages, pp_layout=pp_layout)]
         stage_texts = (

@@ -329,7 +329,9 @@ def fill_in(
             raise ConfigError(unknown_name(kind, braces, words, first=options_in_group(spec.variant, WORDS)))
         return command_text(words[word])
 
-    parts = chain(spec.kernel.command, *_flag_arguments(spec, words).values(), spec.arguments)
+    flag_arguments = _flag_arguments(spec, words)
+    last_arguments = [flag_arguments.pop(name, ()) for name in spec.kernel.flags_at_end]
+    parts = chain(spec.kernel.command, *flag_arguments.values(), spec.arguments, *last_arguments)
     calculated_parts = (replace_words(part, words, "kernel.command", CALCULATION) for part in parts)
     command = [_IN_BRACES.sub(value_text, part) for part in calculated_parts]
     require_command(command, {**spec.kernel.env, **variables_of(spec.variant)})

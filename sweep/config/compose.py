@@ -10,13 +10,15 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 
 from ultrabench.errors import ConfigError, nearest_name, require_once, unknown_name
-from ultrabench.hardware import DEVICE_KINDS
+from ultrabench.hardware import DEVICE_KINDS, Hardware
+from ultrabench.kernel_config import EMBEDDED, KernelConfig, kind_by_name
 from ultrabench.layout import AXES
+from ultrabench.record import field_types
 from ultrabench.sweep.config.files import (
     CONFIG_GROUPS,
     files,
@@ -26,6 +28,7 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
+from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS
 from ultrabench.sweep.config.options import EXAMPLES, SWEEP_KEYS
 from ultrabench.sweep.config.references import wrong_reference
 from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY
@@ -143,7 +146,11 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
     (rf"Could not find '(?P<group>{_GROUP_NAMES})/(?P<name>[^'/]+)'", lambda group, name,
         **_: unknown_option(group, name)),
     (r"Could not override '(?P<key>[^']+)'",
-     lambda key, values, **_: _axis_beside_layouts(key, values) or unknown_override(key, values.get(key))),
+     lambda key, values, **_: _axis_beside_layouts(key, values) or _absent_setting(key, values)
+        or unknown_override(key, values.get(key))),
+    (r"An item is already at '(?P<key>[^']+)'",
+     lambda key, values, **_: f"{key} has a value already; write it without the +: "
+        f"{_override_text(key, values.get(key))}"),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
@@ -277,9 +284,7 @@ _MOVED_SETTINGS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _FILE_ONLY_SETTINGS: tuple[tuple[str, str], ...] = (
-    (r"kernel\.env\b.*", "{key}: a new variable needs a leading +; write +kernel.env.NAME=VALUE"),
-    (r"(?P<parent>launcher\.sbatch|hardware\.peak_flops_per_s)\b.*",
-     "{key}: a new entry needs a leading +; write +{parent}.NAME=VALUE"),
+    (r"launcher\.sbatch\b.*", "{key}: a new entry needs a leading +; write +launcher.sbatch.NAME=VALUE"),
     (rf"model\b.*|(?!(?:{_GROUP_NAMES})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
      "unknown override '{key}'; the sizes of a model are in its file: write ultrabench/model/NAME.yaml and give "
      "model=NAME, or give model=PATH of a config.json"),
@@ -301,6 +306,28 @@ def moved_advice(key: str, patterns_and_advice: Sequence[tuple[str, str]] = _MOV
     return next((sentence.format(key=key, **match.groupdict()) for match, sentence in matches if match), None)
 
 
+def _absent_setting(key: str, values: Mapping[str, str]) -> str | None:
+    """One line for a setting that the chosen option of a group may have, but that its file does not give; None for
+    others. The line has the override with the + that Hydra needs to add it.
+
+    Args:
+        values: key -> value of all overrides.
+    """
+    group, _, name = key.partition(".")
+    name, _, entry = name.partition(".")
+    types: Mapping[str, Any] = {
+        "kernel": field_types(KernelConfig),
+        "hardware": field_types(Hardware),
+        "cluster": dict.fromkeys(CLUSTER_KEYS),
+    }.get(group, {})
+    if name not in types or name == "name" or (entry and get_origin(types[name]) is not dict):
+        return None
+    is_command = group != "kernel" or not kind_by_name(values.get("kernel", EMBEDDED)).forks
+    if not is_command and name != "env":
+        return None
+    return f"{key} is not set by the chosen {group}; add it: {_override_text(f'+{key}', values.get(key))}"
+
+
 def unknown_override(key: str, value: object = None) -> str:
     """One line for an override whose key does not exist; it names the setting that was probably meant.
 
@@ -312,7 +339,8 @@ def unknown_override(key: str, value: object = None) -> str:
     settings, group = _options_by_setting(), key.partition(".")[0]
     key_parts = key.split(".", 2)
     if len(key_parts) == 3 and group == "sweep" and (nearest := nearest_name(key_parts[1], EXAMPLES, 0.6)):
-        return f"unknown override {key!r}; did you mean +sweep.{nearest}.{key_parts[2]}?"
+        probable_override = _override_text(f"+sweep.{nearest}.{key_parts[2]}", value)
+        return f"unknown override {key!r}; did you mean {probable_override}?"
     if key == LAYOUTS_SETTING:
         return f"{key} is not a setting of the chosen sweep, which combines values of axes; {LIST_LAYOUTS_REMEDY}"
     if key in settings:

@@ -27,6 +27,11 @@ def with_texts(kernel: Mapping[str, Any]) -> dict[str, Any]:
             else table
             for name, table in tables.items()
         }
+    if isinstance(spans := kernel.get("spans"), dict):
+        settings["spans"] = {
+            degree: _with_value_texts(limit) if isinstance(limit, dict) else limit
+            for degree, limit in spans.items()
+        }
     if isinstance(values := kernel.get("knob_values"), dict):
         settings["knob_values"] = {
             knob: choice_text(value) for knob, value in values.items() if value is not None
@@ -37,14 +42,16 @@ def with_texts(kernel: Mapping[str, Any]) -> dict[str, Any]:
 def with_flag_texts(profile: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a profile with the values of knobs as texts, as `with_texts` makes them."""
     tables = {key: profile[key] for key in ("flags", "flag_runs") if isinstance(profile.get(key), dict)}
-    return {**profile} | {
-        key: {
-            knob: {choice_text(value): content for value, content in by_value.items()}
-            if isinstance(by_value, dict)
-            else by_value
-            for knob, by_value in table.items()
-        }
-        for key, table in tables.items()
+    return {**profile} | {key: _with_value_texts(table) for key, table in tables.items()}
+
+
+def _with_value_texts(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Knob -> its value as text -> what the table has for it; other content of the table stays as it is."""
+    return {
+        knob: {choice_text(value): content for value, content in by_value.items()}
+        if isinstance(by_value, dict)
+        else by_value
+        for knob, by_value in table.items()
     }
 
 
@@ -56,7 +63,7 @@ def require_flags(kernel: KernelConfig, reserved_names: Mapping[str, object]) ->
 
     Raises:
         ConfigError: a table is of no knob, axis or field of the model, a knob has no table or a name of another
-            word, or `knob_values` has an unknown knob or value.
+            word, `knob_values` or `spans` has an unknown knob or value, or `flags_at_end` an unknown name.
     """
     for option, knobs in (("flags", kernel.knobs), ("supports", {})):
         for name in getattr(kernel, option):
@@ -65,6 +72,12 @@ def require_flags(kernel: KernelConfig, reserved_names: Mapping[str, object]) ->
                 known_names = (*knobs, *AXES, *field_types(ModelShape), *OTHER_WORDS)
                 kind = f"{'knob, axis' if option == 'flags' else 'axis'} or field of the model in kernel.{option}:"
                 require_known(kind, known_names, name, first=knobs, setting=f"kernel.{option}")
+    require_known(
+        "name of kernel.flags in kernel.flags_at_end:",
+        kernel.flags,
+        *kernel.flags_at_end,
+        setting="kernel.flags_at_end",
+    )
     for knob, meaning in kernel.knobs.items():
         setting = f"kernel.knobs.{knob}"
         if knob in reserved_names:
@@ -80,6 +93,12 @@ def require_flags(kernel: KernelConfig, reserved_names: Mapping[str, object]) ->
         if not kernel.knob_choices(knob) and knob not in kernel.knob_values:
             fact = f"{setting} has only the value '*', so that no usual value is known"
             raise ConfigError(fact, f"give one: kernel.knob_values.{knob}=VALUE", setting)
+    for degree, condition, _ in kernel.span_limits():
+        if condition:
+            knob, value = condition
+            setting = f"kernel.spans.{degree}.{knob}"
+            require_known(f"knob in kernel.spans.{degree}:", kernel.knobs, knob, setting=setting)
+            _require_value(kernel, knob, value, setting)
     for knob, value in kernel.knob_values.items():
         setting = f"kernel.knob_values.{knob}"
         require_known("knob in kernel.knob_values:", kernel.knobs, knob, setting="kernel.knob_values")
@@ -107,5 +126,30 @@ def read_values(kernel: KernelConfig, knob: str, listed: list[Any]) -> tuple[Val
 
 
 def _require_value(kernel: KernelConfig, knob: str, value: Value, setting: str) -> None:
+    """Raises ConfigError for a value that a knob cannot have: an unlisted one, or one that is no part of an argument
+    where the knob takes any value.
+    """
+    choices, text = kernel.knob_choices(knob), str(value)
+    if text in choices:
+        return
     if ANY not in kernel.flags[knob]:
-        require_known(f"value of {setting}:", kernel.knob_choices(knob), str(value), setting=setting)
+        require_known(f"value of {setting}:", choices, text, setting=setting)
+    problem = None
+    if not text.strip():
+        problem = "is empty"
+    elif len(text.split()) > 1 or text != text.strip():
+        problem = "has spaces"
+    elif text.startswith("-") and isinstance(value, str) and not _is_number(text):
+        problem = "would be an option of its own"
+    if problem:
+        fact = f"{setting}={text!r} {problem}"
+        remedy = f"give a number or one word, which becomes part of an argument for {knob}"
+        raise ConfigError(fact, remedy, setting=setting)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -245,7 +245,7 @@ def _listed_by_name(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) 
             (is_variable and name in RANK_VARIABLES, f"{setting}: ultrabench sets {name} for each rank; leave it out"),
             (name in knobs and isinstance(listed, dict),
              f"{setting} maps values to arguments, as kernel {kernel.name} does; list values instead, such as "
-             f"{setting}=[{','.join(kernel.knob_choices(name)[:2])}]"),
+             f"+{setting}=[{','.join(kernel.knob_choices(name)[:2])}]"),
             (is_variable and name in kernel.env,
              f"{setting} and kernel.env.{name} are both set; give only one of them"),
             (not is_variable and name in (*_words_of_runs(), *([FILES_WORD] if kernel.files else [])),

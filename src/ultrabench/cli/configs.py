@@ -9,11 +9,13 @@ from ultrabench.cli.options import Json
 from ultrabench.errors import require_known
 
 KNOBS_LEGEND = (
-    "A sweep lists values: +sweep.flags.NAME=[A,B]. Values in brackets are the usual ones. After a value: (fitted) or "
-    "(prior), where the profile says what it changes; (unknown), where predictions do not know it and have wider "
-    "intervals."
+    "A sweep lists values: +sweep.flags.NAME=[A,B]. Values in brackets are the usual ones, * is any number or word. "
+    "After a value: (fitted) or (prior), where the profile says what it changes. Predictions do not know what other "
+    "values change, and have wider intervals with them."
 )
 """What is said below the table of knobs."""
+KNOBS_WIDTH = 120
+"""Columns of the table of knobs when it is piped."""
 
 
 def _knobs(name: str) -> list[dict[str, Any]]:
@@ -48,11 +50,11 @@ def _knobs(name: str) -> list[dict[str, Any]]:
 
 
 def _values_text(knob: dict[str, Any]) -> str:
-    """The values of a knob, the usual one in brackets, each with what a prediction knows of it."""
+    """The values of a knob, the usual one in brackets, each with what the profile knows of it."""
     texts = list[str]()
     for entry in knob["values"]:
         value_text = f"[{entry['value']}]" if entry["value"] == knob["usual"] else entry["value"]
-        known_text = "" if entry["known"] == "usual" else f" ({entry['known'] or 'unknown'})"
+        known_text = "" if entry["known"] in ("usual", None) else f" ({entry['known']})"
         texts.append(f"{value_text}{known_text}")
     return ", ".join(texts)
 
@@ -63,7 +65,7 @@ def configs(
     json_: Json = False,
 ) -> None:
     """List the configuration files for overrides, or print one."""
-    from ultrabench.cli.tables import plain_text, print_json, say, show, table
+    from ultrabench.cli.tables import output_console, plain_text, print_json, say, show, table
     from ultrabench.sweep.config.files import FOLDER_BY_NAME, FOLDER_BY_OVERRIDE, describe, files, read_text
 
     if group is not None:
@@ -80,8 +82,11 @@ def configs(
         sys.stdout.write(plain_text(file_text))
         sys.stdout.flush()
         if group == "kernel" and (knobs := _knobs(name)):
-            rows = [(knob["name"], knob["meaning"], _values_text(knob), knob["profile"]) for knob in knobs]
-            say(table("knobs", "name", "what it sets", "values", "profile", rows=rows), KNOBS_LEGEND)
+            rows = [(knob["name"], knob["meaning"], _values_text(knob)) for knob in knobs]
+            title = f"knobs (profile={knobs[0]['profile']})"
+            console = output_console(stderr=True, pipe_width=KNOBS_WIDTH)
+            console.print_line(table(title, "name", "what it sets", "values", rows=rows))
+            console.print(KNOBS_LEGEND)
         return
     texts_by_group = {name: describe(FOLDER_BY_NAME[name]) for name in ([group] if group else FOLDER_BY_NAME)}
     if json_:

@@ -276,6 +276,9 @@ def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch
 def test_configs_json_names_every_group(ultrabench):
     assert as_json(ultrabench, "configs").keys() == {*CONFIG_GROUPS, "profile", "framework"}
     assert "quick" in as_json(ultrabench, "configs", "sweep")["sweep"]
+    knobs_text = ultrabench("configs", "kernel", "megatron")[2]
+    assert "layernorm+mla_up_proj+moe_act" in knobs_text
+    assert max(map(len, knobs_text.splitlines()[1:])) <= 120
 
 
 @pytest.mark.parametrize(

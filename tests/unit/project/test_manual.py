@@ -13,6 +13,7 @@ import typer
 from ultrabench.cli.main import app
 from ultrabench.cli.run_recommend import with_full_keys
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
@@ -20,7 +21,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{2,}[\w.]*|\[.*")
 """A word that stands for what a reader has to write."""
 NOT_HERE = (
     "profile=mine", "cluster=mine", "model=meta-llama/", "model=~/", "./my-model", "kernel=mine", "kernel=titan",
-    "sweep=mine",
+    "sweep=mine", "sweep=llama70b", "sweep=deepseek", "kernel=bridge",
 )  # fmt: skip
 """Beginnings of names whose files a reader makes first."""
 
@@ -74,6 +75,30 @@ def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, wor
     takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
     if takes_overrides and not any(start in text for text in overrides for start in NOT_HERE):
         load_config(with_full_keys(overrides) if path == ["recommend"] else overrides)
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_recipe_of_megatron_has_runs_that_fit():
+    page = ROOT / "docs/start/your-program.md"
+    recipes = re.findall(
+        r"```yaml\n# \./(ultrabench/(sweep|kernel)/(\w+)\.yaml)(.*?)```",
+        page.read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    assert len(recipes) == 3
+    for file_name, group, name, text in recipes:
+        Path(file_name).parent.mkdir(parents=True, exist_ok=True)
+        Path(file_name).write_text(f"#{text}", encoding="utf-8")
+        words = next(words for other, words in COMMANDS if other == page and f"{group}={name}" in words)
+        plan = make_plan(load_config([word for word in words[2:] if not word.startswith("--")]))
+        assert plan.runs
+        assert any(run.fits for run in plan.runs)
+    line = (
+        "[Rank 0] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 31.3 | mem-max-allocated-gigabytes: 52.7 "
+        "| mem-max-active-gigabytes: 52.7 | mem-max-reserved-gigabytes: 60.02 | mem-alloc-retires: 0"
+    )
+    memory = re.search(plan.config.kernel.memory_line, line)
+    assert memory.groupdict() == {"allocated_gb": "52.7", "reserved_gb": "60.02"}
 
 
 @pytest.mark.parametrize("name", ["guide/choose.md", "start/your-model.md"])

@@ -186,7 +186,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["sweep.tp =[1]"], "'sweep.tp =[1]': a key consists of names joined by dots; a name consists"),
         (["name=a\nb"], r"'name=a\nb': a value that contains brackets"),
         (["launcher=slurm", "+launcher.sbatch.qos=[a]"], "launcher.sbatch.qos=['a'] is not a text; give one value"),
-        (["sweep.env.ALGO=[a,b]"], "did you mean +sweep.env.ALGO?"),
+        (["sweep.env.ALGO=[a,b]"], "did you mean +sweep.env.ALGO=[a,b]?"),
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
         (["kernel=command", "kernel.command=[]"], "kernel.command is empty; give the program"),
         (["retry.attempts.hung=3"], "did you mean retry.attempts.hang?"), (["sweep.nodes=[1"], "sweep.nodes=[1"),

@@ -301,7 +301,7 @@ def test_losses_of_different_programs_are_not_compared():
         ([*KNOBS, "+sweep.flags={graph: []}"], "sweep.flags.graph is empty; list at least one value"),
         ([*KNOBS, "+sweep.flags={graph: [none, none]}"], "sweep.flags.graph lists none twice; leave one out"),
         ([*KNOBS, "+sweep.flags={graph: {a: []}}"], "sweep.flags.graph maps values to arguments, as kernel command "
-        "does; list values instead, such as sweep.flags.graph=[none,full]"),
+        "does; list values instead, such as +sweep.flags.graph=[none,full]"),
         ([*KNOBS, "+sweep.words={parts: [2]}"], "sweep.words.parts: parts is a knob of kernel command; list it in "
         "sweep.flags"),
         ([*KNOBS, "kernel.knob_values={grph: none}"], "unknown knob in kernel.knob_values: 'grph'; did you mean "
@@ -312,9 +312,17 @@ def test_losses_of_different_programs_are_not_compared():
         (["kernel.knobs={other: what it is}"], "kernel.knobs.other has no values; map them to arguments"),
         (["kernel.flags={graph: {a: []}}", "kernel.knobs={graph: ' '}"],
          "kernel.knobs.graph is empty; say in words what it sets"),
+        (["kernel.flags={recompute: {a: []}}", "kernel.flags_at_end=[recomput]"],
+         "unknown name of kernel.flags in kernel.flags_at_end: 'recomput'; did you mean recompute?"),
         (["kernel.spans={tq: node}"], "unknown degree in kernel.spans: 'tq'"),
-        (["kernel.spans={tp: rack}"], "kernel.spans.tp='rack'; must be node, nvlink_domain or a number of ranks"),
+        (["kernel.spans={tp: rack}"], "kernel.spans.tp='rack'; must be node, nvlink_domain, nvlink_rack or a number of "
+        "ranks, or {KNOB: {VALUE: one of these}}"),
         (["kernel.spans={tp: 0}"], "kernel.spans.tp=0; must be at least 1 rank"),
+        ([*KNOBS, "kernel.spans={tp: {grph: {full: node}}}"], "unknown knob in kernel.spans.tp: 'grph'; did you mean "
+        "graph?"),
+        ([*KNOBS, "kernel.spans={tp: {graph: {fll: node}}}"], "unknown value of kernel.spans.tp.graph: 'fll'; did you "
+        "mean full?"),
+        ([*KNOBS, "kernel.spans={tp: {graph: {full: 0}}}"], "kernel.spans.tp.graph.full=0; must be at least 1 rank"),
         (["+sweep.words={zz: [1]}"], "sweep.words.zz has no effect: the command does not contain {zz}; use {zz}"),
         (["+sweep.words={tp: [1]}"], "tp is already a word of every run; choose another name"),
         ([WORDS[0], "+sweep.rules=['etp divide dp']"], "write NAME divides NAME, or use <=, >= or =="),

@@ -8,7 +8,12 @@ import yaml
 
 from tests.strategies import LONG
 from ultrabench.attention_type import GroupedQuery
-from ultrabench.cli.sweep.show_as import not_expressed, spec_for_kernel, without_other_models
+from ultrabench.cli.sweep.show_as import (
+    not_expressed,
+    options_not_expressed,
+    spec_for_kernel,
+    without_other_models,
+)
 from ultrabench.feed_forward_type import FeedForward
 from ultrabench.kernel_config import PRECISIONS, KernelConfig
 from ultrabench.layer_type import LayerType
@@ -216,7 +221,8 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
     assert "--moe-router-force-load-balancing" not in command_of(replace(own, kernel=learned.kernel), learned)
     skewed = load_config(["kernel=megatron", "model=8B", other_routing('"skew=0.5"')]).kernel
     reason = "kernel megatron supports routing in [balanced, learned]; routing=skew=0.5"
-    assert refusal(skewed, spec.layout, spec.shape, 64, "cuda") == reason
+    for layout in (spec.layout, replace(spec.layout, zero_stage=0)):  # also where no layout could mend it
+        assert refusal(skewed, layout, spec.shape, 64, "cuda") == reason
     dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
     arguments = [arg for arg in command_of(dense, config)[4:] if "moe" in arg or "expert" in arg]
     assert arguments == ["--moe-grouped-gemm"], "a model without experts does not care"
@@ -420,6 +426,12 @@ def test_megatron_is_told_the_stages_of_a_pipeline(model, axes, arguments):
     if schedule == "interleaved":
         reason = "kernel megatron supports gas_modulo_pp in [0]; gas_modulo_pp=1"
         assert refusal(spec.kernel, short_rounds, shape, 4096, "cuda").startswith(reason)
+        uneven = replace(layout, virtual_stages=5, pp_layout="auto")
+        assert refusal(spec.kernel, uneven, shape, 4096, "cuda") == (
+            "kernel megatron has equal stages with pp_layout=auto, and pp*virtual_stages=10 does not divide "
+            f"num_hidden_layers={shape.num_hidden_layers}: use pp_layout=even"
+        )
+        assert refusal(spec.kernel, replace(uneven, pp_layout="even"), shape, 4096, "cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -457,6 +469,28 @@ def test_the_program_and_the_connections_of_megatron_follow_from_its_arguments(t
     assert started(Layout(dp=8, zero_stage=1), "nemotron-3") == "pretrain_hybrid.py 32"
     megatron = load_config(["kernel=megatron", "model=llama3-8b"]).kernel
     assert started(Layout(dp=8, zero_stage=1), "llama3-8b", megatron) == "pretrain_gpt.py 1"
+
+
+def test_options_of_a_run_stand_where_a_command_reads_them_or_are_named_beside_it():
+    variant = {"flags.cuda_graph": "full_iteration", "flags.mine": "on", "env.A": "1"}
+    layout, shape = Layout(dp=8, zero_stage=3, recompute="full"), load_model("llama3.1-8b")
+
+    def command_and_notes(run_kernel, kernel):
+        config = load_config([f"kernel={kernel}", "model=llama3.1-8b"])
+        run = replace(spec_of(layout, shape, load_config([f"kernel={run_kernel}"]).kernel), variant=variant)
+        run = replace(run, arguments=("--mine",))
+        words = fill_in(spec_for_kernel(run, config.kernel), AttemptKey("x", 0, 0), config.measure)
+        return words, {*options_not_expressed(run, config.kernel)}
+
+    words, notes = command_and_notes("megatron", "megatron")
+    assert {"--cuda-graph-impl=full_iteration", "--mine"} <= {*words}
+    assert notes == set()
+    words, notes = command_and_notes("megatron", "megatron-perf")
+    assert ("--cuda-graph-impl=full_iteration" in words, "--mine" in words) == (True, False)
+    assert notes == {"flags.mine"}
+    words, notes = command_and_notes("megatron", "torchtitan")
+    assert (words[-1], notes) == ("activation-checkpoint:full", {"flags.mine", "flags.cuda_graph"})
+    assert command_and_notes("torchtitan", "torchtitan")[0][-2:] == ["--mine", "activation-checkpoint:full"]
 
 
 def test_megatron_perf_has_other_usual_values_of_knobs():

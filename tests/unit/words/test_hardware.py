@@ -188,7 +188,10 @@ def test_peaks_of_16_bits_are_equal_and_those_of_4_bits_are_only_blackwells():
         assert rates["fp16"] == rates["bf16"], name
         assert rates.get("mxfp8", rates.get("fp8")) == rates.get("fp8"), name
         assert ("nvfp4" in rates) == ((hardware.compute_capability or 0) >= 100), name
-        assert rates.get("nvfp4", 0) / rates["bf16"] <= RATE_OVER_BF16["nvfp4"], name
+        ratio = {"sm_100": 4, "sm_103": 6}.get(
+            hardware.architecture, 0
+        )  # of dense rates; Blackwell and its Ultra
+        assert rates.get("nvfp4", 0) / rates["bf16"] == ratio <= RATE_OVER_BF16["nvfp4"], name
 
 
 @pytest.mark.parametrize(
@@ -271,6 +274,33 @@ def test_a_program_says_how_far_its_groups_reach():
         "kernel command has groups of ep only within an NVLink domain, of 72 GPUs; those of ep=128 span several"
     )
     assert reason(dp=32, cp=4) == "kernel command has groups of cp of at most 2 ranks; cp=4"
+
+
+def test_megatron_is_refused_groups_that_its_libraries_cannot_span():
+    config = load_config(["model=tiny-moe", "sweep.nodes=[32]", "kernel=megatron", "hardware=gb300x4"])
+    rack, single_nodes = config.hardware, hardware_of("h100x8")
+
+    def reason(hardware, axes, **knobs):
+        layout, variant = Layout(**axes, zero_stage=1), {f"flags.{knob}": v for knob, v in knobs.items()}
+        return refusal(config.kernel, layout, config.models[0], 4096, "cuda", hardware, variant=variant)
+
+    experts, rows = {"dp": 128, "ep": 128}, {"dp": 8, "tp": 16}
+    assert reason(rack, experts) is None
+    assert reason(rack, experts, dispatcher="hybridep") == (
+        "kernel megatron with dispatcher=hybridep has groups of ep only within an NVLink domain, of 72 GPUs; "
+        "those of ep=128 span several"
+    )
+    assert reason(rack, {"dp": 128, "ep": 64}, dispatcher="hybridep") is None
+    assert reason(single_nodes, experts, dispatcher="hybridep") is None
+    assert reason(single_nodes, {"dp": 256, "ep": 256}, dispatcher="deepep") == (
+        "kernel megatron with dispatcher=deepep has groups of ep of at most 160 ranks; ep=256"
+    )
+    assert reason(single_nodes, rows) is None
+    assert reason(rack, rows, tp_overlap="on") is None
+    assert reason(single_nodes, rows, tp_overlap="on") == (
+        "kernel megatron with tp_overlap=on has groups of tp only within an NVLink domain, of 8 GPUs; "
+        "those of tp=16 span several"
+    )
 
 
 def test_fp8_is_planned_on_hardware_that_has_it():

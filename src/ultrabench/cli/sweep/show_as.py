@@ -44,7 +44,7 @@ from ultrabench.sweep.config.framework import ALL_SIZES_WORD, Framework, text_of
 from ultrabench.sweep.config.load import kernel_settings, load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.refusals import value_refusals
-from ultrabench.variant import option_texts, variables_of
+from ultrabench.variant import ENV, FLAGS, WORDS, Value, option_texts, options_in_group, variables_of
 
 IMPLIED_FIELDS = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
@@ -79,12 +79,11 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
     config = load_config([f"kernel={name}"] if name in kernel_names else [])
     framework = Framework(kernel=config.kernel) if name in kernel_names else load_framework(name)
     kernel = with_precision(framework.kernel, spec.kernel.precision)
-    env = variables_of(spec.variant)
-    other_options = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in env}
     document: dict[str, Any] = {
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
-        "env": kernel.env | env, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere),
-            *option_texts(other_options)],
+        "env": kernel.env | variables_of(spec.variant),
+        "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere),
+            *option_texts(options_not_expressed(spec, kernel))],
     }  # fmt: skip
     program = spec_for_kernel(spec, kernel), AttemptKey(run_id, 0, 0), config.measure
     process = SHELL_PROCESS if kernel.starts_ranks else UNKNOWN_PROCESS
@@ -102,6 +101,22 @@ def show_as(name: str, id_or_rank: str, sweep: str | None, as_json: bool, result
         print_json(document)
     else:
         _show_document(document, f"# run {run_id}, {spec.shape.name} {spec.label()}, as {name}")
+
+
+def options_not_expressed(spec: RunSpec, kernel: KernelConfig) -> dict[str, Value]:
+    """The options of a run beside the layout that neither the environment nor the command of `kernel` has."""
+    variant = spec.variant
+    values_by_group = {group: options_in_group(variant, group) for group in (ENV, FLAGS, WORDS)}
+    flag_values = values_by_group[FLAGS].items()
+    is_own_kernel = kernel.name == spec.kernel.name
+    expressed_names = {f"{ENV}.{name}" for name in values_by_group[ENV]}
+    expressed_names |= {
+        f"{FLAGS}.{name}"
+        for name, value in flag_values
+        if kernel.has_knob_value(name, value) or (is_own_kernel and name not in kernel.knobs)
+    }
+    expressed_names |= {f"{WORDS}.{name}" for name in values_by_group[WORDS] if name in words_in(kernel)}
+    return {name: value for name, value in variant.items() if name not in expressed_names}
 
 
 def _torchrun_words(spec: RunSpec, words: Sequence[str], *, is_python: bool) -> list[str]:
@@ -179,13 +194,17 @@ def _spec_in_file(path: Path, id_or_rank: str) -> tuple[str, RunSpec]:
 
 
 def spec_for_kernel(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
-    """The run as `kernel` trains it, with the flag that gives it the routing of this run, if it has one."""
+    """The run as `kernel` trains it, with the flag that gives it the routing of this run, if it has one.
+
+    Arguments that the sweep gives to flags of its own are those of the program of the run; another one has none.
+    """
     routing_flags = kernel.flags.get(ROUTING, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
     shape_kernel = without_other_models(spec, kernel)
-    # The flags of routing come before all other flags, because torchtitan must get that of recompute last.
+    # A kernel that does not take the routing of its own runs has flags for it all the same.
     command = (*shape_kernel.command, *routing_flags)
     flags = {name: by_value for name, by_value in shape_kernel.flags.items() if name != ROUTING}
-    return replace(spec, arguments=(), kernel=replace(shape_kernel, command=command, flags=flags))
+    arguments = spec.arguments if kernel.name == spec.kernel.name else ()
+    return replace(spec, arguments=arguments, kernel=replace(shape_kernel, command=command, flags=flags))
 
 
 def with_precision(kernel: KernelConfig, precision: str) -> KernelConfig:
