@@ -1,5 +1,5 @@
-"""How far predictions go beyond what was measured: features that no run of a fit had,
-and rates that nobody published.
+"""How far predictions go beyond what was measured: features that no run of a fit had, kinds of layouts of which the
+profile has no measurement, and rates that nobody published.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,13 @@ from typing import Annotated
 from ultrabench.allowed import between, one_of, require_allowed
 from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.column import PEAK_FRACTION
+from ultrabench.hardware import Hardware
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.predict.profile import Profile
+from ultrabench.sweep.predict.profile_errors import kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +88,15 @@ def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str
         f"{feature}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} ({fitted_text})"
         for (feature, fitted_text), values in values_by_feature.items()
     ]
+
+
+def unproven(specs: Iterable[RunSpec], profile: Profile, hardware: Hardware) -> list[str]:
+    """What nobody measured of these runs, such as `no measurement of Megatron-LM with experts on H200`.
+
+    A profile without errors says nothing, and a link test has no prediction to prove.
+    """
+    if profile.errors is None:
+        return []
+    gpu, nvlink_gpus = hardware.gpu_at_limit, hardware.nvlink_gpus
+    kinds = dict.fromkeys(kind_of(spec, gpu, nvlink_gpus) for spec in specs if spec.kernel.trains)
+    return [*dict.fromkeys(filter(None, map(profile.errors.unproven, kinds)))]

@@ -1,6 +1,7 @@
 """Cases: measured runs with everything that a prediction of their step time needs, and how they are read."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from ultrabench.sweep.predict.predict import reserved_share
 from ultrabench.sweep.predict.profile import DividedRun, Profile, regime
 from ultrabench.sweep.predict.stage_memory import LARGEST
 from ultrabench.sweep.predict.step_time import predict_step_time
-from ultrabench.sweep.predict.time_constants import FlagConstants, TimeConstants, with_flags
+from ultrabench.sweep.predict.time_constants import FlagConstants, TimeConstants, with_factors, with_flags
 
 MIN_NODE_BUSBW_BYTES_PER_S = 300e9
 """Bus bandwidth of an all-reduce in a node of H100 below which its NVLink counts as broken, in bytes per second."""
@@ -52,13 +53,15 @@ class Case:
     """The run as a profile divides its stages: `for_profile` says which one."""
     regime: str
     """Kind of layout and links for which the profile has its own interval, such as those of `Profile.interval`."""
+    gpu_factors: tuple[tuple[str, float], ...] = ()
+    """Constants of the step time and the factors that a profile has for the GPU of the run."""
     memory_share: float = 0.0
     """Predicted share of the GPU's memory that the allocator holds, for profiles whose step time depends on it."""
 
     def predict_s(self, constants: TimeConstants, flags: FlagConstants = MappingProxyType({})) -> float:
         """The predicted step time of the run in seconds; `flags` is that of a profile."""
         cluster = self.hardware, self.peak, self.links
-        run_constants = with_flags(constants, flags, self.run.spec)
+        run_constants = with_factors(with_flags(constants, flags, self.run.spec), self.gpu_factors)
         return predict_step_time(self.divided, *cluster, run_constants, self.memory_share).total
 
     def interval_s(self, profile: Profile) -> tuple[float, float, float]:
@@ -84,8 +87,11 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
     comparable_cases, num_by_reason = list[Case](), Counter[str]()
     hardware_names = {run.hardware for run in runs} & files("hardware").keys()
     hardware_by_name = {name: load_hardware(str(name)) for name in hardware_names}
+    newest_by_setting = _newest_releases(runs)
     for run in _with_knobs(runs):
-        if run.status not in (Status.OK, Status.OOM):
+        if run.kernel_version != newest_by_setting.get(_setting(run), run.kernel_version):
+            num_by_reason["of an older release of the program"] += 1
+        elif run.status not in (Status.OK, Status.OOM):
             num_by_reason[f"status {run.status}"] += 1
         elif not run.is_final:
             num_by_reason["not final"] += 1
@@ -96,6 +102,32 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
         else:
             comparable_cases.append(_case(run, hardware_by_name[run.hardware]))
     return comparable_cases, num_by_reason
+
+
+def _setting(run: MeasuredRun) -> tuple[object, ...]:
+    """What the runs have in common that differ only in the release of a program, and in the knobs of its recipes."""
+    spec = run.spec
+    kernel = spec.kernel.name, spec.kernel.precision, spec.kernel.compile, spec.kernel.routing
+    return run.hardware, run.source, spec.shape, spec.layout, spec.workload, spec.nodes, *kernel
+
+
+def _newest_releases(runs: Sequence[MeasuredRun]) -> dict[tuple[object, ...], str]:
+    """Setting -> the newest release of its program for which an imported table has a step time.
+
+    A release is a version with a point, such as 26.04; versions of files of kernels are whole numbers.
+    """
+    newest = dict[tuple[object, ...], str]()
+    for run in runs:
+        version = run.kernel_version or ""
+        if "." in version and run.step_time_s is not None:
+            setting = _setting(run)
+            newest[setting] = max(version, newest.get(setting, ""), key=_release_number)
+    return newest
+
+
+def _release_number(version: str) -> tuple[int, ...]:
+    """The numbers of a release, by which releases are in order."""
+    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def _with_knobs(runs: Sequence[MeasuredRun]) -> Iterator[MeasuredRun]:
@@ -137,10 +169,17 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
 
 
 def for_profile(cases: Sequence[Case], profile: Profile) -> list[Case]:
-    """The cases with stages as a profile divides them, and with the share of memory that it predicts where its step
-    times depend on it.
+    """The cases with stages as a profile divides them, with its factors for their GPUs, and with the share of memory
+    that it predicts where its step times depend on it.
     """
-    cases = [replace(case, divided=profile.as_divided(case.run.spec)) for case in cases]
+    cases = [
+        replace(
+            case,
+            divided=profile.as_divided(case.run.spec),
+            gpu_factors=tuple(profile.gpu_factors.get(case.hardware.gpu, {}).items()),
+        )
+        for case in cases
+    ]
     if not profile.time.allocator_loss:
         return cases
     constants = memory_constants(profile.framework, profile.memory)
@@ -283,14 +322,6 @@ def unusable_lines(table: pa.Table) -> list[str]:
     lines = _unusable_lines(names_by_reason)
     if excluded_by_reason:
         lines.append(f"excluded: {_exclusions_text(excluded_by_reason)}")
-    columns = table.select(
-        ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes"]
-    )
-    num_allocated, *num_reserved = (len(column) - column.null_count for column in columns.columns)
-    if num_allocated and not any(num_reserved):
-        lines.append(
-            "memory: the table has only allocated memory, and predictions of reserved memory are validated"
-        )
     try:
         usual_profiles(usable_cases)
     except ConfigError as error:

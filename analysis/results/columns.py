@@ -9,6 +9,7 @@ from typing import Any
 
 from ultrabench.column import (
     BYTES_PER_S,
+    BYTES,
     BYTES_PER_S_PER_NODE,
     FLOPS_PER_S,
     FRACTION,
@@ -181,6 +182,8 @@ _GROUPS: dict[str, tuple[Column, ...]] = {
         RESULT_COLUMNS["peak_mem_allocated_bytes"],
         RESULT_COLUMNS["peak_mem_reserved_bytes"],
         RESULT_COLUMNS["peak_mem_reserved_rank0_bytes"],
+        Column("peak_mem_device_bytes", INT, "Largest memory in use on a GPU as its driver shows it, that of CUDA and "
+        "NCCL included; only in imported tables.", unit=BYTES, better=Better.LOWER),
         RESULT_COLUMNS["allocator_retries"],
         RESULT_COLUMNS["checkpoint_save_s"],
         RESULT_COLUMNS["checkpoint_load_s"],

@@ -1,6 +1,7 @@
 """Turns result rows, measured or imported, into the records that predictions are fitted to and checked against."""
 
 import functools
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, missing_fields
 from ultrabench.result import NOT_TRIED
 from ultrabench.run import RunSpec, Workload
+from ultrabench.sweep.config.checkpoint import with_usual_sizes
 from ultrabench.variant import FLAGS
 
 _SHAPE_COLUMNS = tuple(field.name for field in fields(ModelShape))
@@ -54,6 +56,8 @@ class MeasuredRun:
     """What was predicted when the run was planned."""
     peak_mem_reserved_bytes: int | None
     peak_mem_reserved_rank0_bytes: int | None
+    peak_mem_allocated_bytes: int | None
+    peak_mem_device_bytes: int | None
     allreduce_busbw_bytes_per_s: float | None
     allgather_busbw_bytes_per_s: float | None
     allreduce_intra_node_busbw_bytes_per_s: float | None
@@ -63,7 +67,7 @@ class MeasuredRun:
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
 _READ_COLUMNS = frozenset({
-    *_COLUMNS, *_SHAPE_COLUMNS, *_NEEDED_COLUMNS, *AXES, *_OPTION_COLUMNS, "model", "gbs", VARIANT,
+    *_COLUMNS, *_SHAPE_COLUMNS, *_NEEDED_COLUMNS, *AXES, *_OPTION_COLUMNS, "model", "model_settings", "gbs", VARIANT,
 })  # fmt: skip
 
 
@@ -113,18 +117,44 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
 
 
 def shape_of(row: Mapping[str, Any]) -> ModelShape:
-    """The model of a row of results; its rotations have the usual settings.
+    """The model of a row of results, with the types of layers and other settings of its column `model_settings`.
 
     Raises:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
-    model_text = f"model={row.get('model')}"
+    model_text, settings_text = f"model={row.get('model')}", row.get("model_settings") or "{}"
     known_columns = {name for name in _SHAPE_COLUMNS if row.get(name) is not None} | {"name"}
+    known_columns |= _settings_in(settings_text, model_text).keys()
     if missing_columns := missing_fields(ModelShape, dict.fromkeys(known_columns)):
         rule = "give them, or use a model that `ultrabench configs model` lists"
         raise ConfigError(f"missing {', '.join(missing_columns)} of {model_text}: {rule}")
-    shape: ModelShape = _record_of(ModelShape, model_text, row, _SHAPE_COLUMNS, name=row.get("model"))
+    values = map(row.get, _SHAPE_COLUMNS)
+    shape: ModelShape = _cached_shape(model_text, row.get("model"), settings_text, *values)
     return shape
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_shape(where: str, name: str, settings_text: str, *values: Any) -> ModelShape:
+    """The shape of this name with `values` of _SHAPE_COLUMNS that are not None, and with its other settings."""
+    columns = {column: v for column, v in zip(_SHAPE_COLUMNS, values, strict=True) if v is not None}
+    shape_fields = {**_settings_in(settings_text, where), **columns, "name": name}
+    return from_dict(ModelShape, with_usual_sizes(shape_fields), where=where)
+
+
+@functools.lru_cache(maxsize=256)
+def _settings_in(text: str, where: str) -> dict[str, Any]:
+    """The settings of a shape in the column `model_settings`, which the record of the shape checks.
+
+    Raises:
+        ConfigError: the text is not a JSON object.
+    """
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{where}: model_settings={text!r} is not a JSON object", 'write {"rope_theta": 500000}')
+    return settings
 
 
 def _record_of(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **extra: Any) -> Any:

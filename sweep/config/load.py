@@ -368,13 +368,39 @@ def load_model(name: str) -> ModelShape:
 def load_profile(name: str) -> Profile:
     """The profile of that name on the search path.
 
+    A profile with `base: NAME` has the settings of that profile, but for those that it gives itself. In `time` and
+    `memory` these are single constants, elsewhere whole settings.
+
     Raises:
         ConfigError: there is no such profile, or a constant is missing or cannot be used.
     """
     advice = "; `ultrabench predict calibrate` fits a profile to your runs"
     return _load_named(
-        "profile", name, lambda values: from_dict(Profile, with_flag_texts(values), where="profile"), advice
+        "profile",
+        name,
+        lambda values: from_dict(Profile, _with_base(values, (name,)), where="profile"),
+        advice,
     )
+
+
+def _with_base(values: Mapping[str, Any], users: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of a profile's file with those of its `base`, on which the profiles `users` build."""
+    own_values = with_flag_texts({key: value for key, value in values.items() if key != "base"})
+    if "base" not in values:
+        return own_values
+    base_name = str(values["base"])
+    require_known("profile in base:", [*files("profiles")], base_name)
+    if base_name in users:
+        raise ConfigError(
+            f"base={base_name}: the profiles {', '.join(users)} build on each other; leave one base out"
+        )
+    base_values = _with_base(read_yaml(files("profiles")[base_name]), (*users, base_name))
+    merged = {
+        name: base_values[name] | own_values[name]
+        for name in ("time", "memory")
+        if isinstance(base_values.get(name), dict) and isinstance(own_values.get(name), dict)
+    }
+    return base_values | own_values | merged
 
 
 def kernel_settings(name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ultrabench.attention_type import Attention
 from ultrabench.feed_forward_type import Experts
-from ultrabench.layer_products import ROWS, WHOLE, Product
+from ultrabench.layer_products import COLUMNS, ROWS, WHOLE, Product
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import GroupAxes, crosses_nodes, ranks_in_node
 from ultrabench.model_shape import ModelShape
@@ -55,6 +55,8 @@ class LayerWork(NamedTuple):
     """Where the ranks of tp are."""
     cp_axes: GroupAxes
     """Where the ranks of cp are."""
+    modules: frozenset[str] = frozenset()
+    """Parts of layers that backward computes again, as `recompute_modules` names them."""
 
 
 class Rates(NamedTuple):
@@ -63,7 +65,9 @@ class Rates(NamedTuple):
     linear: float
     """FLOPs per second of large products of linear layers."""
     product: float
-    """FLOPs per second of other large products: those of the head, routers and experts, which fp8 leaves in bf16."""
+    """FLOPs per second of other large products: those of the head and of routers, which fp8 leaves in bf16."""
+    expert: float
+    """FLOPs per second of large products of experts, which programs compute in fp8 or leave in bf16."""
     attention: float
     """FLOPs per second of attention with wide heads."""
     hbm_bytes_per_s: float
@@ -253,11 +257,20 @@ def _expert_ffn(
     of_tokens = [product for product in experts.products(h) if product.cut == WHOLE]
     router_s = sum(_product_s(work, product, rates.product, c) for product in of_tokens)
     rank_experts = num_experts / work.ep
+    expert_products = experts.expert_products(h)
     up, down = (
-        _gemm_s(expert_rows, product.outputs, product.inputs, rates.product, c)
-        for product in experts.expert_products(h)
+        _gemm_s(expert_rows, product.outputs, product.inputs, rates.expert, c) for product in expert_products
     )
+    num_cast = 0.0
+    if c.fp8_experts:
+        num_cast = rank_experts * sum(
+            _num_operands(expert_rows, p.outputs, p.inputs) for p in expert_products
+        )
     sent_bytes = token_rows * rank_tokens * row_width * work.element_bytes
+    alltoall_s = 0.0
+    if work.ep > 1:
+        transfer_s = links.alltoall_s(sent_bytes, work.ep, top_k, c.ep_node_copies)
+        alltoall_s = (1 - c.ep_overlap) * (c.tp_call_s + transfer_s)
     kept_channels = experts.row_channels(h) - row_width
     expert_bytes = (
         c.ffn_bytes * experts.moe_intermediate_size * (kept_channels / 3 / experts.moe_intermediate_size)
@@ -265,12 +278,12 @@ def _expert_ffn(
     return _FeedForward(
         up_s=router_s + shared_ffn.up_s + rank_experts * up,
         down_s=shared_ffn.down_s + rank_experts * down,
-        num_operands=shared_ffn.num_operands,
+        num_operands=shared_ffn.num_operands + num_cast,
         kept_s=shared_ffn.kept_s or router_s,
         token_bytes=shared_ffn.token_bytes + token_rows * expert_bytes,
         routed_bytes=token_rows * c.routed_bytes * row_width + c.router_bytes * num_experts,
         tp_share=HALF if shared_products else 0.0,
-        alltoall_s=(c.tp_call_s + links.alltoall_s(sent_bytes, work.ep)) if work.ep > 1 else 0.0,
+        alltoall_s=alltoall_s,
     )
 
 
@@ -310,10 +323,54 @@ def _layer_times(
         num_operands = attention.num_operands + ffn.num_operands
         cast_s = 2 * num_operands * rates.cast_bytes / hbm_bytes_per_s
         traffic_s, more_traffic_s = traffic_s + cast_s, more_traffic_s + cast_s / 3 * more_gemm_s / forward_s
+    again = _modules_again(work, kind, attention, ffn, traffic_s) if work.modules else _NOTHING_AGAIN
     tp_s, cp_s = call_s * c.tp_calls, _ring_wait_s(work, kind, 3.5 * attention_s, links, c)
     return (
-        PartSeconds(3 * forward_s, 3.5 * attention_s, traffic_s, tp_s, cp_s, 4 * ffn.alltoall_s),
+        PartSeconds(
+            3 * forward_s + again.gemm_s,
+            3.5 * attention_s + again.attention_s,
+            traffic_s + again.traffic_s,
+            tp_s,
+            cp_s,
+            4 * ffn.alltoall_s + again.alltoall_s,
+        ),
         PartSeconds(more_gemm_s, more_attention_s, more_traffic_s, more_tp_s, 0.0, more_ep_s),
+    )
+
+
+class _Again(NamedTuple):
+    """Seconds that a layer adds to backward where parts of it are computed again."""
+
+    gemm_s: float
+    attention_s: float
+    traffic_s: float
+    alltoall_s: float
+
+
+_NOTHING_AGAIN = _Again(0.0, 0.0, 0.0, 0.0)
+
+
+def _modules_again(
+    work: LayerWork, kind: LayerType, attention: _Attention, ffn: _FeedForward, traffic_s: float
+) -> _Again:
+    """What backward computes again of `work.modules`: products, core attention, or only norms and activations.
+
+    mla_up_proj takes the products of latent attention in proportion to their weights; norms and activations have about
+    half of a layer's traffic, of which a third is forward.
+    """
+    modules, h = work.modules, work.shape.hidden_size
+    gemm_s = alltoall_s = 0.0
+    if kind.feed_forward is not None and "mlp" in modules:
+        gemm_s += ffn.up_s + ffn.down_s
+    if kind.experts is not None and "moe" in modules:
+        gemm_s, alltoall_s = gemm_s + ffn.up_s + ffn.down_s, ffn.alltoall_s
+    if kind.latent is not None and "mla_up_proj" in modules:
+        products = kind.latent.products(h)
+        up_share = sum(p.params for p in products if p.cut == COLUMNS) / sum(p.params for p in products)
+        gemm_s += up_share * attention.products_s
+    repeated_halves = ("layernorm" in modules) + bool({"moe_act", "mlp", "moe"} & modules)
+    return _Again(
+        gemm_s, attention.core_s * ("core_attn" in modules), repeated_halves / 6 * traffic_s, alltoall_s
     )
 
 

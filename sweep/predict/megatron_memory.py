@@ -14,7 +14,8 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
-from ultrabench.sweep.predict.stage_memory import FORWARD, MemoryLimit, StageMemory, in_flight
+from ultrabench.sweep.predict.recompute_modules import dropped_numbers, modules_of
+from ultrabench.sweep.predict.stage_memory import DEVICE_BYTES, FORWARD, MemoryLimit, StageMemory, in_flight
 from ultrabench.tensor_parallel import added_params, kinds_of_ranks, padded_vocab_size
 
 
@@ -28,6 +29,12 @@ class MegatronMemory:
     """What the allocator holds beyond the activations, as a share of them."""
     base_bytes: NonNegative
     """Bytes that the allocator holds in any run."""
+    device_bytes: NonNegative = DEVICE_BYTES
+    """Bytes that a GPU holds beside the allocator: those of CUDA, its libraries and NCCL."""
+    gradients: NonNegative = 4.0
+    """Bytes of the sum of the gradients of each parameter."""
+    gradients_fp16: NonNegative = 4.0
+    """The same with precision=fp16."""
     limit: MemoryLimit
 
     def __post_init__(self) -> None:
@@ -35,7 +42,7 @@ class MegatronMemory:
 
 
 def megatron_layer_bytes(
-    shape: ModelShape, layout: Layout, seq_len: int, kind: LayerType
+    shape: ModelShape, layout: Layout, seq_len: int, kind: LayerType, modules: frozenset[str] = frozenset()
 ) -> tuple[float, float]:
     """Bytes that a layer keeps for backward of one micro-batch: if it recomputes nothing, and as the layout says.
 
@@ -43,14 +50,18 @@ def megatron_layer_bytes(
     and their outputs (4 h), q, k, v and the output of attention (2 q + 2 kv), gate, up and their product (3 f).
     That is the inventory of arXiv 2205.05198, section 4.1, for this layer and without dropout. Without sequence
     parallelism each rank keeps the inputs and outputs of norms of all T tokens (section 4.2.1). selective and
-    attention compute core attention again, of which flash attention keeps nothing. full keeps the input, h.
+    attention compute core attention again, of which flash attention keeps nothing. full keeps the input, h. What
+    backward computes again of `modules` is not kept, either.
     """
     tokens, h = layout.mbs * seq_len / layout.cp / layout.tp, shape.hidden_size
     norm_copies = layout.tp if layout.sequence_parallel == "off" else 1
     norm_numbers = norm_copies * kind.norm_channels(h)
     kept_numbers = norm_numbers + _attention_numbers(kind, h, layout.tp) + _feed_forward_numbers(kind, h)
-    dropped_numbers = (kept_numbers - norm_copies * h) / layout.full_every if layout.full_every else 0.0
-    return 2 * tokens * kept_numbers, 2 * tokens * (kept_numbers - dropped_numbers)
+    if layout.full_every:
+        left_out = (kept_numbers - norm_copies * h) / layout.full_every
+    else:
+        left_out = dropped_numbers(kind, h, modules, norm_copies)
+    return 2 * tokens * kept_numbers, 2 * tokens * (kept_numbers - left_out)
 
 
 def _attention_numbers(kind: LayerType, h: int, tp: int) -> int:
@@ -103,11 +114,19 @@ def _rank_counts(
 
 @lru_cache(maxsize=4096)
 def _bytes_by_kind(
-    shape: ModelShape, seq_len: int, tp: int, cp: int, mbs: int, sequence_parallel: str, recompute: str
+    shape: ModelShape,
+    seq_len: int,
+    tp: int,
+    cp: int,
+    mbs: int,
+    sequence_parallel: str,
+    recompute: str,
+    modules: frozenset[str],
 ) -> tuple[tuple[float, float], ...]:
     """What `megatron_layer_bytes` returns for each type of layer."""
     layout = Layout(dp=1, tp=tp, cp=cp, mbs=mbs, sequence_parallel=sequence_parallel, recompute=recompute)
-    return tuple(megatron_layer_bytes(shape, layout, seq_len, kind) for kind in kinds_of_ranks(shape, tp))
+    kinds = kinds_of_ranks(shape, tp)
+    return tuple(megatron_layer_bytes(shape, layout, seq_len, kind, modules) for kind in kinds)
 
 
 def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]:
@@ -122,7 +141,8 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     """
     shape, layout = spec.shape, spec.layout
     kinds = kinds_of_ranks(shape, layout.tp)
-    of_layers = layout.tp, layout.cp, layout.mbs, layout.sequence_parallel, layout.recompute
+    of_layers = layout.tp, layout.cp, layout.mbs, layout.sequence_parallel, layout.recompute, modules_of(spec)
+    gradient_bytes = c.gradients_fp16 if spec.kernel.precision == "fp16" else c.gradients
     bytes_by_kind = _bytes_by_kind(shape, spec.workload.seq_len, *of_layers)
     vocabulary = padded_vocab_size(shape.vocab_size, layout.tp)
     logit_bytes = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * vocabulary
@@ -146,7 +166,7 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
             2 * 2 * (other_params + expert_params) / num_layers if layout.zero_stage == 3 else 0.0
         )
         part_bytes = (
-            2 * shards.params(3), 4 * shards.params(2), 12 * shards.params(1), activation_bytes, head_bytes,
+            2 * shards.params(3), gradient_bytes * shards.params(2), 12 * shards.params(1), activation_bytes, head_bytes,
             buffer_bytes + whole_layers_bytes, reserve_bytes,
         )  # fmt: skip
         stage_memories.append(StageMemory(pp_rank, FORWARD, *part_bytes))

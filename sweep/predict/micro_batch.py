@@ -82,10 +82,16 @@ class MicroBatchWork(NamedTuple):
     """Whether a call of attention keeps the values as its implementation pads them: eager ones of flash do."""
     num_deferred: int
     """Micro-batches whose losses come before this one's while no backward has begun: those of afab."""
+    whole_logits: float = 0.0
+    """Bytes of each logit in a program whose loss takes all of them at once; 0: chunks, as in kernel/loss.py."""
 
 
-def micro_batch_work(spec: RunSpec) -> MicroBatchWork:
-    """What decides the bytes of one micro-batch of a run; those of a run in fp64 are the bytes in fp32."""
+def micro_batch_work(spec: RunSpec, whole_logits: float = 0.0) -> MicroBatchWork:
+    """What decides the bytes of one micro-batch of a run; those of a run in fp64 are the bytes in fp32.
+
+    Args:
+        whole_logits: the field of `MicroBatchWork`.
+    """
     layout, kernel = spec.layout, spec.kernel
     return MicroBatchWork(
         spec.shape,
@@ -102,6 +108,7 @@ def micro_batch_work(spec: RunSpec) -> MicroBatchWork:
         busiest_share(kernel, layout, spec.shape),
         not spec.compiles and kernel.attention not in ("cudnn", "math"),
         layout.gas - 1 if layout.pp_schedule == "afab" else 0,
+        whole_logits,
     )
 
 
@@ -282,6 +289,8 @@ def _loss(work: MicroBatchWork) -> tuple[float, float]:
     """
     tp, tokens, element = work.tp, work.tokens, work.element
     vocabulary = padded_vocab_size(work.shape.vocab_size, tp) // tp
+    if work.whole_logits:
+        return work.whole_logits * tokens * vocabulary, 0.0
     table, table_sum = (vocabulary * work.shape.hidden_size * width for width in (float(element), 4.0))
     softmax_width = element + 4 * (tp > 1) if work.compiled else 8 if element == 2 else element
     rows = min(tokens, max(1, CHUNK_LOGITS // vocabulary))

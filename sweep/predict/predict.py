@@ -208,7 +208,7 @@ class Predictor:
 
     def _step_time(self, spec: DividedRun, memory_share: float) -> StepTime:
         """The time of one step by part, of a run whose allocator holds this share of a GPU's memory."""
-        constants = self.profile.time_of(spec)
+        constants = self.profile.time_of(spec, self.hardware.gpu)
         if constants is self.profile.time:
             return self._usual_step_times.of(spec, memory_share)
         return step_times(self.hardware, self.peak, self.links, constants).of(spec, memory_share)
@@ -238,7 +238,7 @@ class Predictor:
         """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
         divided = self.profile.as_divided(spec)
         ratios = communication_ratios(
-            divided, self.hardware, self.peak, self.links, self.profile.time_of(spec)
+            divided, self.hardware, self.peak, self.links, self.profile.time_of(spec, self.hardware.gpu)
         )
         return ratios.by_axis
 
@@ -291,7 +291,7 @@ def with_links(
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     divided = profile.as_divided(spec)
     step_time = predict_step_time(
-        divided, hardware, peak, links, profile.time_of(spec), prediction.memory_share
+        divided, hardware, peak, links, profile.time_of(spec, hardware.gpu), prediction.memory_share
     )
     log_low_ratio, log_high_ratio = profile.interval_of(spec, hardware.gpu_at_limit, links)
     time_s = model_scale(spec).flops * step_time.total

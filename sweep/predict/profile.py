@@ -11,7 +11,14 @@ from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import INDEPENDENT
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.time_constants import FLAG_CONSTANTS, TimeConstants, with_changes, with_flags
+from ultrabench.sweep.predict.profile_errors import SD_80, ProfileErrors, kind_of
+from ultrabench.sweep.predict.time_constants import (
+    FLAG_CONSTANTS,
+    TimeConstants,
+    with_changes,
+    with_factors,
+    with_flags,
+)
 from ultrabench.variant import FLAGS
 
 FRAMEWORKS = ("ultrabench", "nanotron", "megatron")
@@ -68,10 +75,15 @@ class Profile:
     without constants, such as `{none: {}}`, is known to change none."""
     flag_runs: dict[str, dict[str, int]] = field(default_factory=dict)
     """Knob -> its value -> the number of runs that its constants were fitted to; those of other values are priors."""
+    gpu_factors: dict[str, dict[str, float]] = field(default_factory=dict)
+    """GPU, as `gpu` of its hardware -> constants of `time` -> factors by which that GPU multiplies them. The constants
+    of other GPUs are those of `time`."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Constant of the framework's form of memory -> its value."""
     interval: dict[str, Quantiles]
     """Regime -> its quantiles; `all` stands for regimes that are not named."""
+    errors: ProfileErrors | None = None
+    """The errors on measured runs by factor, which move and widen intervals; None where nothing was compared."""
     quality: dict[str, Any] = field(default_factory=dict)
     """What predictions reached on rows that the constants were not fitted to; nothing was measured where empty."""
     measured: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -90,6 +102,13 @@ class Profile:
                 raise ConfigError(f"profile {self.name}: interval.{regime_name}=[{low}, {high}]; {rule}")
 
         self._require_flags()
+        for gpu, factors in self.gpu_factors.items():
+            where = f"profile {self.name}: gpu_factors.{gpu}"
+            require_known(f"constant of time in {where}:", FLAG_CONSTANTS, *factors)
+            try:
+                with_factors(self.time, tuple(factors.items()))
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from error
 
     def _require_flags(self) -> None:
         """Raises ConfigError for a constant in `flags` that does not exist, has an impossible value, or that two
@@ -116,9 +135,11 @@ class Profile:
                         f"{where} flag_runs.{knob}.{value} has no constants in flags; leave it out"
                     )
 
-    def time_of(self, spec: RunSpec) -> TimeConstants:
-        """The constants of the step time of a run, with what the values of its knobs change."""
-        return with_flags(self.time, self.flags, spec)
+    def time_of(self, spec: RunSpec, gpu: str) -> TimeConstants:
+        """The constants of the step time of a run on this GPU, with what the values of its knobs change."""
+        time = with_flags(self.time, self.flags, spec)
+        factors = self.gpu_factors.get(gpu)
+        return with_factors(time, tuple(factors.items())) if factors else time
 
     def _fitted_values(self, spec: RunSpec, feature: str) -> tuple[Any, ...]:
         """The values of a feature that the constants are for: those of the fit, of numbers the smallest and the
@@ -149,14 +170,23 @@ class Profile:
         return self.interval.get(regime) or self.interval["all"]
 
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
-        """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
+        """The quantiles of a run on these links.
+
+        They are wider the more steps it is beyond the runs of the fit, and by the errors of its kind, whose bias moves
+        them; they always contain 0.
+        """
         low, high = self.quantiles(regime(spec, links))
-        num_steps = sum([steps_beyond(*feature) for feature in self._compared(spec, gpu)])
-        log_width = LOG_WIDTH_PER_STEP * math.sqrt(num_steps)
-        return (
-            Quantiles(-math.hypot(low, log_width), math.hypot(high, log_width))
-            if num_steps
-            else Quantiles(low, high)
+        bias = spread = 0.0
+        compared = self._compared(spec, gpu)
+        if self.errors is not None:
+            bias, spread = self.errors.size_of(kind_of(spec, gpu, links.nvlink_gpus))
+            compared = (feature for feature in compared if not self.errors.has_feature(*feature[:2]))
+        num_steps = sum(steps_beyond(*feature) for feature in compared)
+        if not (num_steps or spread or bias):
+            return Quantiles(low, high)
+        log_width = math.sqrt(LOG_WIDTH_PER_STEP**2 * num_steps + (SD_80 * spread) ** 2)
+        return Quantiles(
+            min(0.0, bias - math.hypot(low, log_width)), max(0.0, bias + math.hypot(high, log_width))
         )
 
     def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, tuple[int | str, str]]:

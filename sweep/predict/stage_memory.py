@@ -12,6 +12,8 @@ FORWARD, BACKWARD, OPTIMIZER = "forward end", "backward", "optimizer"
 """The phases of a step that can make its peak: the last forward before a backward, with the loss; the backward of
 a layer; the reduction of the last gradients and the update."""
 
+DEVICE_BYTES = 2.5e9
+"""Bytes that CUDA, its libraries and NCCL hold beside the allocator, where a profile has no others; an estimate."""
 EVERY, LARGEST, ENDS = "every", "largest", "ends"
 """Ranks whose memory is asked for: every one; without those that need no more than an earlier one, but never all of a
 pipeline but one; the first and the last alone, whose memory is a lower bound of the largest."""

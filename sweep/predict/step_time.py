@@ -40,6 +40,7 @@ from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import idle_micro_batches
 from ultrabench.sweep.predict.profile import DividedRun
+from ultrabench.sweep.predict.recompute_modules import modules_of
 from ultrabench.sweep.predict.time_constants import TimeConstants
 from ultrabench.tensor_parallel import added_params, adds_params, kinds_of_ranks
 
@@ -240,6 +241,7 @@ def _micro_batch_work(
         busiest_share(spec.kernel, layout, shape),
         layout.group_axes("tp", rank_order=spec.kernel.rank_order),
         layout.group_axes("cp", rank_order=spec.kernel.rank_order),
+        modules_of(spec),
     )
     blocks = block_times(work, links, _gpu_rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
@@ -271,8 +273,10 @@ def _gpu_rates(spec: RunSpec, hardware: Hardware, peak_flops: float, c: TimeCons
         if bf16_flops := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
             peak_flops = bf16_flops * hardware.clock_share
     hbm_bytes_per_s = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    other_rates = peak_flops * c.gemm_efficiency, peak_flops * c.attention_efficiency
-    return Rates(linear_flops, *other_rates, hbm_bytes_per_s, cast_bytes)
+    product_flops = peak_flops * c.gemm_efficiency
+    expert_flops = c.expert_efficiency * (linear_flops if c.fp8_experts else product_flops)
+    attention_flops = peak_flops * c.attention_efficiency
+    return Rates(linear_flops, product_flops, expert_flops, attention_flops, hbm_bytes_per_s, cast_bytes)
 
 
 class _MicroBatch(NamedTuple):
@@ -379,7 +383,7 @@ class StepTimes:
         kernel, layout = spec.kernel, spec.layout
         # In the usual order of ranks, dp does not decide where those of tp and cp are.
         order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp)
-        of_kernel = kernel.precision, spec.compiles, kernel.routing, order
+        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
         key = spec.shape, spec.workload.seq_len, of_kernel, _OF_MICRO_BATCH(layout)
         if (micro_batch := self._micro_batches.get(key)) is None:
             micro_batch = self._micro_batches[key] = self._new_micro_batch(spec)

@@ -139,6 +139,13 @@ class TimeConstants:
     token on its way to one expert."""
     router_bytes: NonNegative = 0.0
     """Memory traffic of scores and of the choice among them, for each token and expert."""
+    expert_efficiency: Share = 1.0
+    """Share of the rate of other products that those of experts reach, whose groups of rows are small and unequal."""
+    ep_node_copies: Share = 0.0
+    """Whether an all-to-all over ep sends a token once to each node where it has experts, which forwards it (1, as
+    DeepEP does), or once to each of its experts (0); a share between them mixes their bytes."""
+    ep_overlap: Share = 0.0
+    """Share of the all-to-alls over ep that other work hides."""
     fp8_efficiency: Share = 0.61
     """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency.
     A prior, with which 8B gains what torchtitan published of scales for each row."""
@@ -146,6 +153,8 @@ class TimeConstants:
     """Bytes of memory traffic for scaling one number of an operand and casting it to fp8, in layers that are not
     compiled. A guess: 9 bytes, or 11 if the operand is transposed, which kernels move at 0.85 of the memory's rate;
     7 is the same time at an hbm_efficiency of 0.6."""
+    fp8_experts: bool = False
+    """Whether the products of experts are in fp8, too, as Transformer Engine's grouped linear layers are."""
     fp8_launch_s: NonNegative = 0.002
     """Seconds that the host needs in addition for a layer in fp8 that is not compiled. A prior:
     36 operands of 11 kernels."""
@@ -171,6 +180,16 @@ def with_flags(time: TimeConstants, flags: FlagConstants, spec: RunSpec) -> Time
     for knob, value in spec.flag_values.items() if flags else ():
         changes |= flags.get(knob, {}).get(str(value), {})
     return with_changes(time, tuple(changes.items())) if changes else time
+
+
+@lru_cache(maxsize=1024)
+def with_factors(time: TimeConstants, factors: tuple[tuple[str, float], ...]) -> TimeConstants:
+    """The constants, of which those named in `factors` are multiplied.
+
+    Raises:
+        ConfigError: a constant cannot have its value.
+    """
+    return with_changes(time, tuple((name, factor * getattr(time, name)) for name, factor in factors))
 
 
 @lru_cache(maxsize=1024)

@@ -45,6 +45,7 @@ from ultrabench.sweep.predict.param_bytes import (
 from ultrabench.sweep.predict.pipeline import Work
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
+    DEVICE_BYTES,
     EVERY,
     FORWARD,
     OPTIMIZER,
@@ -74,6 +75,11 @@ class UltrabenchMemory:
     reduce_stream_bytes: NonNegative = 0.0
     """Bytes for each parameter whose gradient the rank sums that the allocator holds for the stream which reduces
     gradients: what is freed there serves no other stream."""
+    device_bytes: NonNegative = DEVICE_BYTES
+    """Bytes that a GPU holds beside the allocator: those of CUDA, its libraries and NCCL."""
+    whole_logits: NonNegative = 0.0
+    """Bytes of each logit in a program whose loss takes all of them at once, such as torchtitan; 0: those of our own
+    kernel, which takes them in chunks."""
     zbv_margin: NonNegative
     """What the schedule zbv needs beyond the activations of its micro-batches in flight, as a part of them."""
     limit: MemoryLimit
@@ -101,7 +107,7 @@ def ultrabench_memory(
     stored_scale = scale * (1 + constants.zbv_margin * (schedule == "zbv"))
     # The batch: inputs and targets.
     batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * rank_tokens(spec)
-    for rank, moment in _peaks(micro_batch_work(spec), rank_work(spec, ranks)):
+    for rank, moment in _peaks(micro_batch_work(spec, constants.whole_logits), rank_work(spec, ranks)):
         _, phase, weights, gradients, stored, logits, buffers = moment
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits

@@ -14,7 +14,7 @@ from ultrabench.analysis.results.imported.given_rates import compare_rates, flop
 from ultrabench.analysis.results.imported.scopes import convert_scopes
 from ultrabench.analysis.results.imported.table_map import TableMap
 from ultrabench.analysis.results.measured import shape_of
-from ultrabench.analysis.results.rows import sizes_of
+from ultrabench.analysis.results.rows import settings_of, sizes_of
 from ultrabench.analysis.results.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
 from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.column import FLOPS_PER_S
@@ -29,7 +29,7 @@ from ultrabench.sweep.running.outliers import rate_doubts
 
 _PARAM_COLUMNS = ["num_params", "num_active_params"]
 _COUNT_COLUMNS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
-_PEAK_MEM_COLUMNS = ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes"]
+_PEAK_MEM_COLUMNS = ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "peak_mem_device_bytes"]
 _MEASURED_COLUMNS = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_MEM_COLUMNS)
 MIN_PEAK_MEM_BYTES = 1e6
 """Number of bytes below which a peak of memory is probably in another unit."""
@@ -108,7 +108,9 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
         is_of_model = frame["model"] == table_name
         model_name = models[table_name]
         frame.loc[is_of_model, "model"] = model_name
-        for column, model_value in sizes_of(load_model(model_name)).items():
+        shape = load_model(model_name)
+        frame.loc[is_of_model & frame["model_settings"].isna(), "model_settings"] = settings_of(shape)
+        for column, model_value in sizes_of(shape).items():
             if column not in _PARAM_COLUMNS:
                 other_rows = frame[is_of_model & frame[column].notna() & (frame[column] != model_value)]
                 subject = "vocabulary" if column == "vocab_size" else "architecture"

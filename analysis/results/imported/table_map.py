@@ -49,6 +49,9 @@ class Source:
     """Whether the column holds this quantity, whatever its numbers look like."""
     decimal: Decimal | None = None
     """The sign of decimals; None means that of the map."""
+    beside: str | None = None
+    """Another column, whose text follows that of `column` and a space before `pattern` is searched: for values that
+    depend on both."""
     pattern: str | None = None
     """A regular expression with one group; the value is the text of the group, or null where it is not found."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +63,8 @@ class Source:
             groups = 1 if self.pattern is None else re.compile(self.pattern).groups
         except re.error as error:
             raise ConfigError(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
+        if self.beside and self.pattern is None:
+            raise ConfigError(f"beside={self.beside!r} needs a pattern, which is searched in both texts")
         if groups != 1:
             todo = "use exactly one, as in '^([^_]+)_'"
             raise ConfigError(f"pattern={self.pattern!r} has {groups} groups", todo)

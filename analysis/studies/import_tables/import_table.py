@@ -19,13 +19,14 @@ from ultrabench.analysis.results.imported.given_rates import COMPARED_COLUMNS
 from ultrabench.analysis.results.imported.number_texts import COMMA, POINT
 from ultrabench.analysis.results.imported.table_map import TYPE_BY_COLUMN, Source, TableMap, condition
 from ultrabench.analysis.results.imported.units import COUNT, TOKENS, UNITS, units_of
-from ultrabench.analysis.results.options import variant_in
+from ultrabench.analysis.results.options import VARIANT, variant_in
 from ultrabench.analysis.results.schema import BOOL, FLOAT, FLOATS, INT, SCHEMA, TEXT, TEXTS, TIME
 from ultrabench.analysis.studies.import_tables.identity import identify
 from ultrabench.analysis.studies.import_tables.table_file import TableFile, read_table
 from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.errors import ConfigError, counted, require_known, unknown_name
 from ultrabench.layout import TEXT_AXES
+from ultrabench.record import canonical_json
 from ultrabench.result import NOT_TRIED, PENDING, Status
 from ultrabench.sweep.config.files import files
 
@@ -66,7 +67,8 @@ def import_table(path: Path, table_map: TableMap) -> Imported:
     Raises:
         ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
     """
-    source_columns = [source.column for sources in table_map.columns.values() for source in sources]
+    sources = [source for sources in table_map.columns.values() for source in sources]
+    source_columns = [name for source in sources for name in (source.column, source.beside) if name]
     table_file = read_table(path, source_columns)
     names = table_file.columns
     if not {*source_columns} & {*names}:
@@ -147,14 +149,19 @@ class _Reader:
         return frame
 
     def _values(self, our_column: str) -> pd.Series:
-        """The values of a column of results: of each row those of its first source that has one."""
+        """The values of a column of results: of each row those of its first source that has one; options of
+        `variant` are those of all its sources, of which earlier ones count.
+        """
         values = pd.Series(None, self._index, object)
         for source in self._map.columns.get(our_column, ()):
             new_values, halves = self._column_values(our_column, source)
             if halves is not None:
                 known_halves = self.half_digits.get(our_column, pd.Series(np.nan, self._index))
                 self.half_digits[our_column] = known_halves.where(values.notna(), halves)
-            values = values.where(values.notna(), new_values)
+            if our_column == VARIANT:
+                values = pd.Series(map(_merged_options, values, new_values), self._index, object)
+            else:
+                values = values.where(values.notna(), new_values)
         return values
 
     def _with_default(self, our_column: str, values: pd.Series, constants: Mapping[str, Any]) -> pd.Series:
@@ -199,6 +206,8 @@ class _Reader:
         texts = self._texts_by_column[source.column]
         if source.pattern is None:
             return texts, pd.Series(False, self._index)
+        if source.beside:
+            texts = texts + " " + self._texts_by_column[source.beside]
         is_match = texts.map(re.compile(source.pattern).search).notna()
         is_unmatched = ~is_match & ~texts.str.lower().isin(_EMPTY_TEXTS)
         return texts.str.extract(source.pattern, expand=False).fillna("").str.strip(), is_unmatched
@@ -410,6 +419,13 @@ def _list_of(text: str) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError
     return value
+
+
+def _merged_options(options_text: Any, more_text: Any) -> Any:
+    """The options of two JSON objects; those of the first count where both have one."""
+    if not isinstance(options_text, str) or not isinstance(more_text, str):
+        return options_text if isinstance(options_text, str) else more_text
+    return canonical_json(variant_in(more_text) | variant_in(options_text))
 
 
 def _time_of(text: str) -> pd.Timestamp:

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
 from ultrabench.analysis.results.cases import Case, healthy_timed
 from ultrabench.analysis.results.measured import MeasuredRun
+from ultrabench.analysis.studies.predictions.error_factors import case_kind
 from ultrabench.analysis.studies.predictions.fit import (
     FittedTime,
     fit_time,
@@ -23,6 +24,7 @@ from ultrabench.record import to_dict
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.profile import Profile, features
+from ultrabench.sweep.predict.profile_errors import ProfileErrors
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
@@ -84,6 +86,7 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         interval=intervals(timed_cases, new_errors if is_better else old_errors, base.interval),
         quality={"runs": num_timed, **(new_quality if is_better else old_quality)},
         measured=measured_features(timed_cases, base),
+        errors=base.errors and base.errors.fitted_to(map(case_kind, timed_cases)),
     )  # fmt: skip
     return Calibration(
         profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
@@ -178,7 +181,41 @@ def to_yaml(profile: Profile, base: Profile) -> str:
             lines.append(f"{entry:40}# {_yaml_text(base_times[name])} before" if key == "time" else entry)
         if key == "time" and profile.flags:
             lines += _flag_lines(profile, base)
+    lines += errors_lines(profile.errors) if profile.errors else []
     return "\n".join(lines) + "\n"
+
+
+def errors_lines(errors: ProfileErrors) -> Iterator[str]:
+    """The lines of `errors` in the file of a profile."""
+    fields = to_dict(errors)
+    yield "errors:  # log(measured / predicted) of step times; docs/design/prediction.md, Intervals"
+    yield from (f"  {name}: {_yaml_text(fields[name])}" for name in ("program", "date", "settings"))
+    yield f"  kinds:  # of {counted(errors.rows, 'measured run')}"
+    for kind in fields["kinds"]:
+        yield f"    - {{{', '.join(f'{name}: {value}' for name, value in kind.items())}}}"
+    yield "  knobs:  # values in these runs" if errors.knobs else "  knobs: {}"
+    for knob, values in errors.knobs.items():
+        yield f"    {json.dumps(knob)}: {json.dumps(values)}"
+    yield f"  mean: {_error_text(errors.mean)}"
+    for name, comment in (
+        ("bias", "mean that a value adds"),
+        ("spread", "standard deviation that a value adds"),
+    ):
+        yield f"  {name}:  # {comment}" if fields[name] else f"  {name}: {{}}"
+        for factor, number_by_value in fields[name].items():
+            yield f"    {factor}: {_numbers_text(number_by_value)}"
+    comment = "standard deviation of values that were not measured"
+    yield f"  over_programs: {_numbers_text(errors.over_programs)}  # {comment}"
+
+
+def _numbers_text(number_by_value: Mapping[str, float]) -> str:
+    """A YAML map of one line."""
+    return f"{{{', '.join(f'{value}: {_error_text(number)}' for value, number in number_by_value.items())}}}"
+
+
+def _error_text(log_error: float) -> str:
+    """An error as a logarithm, to a thousandth."""
+    return f"{round(log_error, 3) + 0.0:g}"
 
 
 def _flag_lines(profile: Profile, base: Profile) -> Iterator[str]:

@@ -37,8 +37,9 @@ def validate(
     """Prints how far predictions are from measured runs, writes them, and draws them."""
     import pandas as pd
 
-    from ultrabench.analysis.results.cases import open_cases, open_cases_by_profile
-    from ultrabench.analysis.studies.predictions.error_tables import show_validation
+    from ultrabench.analysis.results.cases import healthy_timed, open_cases, open_cases_by_profile
+    from ultrabench.analysis.studies.predictions.error_factors import error_row, errors_by_factor
+    from ultrabench.analysis.studies.predictions.error_tables import show_errors_by_factor, show_validation
     from ultrabench.analysis.studies.predictions.validate import (
         GROUPS,
         error_records,
@@ -50,11 +51,15 @@ def validate(
     )
     from ultrabench.cli.tables import print_json, say, warn
 
+    factor_errors = None
     if leave_out is None:
         case_groups = open_cases_by_profile(source, profile_name, results_dir, say, warn)
         tables = [table(cases, partial(_same_profile, profile)) for cases, profile in case_groups]
         predictions = pd.concat(tables, ignore_index=True)
         profiles = [profile for _, profile in case_groups]
+        timed_groups = [(healthy_timed(cases)[0], profile) for cases, profile in case_groups]
+        error_rows = [error_row(case, profile) for cases, profile in timed_groups for case in cases]
+        factor_errors = errors_by_factor(error_rows, profiles)
         say(*(note for group in case_groups for note in fit_notes(*group)))
     else:
         require_known("group for --leave-out", GROUPS, leave_out)
@@ -81,9 +86,12 @@ def validate(
         profile_records = [
             {"name": p.name, "source": p.source, "prior": p.prior, "leave_out": leave_out} for p in profiles
         ]
-        print_json(metrics_by_scope | {"profiles": profile_records, "rows": run_errors})
+        by_factor = {"errors_by_factor": factor_errors}
+        print_json(metrics_by_scope | by_factor | {"profiles": profile_records, "rows": run_errors})
         return
     show_validation(metrics_by_scope, run_errors, profile_names)
+    if factor_errors:
+        show_errors_by_factor(factor_errors)
 
 
 def _same_profile(profile: "Profile", case: object) -> "Profile":

@@ -48,6 +48,37 @@ def show_validation(
     _show_metrics(title, MEMORY_COLUMNS, metrics_by_scope["all"], _memory_texts)
 
 
+def show_errors_by_factor(errors: Metrics) -> None:
+    """Prints the errors of step times by program, GPU and other factors, if runs of several settings can be left out.
+
+    Args:
+        errors: what `error_factors.errors_by_factor` returns.
+    """
+    if errors["settings_left_out"] is None:
+        return
+    factors = {"all": {"": errors}, **errors["by"]}
+    rows = [
+        (f"{factor} {value}".strip(), *_factor_texts(group))
+        for factor, errors_by_value in factors.items()
+        for value, group in errors_by_value.items()
+    ]
+    columns = ("runs", "settings", "predicted / measured", "median", "90 %")
+    inside_columns = ("in 80 %", "setting left out", "source left out")
+    title = "step time of healthy rows by factor of the interval; in 80 %, also without the setting or source"
+    show(table(title, "rows of", *(f">{head}" for head in (*columns, *inside_columns)), rows=rows), "")
+
+
+def _factor_texts(errors: Metrics) -> tuple[str, ...]:
+    """The texts of one table row about a value of a factor."""
+    shares = ("median_error", "p90_error", "inside", "settings_left_out", "sources_left_out")
+    return (
+        f"{errors['rows']:,}",
+        f"{errors['settings']:,}",
+        f"{errors['median_ratio']:.2f}",
+        *(_share_text(errors[name]) for name in shares),
+    )
+
+
 def _show_errors(run_errors: Sequence[Mapping[str, Any]]) -> None:
     """Prints what was measured and predicted of each run, in tokens/s/GPU, and the error of its step time."""
     rows = []

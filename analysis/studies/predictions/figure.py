@@ -65,7 +65,7 @@ def validation_figure(rows: pd.DataFrame, profile_name: str) -> Figure:
     """The figure of the healthy runs that `predict validate` has predicted with a profile."""
     runs = rows[rows.healthy & (rows.status == Status.OK) & rows.step_time_s.notna()]
     runs = runs.sort_values(["num_params", "model", "run_id", "step_time_s"])
-    peaks_gib = runs[["peak_mem_reserved_bytes", "predicted_peak_mem_bytes"]].astype(float) / GIB
+    peaks_gib = runs[["peak_mem_bytes", "predicted_peak_mem_bytes"]].astype(float) / GIB
     runs = runs.assign(panel=runs.model, memory_gib=peaks_gib.iloc[:, 0], predicted_gib=peaks_gib.iloc[:, 1])
     note = f"Drawn: {len(runs):,} of {counted(len(rows), 'row')}, which are ok, healthy and have a step time."
     return figure(runs, title=f"profile {profile_name}", notes=note)

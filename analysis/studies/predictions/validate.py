@@ -21,6 +21,7 @@ from ultrabench.sweep.predict.memory import limit_share, memory_constants, p_oom
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.profile import Profile
+from ultrabench.sweep.predict.stage_memory import DEVICE_BYTES
 
 GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
     "model": lambda case: case.run.spec.shape.name,
@@ -45,6 +46,8 @@ PRUNING_P_OOM = 0.9
 BORDERLINE_SHARES = (46 / 79.11, 92 / 79.11)
 """Fractions of the device's memory between which predicted allocated memory makes P(OOM) hard to tell:
 46 and 92 GiB of an H100."""
+RESERVED, ALLOCATED, DEVICE = "reserved", "allocated", "device"
+"""Kinds of memory that a row may have, each of which is compared with a prediction of its kind."""
 ALLOCATABLE_SHARE = 0.967
 """Largest fraction of a device's memory that an allocator can hold: 76.5 of 79.1 GiB, CUDA and NCCL need the rest."""
 
@@ -153,15 +156,15 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
         "compile": spec.kernel.compile, "step_time_s": run.step_time_s,
         "tokens_per_s_per_gpu": run.step_time_s and spec.tokens_per_step / run.step_time_s / spec.layout.world_size,
         "predicted_step_time_s": predicted_s, "predicted_low_s": low_s, "predicted_high_s": high_s,
-        "peak_mem_reserved_bytes": run.peak_mem_reserved_rank0_bytes or run.peak_mem_reserved_bytes,
         **_memory_columns(case, profile),
     }  # fmt: skip
 
 
-def _memory_columns(case: Case, profile: Profile) -> dict[str, float]:
+def _memory_columns(case: Case, profile: Profile) -> dict[str, Any]:
     """The columns about memory, in bytes and fractions of the device.
 
-    The predicted peak is that of rank 0 if its memory was measured, else the largest of all ranks.
+    The predicted peak is of the same kind as the measured one: what rank 0 reserved or else what any rank reserved,
+    allocated, or held with all that its driver counts, the first of these that was measured.
     """
     constants = with_version(memory_constants(profile.framework, profile.memory), case.run)
     stages = predict_memory(profile.as_divided(case.run.spec), constants)
@@ -169,9 +172,20 @@ def _memory_columns(case: Case, profile: Profile) -> dict[str, float]:
     # Above limit_bytes, where half of the runs fail, an allocator gives back its reserve and keeps what is allocated.
     limit_bytes, allocatable_bytes = limit_share(stages, constants) * mem_bytes, ALLOCATABLE_SHARE * mem_bytes
     peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit_bytes), allocatable_bytes) for s in stages]
+    run, largest_bytes = case.run, max(s.allocated_bytes for s in stages)
+    device_bytes = getattr(constants, "device_bytes", DEVICE_BYTES)
+    kinds = (
+        (RESERVED, run.peak_mem_reserved_rank0_bytes, peaks[0]),
+        (RESERVED, run.peak_mem_reserved_bytes, max(peaks)),
+        (ALLOCATED, run.peak_mem_allocated_bytes, largest_bytes),
+        (DEVICE, run.peak_mem_device_bytes, max(peaks) + device_bytes),
+    )
+    kind, measured_bytes, predicted_bytes = next((of for of in kinds if of[1]), (None, None, max(peaks)))
     return {
-        "predicted_peak_mem_bytes": peaks[0] if case.run.peak_mem_reserved_rank0_bytes else max(peaks),
-        "allocated_share": max(s.allocated_bytes for s in stages) / mem_bytes,
+        "memory_kind": kind,
+        "peak_mem_bytes": measured_bytes,
+        "predicted_peak_mem_bytes": predicted_bytes,
+        "allocated_share": largest_bytes / mem_bytes,
         "p_oom": p_oom(stages, mem_bytes, constants),
     }
 
@@ -222,7 +236,7 @@ def _slice_metrics(frame: pd.DataFrame) -> dict[str, Any]:
     measured_over_predicted = timed_rows.step_time_s / timed_rows.predicted_step_time_s
     rows_of_cells = [rows for _, rows in timed_rows.groupby(CELL_COLUMNS) if len(rows) >= MIN_RANKED]
     is_inside = timed_rows.step_time_s.between(timed_rows.predicted_low_s, timed_rows.predicted_high_s)
-    memory_rows = ok_rows[ok_rows.predicted_peak_mem_bytes.notna() & ok_rows.peak_mem_reserved_bytes.notna()]
+    memory_rows = ok_rows[ok_rows.predicted_peak_mem_bytes.notna() & ok_rows.peak_mem_bytes.notna()]
     return {
         "rows": int(frame.is_counted.sum()),
         "excluded": int((~frame.is_counted).sum()),
@@ -233,7 +247,7 @@ def _slice_metrics(frame: pd.DataFrame) -> dict[str, Any]:
             "coverage": _mean(is_inside),
             "regimes": {str(name): _mean(flags) for name, flags in is_inside.groupby(timed_rows.regime)},
         },
-        "memory": _error_quantiles(memory_rows.predicted_peak_mem_bytes, memory_rows.peak_mem_reserved_bytes),
+        "memory": _error_quantiles(memory_rows.predicted_peak_mem_bytes, memory_rows.peak_mem_bytes),
         "oom": _oom_metrics(frame[frame.p_oom.notna()]),
         "planning": _planning_metrics(rows_of_cells),
     }

@@ -24,7 +24,7 @@ from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
-from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
+from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu, unproven
 from ultrabench.sweep.predict.predict import largest_loss
 from ultrabench.sweep.recommend import Recommendation, recommendations
 from ultrabench.sweep.similar_layouts import group_column, group_lines, shown_runs
@@ -167,6 +167,7 @@ def _rows(
             "lost_to": overhead_part,
             "lost_share": overhead_share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
+            "unproven": unproven([spec], config.profile, config.hardware),
             "above_published": _is_above_published(best_rate, run),
             "faster_gbs": _faster_gbs(recommendation),
             "command": _command(config, run, {**cell_row, "model": model or cell.model}, extra_overrides),
@@ -251,6 +252,8 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
         }
         yield layout_table
         yield from group_lines(layout_rows, with_similar=with_similar)
+        facts = dict.fromkeys(fact for row in layout_rows for fact in row["unproven"])
+        yield from (f"unproven: {fact}" for fact in facts)
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, cell_keys)}: {row['reason']}"
@@ -280,5 +283,10 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
         yield f"{needs} ({low_needs}-{high_needs})"
     yield f"{row['limited_by']}; {row['lost_to']} {100 * row['lost_share']:.0f} %"
     no_room = row["peak_mem_bytes"] > row["rank_mem_bytes"]
-    notes = {NO_ROOM: no_room, "extrapolated": row["unmeasured"], "above published": row["above_published"]}
+    notes = {
+        NO_ROOM: no_room,
+        "extrapolated": row["unmeasured"],
+        "unproven": row["unproven"],
+        "above published": row["above_published"],
+    }
     yield ", ".join(note for note, applies in notes.items() if applies)

@@ -27,7 +27,13 @@ from ultrabench.run import RunSpec
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
+from ultrabench.sweep.extrapolation import (
+    against_published,
+    best_published,
+    beyond_fit,
+    published_mfu,
+    unproven,
+)
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM, oom_text
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
@@ -96,6 +102,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         else tokens_per_s_per_gpu * flops_per_token / flops_peak.flops_per_s,
         "untrained": untrained_reason(spec.shape) if spec.kernel.trains_itself else None,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
+        "unproven": unproven([spec], config.profile, config.hardware),
         "against_published": _published_text(spec, config, run_prediction.step_time_s, flops_peak),
     }
 
@@ -209,6 +216,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
     if prediction["unmeasured"]:
         yield f"extrapolated beyond the fitted values (in brackets): {', '.join(prediction['unmeasured'])}"
+    yield from (f"unproven: {fact}" for fact in prediction["unproven"])
     if prediction["against_published"]:
         yield prediction["against_published"]
     if nearest_runs := prediction["nearest"]:

@@ -67,7 +67,13 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
 from ultrabench.sweep.config.widest import WIDEST, unsearched_values
-from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
+from ultrabench.sweep.extrapolation import (
+    against_published,
+    best_published,
+    beyond_fit,
+    published_mfu,
+    unproven,
+)
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
@@ -192,8 +198,9 @@ def show_plan(
             f"kernel.params={config.kernel.params}: the price assumes model=, and nothing else is predicted"
         )
         unmeasured_runs = []
-    specs = (run.spec for run in unmeasured_runs)
+    specs = [run.spec for run in unmeasured_runs]
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
+    summary["unproven"] = unproven(specs, config.profile, config.hardware)
     notes += _extrapolation_lines(plan, unmeasured_runs, summary["unmeasured"], best_rows)
     runs_to_make = {attempt.key.run_id for job in price.jobs for attempt in job.attempts}
     too_few = expected_too_few_pairs(plan, progress, runs_to_make, rate_by_run)
@@ -341,7 +348,8 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
 def _extrapolation_lines(
     plan: Plan, runs: Sequence[Candidate], unmeasured_features: list[str], best_rows: list[Row]
 ) -> Iterator[str]:
-    """Lines about predictions beyond what was measured; sets `unmeasured` and `above_published` of `best_rows`.
+    """Lines about predictions beyond what was measured; sets `unmeasured`, `unproven` and
+    `above_published` of `best_rows`.
 
     Args:
         runs: the runs of the plan that are not measured.
@@ -357,6 +365,9 @@ def _extrapolation_lines(
             f"{'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), "
             f"with wider intervals: {'; '.join(unmeasured_features)}"
         )
+    yield from (
+        f"unproven: {fact}" for fact in unproven((run.spec for run in runs), profile, config.hardware)
+    )
     best_rate, mfu_by_run = best_published(config, config.kernel.precision), dict[str, float]()
     spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:
@@ -366,6 +377,7 @@ def _extrapolation_lines(
     for row in best_rows:
         spec, mfu = spec_by_run.get(row["run_id"]), mfu_by_run.get(row["run_id"], 0.0)
         row["unmeasured"] = beyond_fit([spec], profile, gpu) if spec else []
+        row["unproven"] = unproven([spec], profile, config.hardware) if spec else []
         row["above_published"] = best_rate is not None and best_rate.below(mfu)
     if mfu_by_run and (line := against_published(config, max(mfu_by_run.values()), best_rate)):
         yield line
@@ -417,7 +429,8 @@ def _page(
             oom_text = "" if is_measured else with_unit("p_oom", row["p_oom"])
             note = row["why"] if row["advised"] else "most likely to fit, not advised"
             note += f", {NO_ROOM}" * (not row["has_room"])
-            note += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
+            note += ", extrapolated" * bool(row["unmeasured"]) + ", unproven" * bool(row["unproven"])
+            note += ", above published" * row["above_published"]
             peak_text = peak_column.unit.bare_text(row["peak_mem_bytes"])
             numbers = (*speed_texts, peak_text, oom_text, row["limited_by"])
             cell_texts = (row[key] for key in (*cell_keys, "layout", group_key))
