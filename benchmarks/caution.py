@@ -17,41 +17,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay import Replay, ReplayedRun, cells_of, replay
+from replay import NEAR, Replay, ReplayedCell, ReplayedRun, cells_of, replay
 
 from ultrabench.analysis.results.cases import Case, open_cases
 from ultrabench.analysis.studies.predictions.validate import GROUPS, profiles_without_group, start_profile
 from ultrabench.cli.tables import say, warn
-from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.predict import search
 from ultrabench.sweep.predict.profile import Profile
 
 CHANCES = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.02, 0.01)
 BATCHES = (1, 8, 16)
-NEAR = 0.02
-"""Regret up to which a cell counts as found."""
 ENOUGH = 0.95
 """Share of halves within NEAR by which a MIN_CHANCE is chosen."""
 DRAWS, SEED = 20, 1
 """Random halves of each cell."""
-Cells = Mapping[CellKey, Sequence[ReplayedRun]]
+Cells = Mapping[ReplayedCell, Sequence[ReplayedRun]]
 
 
 def cells_without(cases: Sequence[Case], used: Profile, by: str) -> Cells:
     """The cells, each predicted by a profile that is fitted without its model or its number of nodes."""
     profiles = profiles_without_group(cases, start_profile(used), by)
     group = GROUPS[by]
-    cells: dict[CellKey, Sequence[ReplayedRun]] = {}
+    cells: dict[ReplayedCell, Sequence[ReplayedRun]] = {}
     for name, profile in profiles.items():
         cells |= cells_of([case for case in cases if group(case) == name], profile)
     return cells
 
 
-def halves(cells: Cells) -> dict[CellKey, list[dict[float, bool]]]:
+def halves(cells: Cells) -> dict[ReplayedCell, list[dict[float, bool]]]:
     """For each cell what `near_by_chance` returns for random halves of it, of those in which any layout works."""
     draw, max_p_oom = random.Random(SEED), load_config().max_p_oom
-    ends: dict[CellKey, list[dict[float, bool]]] = {}
+    ends: dict[ReplayedCell, list[dict[float, bool]]] = {}
     for cell, runs in cells.items():
         parts = [[run for run in runs if draw.random() < 0.5] for _ in range(DRAWS)]
         ends[cell] = [
@@ -94,7 +91,7 @@ def text(document: Mapping[str, Any]) -> str:
 def choose(
     cells: Cells,
     documents: Mapping[float, Mapping[str, Any]],
-    parts: Mapping[CellKey, list[dict[float, bool]]] | None,
+    parts: Mapping[ReplayedCell, list[dict[float, bool]]] | None,
 ) -> None:
     """Prints the MIN_CHANCE that the other cells choose for each cell, and what these choices give together.
 
@@ -112,7 +109,7 @@ def choose(
             good = [c for c in CHANCES if sum(half[c] for half in others) >= ENOUGH * len(others)]
             found_halves += [half[max(good, default=min(CHANCES))] for half in parts[cell]]
         chance = max(good, default=min(CHANCES))
-        chosen.append(f"{cell[0]} {cell[1]}: {chance:g}")
+        chosen.append(f"{cell.model} {cell.gpus}: {chance:g}")
         num_found += regrets[chance][n] <= NEAR
         hours += documents[chance]["cells"][n]["gpu_hours_share"] * total / sum(totals)
     of_halves = f", {sum(found_halves)}/{len(found_halves)} halves" if found_halves else ""

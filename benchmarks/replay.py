@@ -1,24 +1,31 @@
-"""Replays a finished sweep as if it were running, to measure what a search strategy costs and what it misses.
+"""Replays measured runs as if they were made now, to measure what a search strategy costs and what it misses.
 
-`python benchmarks/replay.py FILE.parquet --strategy NAME` prints the GPU hours and the regret of a strategy in each
-cell, `--json` prints them as a document, and `-o FILE.png` draws them.
+`python benchmarks/replay.py FILE.parquet... --strategy NAME` reads finished sweeps and tables that `ultrabench import`
+made. For each cell it prints the rank correlation of the predictions, the regret of the layout predicted fastest, and
+the runs, GPU hours and regret of a strategy. `--json` prints them as a document, and `-o FILE.png` draws them.
+
+A cell has the runs of one source and program that train the same model on the same accelerators, with batches within
+BATCH_TOLERANCE of each other. They are ranked by tokens per second: step times are those of the smallest batch.
 """
 
 import argparse
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
+import pandas as pd
 from replay_figure import figure
 
 from ultrabench.allowed import Count
 from ultrabench.analysis.figures.picture import render
-from ultrabench.analysis.results.cases import Case, open_cases
+from ultrabench.analysis.results.cases import Case, open_cases_by_profile
 from ultrabench.analysis.results.nanotron_version import with_version
+from ultrabench.analysis.studies.predictions.validate import MIN_RANKED
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, UltrabenchError, require_known
 from ultrabench.layout import Layout, dominates
@@ -45,6 +52,12 @@ TOP_RUNS = 5
 """Number of runs with a step time after which the strategy predicted ends."""
 RANDOM_SHARE = 0.1
 """Fraction of the GPU hours of a cell after which the strategy random ends."""
+BATCH_TOLERANCE = 0.02
+"""Largest share by which batches of one cell exceed the smallest one."""
+LARGE_CELL = 8
+"""Number of layouts from which a cell counts as large."""
+NEAR, SMALL_CELL_NEAR = 0.02, 0.05
+"""Regret up to which the best layout of a large and of a smaller cell counts as found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +68,17 @@ class ReplayedRun:
     layout: Layout
     prediction: Prediction
     step_time_s: float | None
-    """None where the run failed."""
+    """Seconds for the smallest batch of the cell; None where the run failed."""
     oom: bool
     """Whether it failed for lack of memory."""
+
+    def with_batch(self, gbs: int) -> "ReplayedRun":
+        """The run as if it had another batch and computed as many tokens per second."""
+        scale = gbs / self.layout.gbs
+        times = ("step_time_s", "step_time_low_s", "step_time_high_s")
+        scaled_times = {name: scale * getattr(self.prediction, name) for name in times}
+        step_time_s = self.step_time_s and scale * self.step_time_s
+        return replace(self, prediction=replace(self.prediction, **scaled_times), step_time_s=step_time_s)
 
     def cost_gpu_s(self, best_s: float = math.inf) -> float:
         """GPU seconds of the run, when the best step time before it was `best_s` seconds."""
@@ -136,8 +157,20 @@ def _run_in_order(
         remaining_runs = [run for run in remaining_runs if run not in next_runs and replay.may_fit(run)]
 
 
-ReplayedCell = tuple[str, int]
-"""Model and number of nodes."""
+class ReplayedCell(NamedTuple):
+    """What the runs of a cell have in common."""
+
+    source: str
+    """Where they were published; empty for runs of a sweep."""
+    program: str
+    model: str
+    gpu: str
+    """The accelerator, with a lower power limit where it has one."""
+    gpus: int
+    seq_len: int
+    gbs: int
+    """The smallest batch."""
+
 
 _FIXED_ORDERS: dict[str, tuple[Callable[[ReplayedRun], Any], Callable[[Replay], bool]]] = {
     "exhaustive": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost_gpu_s()), lambda cell: False),
@@ -157,15 +190,28 @@ def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list
     last one counts.
     """
     cells: dict[ReplayedCell, dict[str, ReplayedRun]] = {}
-    for case in cases:
+    cell = None
+    for next_cell, case in sorted(((_cell_of(case), case) for case in cases), key=lambda pair: pair[0]):
         spec = case.run.spec
-        if not case.run.suspect and not any(broken_rules(spec.layout, spec.shape)):
-            cells.setdefault((spec.shape.name, spec.nodes), {})[spec.run_id] = _replayed_run(case, profile)
+        if case.run.suspect or any(broken_rules(spec.layout, spec.shape)):
+            continue
+        is_same = cell is not None and next_cell[:-1] == cell[:-1]
+        if cell is None or not is_same or next_cell.gbs > (1 + BATCH_TOLERANCE) * cell.gbs:
+            cell = next_cell
+        run = _replayed_run(case, profile).with_batch(cell.gbs)
+        cells.setdefault(cell, {})[spec.run_id] = run
     return {
         cell: list(run_by_id.values())
-        for cell, run_by_id in sorted(cells.items())
+        for cell, run_by_id in cells.items()
         if any(run.step_time_s for run in run_by_id.values())
     }
+
+
+def _cell_of(case: Case) -> ReplayedCell:
+    spec, gpu = case.run.spec, case.hardware.gpu_at_limit
+    program, num_gpus, source = spec.kernel.name, spec.layout.world_size, case.run.source or ""
+    workload = spec.workload
+    return ReplayedCell(source, program, spec.shape.name, gpu, num_gpus, workload.seq_len, workload.gbs)
 
 
 def _replayed_run(case: Case, profile: Profile) -> ReplayedRun:
@@ -197,7 +243,7 @@ def replay(
     best layout found is 2 % slower than the best of its cell; it is None if the strategy found none.
     """
     replays, cell_rows = list[Replay](), list[dict[str, Any]]()
-    for (model, nodes), runs in cells.items():
+    for cell, runs in cells.items():
         replay = Replay(runs, max_p_oom)
         if strategy == "adaptive":
             _run_adaptively(replay, num_parallel)
@@ -207,51 +253,137 @@ def replay(
         replays.append(replay)
         best_s = min(run.step_time_s for run in runs if run.step_time_s)
         regret = replay.best_s / best_s - 1 if replay.best_s < math.inf else None
-        counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(replay.runs_made)}
-        cell_rows.append({**counts, "gpu_hours_share": replay.gpu_s / replay.total_gpu_s, "regret": regret})
+        counts = {"layouts": len(runs), "runs": len(replay.runs_made)}
+        shares = {"gpu_hours_share": replay.gpu_s / replay.total_gpu_s, "regret": regret}
+        cell_rows.append({**cell._asdict(), **counts, **shares, **prediction_metrics(runs)})
     gpu_hours_share = sum(replay.gpu_s for replay in replays) / sum(replay.total_gpu_s for replay in replays)
     totals = {"gpu_hours_share": gpu_hours_share, "runs": sum(row["runs"] for row in cell_rows)}
+    groups = {"large_cells": _is_large, "small_cells": lambda replay: not _is_large(replay)}
+    totals |= {name: _group_totals(list(filter(is_in, replays))) for name, is_in in groups.items()}
+    totals["predictions"] = {
+        name: _mean(row[name] for row in cell_rows)
+        for name in ("rank_correlation", "first_regret", "best_in_first")
+    }
     return {"strategy": strategy, "batch": num_parallel, **totals, "cells": cell_rows}
 
 
+def prediction_metrics(runs: Sequence[ReplayedRun]) -> dict[str, float | bool | None]:
+    """How well the predictions order the runs of a cell; None in a cell with fewer than MIN_RANKED step times.
+
+    `rank_correlation` is Spearman's, `first_regret` how much slower the layout predicted fastest is than the best one,
+    and `best_in_first` says whether the best one is among the TOP_RUNS predicted fastest.
+    """
+    pairs = sorted((run.prediction.step_time_s, run.step_time_s) for run in runs if run.step_time_s)
+    if len(pairs) < MIN_RANKED:
+        return dict.fromkeys(("rank_correlation", "first_regret", "best_in_first"))
+    predicted, measured = (pd.Series(times_s) for times_s in zip(*pairs, strict=True))
+    rank_correlation = float(predicted.rank().corr(measured.rank()))
+    return {
+        "rank_correlation": None if math.isnan(rank_correlation) else rank_correlation,
+        "first_regret": float(measured[0] / measured.min() - 1),
+        "best_in_first": bool(measured[:TOP_RUNS].min() == measured.min()),
+    }
+
+
+def _is_large(replay: Replay) -> bool:
+    return len(replay.runs) >= LARGE_CELL
+
+
+def _group_totals(replays: Sequence[Replay]) -> dict[str, Any]:
+    """What cells of one size took together, in fractions of what all their runs take, and in how many of them the
+    strategy ended near the best layout.
+    """
+    near_best = [replay for replay in replays if _best_is_found(replay)]
+    total_runs, total_gpu_s = sum(len(r.runs) for r in replays), sum(r.total_gpu_s for r in replays)
+    return {
+        "cells": len(replays),
+        "layouts": total_runs,
+        "near_best": len(near_best),
+        "runs_share": sum(len(r.runs_made) for r in replays) / total_runs if replays else None,
+        "gpu_hours_share": sum(r.gpu_s for r in replays) / total_gpu_s if replays else None,
+    }
+
+
+def _best_is_found(replay: Replay) -> bool:
+    best_s = min(run.step_time_s for run in replay.runs if run.step_time_s)
+    return replay.best_s <= (1 + (NEAR if _is_large(replay) else SMALL_CELL_NEAR)) * best_s
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
+
+
 def show_replay(arguments: argparse.Namespace) -> None:
-    """Prints what a strategy costs in each cell of a finished sweep, and what it misses.
+    """Prints what a strategy costs in each cell of measured runs, and what it misses.
 
     Raises:
-        ConfigError: there is no such strategy, or no layout of the sweep has an ok run.
+        ConfigError: there is no such strategy, or no layout has an ok run.
     """
     require_known("strategy", STRATEGIES, arguments.strategy)
     max_parallel_runs = value_from(Count, arguments.batch, "--batch")
-    cases, profile = open_cases([arguments.source], arguments.profile, arguments.results_dir, say, warn)
-    cells = cells_of(cases, profile)
+    cells, sources_text = dict[ReplayedCell, list[ReplayedRun]](), ", ".join(arguments.sources)
+    for source in arguments.sources:
+        for cases, profile in open_cases_by_profile(
+            source, arguments.profile, arguments.results_dir, say, warn
+        ):
+            cells |= cells_of(cases, profile)
+    cells = {cell: runs for cell, runs in cells.items() if len(runs) >= arguments.min_layouts}
     if not cells:
-        raise ConfigError(f"no layout of {arguments.source} has an ok run; replay a finished sweep")
+        raise ConfigError(f"no layout of {sources_text} has an ok run", "replay a finished sweep")
     document = replay(cells, arguments.strategy, max_parallel_runs, load_config().max_p_oom)
     if arguments.output is not None:
-        write_whole(arguments.output, render(lambda: figure(document, arguments.source), arguments.output))
+        write_whole(arguments.output, render(lambda: figure(document, sources_text), arguments.output))
     if arguments.json:
         print_json(document)
         return
     rows = [
-        (c["model"], c["nodes"], c["layouts"], c["runs"], f"{c['gpu_hours_share']:.1%}",
-         "none found" if c["regret"] is None else f"{c['regret']:.1%}")
+        (c["program"], c["model"], f"{c['gpus']} {c['gpu']}", c["seq_len"], c["gbs"], c["layouts"],
+         _text(c["rank_correlation"], ".2f"), _text(c["first_regret"], ".1%"), c["runs"],
+         f"{c['gpu_hours_share']:.1%}", _text(c["regret"], ".1%", "none found"))
         for c in document["cells"]
     ]  # fmt: skip
-    title = f"strategy {arguments.strategy}, batch {max_parallel_runs}, profile {profile.name}"
-    show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
-    num_near_best = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in document["cells"])
-    cost_text = (
-        f"{document['runs']:,} runs, {document['gpu_hours_share']:.1%} of the GPU hours of all layouts"
-    )
-    say(f"{cost_text}; within 2 % of the best in {num_near_best} of {len(rows)} cells")
+    title = f"strategy {arguments.strategy}, batch {max_parallel_runs}"
+    heads = ("program", "model", "GPUs", ">seq_len", ">gbs", ">layouts", ">Spearman", ">first", ">runs")
+    show(table(title, *heads, ">GPU hours", ">regret", rows=rows), "")
+    say(*_summary_lines(document))
+
+
+def _text(value: float | None, form: str, missing_text: str = "-") -> str:
+    return missing_text if value is None else format(value, form)
+
+
+def _summary_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """The sums over all cells, over those with LARGE_CELL or more layouts, and over the others."""
+    predictions = document["predictions"]
+    ranked = [row for row in document["cells"] if row["first_regret"] is not None]
+    if ranked:
+        yield (
+            f"predictions in {len(ranked)} cells of {MIN_RANKED} or more step times: mean Spearman "
+            f"{_text(predictions['rank_correlation'], '.2f')}, the first is {predictions['first_regret']:.1%} slower "
+            f"than the best, the best is among the first {TOP_RUNS} in {predictions['best_in_first']:.0%}"
+        )
+    for name, size_text, near in (
+        ("large_cells", f"{LARGE_CELL} or more", NEAR),
+        ("small_cells", f"fewer than {LARGE_CELL}", SMALL_CELL_NEAR),
+    ):
+        totals = document[name]
+        if totals["cells"]:
+            yield (
+                f"cells of {size_text} layouts: {totals['runs_share']:.1%} of {totals['layouts']:,} runs, "
+                f"{totals['gpu_hours_share']:.1%} of the GPU hours; within {near:.0%} of the best in "
+                f"{totals['near_best']} of {totals['cells']}"
+            )
+    yield f"{document['runs']:,} runs, {document['gpu_hours_share']:.1%} of the GPU hours of all layouts"
 
 
 def main() -> int:
     """Reads the arguments and prints the replay; returns the exit code, 2 for a mistake in the arguments."""
-    parser = argparse.ArgumentParser(description="Replay a finished sweep with a search strategy.")
-    parser.add_argument(
-        "source", metavar="FILE.parquet", help="file of ultrabench collect, or name of a sweep"
-    )
+    parser = argparse.ArgumentParser(description="Replay measured runs with a search strategy.")
+    source_help = "file of ultrabench collect or import, or name of a sweep"
+    parser.add_argument("sources", metavar="FILE.parquet", nargs="+", help=source_help)
+    least_help = "leave out cells with fewer layouts (default: 2)"
+    parser.add_argument("--min-layouts", metavar="NUMBER", type=int, default=2, help=least_help)
     parser.add_argument("--strategy", metavar="NAME", default="adaptive", help=", ".join(STRATEGIES))
     parser.add_argument("--batch", metavar="NUMBER", type=float, default=1, help="number of concurrent runs")
     parser.add_argument("--profile", metavar="NAME", help="default: the profile of the program of the runs")

@@ -30,7 +30,7 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     strategy_text = f"{document['strategy']}, batch {document['batch']}"
     title = f"{name}: {strategy_text}, {hours_percent:.1f} % of the GPU hours"
     notes = (
-        f"Numbers: nodes of the cell. Line: regret of {_GOOD_REGRET_PERCENT} %. Hollow: "
+        f"Numbers: GPUs of the cell. Line: regret of {_GOOD_REGRET_PERCENT} %. Hollow: "
         "the strategy found no working layout."
     )
     figure, panels = panel_grid([name], title=title, notes=notes, legend=look_by_model.values(), height=3.6)
@@ -40,7 +40,7 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
         point = 100 * cell["gpu_hours_share"], 100 * (cell["regret"] if has_layout else 1.2 * worst_regret)
         fill = "full" if has_layout else "none"
         axes.plot(*point, alpha=0.7, fillstyle=fill, **look_by_model[cell["model"]])
-        axes.annotate(str(cell["nodes"]), point, (4, 3), textcoords="offset points", fontsize=7)
+        axes.annotate(str(cell["gpus"]), point, (4, 3), textcoords="offset points", fontsize=7)
     axes.axhline(_GOOD_REGRET_PERCENT, color=GREY, linewidth=0.8)
     axes.describe("", "GPU hours of the strategy (% of the hours of all layouts)", "regret (%)")
     return figure

@@ -3,11 +3,12 @@
 They are all combinations of the values of its axes that use all GPUs and make up the whole batch.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, product
-from math import gcd, prod
+from math import gcd, lcm, prod
+from typing import Any
 
 from ultrabench.attention_type import KV_HEADS
 from ultrabench.errors import ConfigError, counted
@@ -24,7 +25,6 @@ from ultrabench.layout import (
     default_schedule,
     default_virtual_stages,
     details_of,
-    model_parallel_degree,
 )
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import Workload
@@ -32,40 +32,45 @@ from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
 from ultrabench.sweep.refusals import schedule_refusals
 
-MAX_EP = 64
-"""Largest degree of expert parallelism that ep=auto takes, a power of two."""
+MAX_OF_AUTO = {"pp": 16, "mbs": 12, "ep": 64}
+"""Axis -> the largest value that auto takes."""
 MAX_COMBINATIONS = 1_000_000
 """Largest number of combinations of a sweep. With more, planning takes minutes and gigabytes."""
-
-
-def require_countable(
-    axes: Axes, models: Collection[ModelShape], options: Mapping[str, Sequence[object]]
-) -> None:
-    """Raises when the axes have too many combinations; gas is not counted, as it follows from the others.
-
-    Raises:
-        ConfigError: the axes have more than MAX_COMBINATIONS combinations.
-    """
-    num_values = {axis: len(set(values)) for axis, values in axes.layout.items() if axis != "gas"}
-    # ep=auto has no value that the degrees rule out; there are as many as the model has that allows most.
-    num_values["ep"] = max((len({*_ep_values(axes, MAX_EP, shape)}) for shape in models), default=1)
-    if axes.listed:
-        num_values = {"layouts": len(axes.listed)}
-    num_values |= {"models": len(models), "nodes": len(set(axes.nodes))}
-    num_values |= {axis: len(values) for axis, values in options.items()}
-    num_combinations = prod(num_values.values())
-    if num_combinations > MAX_COMBINATIONS:
-        longest_axes = sorted(num_values, key=lambda axis: -num_values[axis])[:3]
-        longest_text = ", ".join(f"sweep.{axis} ({num_values[axis]:,} values)" for axis in longest_axes)
-        rule = f"a sweep may have at most {MAX_COMBINATIONS:,}: narrow {longest_text}"
-        raise ConfigError(f"the axes have {num_combinations:,} combinations; {rule}")
-
-
-DERIVED_AXES = (FOLLOWING[-1], *SWEEP_VALUES)
+DERIVED_AXES = (FOLLOWING[-1], *(axis for axis in SWEEP_VALUES if axis not in ("pp", "mbs")))
 """Axes whose values in a layout depend on those of other axes."""
 
 _DETAILS = {axis: [detail for detail in details_of(axis) if detail not in DERIVED_AXES] for axis in NEUTRAL}
 """Axis -> the axes that a sweep lists and that have no effect at its neutral value."""
+
+
+def require_countable(
+    axes: Axes, num_other_values: int, cells: Iterable[tuple[ModelShape, int, int, int]]
+) -> None:
+    """Raises when the axes have too many combinations.
+
+    Combinations that do not use all GPUs, or do not make up the whole batch, do not count, as they cost nothing.
+
+    Args:
+        num_other_values: number of combinations of what a sweep varies beside layouts in each cell.
+        cells: model, number of GPUs, GPUs of a node and global batch of each cell.
+
+    Raises:
+        ConfigError: the axes have more than MAX_COMBINATIONS combinations.
+    """
+    num_combinations = prod(len(axes.layout[axis]) for axis in DEGREES[1:])
+    for shape, num_gpus, gpus_per_node, gbs in cells if num_combinations <= MAX_COMBINATIONS else ():
+        for degree_by_axis, _, eps, value_lists in _degree_choices(axes, shape, num_gpus, gpus_per_node, gbs):
+            num_schedules = len([*_pipelines(axes, shape, degree_by_axis["pp"], gbs)])
+            num_choices = prod(map(len, (eps, axes.layout["dp_shard"], *value_lists.values())))
+            num_combinations += num_schedules * num_choices * num_other_values
+    if num_combinations > MAX_COMBINATIONS:
+        num_values = {axis: len({*values}) for axis, values in axes.layout.items()}
+        longest_axes = sorted(num_values, key=lambda axis: -num_values[axis])[:3]
+        longest_text = ", ".join(
+            f"sweep.{axis} ({counted(num_values[axis], 'value')})" for axis in longest_axes
+        )
+        rule = f"a sweep may have at most {MAX_COMBINATIONS:,}: narrow {longest_text}"
+        raise ConfigError(f"the axes have over {MAX_COMBINATIONS:,} combinations; {rule}")
 
 
 def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
@@ -81,31 +86,62 @@ def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gb
                 yield layout
     if axes.listed:
         return
-    free_axes = [name for name in axes.layout if name not in DERIVED_AXES]
-    for values in product(*(sorted(set(axes.layout[name])) for name in free_axes)):
-        value_by_axis = dict(zip(free_axes, values, strict=True))
-        dp, gpus_left = divmod(num_gpus, model_parallel_degree(value_by_axis))
-        gas, sequences_left = divmod(gbs, dp * value_by_axis["mbs"]) if dp else (0, 1)
-        if gpus_left or sequences_left:
+    choices = _degree_choices(axes, shape, num_gpus, gpus_per_node, gbs)
+    for degree_by_axis, ranks_in_node, eps, value_lists in choices:
+        dp, pp, cp = (degree_by_axis[degree] for degree in ("dp", "pp", "cp"))
+        for values in product(*value_lists.values()):
+            value_by_axis = dict(zip(value_lists, values, strict=True))
+            gas = gbs // (dp * value_by_axis["mbs"])
+            shards = [
+                shards_of(shard_value, dp * cp, ranks_in_node, value_by_axis["zero_stage"])
+                for shard_value in axes.layout["dp_shard"]
+            ]
+            pipelines = _pipelines(axes, shape, pp, gas)
+            for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(product(pipelines, shards, eps)):
+                value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages}
+                yield Layout(gas=gas, dp_shard=dp_shard, ep=ep, **degree_by_axis, **value_by_axis)
+
+
+def _degree_choices(
+    axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gbs: int
+) -> Iterator[tuple[dict[str, Any], int, list[int], dict[str, list[Any]]]]:
+    """Each combination of degrees that uses all GPUs.
+
+    Yields:
+        The degrees with dp; the number of groups of tp ranks on a node; the degrees of expert parallelism; and the
+        values of each other axis that does not follow from others, of mbs those with which dp makes up the batch.
+    """
+    value_lists = {axis: sorted({*values}) for axis, values in axes.layout.items() if axis not in DERIVED_AXES} | {
+        "pp": divisors(axes, "pp", num_gpus), "mbs": divisors(axes, "mbs", gbs)
+    }  # fmt: skip
+    degree_lists = [value_lists.pop(degree) for degree in DEGREES[1:]]
+    for degrees in product(*degree_lists):
+        dp, gpus_left = divmod(num_gpus, prod(degrees))
+        if gpus_left or not dp:
             continue
-        ranks_in_node = max(1, gpus_per_node // value_by_axis["tp"])
-        shards = [
-            shards_of(shard_value, dp * value_by_axis["cp"], ranks_in_node, value_by_axis["zero_stage"])
-            for shard_value in axes.layout["dp_shard"]
-        ]
-        pipelines = _pipelines(axes, value_by_axis["pp"], gas)
-        eps = _ep_values(axes, num_gpus // value_by_axis["pp"], shape)
-        for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(product(pipelines, shards, eps)):
-            value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages}
-            yield Layout(dp=dp, gas=gas, dp_shard=dp_shard, ep=ep, **value_by_axis)
+        degree_by_axis = dict(zip(DEGREES, (dp, *degrees), strict=True))
+        ranks_in_node = max(1, gpus_per_node // degree_by_axis["tp"])
+        eps = _ep_values(axes, num_gpus // degree_by_axis["pp"], shape)
+        mbs_values = [mbs for mbs in value_lists["mbs"] if gbs % (dp * mbs) == 0]
+        yield degree_by_axis, ranks_in_node, eps, value_lists | {"mbs": mbs_values}
+
+
+def divisors(axes: Axes, axis: str, whole: int) -> list[int]:
+    """The values of pp or mbs that a sweep lists, sorted; auto means those up to MAX_OF_AUTO that divide `whole`,
+    which is the number of GPUs or the global batch.
+    """
+    up_to_max = range(1, MAX_OF_AUTO[axis] + 1)
+    values = (([n for n in up_to_max if whole % n == 0] if v == AUTO else [v]) for v in axes.layout[axis])
+    return sorted({*chain(*values)})
 
 
 def _ep_values(axes: Axes, num_ranks: int, shape: ModelShape) -> list[int]:
     """The degrees of expert parallelism that the axes ask for among the `num_ranks` ranks of a pipeline stage.
 
-    auto means 1 and, for a model with experts, all powers of two that divide their number and the ranks, up to MAX_EP.
+    auto means 1 and, for a model with experts, all powers of two that divide their number and the ranks, up to
+    MAX_OF_AUTO.
     """
-    largest_ep = gcd(shape.num_experts, num_ranks, MAX_EP) if shape.num_experts else 1
+    largest_ep = gcd(shape.num_experts, num_ranks, MAX_OF_AUTO["ep"]) if shape.num_experts else 1
     powers_of_two = [2**n for n in range(largest_ep.bit_length())]
     return [*chain(*(powers_of_two if value == AUTO else [value] for value in axes.layout["ep"]))]
 
@@ -117,14 +153,26 @@ def shards_of(shard_value: int | str, num_copies: int, ranks_in_node: int, zero_
     return 0 if shard_value == "all" else int(shard_value)
 
 
-def _pipelines(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
+def _pipelines(axes: Axes, shape: ModelShape, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     """The pairs of schedule and virtual stages that the axes ask for."""
     for schedule_name in axes.layout["pp_schedule"] if pp > 1 else (AUTO,):
         if schedule_name == "interleaved":
-            yield from ((schedule_name, virtual_stages) for virtual_stages in axes.layout["virtual_stages"])
+            for value in axes.layout["virtual_stages"]:
+                all_values = _virtual_stages(shape, pp) if value == AUTO else (value,)
+                yield from ((schedule_name, virtual_stages) for virtual_stages in all_values)
         else:
             schedule = default_schedule(pp, gas) if schedule_name == AUTO else schedule_name
             yield schedule, default_virtual_stages(schedule)
+
+
+@lru_cache(maxsize=256)
+def _virtual_stages(shape: ModelShape, pp: int) -> tuple[int, ...]:
+    """The numbers of stages of a rank that auto stands for: with them, all stages have equally many layers, also if
+    embedding and head count as one layer each.
+    """
+    num_layers = shape.num_hidden_layers
+    divided = (num_layers, num_layers + 2)
+    return tuple(v for v in range(2, num_layers // pp + 1) if any(n % (pp * v) == 0 for n in divided))
 
 
 def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -223,7 +271,12 @@ def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str,
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
     """The reason why axes give no candidate, with the numbers that do not divide one another."""
-    gpu_counts, values_by_axis = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
+    gpu_counts = [n * gpus_per_node for n in sorted({*axes.nodes})]
+    values_by_axis = {
+        **axes.layout,
+        "pp": divisors(axes, "pp", lcm(*gpu_counts)),
+        "mbs": divisors(axes, "mbs", workload.gbs),
+    }
     degrees = {axis: values_by_axis[axis] for axis in DEGREES[1:]}
     other_products = [*map(prod, product(*degrees.values()))]
     dp_values = {gpus // other for gpus, other in product(gpu_counts, other_products) if gpus % other == 0}

@@ -150,10 +150,14 @@ def make_plan(
     Raises:
         ConfigError: the axes give no candidate.
     """
-    require_countable(config.axes, config.models, config.options.values)
+    num_variants = sum(1 for _ in variants_of(config.options))
+    gpus_per_node = config.hardware.gpus_per_node
+    cells = (
+        (shape, cell.nodes * gpus_per_node, gpus_per_node, cell.gbs) for shape, cell in planned_cells(config)
+    )
+    require_countable(config.axes, num_variants, cells)
     require_layouts(config)
     cell_plans_and_layouts = [*_layout_chunks(config, core_flops_per_s, cores)]
-    num_variants = sum(1 for _ in variants_of(config.options))
     num_candidates = sum(len(layout_chunk) for _, layout_chunk in cell_plans_and_layouts) * num_variants
     candidates = list[Candidate]()
     if not num_candidates:

@@ -138,11 +138,16 @@ HARDWARE_KEY, KERNEL_KEY, FIRST_VALUES_KEY = (
 
 def first_values(config: SweepConfig) -> dict[str, Any]:
     """Axis or option with several values -> the first one that the sweep lists, as it stands in a layout."""
-    layout_values = {(axis, in_sweep.default): in_sweep.first for axis, in_sweep in SWEEP_VALUES.items()}
+    layout_values = {
+        (axis, word): in_sweep.first
+        for axis, in_sweep in SWEEP_VALUES.items()
+        for word in (in_sweep.default, in_sweep.several)
+    }
     axes = config.axes.layout.items()
     values_by_axis = {axis: [layout_values.get((axis, v), v) for v in values] for axis, values in axes}
     values_by_axis |= {option: [*values] for option, values in config.options.values.items()}
-    return {axis: values[0] for axis, values in values_by_axis.items() if len(values) > 1}
+    several = {axis for axis, values in axes if axis in SWEEP_VALUES and SWEEP_VALUES[axis].several in values}
+    return {axis: values[0] for axis, values in values_by_axis.items() if len(values) > 1 or axis in several}
 
 
 def write_plan(candidates: Sequence[Candidate], path: Path, config: SweepConfig | None = None) -> None:

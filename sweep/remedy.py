@@ -22,7 +22,7 @@ from ultrabench.sweep.candidate import (
     cell_label,
 )
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import why_none
+from ultrabench.sweep.grid import divisors, why_none
 from ultrabench.sweep.plan import Plan, cell_sweep, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, oom_text
 from ultrabench.sweep.untrained import axes_advice
@@ -171,7 +171,7 @@ class Remedies:
         """
         all_settings = () if config.axes.listed else SAVING_SETTINGS  # listed layouts have no other values
         if shape.num_experts and all_settings:
-            ranks_of_stage = nodes * config.hardware.gpus_per_node // min(config.axes.layout["pp"])
+            ranks_of_stage = nodes * config.hardware.gpus_per_node // min(divisors(config.axes, "pp", 1))
             largest_ep = {"ep": gcd(shape.num_experts, ranks_of_stage)}
             all_settings = (
                 largest_ep,

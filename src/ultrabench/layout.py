@@ -44,11 +44,16 @@ DpShardInSweep = Annotated[
 """Type of a value of dp_shard in a sweep: all dp*cp ranks, those of them on one node, or a number of ranks."""
 AUTO = "auto"
 """Word in place of a value that ultrabench chooses: by the model and other axes, or by the device."""
-EpInSweep = Annotated[
+DivisorsInSweep = Annotated[
     Annotated[int, at_least(1)] | Annotated[str, one_of(AUTO)], Meta(description="auto or a number >= 1")
 ]
-"""Type of a value of ep in a sweep: auto, which is 1 and the powers of two that fit the experts of the
-model, or a number."""
+"""Type of a value of pp, mbs or ep in a sweep: a number, or auto, which is all usual numbers that divide
+what the axis cuts."""
+VirtualStagesInSweep = Annotated[
+    Annotated[int, at_least(2)] | Annotated[str, one_of(AUTO)], Meta(description="auto or a number >= 2")
+]
+"""Type of a value of virtual_stages in a sweep: a number, or auto, which is all numbers with which the stages
+divide the layers."""
 
 
 class SweepValues(NamedTuple):
@@ -63,8 +68,8 @@ class SweepValues(NamedTuple):
     """The value that a sweep lists when it does not name the axis."""
     first: int | str
     """The value that `default` is in most layouts, or the first of several."""
-    is_several: bool = False
-    """Whether `default` may be several values, each in a layout of its own."""
+    several: str | None = None
+    """The word that may be several values, each in a layout of its own."""
 
 
 DEGREE, BATCH_CUT, CHOICE = "degree", "batch", "choice"
@@ -112,7 +117,10 @@ class Layout:
 
     dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE)
     tp: Count = axis("tp", "Tensor-parallel degree.", kind=DEGREE, default=1)
-    pp: Count = axis("pp", "Pipeline-parallel degree.", kind=DEGREE, default=1)
+    pp: Count = axis(
+        "pp", "Pipeline-parallel degree.", kind=DEGREE, default=1,
+        sweep_values=SweepValues(DivisorsInSweep, 1, first=1, several=AUTO),
+    )  # fmt: skip
     cp: Count = axis("cp", "Context-parallel degree.", kind=DEGREE, default=1, implied=(1,))
     zero_stage: Annotated[int, between(0, 3)] = axis(
         "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
@@ -125,7 +133,7 @@ class Layout:
     )  # fmt: skip
     mbs: Count = axis(
         "mbs", "Sequences of a micro-batch on one dp rank.", kind=BATCH_CUT, title="sequences of a micro-batch",
-        default=1, usual=POWERS_OF_TWO[:6],
+        default=1, usual=POWERS_OF_TWO[:6], sweep_values=SweepValues(DivisorsInSweep, 1, first=1, several=AUTO),
     )  # fmt: skip
     gas: Count = axis(
         "gas", "Micro-batches of one optimizer step (gradient accumulation).", kind=BATCH_CUT,
@@ -138,7 +146,7 @@ class Layout:
     )  # fmt: skip
     virtual_stages: Count = axis(
         "x", "Pipeline stages on each rank.", kind=CHOICE, title="stages of a rank", default=1, implied=(1,),
-        detail_of="pp_schedule", sweep_values=SweepValues(Annotated[int, at_least(2)], 2, first=2),
+        detail_of="pp_schedule", sweep_values=SweepValues(VirtualStagesInSweep, 2, first=2, several=AUTO),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
         "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th "
@@ -161,7 +169,7 @@ class Layout:
         "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.",
         kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS_OF_TWO, divides=("dp", "cp", "tp"),
-        sweep_values=SweepValues(EpInSweep, AUTO, first=1, is_several=True), added_later=True,
+        sweep_values=SweepValues(DivisorsInSweep, AUTO, first=1, several=AUTO), added_later=True,
     )  # fmt: skip
     dp_overlap: Annotated[str, one_of("on", "off")] = axis(
         "overlap-", "Whether gradients are reduced during backward (on) or after it (off).", kind=CHOICE,

@@ -59,7 +59,7 @@ def _read_entry(index: int, entry: Any) -> ListedLayout:
     values: dict[str, Any] = {}
     for key, value in entry.items():
         in_sweep = SWEEP_VALUES.get(key)
-        is_several = in_sweep is not None and in_sweep.is_several and value == in_sweep.default
+        is_several = in_sweep is not None and value is not None and value == in_sweep.several
         is_list = isinstance(value, list | tuple) and key != "pp_layout"
         if is_list or isinstance(value, dict) or value is None or is_several:
             fact = f"{name}: {key} has {'no value' if value is None else 'several values'}"

@@ -98,8 +98,8 @@ class Axes:
 
     gas is always gbs / (dp * mbs); when values of gas are given, layouts with another gas are left out.
     The pp_schedule auto means 1f1b, or afab where gas < pp. virtual_stages is used by interleaved only.
-    The dp_shard all means all dp*cp ranks, node those of them that are on one node. The ep auto means 1, and for a
-    model with experts also the powers of two that divide their number and the ranks of a pipeline stage, up to 64.
+    The dp_shard all means all dp*cp ranks, node those of them that are on one node. The pp, mbs, ep or virtual_stages
+    auto means several values: those that divide the GPUs, the batch, the experts or the layers.
     """
     listed: tuple[ListedLayout, ...] = ()
     """The only layouts, whose values are not combined; empty where a sweep lists values of axes."""

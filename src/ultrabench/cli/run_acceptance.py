@@ -30,6 +30,7 @@ from ultrabench.result import Status
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.grid import divisors
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.remedy import require_runs
@@ -82,7 +83,8 @@ class _Acceptance:
 
     def checks(self) -> Iterator[Check]:
         """The checks named in CHECK_NAMES, each after the sweeps that it needs."""
-        gpus_per_node, max_mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
+        gpus_per_node = self._config.hardware.gpus_per_node
+        max_mbs = max(divisors(self._config.axes, "mbs", self._config.workload.gbs))
         axes = DP_AXES | {"nodes": [1], "mbs": [max_mbs]}
         changes: dict[str, Any] = {"sweep": axes, "hardware": {"gpus_per_node": 1}}
         single_gpu_folder = self._run_sweep(self._sweep_config("one", max_p_oom=LIKELY_OOM, **changes))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from replay import STRATEGIES, ReplayedRun, main, replay
+from replay import STRATEGIES, ReplayedCell, ReplayedRun, main, prediction_metrics, replay
 from replay_figure import figure
 
 from tests.strategies import layouts
@@ -172,14 +172,32 @@ def test_reasons_name_the_memory_that_is_predicted(max_p_oom, reason_by_id):
 def test_replays_count_hours_and_what_was_missed(tmp_path):
     cell = [replace(r, step_time_s=1.1 * r.prediction.step_time_s) for r in CELL]
     cell += [replace(run("oom", 0.9, p_oom=0.6, mbs=8), oom=True)]
-    replays = {name: replay({("1B", 1): cell}, name, 1, 0.9) for name in STRATEGIES}
+    key = ReplayedCell("", "own", "1B", "H100-SXM", 8, 4096, 64)
+    replays = {name: replay({key: cell}, name, 1, 0.9) for name in STRATEGIES}
     assert [replays[name]["cells"][0]["regret"] for name in ("adaptive", "exhaustive")] == [0.0, 0.0]
     hours = {name: document["gpu_hours_share"] for name, document in replays.items()}
     assert hours["adaptive"] < hours["predicted"] < hours["exhaustive"]
     all_s = sum(60 + 5 * r.step_time_s for r in cell if r.step_time_s) * 8 + (60 + 0.9) * 8
     assert sum(r.cost_gpu_s() / r.layout.tp for r in cell) == pytest.approx(all_s)
     assert replays["exhaustive"]["runs"] == len(cell)
+    large_cells = replays["adaptive"]["large_cells"]
+    assert (large_cells["cells"], large_cells["near_best"], large_cells["layouts"]) == (1, 1, len(cell))
+    assert large_cells["runs_share"] == replays["adaptive"]["runs"] / len(cell) < 1
+    assert replays["adaptive"]["small_cells"]["cells"] == 0
+    assert replays["adaptive"]["predictions"] == {
+        "rank_correlation": pytest.approx(1), "first_regret": 0, "best_in_first": True,
+    }  # fmt: skip
     assert render(lambda: figure(replays["adaptive"], "f"), tmp_path / "f.png").startswith(b"\x89PNG")
+
+
+def test_predictions_are_ranked_by_the_layout_that_they_put_first():
+    times_s = {"t1m1": 2.0, "t1m2": 1.0, "t1m4": 3.0, "t2m1": 4.0, "t2m2": 5.0, "t2m4": 0.5}
+    runs = [replace(r, step_time_s=times_s.get(r.run_id)) for r in CELL]
+    metrics = prediction_metrics(runs)
+    assert metrics["first_regret"] == 3
+    assert metrics["best_in_first"] is False
+    assert metrics["rank_correlation"] == pytest.approx(1 - 6 * 32 / 210), "squared differences of ranks: 32"
+    assert prediction_metrics(runs[:4])["first_regret"] is None, "too few to rank"
 
 
 OTHER_VALUES = {

@@ -171,6 +171,25 @@ def test_auto_tries_the_degrees_that_share_the_experts_of_a_model_and_changes_no
         load_config([*dense, "sweep.ep=[all]"])
 
 
+def test_auto_is_every_number_that_divides_the_gpus_the_batch_or_the_layers():
+    words = ["model=llama3-8b", "hardware=h100x8", "sweep.nodes=[3]", "sweep.gbs=24", "sweep.zero_stage=[0]"]
+    auto = ["sweep.tp=[1]", "sweep.pp=[auto]", "sweep.mbs=[auto]", "sweep.pp_schedule=[auto,interleaved]"]
+    all_layouts = [
+        c.layout for c in make_plan(load_config([*words, *auto, "sweep.virtual_stages=[auto]"])).candidates
+    ]
+    assert {layout.pp for layout in all_layouts} == {1, 2, 3, 4, 6, 8, 12}  # of 24 GPUs, up to 16
+    assert {layout.mbs for layout in all_layouts} == {1, 2, 3, 4, 6, 8, 12}  # of 24 sequences, up to 12
+    # 32 layers, or 34 with embedding and head, in equal stages.
+    stages_by_pp = {pp: {x.virtual_stages for x in all_layouts if x.pp == pp} - {1} for pp in (1, 2, 4, 8)}
+    assert stages_by_pp == {1: {*()}, 2: {2, 4, 8, 16}, 4: {2, 4, 8}, 8: {2, 4}}
+    listed = [*words, *auto, "sweep.virtual_stages=[2,auto]"]
+    assert len(make_plan(load_config(listed)).candidates) > len(all_layouts), (
+        "24 layers of 12 stages are listed"
+    )
+    with refused("auto or a number >= 2"):
+        load_config([*words, "sweep.virtual_stages=[1]"])
+
+
 def test_what_a_list_of_gas_leaves_out_has_a_row_with_its_reason():
     words = [*SMALL, "sweep.gbs=1024"]
     free, listed = make_plan(load_config([*words, "sweep.gas=null"])), make_plan(load_config(words))
@@ -339,12 +358,17 @@ def test_a_value_that_fits_nothing_is_named_with_the_numbers(overrides, lost):
 
 
 def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
-    values = ",".join(map(str, range(1, 101)))
-    wide = [f"sweep.{axis}=[{values}]" for axis in ("tp", "pp", "mbs", "gas")]
-    config = load_config(["model=tiny", "sweep.nodes=[1]", "sweep.zero_stage=[0,1]", *wide])
+    words, counts = ",".join(f"every{n}" for n in range(2, 100)), ",".join(map(str, range(1, 65)))
+    wide = [
+        f"sweep.recompute=[{words}]",
+        f"sweep.nodes=[{counts}]",
+        "sweep.zero_stage=[0,1,2,3]",
+        "sweep.mbs=[auto]",
+    ]
+    config = load_config(["model=tiny", "sweep.gbs=720720", "sweep.tp=[1,2]", "sweep.pp=[auto]", *wide])
     began = time.process_time()
     with refused(
-        "have 2,000,000 combinations; a sweep may have at most 1,000,000: narrow sweep.tp (100 values)"
+        "have over 1,000,000 combinations; a sweep may have at most 1,000,000: narrow sweep.recompute (98 values)"
     ):
         make_plan(config)
     assert time.process_time() - began < 3.0, (

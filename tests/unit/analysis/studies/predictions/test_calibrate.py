@@ -257,6 +257,17 @@ def test_what_no_prediction_can_be_compared_with_is_counted():
     assert reason.startswith("unknown hardware 'h101x8'; did you mean h100x8?")
 
 
+def test_batches_within_two_percent_are_one_cell_ranked_by_tokens_per_second():
+    """Two batches that differ little are compared at the smaller one; a third one is a cell of its own."""
+    times_s = {50: 10.0, 51: 10.1, 55: 9.0}
+    runs = [run_of(spec_of(Layout(dp=8, gas=gas)), time_s) for gas, time_s in times_s.items()]
+    (near, near_runs), (far, far_runs) = cells_of(cases(runs)[0], BASE).items()
+    assert (near.gbs, far.gbs, len(far_runs)) == (400, 440, 1)
+    assert [run.step_time_s for run in near_runs] == [10.0, pytest.approx(10.1 * 50 / 51)]
+    predicted = [run.prediction.step_time_s for run in near_runs]
+    assert predicted[0] == pytest.approx(predicted[1], rel=0.01)
+
+
 def test_the_profile_is_that_of_the_program_that_ran():
     spec = spec_of(Layout(dp=8), "1B")
     assert default_profile(cases([run_of(spec, 1.0)])[0]) == "ultrabench"
