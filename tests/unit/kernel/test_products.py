@@ -1,5 +1,7 @@
 """Products in fp8 are those of rounded factors, each row of which has a scale of its own."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -65,6 +67,48 @@ def test_an_outlier_costs_the_precision_of_its_own_row():
     exact = x.double() @ weight.double().t(), grad.double() @ weight.double()
     for value, right in zip((*y[0], *grad_x, *grad_weight), (*exact[0], *exact[1], *exact[1]), strict=True):
         assert relative(value, right) < EIGHT_BITS
+
+
+def test_small_gradients_lose_nothing():
+    """Those of real models are about 1e-6: the results are those of larger ones, times the same power of two."""
+    x, weights, grads = factors()
+    scale = 2.0**-30
+    small_grads = [grad * scale for grad in grads]
+    (expected, result), (expected_weights, weight_results) = (
+        [function(g) for g in (grads, small_grads)]
+        for function in (
+            lambda g: products.input_gradient(g, weights),
+            lambda g: products.weight_gradients(g, x),
+        )
+    )
+    assert torch.equal(result, expected * scale)
+    for weight_result, weight_expected in zip(weight_results, expected_weights, strict=True):
+        assert torch.equal(weight_result, weight_expected * scale)
+
+
+def test_products_of_8_bits_are_asked_for_as_gpus_take_them():
+    """Rows of the left and columns of the right factor lie in memory, a scale each in fp32, and sums are fast ones."""
+    calls, (x, weights, grads), scaled_mm = [], factors(), torch._scaled_mm
+
+    def record(*args, **kwargs):
+        calls.append((*args, kwargs))
+        return scaled_mm(*args, **kwargs)
+
+    with mock.patch.object(torch, "_scaled_mm", record):
+        products.outputs(x[None], *weights)
+        products.last_output(x[None], weights[0])
+        products.input_gradient(grads, weights)
+        products.weight_gradients(grads, x)
+    assert len(calls) == 4 + 3 + 3
+    for a, b, scale_a, scale_b, options in calls:
+        assert (a.stride(1), b.stride(0), scale_a.dtype, scale_b.dtype) == (
+            1,
+            1,
+            torch.float32,
+            torch.float32,
+        )
+        assert (scale_a.shape, scale_b.shape) == ((len(a), 1), (1, b.shape[1]))
+        assert options == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
 
 
 def test_no_range_is_wasted():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit.kernel.fake_gpu import CAPACITY_BYTES, FRAGMENTED_BYTES, GIB, INDEX, FakeGpu
 from ultrabench.kernel import mesh
 from ultrabench.kernel.compat import GROUP_TIMEOUT
 from ultrabench.kernel.rank import environment, memory, progress, stack_dump
@@ -62,41 +63,42 @@ def test_the_device_is_prepared_and_groups_wait_long_before_the_first_is_made(mo
     assert steps == ["allocator", GROUP_TIMEOUT, GROUP_TIMEOUT]
 
 
-def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch):
-    """It says so before it asks whether a micro-batch has ended, and in its own thread."""
-    calls, counted = list[Any](), threading.Event()
-
-    def see(argument):
-        calls.append((argument, threading.current_thread()))
-        return True
-
-    class Event:
-        def record(self): ...
-
-        def query(self):
-            return see("asked")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "set_device", see)
-    device = torch.device("cuda", 3)
-    progress.device_progress(device, counted.set)()
-    assert counted.wait(10)
-    (first, first_thread), (second, second_thread), *_ = calls
-    assert (first, second) == (device, "asked")
-    assert first_thread is second_thread is not threading.current_thread()
+def test_a_micro_batch_counts_when_its_gpu_has_finished_it():
+    """The thread that watches uses that GPU, since a new thread would look at GPU 0."""
+    gpu, counted = FakeGpu(), threading.Semaphore(0)
+    with gpu.installed():
+        record = progress.device_progress(environment.use_device("cuda", INDEX), counted.release)
+        for _ in range(2):
+            gpu.launch("micro-batch", 1.0)
+            record()
+        gpu.launch("the next one", 1.0)
+        assert not counted.acquire(timeout=3 * progress.POLL_S)
+        gpu.host_s = 1.5
+        assert counted.acquire(timeout=10)
+        assert not counted.acquire(timeout=3 * progress.POLL_S)
+        gpu.host_s = 2.5
+        assert counted.acquire(timeout=10)
 
 
-def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypatch):
+def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank():
     """It is the one with the memory of this process; a new thread would look at GPU 0."""
-    used, reserved = [0], [0, 0, 30]
-    replaced = {
-        "is_initialized": lambda: True, "device_count": lambda: 3, "set_device": used.append,
-        "memory_reserved": lambda device=None: reserved[used[-1] if device is None else device],
-        "memory_allocated": lambda: 20 if used[-1] == 2 else 0,
-    }  # fmt: skip
-    for name, value in replaced.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    assert stack_dump._device_memory_bytes() == {"allocated_bytes": 20, "reserved_bytes": 30}
+    gpu = FakeGpu()
+    gpu.allocate(20)
+    with gpu.installed():
+        told = stack_dump._device_memory_bytes()
+    assert told == {"allocated_bytes": 20, "reserved_bytes": 20 + FRAGMENTED_BYTES}
+
+
+def test_what_explains_a_lack_of_memory_is_that_of_the_gpu_in_use():
+    gpu = FakeGpu()
+    gpu.allocate(70 * GIB)
+    gpu.allocated -= 30 * GIB
+    with gpu.installed():
+        environment.use_device("cuda", INDEX)
+        usage = memory.usage()
+    held = 70 * GIB + FRAGMENTED_BYTES
+    expected = {"free_bytes": CAPACITY_BYTES - held, "total_bytes": CAPACITY_BYTES, "torch_bytes": held}
+    assert {name: usage[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
