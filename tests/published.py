@@ -11,6 +11,7 @@ PLAYBOOK = FOLDER / "data" / "playbook_runs.csv"
 RUNS = FOLDER / "data" / "published_runs.csv"
 
 FRAMEWORKS = FOLDER / "data" / "published_frameworks.csv"
+LAYOUTS = FOLDER / "data" / "published_layouts.csv"
 
 
 def needs(path):

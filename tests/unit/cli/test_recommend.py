@@ -32,6 +32,26 @@ def test_a_row_holds_a_layout_and_the_command_that_plans_it_alone(ultrabench):
         assert (run.run_id, run.prediction.step_time_s) == (row["run_id"], row["step_time_s"])
 
 
+def test_a_row_has_the_speeds_of_forced_balance_and_of_a_learned_router(ultrabench):
+    words = (
+        "recommend",
+        "model=qwen3-30b-a3b",
+        "kernel=megatron-perf",
+        "nodes=2",
+        "gbs=1024",
+        "ep=8",
+        "tp=1",
+        "pp=1",
+    )
+    (row,) = as_json(ultrabench, *words)["rows"]
+    rates = row["rate_by_routing"]
+    assert [*rates] == ["balanced", "learned"]
+    assert rates["balanced"] == row["tokens_per_s_per_gpu"] > 1.1 * rates["learned"]
+    (learned,) = as_json(ultrabench, *words, "kernel.routing=learned")["rows"]
+    assert learned["rate_by_routing"]["learned"] == pytest.approx(rates["learned"])
+    assert f"routing learned {rates['learned']:,.0f} tokens/s/GPU" in ultrabench(*words)[1]
+
+
 def test_the_groups_are_those_of_a_plan(ultrabench):
     """A line of `recommend` stands for as many layouts as one of `plan`, and --all shows them in the same order."""
     words = [*(word for word in WORDS if not word.startswith(("pp", "cp"))), "pp=[1,2]", "cp=[1,2,4]"]

@@ -1,15 +1,17 @@
 """Imports tables: small ones made here, and those of the Ultra-Scale Playbook and of others where they are at hand."""
 
 import csv
+import json
 import re
 from collections import Counter
 from pathlib import Path
 from statistics import median
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.published import FOLDER, FRAMEWORKS, PLAYBOOK, RUNS, needs
+from tests.published import FOLDER, FRAMEWORKS, LAYOUTS, PLAYBOOK, RUNS, needs
 from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.analysis.results.collect import read_parquet
 from ultrabench.analysis.results.measured import measured_runs
@@ -278,14 +280,72 @@ def test_an_example_map_reads_what_frameworks_publish_and_every_other_row_is_jud
     assert (account["rows"], account["suspect"]) == (18, 0)
     words = "predict", "validate", "out.parquet"
     judged, err = as_json(ultrabench, *words), ultrabench(*words)[2]
-    refused = ("3 rows cannot be predicted, such as run ", ": missing hidden_size, num_hidden_layers, ")
-    assert [reason for reason in refused if reason not in err] == []
+    assert "18 runs; excluded: none" in err
     of_llama = [row for row in judged["rows"] if "llama3.1-8b" in row["model"]]
-    assert {(row["profile"], row["hardware"]) for row in of_llama} == {("ultrabench", "h100-96gb-x8")}
-    assert Counter(row["profile"] for row in judged["rows"]) == {"megatron": 9, "ultrabench": 6}
+    assert {(row["profile"], row["hardware"]) for row in of_llama} == {("torchtitan", "h100-96gb-x8")}
+    assert Counter(row["profile"] for row in judged["rows"]) == {"megatron-perf": 12, "torchtitan": 6}
     errors = [abs(row["step_time_error"]) for row in judged["rows"]]
     assert median(errors) == pytest.approx(judged["healthy"]["step_time"]["median_error"])
-    assert sum(row["inside"] for row in judged["rows"]) / 15 == judged["healthy"]["interval"]["coverage"]
+    assert sum(row["inside"] for row in judged["rows"]) / 18 == judged["healthy"]["interval"]["coverage"]
+
+
+@needs(LAYOUTS)
+def test_an_example_map_reads_layouts_and_counts_what_cannot_be_predicted(ultrabench):
+    Path("map.yaml").write_text(example("published_layouts"))
+    account, table = imported(ultrabench, "--map", "map.yaml", str(LAYOUTS))
+    assert account["rows"] == 207
+    err = ultrabench("predict", "validate", "out.parquet")[2]
+    unpredicted = [int(count) for count in re.findall(r"^(\d+) rows? cannot be predicted", err, re.MULTILINE)]
+    assert 20 < sum(unpredicted) < 40
+    assert "of an older release of the program" in err
+    rows = table.to_pylist()
+    assert all(row["num_experts"] for row in rows if row["model"] == "gpt-oss-120b")
+    graphs = [row for row in rows if '"flags.cuda_graph":"full_iteration"' in (row["variant"] or "")]
+    assert {row["kernel_version"][:5] for row in graphs} == {"26.06", "26.08"}
+    assert not any(row["hardware"] == "h100x8" for row in graphs)
+
+
+def test_texts_of_two_columns_choose_a_value_and_options_add_up(ultrabench):
+    row = {"gpu": "B200", "release": "26.06", "overlap": "on", "step": "2.0", "mem": "30"}
+    columns = {
+        "hardware": {"column": "gpu", "values": {"B200": "b200x8", "H100": "h100x8"}},
+        "step_time_s": {"column": "step", "unit": "s"}, "kernel_version": "release",
+        "peak_mem_device_bytes": {"column": "mem", "unit": "GiB"},
+        "variant": [
+            {"column": "release", "beside": "gpu", "pattern": r"(26\.06) B200", "values": {"26.06": '{"flags.a": 1}'}},
+            {"column": "overlap", "values": {"on": '{"flags.a": 2, "flags.b": "on"}', "off": None}},
+        ],
+    }  # fmt: skip
+    constants = {
+        "kernel": "megatron", "model": "m", "gpus": 8, "dp": 8, "tp": 1, "pp": 1, "cp": 1, "zero_stage": 1, "mbs": 1,
+        "gbs": 8, "seq_len": 4096, "precision": "bf16", "recompute": "none",
+    }  # fmt: skip
+    text = json.dumps({"columns": columns, "constants": constants, "models": {"m": "gpt-oss-20b"}})
+    Path("map.yaml").write_text(text)
+    rows = [row, {**row, "gpu": "H100"}, {**row, "release": "26.04", "overlap": "off", "step": "3.0"}]
+    table = imported(ultrabench, "--map", "map.yaml", write("table.csv", *rows))[1]
+    assert table["variant"].to_pylist() == [
+        '{"flags.a":1,"flags.b":"on"}',
+        '{"flags.a":2,"flags.b":"on"}',
+        None,
+    ]
+    judged, err = (
+        as_json(ultrabench, "predict", "validate", "out.parquet", "--rows", "rows.parquet"),
+        ultrabench("predict", "validate", "out.parquet")[2],
+    )
+    assert "2 runs; excluded: 1 of an older release of the program" in err
+    assert [of["model"] for of in judged["rows"]] == ["gpt-oss-20b"] * 2
+    predicted = pq.read_table("rows.parquet").to_pylist()
+    assert {of["memory_kind"] for of in predicted} == {"device"}
+    assert [of["peak_mem_bytes"] for of in predicted] == [30 * GIB] * 2
+    assert sum(of["predicted_peak_mem_bytes"] for of in predicted) > 2 * 20 * GIB
+
+
+def test_beside_needs_a_pattern(ultrabench):
+    write_map("columns", {"zero_stage": {"column": "name", "beside": "mbs"}})
+    assert "beside='mbs' needs a pattern" in one_line(
+        ultrabench, "import", "--map", "map.yaml", write("table.csv", ROW)
+    )
 
 
 def published_cells():
