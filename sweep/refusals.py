@@ -405,8 +405,9 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
             )
             yield f"{reason}: use a command that trains this model"
     command_words = words_in(kernel)
-    for feature in special_features(shape):
-        if feature.word not in command_words and is_command_of_package(kernel.name, kernel.command):
+    untold_features = [feature for feature in special_features(shape) if feature.word not in command_words]
+    if untold_features and is_command_of_package(kernel.name, kernel.command):
+        for feature in untold_features:
             reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
             yield f"{reason}: use kernel=command with a command that trains this model"
 

@@ -31,7 +31,12 @@ def search_path() -> list[Path]:
     """
     groups = (*FOLDER_BY_NAME.values(), "published")
     folders = [path for path in _user_folders() if any(any((path / g).glob("*.yaml")) for g in groups)]
-    return [*folders, (Path(ultrabench.__file__).parent / "configs").resolve()]
+    return [*folders, _package_folder()]
+
+
+@functools.cache
+def _package_folder() -> Path:
+    return (Path(ultrabench.__file__).parent / "configs").resolve()
 
 
 def _user_folders() -> list[Path]:
@@ -54,15 +59,17 @@ def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
     """Whether a command is that of a kernel of the package which starts a program of others;
     it says all that it reads.
     """
-    path = search_path()[-1] / "kernel" / f"{kernel}.yaml"
-    is_hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
-    return not is_hidden and path.is_file() and _command_in_file(path) == [*command]
+    if _command_in_package(kernel) != [*command]:
+        return False
+    # A plan asks this for each candidate, so no folder is listed.
+    return not any((folder / "kernel" / f"{kernel}.yaml").is_file() for folder in _user_folders())
 
 
 @functools.cache
-def _command_in_file(path: Path) -> list[str] | None:
-    """The command in the file of a kernel, if it has one."""
-    command = read_yaml(path).get("command")
+def _command_in_package(kernel: str) -> list[str] | None:
+    """The command in the package's file of a kernel, if it has one."""
+    path = _package_folder() / "kernel" / f"{kernel}.yaml"
+    command = read_yaml(path).get("command") if path.is_file() else None
     return [*map(str, command)] if isinstance(command, list) else None
 
 

@@ -247,7 +247,7 @@ def _load_bytes(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)  # the playbook's 6,576 layouts have NNN
+@lru_cache(maxsize=65536)  # the playbook's layouts ask for 10,195, of which 3,795 differ
 def _stage_work(
     pipeline: Pipeline, handling: ParamHandling, p: StageParams, work: Work, reduced_by: Degrees | None
 ) -> StageWork:

@@ -329,7 +329,7 @@ def _stage_layers(shape: ModelShape, stage: Stage, full_every: int) -> StageLaye
     )
 
 
-@lru_cache(maxsize=16384)  # the playbook's 6,576 layouts have NNN
+@lru_cache(maxsize=16384)  # 657 of the playbook's stages differ
 def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> StageParams:
     """What a rank holds of a stage.
 
