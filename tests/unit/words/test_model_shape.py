@@ -32,7 +32,7 @@ PUBLISHED = {
 # 20.9 and 116.8. Llama 4 Scout has 109 with its part for images. Moonlight (2502.16982) has 15.29 of 16 without the
 # embedding and lm_head, 2.24 of 3 of them active; these two have 0.67 together.
 ROUNDED = {
-    "deepseek-v3": 671, "deepseek-v3.2": 671.9, "kimi-k2": 1026, "glm-5": 744, "gpt-oss-20b": 20.9,
+    "deepseek-v2": 236, "deepseek-v3": 671, "deepseek-v3.2": 671.9, "kimi-k2": 1026, "glm-5": 744, "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "qwen3-next": 80, "qwen3.5-35b-a3b": 35, "llama4-scout": 107.8, "minimax-m2": 229, "nemotron-3": 31.6,
     "moonlight-16b-a3b": 15.29 + 0.67,
@@ -40,7 +40,7 @@ ROUNDED = {
 # Active ones, with the embedding, which some reports leave out: 0.93 of 37 in DeepSeek-V3, 0.58 of 3.6 and of 5.1 in
 # gpt-oss.
 ROUNDED_ACTIVE = {
-    "deepseek-v3": 37 + 0.5, "deepseek-v3.2": 37 + 1.4, "kimi-k2": 32 + 0.9, "glm-5": 40 + 1.8,
+    "deepseek-v2": 21 + 0.5, "deepseek-v3": 37 + 0.5, "deepseek-v3.2": 37 + 1.4, "kimi-k2": 32 + 0.9, "glm-5": 40 + 1.8,
     "gpt-oss-20b": 3.6 + 0.58,
     "gpt-oss-120b": 5.1 + 0.58, "qwen3-next": 3.9, "qwen3.5-35b-a3b": 3.4, "llama4-scout": 17.2, "minimax-m2": 11,
     "nemotron-3": 3.2 + 0.35, "moonlight-16b-a3b": 2.24 + 0.67,
