@@ -1,12 +1,13 @@
 """The errors of a profile: what they add to an interval, and which layouts they call unproven."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
-from tests.configs import refused
 from tests.unit.predict.test_step_time import spec_of
+from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.extrapolation import unproven
@@ -115,5 +116,5 @@ def test_fitted_constants_have_their_errors_in_the_interval_of_the_fit():
     ],
 )
 def test_errors_name_factors_that_exist(changes, message):
-    with refused(message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         replace(ERRORS, **changes)
