@@ -255,11 +255,11 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
         read_lists = (t for t in tensor_lists if sum(map(torch.count_nonzero, t)) >= MIN_READ_VALUES)
         if kind_precisions := [*filter(None, map(precisions.value_precision, read_lists))]:
             precision_by_kind[kind] = _common_value(kind_precisions)
-    sparse_blocks = (layer.ffn for layer in layers_of(trainer) if isinstance(layer.ffn, SparseFeedForward))
-    if block := next(sparse_blocks, None):
-        precision_by_kind["scores"] = str(precisions.score_precision(block, observations.rotations[0]))
     assert observations.rotations is not None
     cos, sin = observations.rotations
+    sparse_blocks = (layer.ffn for layer in layers_of(trainer) if isinstance(layer.ffn, SparseFeedForward))
+    if block := next(sparse_blocks, None):
+        precision_by_kind["scores"] = str(precisions.score_precision(block, cos))
     rotation = next(rotation for model in trainer.models for rotation in model.rotations.values())
     return precision_by_kind | {
         "angles": precisions.rotation_precision(cos, sin, trainer.positions, rotation),
