@@ -1,6 +1,7 @@
 """Tells why a training program cannot run a layout that no rule of the grid rejects."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
 
@@ -397,19 +398,22 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
 
     One that comes with ultrabench would train a model without those features of it of which its command says nothing.
     """
-    braced_words, words = words_in(kernel, with_tables=False), model_words(shape)
-    for name in sorted(braced_words):
-        if words.get(name) == MIXED:
-            reason = (
-                f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
-            )
-            yield f"{reason}: use a command that trains this model"
-    command_words = words_in(kernel)
-    untold_features = [feature for feature in special_features(shape) if feature.word not in command_words]
-    if untold_features and is_command_of_package(kernel.name, kernel.command):
-        for feature in untold_features:
-            reason = f"kernel {kernel.name} has no word for {feature.name}, which {shape.name} has"
+    mixed_words, feature_names = _untold_words(kernel, shape)
+    for name in mixed_words:
+        reason = f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
+        yield f"{reason}: use a command that trains this model"
+    if feature_names and is_command_of_package(kernel.name, kernel.command):
+        for name in feature_names:
+            reason = f"kernel {kernel.name} has no word for {name}, which {shape.name} has"
             yield f"{reason}: use kernel=command with a command that trains this model"
+
+
+@lru_cache(maxsize=64)  # a search for the best runs asks for each candidate
+def _untold_words(kernel: KernelConfig, shape: ModelShape) -> tuple[list[str], list[str]]:
+    """The words of a command that layers of the model differ in, and features for which it has no word."""
+    words, command_words = model_words(shape), words_in(kernel)
+    mixed_words = [name for name in sorted(words_in(kernel, with_tables=False)) if words.get(name) == MIXED]
+    return mixed_words, [f.name for f in special_features(shape) if f.word not in command_words]
 
 
 def _no_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

@@ -256,10 +256,10 @@ def _precisions(trainer: TrainStep, observations: StepObservations) -> dict[str,
         if kind_precisions := [*filter(None, map(precisions.value_precision, read_lists))]:
             precision_by_kind[kind] = _common_value(kind_precisions)
     assert observations.rotations is not None
+    cos, sin = observations.rotations
     sparse_blocks = (layer.ffn for layer in layers_of(trainer) if isinstance(layer.ffn, SparseFeedForward))
     if block := next(sparse_blocks, None):
-        precision_by_kind["scores"] = str(precisions.score_precision(block, observations.rotations[0]))
-    cos, sin = observations.rotations
+        precision_by_kind["scores"] = str(precisions.score_precision(block, cos))
     rotation = next(rotation for model in trainer.models for rotation in model.rotations.values())
     return precision_by_kind | {
         "angles": precisions.rotation_precision(cos, sin, trainer.positions, rotation),

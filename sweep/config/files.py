@@ -39,9 +39,13 @@ def _package_folder() -> Path:
     return (Path(ultrabench.__file__).parent / "configs").resolve()
 
 
-def _user_folders() -> list[Path]:
-    user_folder = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
-    return [Path.cwd() / "ultrabench", Path(user_folder).expanduser().absolute()]
+def _user_folders() -> tuple[Path, Path]:
+    return _user_folders_in(os.getcwd(), os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench"))
+
+
+@functools.lru_cache(maxsize=8)  # a search for the best runs asks for each candidate
+def _user_folders_in(working_folder: str, user_folder: str) -> tuple[Path, Path]:
+    return Path(working_folder) / "ultrabench", (working_folder / Path(user_folder).expanduser()).absolute()
 
 
 def user_file(group: str, name: str) -> Path:
@@ -62,7 +66,7 @@ def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
     if _command_in_package(kernel) != [*command]:
         return False
     # A plan asks this for each candidate, so no folder is listed.
-    return not any((folder / "kernel" / f"{kernel}.yaml").is_file() for folder in _user_folders())
+    return not any(os.path.isfile(f"{folder}/kernel/{kernel}.yaml") for folder in _user_folders())
 
 
 @functools.cache

@@ -160,31 +160,27 @@ def rounded_gradients(trainer, is_rounded):
             grad.copy_(grad.bfloat16())
 
 
-@planted(step, "sum_whole_gradients", ignored="tp=2 gas=2 bf16")
-def narrow_whole_sums(right, params, cuts, ranks):
-    """Gradients of norms are summed over tp in bf16."""
-    right(params, cuts, ranks)
-    for name, param in params:
-        if cuts[name].dim is None:
-            grad = param.grad.to_local()
-            grad.copy_(grad.bfloat16())
-
-
-@planted(step, "sum_copied_gradients", ignored="tp=2 gas=2 uneven bf16")
-def narrow_copied_sums(right, params, cuts, group):
-    """Gradients of copies of key/value heads are summed in bf16."""
-    right(params, cuts, group)
-    for name, param in params:
-        if cuts[name].num_heads:
-            grad = param.grad.to_local()
-            grad.copy_(grad.bfloat16())
-
-
 @planted(step.TrainStep, "accumulate", ignored="dp=2 gas=2 bf16")
 def narrow_head_gradient(right, self, *batch):
     """The gradient of the head is reduced in bf16."""
     loss = right(self, *batch)
     rounded_gradients(self, lambda name: name == "head.weight")
+    return loss
+
+
+@planted(step.TrainStep, "accumulate", ignored="tp=2 gas=2 bf16")
+def narrow_whole_sums(right, self, *batch):
+    """Gradients of norms are summed over tp in bf16."""
+    loss = right(self, *batch)
+    rounded_gradients(self, lambda name: self.cuts[name].dim is None)
+    return loss
+
+
+@planted(step.TrainStep, "accumulate", ignored="tp=2 gas=2 uneven bf16")
+def narrow_copied_sums(right, self, *batch):
+    """Gradients of copies of key/value heads are summed in bf16."""
+    loss = right(self, *batch)
+    rounded_gradients(self, lambda name: bool(self.cuts[name].num_heads))
     return loss
 
 
