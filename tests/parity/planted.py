@@ -17,6 +17,7 @@ from torch.distributed.pipelining import stage
 from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_clock,
     planted_experts,
+    planted_gpu,
     planted_latent,
     planted_model,
     planted_options,

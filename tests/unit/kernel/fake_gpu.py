@@ -37,6 +37,8 @@ SLOW_START = 10.0
 FRAGMENTED_BYTES = 3 * GIB
 """What the allocator holds beside the largest number of bytes that were in use."""
 CAPACITY_BYTES = 128 * GIB
+MAX_KERNELS = 5000
+"""More work is refused: where the clock stands still, a measurement of some seconds would not end."""
 MAX_DATA_BYTES = 2**16
 """Tensors of more bytes have no data."""
 
@@ -67,6 +69,7 @@ class FakeGpu:
 
     def launch(self, name: str, seconds: float, temporary_bytes: int = 0, stream: str = "compute") -> None:
         """Queues work; the host does not wait for it."""
+        assert len(self.kernels) < MAX_KERNELS, "a measurement without an end"
         self.allocate(temporary_bytes)
         self.allocated -= temporary_bytes
         self.host_s += LAUNCH_S
