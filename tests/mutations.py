@@ -125,7 +125,8 @@ def called(server: Server, where: str) -> Found:
     if answer is None:
         return Found(None, "passes")
     _, sign, text = answer.partition("AssertionError")
-    return Found("unit" if sign else "an error", (text.lstrip(": ") or "another value") if sign else answer)
+    shown = text.lstrip(": ").partition("\n")[0] or "another value"
+    return Found("unit" if sign else "an error", shown if sign else answer)
 
 
 CHECKS = {

@@ -18,6 +18,7 @@ from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_clock,
     planted_digest,
     planted_experts,
+    planted_gpu,
     planted_latent,
     planted_model,
     planted_options,

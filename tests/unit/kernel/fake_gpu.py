@@ -38,6 +38,8 @@ SLOW_START = 10.0
 FRAGMENTED_BYTES = 3 * GIB
 """What the allocator holds beside the largest number of bytes that were in use."""
 CAPACITY_BYTES = 128 * GIB
+MAX_KERNELS = 5000
+"""More work is refused: where the clock stands still, a measurement of some seconds would not end."""
 MAX_DATA_BYTES = 2**16
 """Tensors of more bytes have no data."""
 
@@ -66,8 +68,14 @@ class FakeGpu:
         self.reserved = max(self.reserved, self.allocated + FRAGMENTED_BYTES)
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
+    def retry(self) -> None:
+        """Gives back what the allocator holds in reserve, as it does where the GPU is full."""
+        self.reserved = self.allocated
+        self.num_retries += 1
+
     def launch(self, name: str, seconds: float, temporary_bytes: int = 0, stream: str = "compute") -> None:
         """Queues work; the host does not wait for it."""
+        assert len(self.kernels) < MAX_KERNELS, "a measurement without an end"
         self.allocate(temporary_bytes)
         self.allocated -= temporary_bytes
         self.host_s += LAUNCH_S
@@ -242,6 +250,8 @@ class FakeRanks:
             self._communicate("all_reduce", tensor, group)
         elif op == dist.ReduceOp.MAX:
             tensor.mul_(SLOWEST)
+        elif op != dist.ReduceOp.SUM:
+            raise AssertionError(f"{op} over ranks whose other values are unknown")
         elif tensor.shape == (self.world_size,):  # a value of each rank: those of the others are smaller
             (own_index,) = tensor.nonzero().flatten().tolist()
             assert own_index == self.rank, f"rank {self.rank} gave the value of rank {own_index}"
@@ -300,6 +310,8 @@ class FakeRanks:
 BUILD_S, DATA_S, PASSES_S, UPDATE_S = 7.0, 0.5, 1.0, 0.25
 STATE_BYTES, PASSES_BYTES = 16 * GIB, 8 * GIB
 """Bytes of a trained model, and what a step needs beside them. PASSES_S are seconds of a micro-batch."""
+RETRY_STEP = 5
+"""The number of steps after which the allocator gives back what it holds in reserve."""
 FLOPS = 2 * 3 * 4 * 5 + 2 * 2 * 2 * 2
 """FLOPs of a step of one rank: a product in its passes, and one in its update."""
 
@@ -348,6 +360,8 @@ class FakeTrainer:
         """The optimizer."""
         torch.ones(2, 2) @ torch.ones(2, 2)
         self._queue("update", UPDATE_S, GIB)
+        if len(self.step_numbers) == RETRY_STEP:
+            self.gpu.retry()
         return loss
 
     def _queue(self, name: str, seconds: float, num_bytes: int) -> None:
