@@ -147,6 +147,7 @@ def words(layout: Layout) -> tuple[str, ...]:
     return tuple("" if value in _EQUAL_WORDS.get(axis, ()) else value for axis, value in values)
 
 
+@functools.lru_cache(2**17)
 def mechanisms(layout: Layout) -> tuple[str, ...]:
     """The parts of a step that layouts have or lack, on which an unproven profile may be wrong in different ways."""
     divided = (axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1)

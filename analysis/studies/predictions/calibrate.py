@@ -25,7 +25,7 @@ from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.profile import Profile, features
 from ultrabench.sweep.predict.profile_errors import ProfileErrors
-from ultrabench.sweep.predict.time_constants import TimeConstants
+from ultrabench.sweep.predict.time_constants import TimeConstants, with_changes
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
@@ -267,7 +267,7 @@ def moved_constants(profile: Profile, base: Profile, cases: Sequence[Case]) -> l
     for name, before in values_of(base.time).items():
         after = getattr(profile.time, name)
         if isinstance(before, float) and before > 0 and abs(after / before - 1) >= NOTABLE_CHANGE:
-            worth = median_error(replace(profile.time, **{name: before})) - fitted_error
+            worth = median_error(with_changes(profile.time, ((name, before),))) - fitted_error
             moved.append(MovedConstant(name, before, after, worth))
     return sorted(moved, key=lambda constant: -constant.worth)
 
@@ -276,7 +276,7 @@ def moved_lines(moved: Sequence[MovedConstant]) -> Iterator[str]:
     """A line for each constant that a fit changed, and what the change is worth."""
     for name, before, after, worth in moved:
         change_text = f"{name} moved from {before:.3g} to {after:.3g}"
-        yield f"{change_text}; with its old value, the median error is {100 * worth:+.1f} points"
+        yield f"{change_text}; its old value would change the median error by {100 * worth:+.1f} points"
 
 
 def knob_lines(profile: Profile, cases: Sequence[Case]) -> Iterator[str]:
