@@ -33,6 +33,7 @@ from ultrabench.record import value_from
 from ultrabench.result import Status
 from ultrabench.standing import NEAR_BEST
 from ultrabench.store.folder import write_whole
+from ultrabench.sweep.candidate import options_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
@@ -71,6 +72,8 @@ class ReplayedRun:
     """Seconds for the smallest batch of the cell; None where the run failed."""
     oom: bool
     """Whether it failed for lack of memory."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What the step time depends on beside the layout."""
 
     def with_batch(self, gbs: int) -> "ReplayedRun":
         """The run as if it had another batch and computed as many tokens per second."""
@@ -231,6 +234,7 @@ def _replayed_run(case: Case, profile: Profile) -> ReplayedRun:
         prediction=prediction,
         step_time_s=case.run.step_time_s if case.run.status == Status.OK else None,
         oom=case.run.status == Status.OOM,
+        options=options_of(spec),
     )
 
 

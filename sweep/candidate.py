@@ -27,6 +27,13 @@ class CellKey(NamedTuple):
     precision: str
 
 
+def options_of(spec: RunSpec) -> dict[str, str]:
+    """What the step time of a run depends on beside the numbers and words of its layout."""
+    is_over_nodes = spec.layout.ep > spec.gpus_per_node
+    options = {name: str(value) for name, value in spec.variant.items()}
+    return options | {"precision": spec.kernel.precision, "ep": "over nodes" if is_over_nodes else ""}
+
+
 PRUNED = "memory"
 """The rule of valid layouts that are not run, because they are predicted to run out of memory."""
 UNSELECTED = "max_runs"
@@ -74,6 +81,11 @@ class Candidate:
     def layout(self) -> Layout:
         """The layout to be measured."""
         return self.spec.layout
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What its step time depends on beside its layout, for the search."""
+        return options_of(self.spec)
 
     @property
     def nodes(self) -> int:

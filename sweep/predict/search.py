@@ -2,6 +2,9 @@
 
 A Gaussian process over layouts corrects log(measured / predicted) of the step time; it is conditioned on one
 measurement after the other. The chance that a layout does not fit moves with the runs that did and did not.
+
+A profile is unproven for a run if its interval is wide. Then each layout has an error of its own, the errors of the
+cell say how wide the interval really is, and each group of layouts with one mechanism that may win is tried once.
 """
 
 import functools
@@ -24,6 +27,15 @@ SHAPE_SD = 0.15
 """Standard deviation of the error that layouts share the more, the closer they are."""
 LENGTH_SCALE = 1.5
 """Distance between layouts at which they share exp(-1/2) of that error; a doubled degree is 1."""
+OWN_SD = 0.05
+"""Standard deviation of the error that a layout shares with no other one, where the profile is unproven."""
+PROVEN_SCALE = 0.5
+"""Width of an interval, relative to that of BIAS_SD and SHAPE_SD, up to which a profile is proven for a run: its 80 %
+interval is about 14 % to each side."""
+INTERVAL_RUNS = 3
+"""Number of runs as which an unproven interval counts, when the errors of the cell say how wide it should be."""
+FIRST_RUNS = 3
+"""Number of first step times of a cell from different mechanisms, where the profile is unproven."""
 NOISE_SD = 0.03
 """Standard deviation of log step time between measurements."""
 MAX_LOG_RATIO = 0.7
@@ -67,6 +79,10 @@ class Run(Protocol):
     @property
     def prediction(self) -> Prediction:
         """The predicted memory and time of the run."""
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """What its step time depends on beside the numbers and words of its layout."""
 
 
 _Run = TypeVar("_Run", bound=Run)
@@ -131,6 +147,14 @@ def words(layout: Layout) -> tuple[str, ...]:
     return tuple("" if value in _EQUAL_WORDS.get(axis, ()) else value for axis, value in values)
 
 
+@functools.lru_cache(2**17)
+def mechanisms(layout: Layout) -> tuple[str, ...]:
+    """The parts of a step that layouts have or lack, on which an unproven profile may be wrong in different ways."""
+    divided = (axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1)
+    gathers_params = "zero-3" if layout.zero_stage == 3 else ""
+    return *divided, f"recompute-{layout.recompute}", gathers_params
+
+
 class _Cell:
     """What is predicted of the runs of a cell, in arrays with one number for each run, in their order."""
 
@@ -139,12 +163,24 @@ class _Cell:
         self.run_ids = [run.run_id for run in runs]
         self.layouts = [run.layout for run in runs]
         self.index_by_id = {run_id: index for index, run_id in enumerate(self.run_ids)}
-        self.log_times = np.array([math.log(prediction.step_time_s) for prediction in predictions])
-        log_widths = [math.log(p.step_time_high_s / p.step_time_low_s) for p in predictions]
-        self.scales = np.maximum(_MIN_SCALE, np.array(log_widths) / _STANDARD_LOG_WIDTH)
+        log_ends = np.log([(p.step_time_low_s, p.step_time_high_s) for p in predictions])
+        self.scales = np.maximum(_MIN_SCALE, (log_ends[:, 1] - log_ends[:, 0]) / _STANDARD_LOG_WIDTH)
         """Factor of BIAS_SD, SHAPE_SD and MAX_LOG_RATIO for each run."""
+        self.log_times = log_ends.mean(axis=1)
+        """Logarithm of the middle of each interval, which the known errors of a profile may have moved."""
+        self.log_lows = log_ends[:, 0]
+        """Logarithm of the lower end of each interval in seconds."""
+        self.is_unproven = self.scales > PROVEN_SCALE
+        self.own_variances = np.where(self.is_unproven, OWN_SD**2, 0.0)
         self._coordinates = np.array([coordinates(layout) for layout in self.layouts])
-        self._axis_words = np.array([words(layout) for layout in self.layouts])
+        option_names = sorted({name for run in runs for name in run.options})
+        options = [tuple(run.options.get(name, "") for name in option_names) for run in runs]
+        layout_words = map(words, self.layouts)
+        self._axis_words = np.array([(*w, *of_run) for w, of_run in zip(layout_words, options, strict=True)])
+        groups = dict[tuple[str, ...], int]()
+        keys = [(*mechanisms(layout), *of_run) for layout, of_run in zip(self.layouts, options, strict=True)]
+        self.groups = np.array([groups.setdefault(key, len(groups)) for key in keys])
+        """Number of the group of each run; a group has the same mechanisms and options."""
         self._covariances_by_index, self._dominated_by_index = dict[int, Any](), dict[int, Any]()
         p_ooms = [min(max(prediction.p_oom, 1e-6), 1 - 1e-6) for prediction in predictions]
         distinct_p_ooms, self._score_indices = np.unique(p_ooms, return_inverse=True)
@@ -161,6 +197,7 @@ class _Cell:
             squared_distances += LENGTH_SCALE**2 * (self._axis_words != self._axis_words[index]).sum(axis=1)
             shape_covariances = SHAPE_SD**2 * np.exp(-squared_distances / (2 * LENGTH_SCALE**2))
             covariances = self.scales * self.scales[index] * (BIAS_SD**2 + shape_covariances)
+            covariances[index] += self.own_variances[index]
             self._covariances_by_index[index] = covariances
         return self._covariances_by_index[index]
 
@@ -202,10 +239,14 @@ class Beliefs:
 
     def __init__(self, cell: _Cell) -> None:
         self.index_by_id, self.p_ooms, self._cell = cell.index_by_id, cell.p_ooms(TriedRuns()), cell
-        prior_variances = cell.scales**2 * (BIAS_SD**2 + SHAPE_SD**2)
+        prior_variances = cell.scales**2 * (BIAS_SD**2 + SHAPE_SD**2) + cell.own_variances
         self._moments = [(np.zeros(len(cell.run_ids)), prior_variances)]
         """Means and variances before the first measurement, and after each one."""
         self._measurements = list[_Measurement]()
+        self._squared_surprises = list[float | None]()
+        """Surprise of each measurement in units of its variance; None where it is the expected one."""
+        self._tried_groups = set[int]()
+        """Groups of the runs that were tried or chosen."""
         self._scaled_covariances = list[Any]()
         """Covariance of all errors with each measurement, given those before it, in units of its standard deviation."""
 
@@ -224,23 +265,29 @@ class Beliefs:
         num_equal = sum(1 for _ in takewhile(bool, map(eq, self._measurements, measurements)))
         del (
             self._measurements[num_equal:],
+            self._squared_surprises[num_equal:],
             self._scaled_covariances[num_equal:],
             self._moments[num_equal + 1 :],
         )
         for index, log_error in measurements[num_equal:]:
             self.learn(index, log_error)
         self.p_ooms = cell.p_ooms(tried)
+        begun_ids = tried.begun_ids & cell.index_by_id.keys()
+        self._tried_groups = {int(cell.groups[cell.index_by_id[run_id]]) for run_id in begun_ids}
 
     def learn(self, index: int, log_error: float | None = None) -> None:
         """Conditions all errors on that of a measured run; without `log_error`, on the one that is expected."""
         means, variances = self._moments[-1]
         surprise = 0.0 if log_error is None else log_error - means[index]
-        sd = max(math.sqrt(variances[index] + NOISE_SD**2), abs(surprise) / MAX_SURPRISE_SDS)
+        usual_sd = math.sqrt(variances[index] + NOISE_SD**2)
+        sd = max(usual_sd, abs(surprise) / MAX_SURPRISE_SDS)
         explained = sum(scaled[index] * scaled for scaled in self._scaled_covariances)
         scaled_covariances = (self._cell.covariances(index) - explained) / sd
         new_means = means + scaled_covariances * surprise / sd
         new_variances = np.maximum(0.0, variances - scaled_covariances**2)
         self._measurements.append((index, log_error))
+        self._squared_surprises.append(None if log_error is None else (surprise / usual_sd) ** 2)
+        self._tried_groups.add(int(self._cell.groups[index]))
         self._scaled_covariances.append(scaled_covariances)
         self._moments.append((new_means, new_variances))
 
@@ -251,8 +298,10 @@ class Beliefs:
 
     @property
     def variances(self) -> Any:
-        """Variances of these errors."""
-        return self._moments[-1][1]
+        """Variances of these errors; those of an unproven profile are as large as the errors of the cell say."""
+        squares = [square for square in self._squared_surprises if square is not None]
+        factor = (INTERVAL_RUNS + sum(squares)) / (INTERVAL_RUNS + len(squares))
+        return self._moments[-1][1] * np.where(self._cell.is_unproven, factor, 1.0)
 
     @property
     def log_times(self) -> Any:
@@ -287,15 +336,30 @@ class Beliefs:
     def choose(self, is_open: Any, best_s: float, num_successes: int, max_p_oom: float) -> int | None:
         """The index of the run to make next; None when no run is worth it."""
         allowed = np.flatnonzero(is_open & (self.p_ooms <= max_p_oom))
-        if not allowed.size or (num_successes and self.p_better(best_s)[allowed].max() < MIN_CHANCE):
+        if not allowed.size:
             return None
         if num_successes:
+            untried = self._untried_mechanisms(allowed, best_s)
+            is_promising = self.p_better(best_s)[allowed].max() >= MIN_CHANCE
+            if not (is_promising or untried.size):
+                return None
+            if untried.size and (num_successes < FIRST_RUNS or not is_promising):
+                allowed = untried
             gains = self.expected_gains(best_s)[allowed]
             return int(max(allowed[gains == gains.max()], key=self._cell.run_ids.__getitem__))
         likely = allowed[self.p_ooms[allowed] <= LIKELY_OOM]
         costs = self.log_times[likely] if likely.size else self.p_ooms[allowed]
         cheapest = (likely if likely.size else allowed)[costs == costs.min()]
         return int(min(cheapest, key=self._cell.run_ids.__getitem__))
+
+    def _untried_mechanisms(self, allowed: Any, best_s: float) -> Any:
+        """The indices among `allowed` of runs that may win by their own intervals and are likely to fit, and whose
+        profile is unproven, if no run with their mechanisms and options was tried."""
+        cell = self._cell
+        is_untried = ~np.isin(cell.groups[allowed], [*self._tried_groups])
+        may_win = cell.log_lows[allowed] < math.log(best_s * (1 - MIN_GAIN))
+        is_likely = self.p_ooms[allowed] <= LIKELY_OOM
+        return allowed[is_untried & may_win & is_likely & cell.is_unproven[allowed]]
 
 
 _erf = np.frompyfunc(math.erf, 1, 1)

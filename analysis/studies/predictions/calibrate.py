@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.analysis.results.cases import Case, healthy_timed
 from ultrabench.analysis.results.measured import MeasuredRun
@@ -20,16 +20,19 @@ from ultrabench.analysis.studies.predictions.fit import (
 )
 from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_errors, memory_runs
 from ultrabench.errors import ConfigError, counted
-from ultrabench.record import to_dict
+from ultrabench.record import to_dict, values_of
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory
 from ultrabench.sweep.predict.profile import Profile, features
 from ultrabench.sweep.predict.profile_errors import ProfileErrors
+from ultrabench.sweep.predict.time_constants import TimeConstants, with_changes
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
 MAX_MEDIAN_ERROR = 0.5
 """Largest median error, on runs left out of the fit, of a profile that is worth writing."""
+NOTABLE_CHANGE = 0.1
+"""Change of a constant, as a share of its value before, from which a calibration reports it."""
 MAX_MEDIAN_FACTOR = 30.0
 """Largest median factor between measured and predicted step times; above it the unit of the rows must be wrong."""
 
@@ -243,6 +246,39 @@ def _yaml_text(value: object) -> str:
         mantissa, exponent_sign, exponent = number_text.partition("e")
         return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent_sign + exponent
     return json.dumps(value)
+
+
+class MovedConstant(NamedTuple):
+    """A constant of the step time that a fit changed."""
+
+    name: str
+    before: float
+    after: float
+    worth: float
+    """Increase of the median error of the fitted runs, as a fraction, if the constant had its old value."""
+
+
+def moved_constants(profile: Profile, base: Profile, cases: Sequence[Case]) -> list[MovedConstant]:
+    """The constants that a fit changed by NOTABLE_CHANGE or more, those that are worth most first."""
+    timed_cases, _ = healthy_timed(cases)
+
+    def median_error(time: TimeConstants) -> float:
+        return quality_of(log_errors(timed_cases, FittedTime(time, profile.flags)))["median_error"]
+
+    moved, fitted_error = list[MovedConstant](), median_error(profile.time)
+    for name, before in values_of(base.time).items():
+        after = getattr(profile.time, name)
+        if isinstance(before, float) and before > 0 and abs(after / before - 1) >= NOTABLE_CHANGE:
+            worth = median_error(with_changes(profile.time, ((name, before),))) - fitted_error
+            moved.append(MovedConstant(name, before, after, worth))
+    return sorted(moved, key=lambda constant: -constant.worth)
+
+
+def moved_lines(moved: Sequence[MovedConstant]) -> Iterator[str]:
+    """A line for each constant that a fit changed, and what the change is worth."""
+    for name, before, after, worth in moved:
+        change_text = f"{name} moved from {before:.3g} to {after:.3g}"
+        yield f"{change_text}; its old value would change the median error by {100 * worth:+.1f} points"
 
 
 def knob_lines(profile: Profile, cases: Sequence[Case]) -> Iterator[str]:

@@ -113,7 +113,12 @@ def calibrate(
         raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
     from ultrabench.analysis.results.cases import open_cases
     from ultrabench.analysis.studies.predictions.calibrate import calibrate as fit_profile
-    from ultrabench.analysis.studies.predictions.calibrate import knob_lines, to_yaml
+    from ultrabench.analysis.studies.predictions.calibrate import (
+        knob_lines,
+        moved_constants,
+        moved_lines,
+        to_yaml,
+    )
     from ultrabench.analysis.studies.predictions.error_tables import show_calibration
     from ultrabench.cli.tables import print_json, say, warn
 
@@ -121,11 +126,15 @@ def calibrate(
     calibration = fit_profile(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_result(output, to_yaml(calibration.profile, prior).encode())
+    moved = moved_constants(calibration.profile, prior, fitted_cases)
     if json_:
         fields = ("runs", "fitted", "before", "after", "memory")
         values = {name: getattr(calibration, name) for name in fields}
-        print_json({"profile": str(output), "prior": prior.name, **values})
+        print_json(
+            {"profile": str(output), "prior": prior.name, **values, "moved": [m._asdict() for m in moved]}
+        )
         return
     show_calibration(calibration, prior.name)
+    say(*moved_lines(moved))
     say(*knob_lines(calibration.profile, fitted_cases))
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")

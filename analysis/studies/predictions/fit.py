@@ -19,13 +19,22 @@ T = TypeVar("T")  # a dataclass of constants
 K = TypeVar("K")  # what names a constant
 
 FIXED_NAMES = frozenset({
-    "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
+    "gradient_bytes", "zero_crossings", "dp_bucket_bytes", "hbm_efficiency",
 })  # fmt: skip
 """Constants that no fit changes: they follow from the code of a framework, or only scale other constants."""
 EXPERT_NAMES = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
 """Constants that only runs of models with experts determine."""
 FP8_NAMES = frozenset({"fp8_efficiency", "fp8_cast_bytes", "fp8_launch_s"})
 """Constants that only runs in fp8 determine."""
+ORDER_NAMES = frozenset({
+    "gemm_m0", "gemm_n0", "gemm_k0", "layer_launch_s", "layer_launch_tp_s", "micro_batch_launch_s",
+    "slow_layer_launch_s", "slow_layer_launch_tp_s", "sparse_launch_s", "tp_calls", "tp_recompute_calls",
+    "tp_call_s", "pp_call_s", "dp_overlap", "zero_overlap", "dp_exposed", "ep_node_copies", "ep_overlap",
+})  # fmt: skip
+"""Constants that differ most between programs and decide which layout is faster: the sizes at which products are
+slow, launches, exposed collectives and their overlap, and dispatched tokens. Priors say little about them."""
+ORDER_RIDGE_FACTOR = 8.0
+"""How many times as far as other constants those of ORDER_NAMES may move."""
 FEW_RUNS = 15
 """Number of runs below which the fit stays closer to the prior constants, as RIDGE says."""
 RIDGE = {True: 0.15, False: 0.25}
@@ -50,8 +59,9 @@ def fit_time(cases: Sequence[Case], prior: FittedTime) -> FittedTime:
     """The constants that predict these runs best while staying as close to `prior` as the runs allow.
 
     It minimises sum(soft_l1(log(measured / predicted) / ERROR_SCALE)) + sum((log(constant / prior) / RIDGE)**2),
-    where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
-    that are 0 stay 0. Those that a value of a knob changes are fitted where some runs have this value, and some do not.
+    with ORDER_RIDGE_FACTOR times RIDGE for the constants of ORDER_NAMES, where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so
+    that a run with a broken measurement counts little. Constants that are 0 stay 0. Those that a value of a knob
+    changes are fitted where some runs have this value, and some do not.
     """
     names, ridge = fitted_names(cases, prior.time), RIDGE[len(cases) < FEW_RUNS]
     places = [place for place, _ in fitted_flags(cases, prior.flags)]
@@ -71,8 +81,9 @@ def fit_time(cases: Sequence[Case], prior: FittedTime) -> FittedTime:
     def errors_of(values: Mapping[tuple[str, str, str], float]) -> Sequence[float]:
         return log_errors(cases, constants_at(values))
 
+    ridges = {place: ridge * (ORDER_RIDGE_FACTOR if place[2] in ORDER_NAMES else 1) for place in prior_values}
     return constants_at(
-        fit_values(prior_values, errors_of, ERROR_SCALE, ridge, name_of=lambda place: place[2])
+        fit_values(prior_values, errors_of, ERROR_SCALE, ridges, name_of=lambda place: place[2])
     )
 
 
@@ -135,18 +146,20 @@ def fit_values(
     prior: Mapping[K, float],
     errors_of: Callable[[Mapping[K, float]], Sequence[float]],
     scale: float,
-    ridge: float,
+    ridge: float | Mapping[K, float],
     *,
     name_of: Callable[[K], str],
 ) -> dict[K, float]:
     """The values near `prior` whose logarithmic errors are smallest; `fit_constants` describes the arguments.
 
     Args:
+        ridge: standard deviation of log(constant / prior), of all keys or of each one.
         name_of: the name of the constant of a key, whose end says which values it may have.
     """
     from scipy.optimize import least_squares  # it takes a second to import
 
     prior_logs = np.log([*prior.values()])
+    ridges = np.array([ridge[key] if isinstance(ridge, Mapping) else ridge for key in prior])
 
     def values_at(logs: np.ndarray) -> dict[K, float]:
         values = {key: math.exp(log) for key, log in zip(prior, logs, strict=True)}
@@ -162,7 +175,7 @@ def fit_values(
     def residuals(logs: np.ndarray) -> np.ndarray:
         scaled_errors = np.array(errors_of(values_at(logs))) / scale
         soft_errors = np.sign(scaled_errors) * np.sqrt(2 * (np.sqrt(1 + scaled_errors**2) - 1))
-        return np.concatenate([soft_errors, (logs - prior_logs) / ridge])
+        return np.concatenate([soft_errors, (logs - prior_logs) / ridges])
 
     return values_at(least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3).x)
 

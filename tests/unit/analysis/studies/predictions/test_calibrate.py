@@ -18,7 +18,7 @@ from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.results.cases import cases, default_profile, exclusions, for_profile
 from ultrabench.analysis.results.measured import MeasuredRun
 from ultrabench.analysis.results.nanotron_version import nanotron_version
-from ultrabench.analysis.studies.predictions.calibrate import calibrate, to_yaml
+from ultrabench.analysis.studies.predictions.calibrate import calibrate, moved_constants, moved_lines, to_yaml
 from ultrabench.analysis.studies.predictions.figure import validation_figure
 from ultrabench.analysis.studies.predictions.fit import (
     FP8_NAMES,
@@ -255,6 +255,19 @@ def test_what_no_prediction_can_be_compared_with_is_counted():
     ((reason, number),) = left_out.items()
     assert (len(elsewhere), number) == (1, 1)
     assert reason.startswith("unknown hardware 'h101x8'; did you mean h100x8?")
+
+
+def test_a_calibration_says_which_constants_moved_and_what_each_is_worth():
+    """More exposed calls of tensor parallelism change the order of layouts, so that they may move far."""
+    truth = replace(BASE.time, tp_calls=3 * BASE.time.tp_calls)
+    runs = measured(truth, 24)
+    moved = moved_constants(fit(runs).profile, BASE, runs)
+    constant = moved[0]
+    assert constant.name == "tp_calls"
+    assert constant.after > 1.5 * constant.before == 1.5 * BASE.time.tp_calls
+    assert constant.worth > 0.01
+    assert next(moved_lines(moved)).startswith("tp_calls moved from 8 to ")
+    assert moved_constants(BASE, BASE, runs) == []
 
 
 def test_batches_within_two_percent_are_one_cell_ranked_by_tokens_per_second():
