@@ -118,9 +118,10 @@ def tried(server: Server, where: str) -> Found:
 
 
 def called(server: Server, where: str) -> Found:
-    """A unit test without arguments."""
-    module, _, name = where.partition(".")
-    answer = server.ask(getattr(import_module(f"tests.unit.kernel.{module}"), name))
+    """A unit test without arguments, of the kernel or of the package that is named before its module."""
+    module, _, name = where.rpartition(".")
+    path = module if "." in module else f"kernel.{module}"
+    answer = server.ask(getattr(import_module(f"tests.unit.{path}"), name))
     if answer is None:
         return Found(None, "passes")
     _, sign, text = answer.partition("AssertionError")

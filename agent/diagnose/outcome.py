@@ -108,7 +108,7 @@ def classify(
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
-        rank_step_times_s=extreme_medians_s([rank.measured_step_times_s(measure) for rank in progress.ranks]),
+        rank_step_times_s=extreme_medians_s([rank.measured_seconds(measure) for rank in progress.ranks]),
         loss_final=_compared_loss(reporter, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),

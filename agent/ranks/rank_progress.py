@@ -214,7 +214,11 @@ class RankProgress:
         if any("whole_gas" in step for step in steps[:1]):
             parts = self.part_times(measure)
             return parts.whole_step_times_s if parts else []
-        return [s["seconds"] for s in steps if "seconds" in s]
+        return self.measured_seconds(measure)
+
+    def measured_seconds(self, measure: Measure) -> list[float]:
+        """Seconds of the measured steps as they ran, also where they are parts of a step."""
+        return [s["seconds"] for s in self.measured_steps(measure) if "seconds" in s]
 
     def part_times(self, measure: Measure) -> PartTimes | None:
         """The measured parts of steps; None where whole steps are measured, and before the first turn."""

@@ -26,6 +26,7 @@ from ultrabench.analysis.results.cells import (
     made_with,
     mfu_problems,
     nodes_text,
+    parts_of_steps,
     repeats_failed,
     set_apart,
 )
@@ -181,6 +182,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "made_with": ". ".join(
             (
                 *(() if public else mfu_problems(table)),
+                *parts_of_steps(table),
                 *foreign_load(table),
                 *Environments(table).notes,
                 made_with(table),

@@ -41,7 +41,9 @@ function shownText(name, row, numberOf = value) {
       ? "slower"
       : isSuspect(row)
         ? "suspect"
-        : value("state", row);
+        : isOk(row) && isPartial(row)
+          ? "in parts"
+          : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const valueText = text(name, numberOf(name, row)),
     relativeInterval = numberOf("step_time_ci95_rel", row);

@@ -372,7 +372,16 @@ def caveats(table: pa.Table) -> list[str]:
         f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"
         for examples, description in examples_by_text
         if examples
-    ] + [*left_out(table), *mfu_problems(table), *foreign_load(table), *Environments(table).notes]
+    ] + [*parts_of_steps(table), *left_out(table), *mfu_problems(table), *foreign_load(table), *Environments(table).notes]
+
+
+def parts_of_steps(table: pa.Table) -> list[str]:
+    """A line that counts the rows that were measured by parts of steps."""
+    num_partial = len(table) - table["measured_gas"].null_count
+    if not num_partial:
+        return []
+    fact = f"{num_partial:,} of {counted(len(table), 'row')} measured by parts of steps (measured_gas)"
+    return [f"{fact}; the best ones are measured by whole steps"]
 
 
 def foreign_load(table: pa.Table) -> list[str]:
@@ -415,6 +424,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         text[:1].upper() + text[1:]
         for text in (
             f"Layouts: {layouts_text}",
+            *parts_of_steps(table),
             *left_out(table),
             *mfu_problems(table),
             *foreign_load(table),

@@ -94,7 +94,7 @@ class Measure:
             raise ConfigError(f"{fact}; needs 6 <= min_steps <= max_steps (an interval needs 6 samples)")
         if not isinstance(self.partial_steps, str) and not 0 < self.partial_steps[0] < self.partial_steps[1]:
             fact = f"measure.partial_steps={[*self.partial_steps]}; needs [g1, g2] with 0 < g1 < g2"
-            raise ConfigError(fact, "the steps of g1 and of g2 micro-batches show what a further one takes")
+            raise ConfigError(fact, "give two numbers of micro-batches, the smaller one first, such as [4,8]")
         if self.warmup_steps + self.min_steps < self.loss_step:
             steps_text = f"warmup_steps={self.warmup_steps} and min_steps={self.min_steps}"
             max_loss_step = self.warmup_steps + self.min_steps

@@ -581,11 +581,19 @@ def committed_gpu_hours(
         held_s: allocation -> seconds for which it had held its nodes when last seen, setup included.
     """
     gpus_per_node = plan.config.hardware.gpus_per_node
-    gpu_hours_by_run = {run.run_id: run.gpu_hours for run in plan.runs}
+    run_by_id, measure = {run.run_id: run for run in plan.runs}, plan.config.measure
+
+    def gpu_hours(key: AttemptKey) -> float:
+        run = run_by_id.get(key.run_id)
+        if run is None:
+            return 0.0
+        # Later repeats of a run that is measured by parts may be whole steps, which cost more.
+        return (run if key.repeat < plan.config.repeats else run.as_whole(measure)).gpu_hours
+
     start_s, total_gpu_hours = _allocation_start_s(plan, state, held_s), 0.0
     for name, allocation in state.allocations.items():
         seen_held_s = 0.0 if allocation.timed else held_s.get(name, 0.0)
-        run_gpu_hours = sum(gpu_hours_by_run.get(key.run_id, 0.0) for key in allocation.tasks)
+        run_gpu_hours = sum(map(gpu_hours, allocation.tasks))
         planned_gpu_hours = start_s * allocation.nodes * gpus_per_node / 3600 + run_gpu_hours
         held_gpu_hours = max(allocation.held_s, seen_held_s) * allocation.nodes * gpus_per_node / 3600
         total_gpu_hours += max(held_gpu_hours, planned_gpu_hours if name in open_names else 0.0)

@@ -20,6 +20,7 @@ from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_latent,
     planted_model,
     planted_options,
+    planted_parts,
     planted_products,
 )
 from tests.parity.fault import FAULTS, changed, planted

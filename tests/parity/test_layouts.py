@@ -303,6 +303,20 @@ def test_layout_equals_one_process(server, case):
     assert result.graphs == kinds * spec.run.compiles
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dp=2 zero_stage=1 gas=8 sizes=2-4-4-2",
+        "pp=2 gas=8 interleaved sizes=4-8-4",
+        "pp=2 gas=8 zbv sizes=6-3",
+    ],
+)
+def test_steps_of_several_sizes_in_turn_equal_one_process(server, case):
+    """A rank whose steps have more and fewer micro-batches trains as one process with the same batches."""
+    result = server.ask(run_check, spec_of(case))
+    assert (result.error, result.passed) == (None, True), result
+
+
 def test_losses_of_fp8_stay_within_what_a_sweep_allows(server):
     """The losses of 20 steps together are as near to one process in fp64 as a sweep allows for the last one alone."""
     result = server.ask(run_check, dataclasses.replace(spec_of("tp=2 pp=2 gas=2 mbs=2 fp8"), steps=20))

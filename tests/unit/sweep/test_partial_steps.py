@@ -1,6 +1,5 @@
 """Which runs are measured by parts of a step, and by which."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from tests.sweep_folder import ended
 from tests.unit.allocations import key_of, told, with_launcher
 from tests.unit.analysis.sweeps import make_sweep
 from ultrabench.agent.diagnose.outcome import without_unlike
+from ultrabench.cli.sweep.plan import partial_step_lines
 from ultrabench.layout import Layout
 from ultrabench.partial_step import Slice
 from ultrabench.result import Status, doubt_text
@@ -260,8 +260,20 @@ def test_what_parts_measure_is_blank_where_whole_steps_differ():
     assert without_unlike(result, SimpleNamespace(slice=None)) == result
 
 
-def test_the_interval_of_a_result_holds_the_error_of_the_line():
-    own = ended(step_times_s=(1.0, 1.01, 0.99, 1.0, 1.02, 0.98))
-    partial = replace(own, measured_gas="2,4", extrapolation_error_rel=0.3)
-    assert partial.step_time_ci95_rel == pytest.approx(math.hypot(own.step_time_ci95_rel, 0.3))
-    assert replace(partial, extrapolation_error_rel=None).step_time_ci95_rel is None
+def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
+    overrides = [arg for arg in IN_PARTS if "gbs" not in arg]
+    mixed = make_plan(load_config([*overrides, "sweep.gbs=[16,64]", "measure.partial_steps=auto"]))
+    num_small = sum(run.layout.gas < 12 for run in mixed.runs)
+    first, *reasons = partial_step_lines(mixed)
+    num_parts = len(mixed.runs) - num_small
+    assert first.startswith(
+        f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are measured by parts"
+    )
+    assert reasons == [f"{num_small} are measured by whole steps: gas=8 is less than 3 * 4 micro-batches"]
+    assert [*partial_step_lines(make_plan(load_config(IN_PARTS)))] == []
+    for setting, reason in (
+        ("trace=true", "trace=true"),
+        ("measure.checkpoint=true", "measure.checkpoint=true"),
+    ):
+        plan = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", setting]))
+        assert all(reason in run.whole_reason and run.slice is None for run in plan.runs)

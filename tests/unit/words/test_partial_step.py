@@ -1,11 +1,13 @@
 """The time of a whole step from steps of fewer micro-batches, and its interval."""
 
+import math
+from dataclasses import replace
 from random import Random
 from statistics import median
 
 import pytest
 
-from tests.configs import refused
+from ultrabench.errors import ConfigError
 from ultrabench.partial_step import (
     Slice,
     departure,
@@ -14,6 +16,8 @@ from ultrabench.partial_step import (
     whole_step_ci95_rel,
     whole_step_times_s,
 )
+from ultrabench.result import RunResult, Status
+from ultrabench.standing import Repeat, standings
 from ultrabench.step_time import ci95_rel
 
 GAS = 64
@@ -75,5 +79,29 @@ def test_the_interval_holds_the_whole_step_in_95_of_100_cases():
 
 @pytest.mark.parametrize(("g1", "g2"), [(0, 4), (4, 4), (8, 4)])
 def test_a_slice_has_two_sizes(g1, g2):
-    with refused("needs 0 < g1 < g2"):
+    with pytest.raises(ConfigError, match="needs 0 < g1 < g2"):
         Slice(g1=g1, g2=g2)
+
+
+def test_the_interval_of_a_result_holds_the_error_of_the_line():
+    own = RunResult(status=Status.OK, step_times_s=(1.0, 1.01, 0.99, 1.0, 1.02, 0.98))
+    partial = replace(own, measured_gas="2,4", extrapolation_error_rel=0.3)
+    assert partial.step_time_ci95_rel == pytest.approx(math.hypot(own.step_time_ci95_rel, 0.3))
+    assert replace(partial, extrapolation_error_rel=None).step_time_ci95_rel is None
+
+
+def test_no_part_is_the_best():
+    """Not even the fastest, nor as good as the best; whole steps of a run count in place of its parts."""
+
+    def place(*repeats):
+        rows = (Repeat(run, "cell", status=Status.OK, rate=rate, partial=part) for run, rate, part in repeats)
+        return [(s.run_id, s.rate, s.best, s.as_good) for s in standings(rows)["cell"]]
+
+    assert place(("a", 9.0, True), ("b", 8.0, True)) == [("a", 9.0, False, False), ("b", 8.0, False, False)]
+    parts = [("a", 9.0, True), ("b", 8.0, True), ("c", 7.0, True)]
+    assert place(*parts, ("b", 8.5, False)) == [
+        ("b", 8.5, True, False), ("a", 9.0, False, False), ("c", 7.0, False, False),
+    ]  # fmt: skip
+    assert place(*parts, ("b", 8.5, False), ("a", 8.5, False))[:2] == [
+        ("a", 8.5, True, False), ("b", 8.5, False, True),
+    ]  # fmt: skip

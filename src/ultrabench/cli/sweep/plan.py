@@ -214,7 +214,7 @@ def show_plan(
         notes += [time_line(price, config), *cost_lines(price, config)]
         notes += [*time_limit_lines(plan), price_text]
     notes += _auto_ep_lines(plan)
-    notes += _partial_step_lines(plan)
+    notes += partial_step_lines(plan)
     advice = [*savings_lines(all_savings, price), *_unsearched_lines(asked_plan)]
     best_ids = [row["run_id"] for row in best_rows]
     run_by_id = {run.run_id: run for run in plan.runs}
@@ -342,7 +342,7 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
             )
 
 
-def _partial_step_lines(plan: Plan) -> Iterator[str]:
+def partial_step_lines(plan: Plan) -> Iterator[str]:
     """Lines about the runs that are measured by parts of steps, and why others are measured whole."""
     setting = plan.config.measure.partial_steps
     if setting == "off":
