@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-import partial_replay
 import torch
 import torch.distributed as dist
 
@@ -32,6 +31,7 @@ from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.mesh import build_mesh, join_process_group
 from ultrabench.kernel.rank.clock import run_timed
 from ultrabench.kernel.rank.environment import use_device
+from ultrabench.kernel.requests import SINGLE_THREAD_ENV
 from ultrabench.kernel.step import TrainStep
 from ultrabench.partial_step import (
     Slice,
@@ -42,10 +42,12 @@ from ultrabench.partial_step import (
     whole_step_times_s,
 )
 from ultrabench.run import RunSpec
+from ultrabench.standing import NEAR_BEST
 from ultrabench.step_time import ci95_rel
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 
 CELLS = {"tiny": 64, "tiny-gqa": 128, "tiny-moe": 64}
 """Model -> global batch of its cell, in sequences; all cells have two ranks."""
@@ -228,12 +230,8 @@ def contenders(judged: Sequence[Row]) -> Iterator[Row]:
     for rows in rows_by_model.values():
         by_parts = sorted(rows, key=lambda row: row["whole_s"] * (1 + row["error"]))
         best_s = by_parts[0]["whole_s"] * (1 + by_parts[0]["error"])
-        near = [
-            row
-            for row in by_parts
-            if row["whole_s"] * (1 + row["error"]) <= partial_replay.NEAR_BEST * best_s
-        ]
-        yield from near[: partial_replay.MAX_CONTENDERS]
+        near = [row for row in by_parts if row["whole_s"] * (1 + row["error"]) <= NEAR_BEST * best_s]
+        yield from near[:MAX_CONTENDERS]
 
 
 def measure_all(path: Path, count: int, say: Callable[[str], None]) -> None:
@@ -309,6 +307,8 @@ def main() -> int:
         "--bloom", type=Path, help="with --paper: CSV file of published layouts with those of BLOOM"
     )
     args = cli.parse_args()
+    if not SINGLE_THREAD_ENV.items() <= os.environ.items():  # libraries have started threads at import
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SINGLE_THREAD_ENV)
     if not (args.report or args.paper):
         say = partial(print, file=sys.stderr, flush=True)
         measure_all(args.rows, QUICK_LAYOUTS if args.quick else LAYOUTS, say)
@@ -318,9 +318,11 @@ def main() -> int:
         return 2
     if not args.paper:
         return int(not show(rows))
+    from partial_replay import print_paper  # it imports pyarrow, whose threads forked ranks must not have
+
     clock = "cpu_s" if args.cpu_time else "s"
     errors = [judge(row, departures(rows, clock), clock)["error"] for row in rows]
-    partial_replay.print_paper(errors, args.playbook, args.bloom)
+    print_paper(errors, args.playbook, args.bloom)
     return 0
 
 
