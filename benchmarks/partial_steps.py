@@ -1,7 +1,7 @@
 """Steps of few micro-batches stand for whole steps: how exact that is on CPUs, and what it saves on paper.
 
 `python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128 micro-batches a step,
-about half an hour on two busy cores. Each layout is measured in one set of forked ranks: whole steps on both sides of
+about an hour on two busy cores. Each layout is measured in one set of forked ranks: whole steps on both sides of
 turns of parts (whole, g1, g2, g2, g1, whole, ...), so that a machine that slows down changes both. ROWS.jsonl gets a
 line for each layout; the same command continues after an interruption. `--quick` measures two layouts of each cell.
 
@@ -12,12 +12,13 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -196,6 +197,12 @@ def quantile_90(values: Sequence[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
+def share_of(verdicts: Iterable[bool]) -> float:
+    """The fraction of them that are true; not a number where there are none."""
+    values = list(verdicts)
+    return mean(values) if values else math.nan
+
+
 def summary(rows: Sequence[Row], clock: str = "s") -> Row:
     """The numbers that the bars are about, of rows by wall clock or CPU time."""
     departure_by_kind = departures(rows, clock)
@@ -203,7 +210,7 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
     errors = [abs(row["error"]) for row in judged]
     with_interval = [row for row in judged if row["interval"] is not None]
     whole_s, turn_s = (sum(row[name] for row in judged) for name in ("whole_s", "turn_s"))
-    # The fastest layout of each cell and all within its interval are measured by three times as many whole steps.
+    # Contenders are measured by whole steps, as often as three measurements have them.
     confirm_s = 3 * sum(row["whole_s"] for row in contenders(judged))
     return {
         "layouts": len(judged),
@@ -211,9 +218,9 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
         "p90_error": quantile_90(errors),
         "median_signed_error": median(row["error"] for row in judged),
         "median_error_of_medians": median(abs(row["error_of_medians"]) for row in judged),
-        "coverage": mean(abs(row["error"]) <= row["interval"] for row in with_interval),
-        "coverage_without_line_error": mean(abs(r["error"]) <= r["own_interval"] for r in with_interval),
-        "median_interval": median(row["interval"] for row in with_interval),
+        "coverage": share_of(abs(row["error"]) <= row["interval"] for row in with_interval),
+        "coverage_without_line_error": share_of(abs(r["error"]) <= r["own_interval"] for r in with_interval),
+        "median_interval": median([row["interval"] for row in with_interval] or [math.nan]),
         "intervals": len(with_interval),
         "whole_spread": median(row["whole_spread"] for row in judged),
         "step_share": turn_s / whole_s,
@@ -273,7 +280,9 @@ def show(rows: Sequence[Row]) -> bool:
         ("intervals that hold the whole step", "coverage", COVERAGE, by_wall["coverage"] >= COVERAGE),
         ("step hours of parts", "step_share", STEP_SHARE, by_wall["step_share"] <= STEP_SHARE),
     ]
-    print(f"{by_wall['layouts']} layouts, load {by_wall['load'][0]:.1f} to {by_wall['load'][1]:.1f}")
+    low_load, high_load = by_wall["load"]
+    counts_text = f"{by_wall['layouts']} layouts, {by_wall['intervals']} with an interval"
+    print(f"{counts_text}, load {low_load:.1f} to {high_load:.1f}")
     for name, key, bar, is_met in verdicts:
         verdict = "ok" if is_met else "MISSED"
         print(f"{name:38}{by_wall[key]:>8.1%}  by CPU time {by_cpu[key]:>7.1%}  bar {bar:>5.0%}  {verdict}")
