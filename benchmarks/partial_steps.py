@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import NormalDist, mean, median, quantiles
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ BLOCKS, BLOCK_TURNS = 1, 6
 6 turns are the fewest with an interval."""
 TIMEOUT_S = 300.0
 """Longest seconds of one layout; its ranks are then ended, and it is left out."""
+NORMAL_ERRORS = 100
+"""Number of errors of --error-sd, at equal steps of probability."""
 MEDIAN_ERROR, P90_ERROR, COVERAGE, STEP_SHARE = 0.02, 0.06, 0.90, 0.15
 """Bars: median and 90 % quantile of the error, the share of intervals that hold the whole step, and step hours
 before confirmation in those of whole steps."""
@@ -310,6 +312,12 @@ def main() -> int:
         "--cpu-time", action="store_true", help="with --paper: the errors by CPU time, not by wall clock"
     )
     cli.add_argument(
+        "--error-sd",
+        type=float,
+        metavar="SD",
+        help="with --paper: normal errors of this size, not those of the rows",
+    )
+    cli.add_argument(
         "--playbook", type=Path, help="with --paper: table of the playbook, from `ultrabench import`"
     )
     cli.add_argument(
@@ -331,6 +339,9 @@ def main() -> int:
 
     clock = "cpu_s" if args.cpu_time else "s"
     errors = [judge(row, departures(rows, clock), clock)["error"] for row in rows]
+    if args.error_sd is not None:
+        probabilities = ((n + 0.5) / NORMAL_ERRORS for n in range(NORMAL_ERRORS))
+        errors = [args.error_sd * NormalDist().inv_cdf(probability) for probability in probabilities]
     print_paper(errors, args.playbook, args.bloom)
     return 0
 
