@@ -324,6 +324,9 @@ def main() -> int:
         "--bloom", type=Path, help="with --paper: CSV file of published layouts with those of BLOOM"
     )
     args = cli.parse_args()
+    for path in filter(None, (args.playbook, args.bloom)):
+        if not path.is_file():
+            cli.error(f"{path} is not a file; give a table with the rows of others")
     if not SINGLE_THREAD_ENV.items() <= os.environ.items():  # libraries have started threads at import
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SINGLE_THREAD_ENV)
     if not (args.report or args.paper):
