@@ -22,7 +22,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import DERIVED_AXES, broken_rules, shards_of
 from ultrabench.sweep.plan import CellPlan, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
-from ultrabench.sweep.refusals import refusal
+from ultrabench.sweep.refusals import model_refusal, refusal
 from ultrabench.sweep.similar_layouts import SIMILAR_SPEED, Group, groups_of
 
 Branch = Candidate | Callable[[], Iterable["Entry"]]
@@ -133,7 +133,7 @@ class Search:
             return reason
         hardware, kernel = self.cell_plan.config.hardware, spec.kernel
         if not kernel.trains_itself:  # it may lack exactly these values
-            return None
+            return model_refusal(kernel, spec.shape)
         return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
 
     def _split_by_recomputation(self, spec: RunSpec, index: int, variant_index: int) -> Iterator[Entry]:

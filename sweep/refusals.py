@@ -101,6 +101,11 @@ def refusal(
     return next(chain(layout_refusals, *other_refusals), None)
 
 
+def model_refusal(kernel: KernelConfig, shape: ModelShape) -> str | None:
+    """Why `kernel` cannot run any layout of a model; None where it can run some."""
+    return untrained_reason(shape) if kernel.trains_itself else next(_untold_types(kernel, shape), None)
+
+
 def _sequence_refusals(kernel: KernelConfig, cp: int, seq_len: int) -> Iterator[str]:
     """The reason why cp ranks cannot share a sequence: they hold equally many tokens,
     with our own kernel as two chunks each.
@@ -400,7 +405,9 @@ def _untold_types(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
     """
     mixed_words, feature_names = _untold_words(kernel, shape)
     for name in mixed_words:
-        reason = f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
+        reason = (
+            f"kernel {kernel.name} has one {name} for all layers; the layers of {shape.name} differ in it"
+        )
         yield f"{reason}: use a command that trains this model"
     if feature_names and is_command_of_package(kernel.name, kernel.command):
         for name in feature_names:

@@ -73,7 +73,7 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
     doubt_sources = (find(state, factor) for find in finders)
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
     doubts: dict[object, list[Doubt]] = defaultdict(list)  # by allocation and by attempt
-    for subject, doubt in chain(*doubt_sources, suspect_losses, _part_doubts(state)):
+    for subject, doubt in chain(*doubt_sources, suspect_losses, _part_doubts(state, factor)):
         doubts[subject].append(doubt)
     ok_results = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
     measure = state.config.get("measure", {})
@@ -195,7 +195,7 @@ class _CellClaim(msgspec.Struct):
         return *texts, self.kernel.name, self.kernel.precision, self.nodes, self.gpus_per_node
 
 
-def _part_doubts(state: SweepState) -> Iterator[tuple[AttemptKey, Doubt]]:
+def _part_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey, Doubt]]:
     """Each attempt that was measured in parts, in a cell in which whole steps of a run contradict its parts."""
     if not any(attempt.ok and attempt.ok.is_partial for attempt in state.attempts.values()):
         return
@@ -205,7 +205,7 @@ def _part_doubts(state: SweepState) -> Iterator[tuple[AttemptKey, Doubt]]:
             attempts_by_cell[claim.key][key] = attempt
     controls_by_allocation = control_runs(state)
     for attempts in attempts_by_cell.values():
-        if reason := _contradiction(attempts, state, controls_by_allocation):
+        if reason := _contradiction(attempts, state, controls_by_allocation, factor):
             for key, attempt in attempts.items():
                 if attempt.ok and attempt.ok.is_partial:
                     yield key, Doubt(CONTRADICTED_PARTS, reason)
@@ -228,8 +228,13 @@ def _contradiction(
     attempts: Mapping[AttemptKey, AttemptState],
     state: SweepState,
     controls_by_allocation: Mapping[str, Sequence[ControlRun]],
+    factor: float,
 ) -> str | None:
-    """Which whole steps differ from their parts by more than both intervals, in a cell; None if none do."""
+    """Which whole steps differ from their parts by more than both intervals, in a cell; None if none do.
+
+    Times in seconds of cores that other programs use, too, may differ as much as those of control runs.
+    """
+    shared_tolerance = TIME_TOLERANCE * factor if factor > 1 else 0.0
 
     def timed(attempt: AttemptState, with_control: bool) -> _TimedAttempt | None:
         result = attempt.ok
@@ -259,7 +264,8 @@ def _contradiction(
             if not (pair[0] and pair[1]):
                 continue
             ratio, interval = pair[1].time / pair[0].time, math.hypot(pair[0].ci95_rel, pair[1].ci95_rel)
-            if abs(math.log(ratio)) > math.log1p(interval):
+            tolerance = 0.0 if pair[0].control else shared_tolerance
+            if abs(math.log(ratio)) > math.log1p(interval + tolerance):
                 fact = f"whole steps of {run_id} took {ratio:.2f} x the time by its parts, interval {interval:.1%}"
                 return f"{fact}: heat, the data loader, the garbage collector or the network differ in long steps"
     return None

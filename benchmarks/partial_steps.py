@@ -1,0 +1,353 @@
+"""Steps of few micro-batches stand for whole steps: how exact that is on CPUs, and what it saves on paper.
+
+`python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128 micro-batches a step,
+about an hour on two busy cores. Each layout is measured in one set of forked ranks: whole steps on both sides of
+turns of parts (whole, g1, g2, g2, g1, whole, ...), so that a machine that slows down changes both. ROWS.jsonl gets a
+line for each layout; the same command continues after an interruption. `--quick` measures two layouts of each cell.
+
+`--paper` takes the errors of these rows and computes GPU hours of searches; see partial_replay.py.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import NormalDist, mean, median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ultrabench.kernel.children import ChildError, run_forked
+from ultrabench.kernel.mesh import build_mesh, join_process_group
+from ultrabench.kernel.rank.clock import run_timed
+from ultrabench.kernel.rank.environment import use_device
+from ultrabench.kernel.requests import SINGLE_THREAD_ENV
+from ultrabench.kernel.step import TrainStep
+from ultrabench.partial_step import (
+    Slice,
+    departure,
+    extrapolation_error_rel,
+    step_s,
+    whole_step_ci95_rel,
+    whole_step_times_s,
+)
+from ultrabench.run import RunSpec
+from ultrabench.standing import NEAR_BEST
+from ultrabench.step_time import ci95_rel
+from ultrabench.sweep.candidate import Candidate
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.attempts import MAX_CONTENDERS
+
+CELLS = {"tiny": 64, "tiny-gqa": 128, "tiny-moe": 64}
+"""Model -> global batch of its cell, in sequences; all cells have two ranks."""
+GRID = (
+    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=32", "sweep.gas=[32,64,128]", "sweep.mbs=[1,2,4]",
+    "sweep.recompute=[none,full]", "sweep.pp_schedule=[1f1b,interleaved,zbv]", "measure.partial_steps=auto",
+)  # fmt: skip
+LAYOUTS, QUICK_LAYOUTS = 20, 2
+"""Layouts of each cell."""
+BLOCKS, BLOCK_TURNS = 1, 6
+"""Blocks of `whole, g1, g2, g2, g1, ..., whole`, of which neighbours share a whole step, and turns of parts in each;
+6 turns are the fewest with an interval."""
+TIMEOUT_S = 300.0
+"""Longest seconds of one layout; its ranks are then ended, and it is left out."""
+NORMAL_ERRORS = 100
+"""Number of errors of --error-sd, at equal steps of probability."""
+MEDIAN_ERROR, P90_ERROR, COVERAGE, STEP_SHARE = 0.02, 0.06, 0.90, 0.15
+"""Bars: median and 90 % quantile of the error, the share of intervals that hold the whole step, and step hours
+before confirmation in those of whole steps."""
+Row = dict[str, Any]
+
+
+def layouts_of(model: str, gbs: int, count: int) -> list[Candidate]:
+    """Layouts of a cell that `auto` measures by parts, in turn of each schedule and ZeRO stage."""
+    plan = make_plan(load_config([*GRID, f"model={model}", f"sweep.gbs={gbs}"]))
+    runs_by_kind = defaultdict[Any, list[Candidate]](list)
+    for run in sorted((run for run in plan.runs if run.slice), key=_draw):
+        runs_by_kind[run.spec.linearity_kind].append(run)
+    places = [(place, kind) for kind, runs in runs_by_kind.items() for place in range(len(runs))]
+    return [runs_by_kind[kind][place] for place, kind in sorted(places)[:count]]
+
+
+def _draw(run: Candidate) -> bytes:
+    return hashlib.sha256(run.run_id.encode()).digest()
+
+
+def measure_rank(
+    spec: RunSpec, slice_: Slice, store_path: str, rank: int
+) -> list[tuple[str, int, float, float]]:
+    """Runs in a rank: the steps in their order, each with its kind, size, seconds and CPU seconds."""
+    torch.set_num_threads(1)
+    device, num_ranks = use_device("cpu", rank), spec.layout.world_size
+    join_process_group(device, dist.FileStore(store_path, num_ranks), rank, num_ranks)
+    trainer = TrainStep(spec, device, build_mesh(spec.layout, "cpu"))
+    num_steps, steps = 0, list[tuple[str, int, float, float]]()
+
+    def step(kind: str, size: int) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        trainer.set_gas(size)
+        batch = trainer.batch(num_steps)
+        dist.barrier()
+        cpu_start_s = time.process_time()
+        seconds, _ = run_timed(device, lambda: float(trainer.update(trainer.accumulate(*batch))))
+        steps.append((kind, size, seconds, time.process_time() - cpu_start_s))
+
+    # A pipeline prepares something for each micro-batch of its first step.
+    for size in (*slice_.sizes, slice_.g1, *([spec.layout.gas] if spec.layout.pp > 1 else [])):
+        step("warmup", size)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    step("whole", spec.layout.gas)
+    for block in range(BLOCKS):
+        for turn in range(block * BLOCK_TURNS, (block + 1) * BLOCK_TURNS):
+            for size in slice_.order(turn):
+                step(f"turn {turn}", size)
+        step("whole", spec.layout.gas)
+    dist.destroy_process_group()
+    return steps
+
+
+def measure(run: Candidate, known_departure: float | None) -> Row:
+    """The row of a layout; it has a third size only if no layout of its kind has shown the departure before."""
+    slice_, spec = replace(run.slice, wider=None), run.spec  # type: ignore[type-var]
+    if known_departure is not None:
+        slice_ = replace(slice_, third=None, departure=known_departure)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ultrabench-parts-") as folder:
+        ranks = range(spec.layout.world_size)
+        functions = {str(r): partial(measure_rank, spec, slice_, f"{folder}/store", r) for r in ranks}
+        steps_by_rank = list(run_forked(functions, TIMEOUT_S).values())
+    # A step ends when its slowest rank does.
+    steps = [
+        {
+            "kind": same[0][0],
+            "gas": same[0][1],
+            "s": max(s[2] for s in same),
+            "cpu_s": sum(s[3] for s in same),
+        }
+        for same in zip(*steps_by_rank, strict=True)
+    ]
+    return {
+        "run_id": run.run_id, "model": spec.shape.name, "layout": spec.layout.label(), "gas": spec.layout.gas,
+        "kind": [*spec.linearity_kind], "g1": slice_.g1, "g2": slice_.g2, "third": slice_.third,
+        "load": os.getloadavg()[0], "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": time.monotonic() - start_s, "steps": steps,
+    }  # fmt: skip
+
+
+def turns_of(row: Row, clock: str) -> list[dict[int, float]]:
+    """The turns of a row, each number of micro-batches with its seconds by wall clock (`s`) or CPU time (`cpu_s`)."""
+    turn_by_name = defaultdict[str, dict[int, float]](dict)
+    for step in row["steps"]:
+        if step["kind"].startswith("turn"):
+            turn_by_name[step["kind"]][step["gas"]] = step[clock]
+    return list(turn_by_name.values())
+
+
+def slice_of(row: Row) -> Slice:
+    return Slice(g1=row["g1"], g2=row["g2"], third=row["third"])
+
+
+def departures(rows: Sequence[Row], clock: str = "s") -> dict[tuple[Any, ...], float]:
+    """Kind of layout -> the median departure that its layouts with a third size have measured."""
+    values = defaultdict[tuple[Any, ...], list[float]](list)
+    for row in rows:
+        value = departure(slice_of(row), turns_of(row, clock))
+        if value is not None:
+            values[tuple(row["kind"])].append(value)
+    return {kind: median(of_kind) for kind, of_kind in values.items()}
+
+
+def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], float], clock: str = "s") -> Row:
+    """The error of a layout's parts, their interval, and their seconds beside those of as many whole steps."""
+    slice_, turns, gas = slice_of(row), turns_of(row, clock), row["gas"]
+    line_departure = departure_by_kind.get(tuple(row["kind"]))
+    whole_s = [step[clock] for step in row["steps"] if step["kind"] == "whole"]
+    by_turn_s = whole_step_times_s(slice_, turns, gas)
+    # Each block is compared with the whole steps on its two sides.
+    blocks = [by_turn_s[first : first + BLOCK_TURNS] for first in range(0, len(by_turn_s), BLOCK_TURNS)]
+    ratios = [median(block) / mean(whole_s[n : n + 2]) for n, block in enumerate(blocks)]
+    g1, g2 = (median(turn[size] for turn in turns) for size in (slice_.g1, slice_.g2))
+    pair_s = g1 + g2
+    return {
+        "model": row["model"], "kind": row["kind"], "gas": gas, "layout": row["layout"], "load": row["load"],
+        "error": mean(ratios) - 1,
+        "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / median(whole_s) - 1,
+        "interval": whole_step_ci95_rel(slice_, turns, gas, line_departure),
+        "own_interval": ci95_rel(by_turn_s),
+        "line_error": extrapolation_error_rel(slice_, turns, gas, line_departure),
+        "whole_s": median(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1,
+        "turn_s": pair_s + (median(t[row["third"]] for t in turns) if row["third"] else 0.0),
+    }  # fmt: skip
+
+
+def quantile_90(values: Sequence[float]) -> float:
+    return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+def share_of(verdicts: Iterable[bool]) -> float:
+    """The fraction of them that are true; not a number where there are none."""
+    values = list(verdicts)
+    return mean(values) if values else math.nan
+
+
+def summary(rows: Sequence[Row], clock: str = "s") -> Row:
+    """The numbers that the bars are about, of rows by wall clock or CPU time."""
+    departure_by_kind = departures(rows, clock)
+    judged = [judge(row, departure_by_kind, clock) for row in rows]
+    errors = [abs(row["error"]) for row in judged]
+    with_interval = [row for row in judged if row["interval"] is not None]
+    whole_s, turn_s = (sum(row[name] for row in judged) for name in ("whole_s", "turn_s"))
+    # Contenders are measured by whole steps, as often as three measurements have them.
+    confirm_s = 3 * sum(row["whole_s"] for row in contenders(judged))
+    return {
+        "layouts": len(judged),
+        "median_error": median(errors),
+        "p90_error": quantile_90(errors),
+        "median_signed_error": median(row["error"] for row in judged),
+        "median_error_of_medians": median(abs(row["error_of_medians"]) for row in judged),
+        "coverage": share_of(abs(row["error"]) <= row["interval"] for row in with_interval),
+        "coverage_without_line_error": share_of(abs(r["error"]) <= r["own_interval"] for r in with_interval),
+        "median_interval": median([row["interval"] for row in with_interval] or [math.nan]),
+        "intervals": len(with_interval),
+        "whole_spread": median(row["whole_spread"] for row in judged),
+        "step_share": turn_s / whole_s,
+        "step_share_confirmed": (turn_s + confirm_s) / whole_s,
+        "load": [min(row["load"] for row in judged), max(row["load"] for row in judged)],
+    }
+
+
+def contenders(judged: Sequence[Row]) -> Iterator[Row]:
+    """The layouts of each cell that whole steps confirm."""
+    rows_by_model = defaultdict[str, list[Row]](list)
+    for row in judged:
+        rows_by_model[row["model"]].append(row)
+    for rows in rows_by_model.values():
+        by_parts = sorted(rows, key=lambda row: row["whole_s"] * (1 + row["error"]))
+        best_s = by_parts[0]["whole_s"] * (1 + by_parts[0]["error"])
+        near = [row for row in by_parts if row["whole_s"] * (1 + row["error"]) <= NEAR_BEST * best_s]
+        yield from near[:MAX_CONTENDERS]
+
+
+def measure_all(path: Path, count: int, say: Callable[[str], None]) -> None:
+    """Measures the layouts that the file has no row of; a layout that fails is said and left out."""
+    rows = read(path)
+    done_ids = {row["run_id"] for row in rows}
+    todo = [run for model, gbs in CELLS.items() for run in layouts_of(model, gbs, count)]
+    # Cells take turns, so that an interrupted benchmark has rows of all.
+    todo = [run for place in range(count) for run in todo[place::count]]
+    for number, run in enumerate(todo, 1):
+        if run.run_id in done_ids:
+            continue
+        known = departures(rows).get(run.spec.linearity_kind)
+        try:
+            row = measure(run, known)
+        except ChildError as error:
+            say(f"{run.spec.shape.name} {run.spec.label()}: {error}")
+            continue
+        rows.append(row)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        judged = judge(row, departures(rows))
+        values_text = f"error {judged['error']:+.1%}, interval {judged['interval'] or float('nan'):.1%}"
+        say(f"{number}/{len(todo)} {row['model']} {row['layout']}: {values_text}, {row['seconds']:.0f} s")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of the file; a line that an interruption has cut is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def show(rows: Sequence[Row]) -> bool:
+    """Prints the numbers beside the bars; returns whether all are met."""
+    by_wall, by_cpu = summary(rows), summary(rows, "cpu_s")
+    verdicts = [
+        ("median error of T(gas)", "median_error", MEDIAN_ERROR, by_wall["median_error"] <= MEDIAN_ERROR),
+        ("90 % quantile", "p90_error", P90_ERROR, by_wall["p90_error"] <= P90_ERROR),
+        ("intervals that hold the whole step", "coverage", COVERAGE, by_wall["coverage"] >= COVERAGE),
+        ("step hours of parts", "step_share", STEP_SHARE, by_wall["step_share"] <= STEP_SHARE),
+    ]
+    low_load, high_load = by_wall["load"]
+    counts_text = f"{by_wall['layouts']} layouts, {by_wall['intervals']} with an interval"
+    print(f"{counts_text}, load {low_load:.1f} to {high_load:.1f}")
+    for name, key, bar, is_met in verdicts:
+        verdict = "ok" if is_met else "MISSED"
+        print(f"{name:38}{by_wall[key]:>8.1%}  by CPU time {by_cpu[key]:>7.1%}  bar {bar:>5.0%}  {verdict}")
+    for name, key in (
+        ("the same with confirmation", "step_share_confirmed"),
+        ("median of signed errors", "median_signed_error"),
+        ("error from medians of all steps", "median_error_of_medians"),
+        ("half-width of the interval", "median_interval"),
+        ("coverage without the line's error", "coverage_without_line_error"),
+        ("slowest / fastest whole step of a layout - 1", "whole_spread"),
+    ):
+        print(f"{name:46}{by_wall[key]:>8.1%}  by CPU time {by_cpu[key]:>7.1%}")
+    return all(is_met for *_, is_met in verdicts)
+
+
+def main() -> int:
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument(
+        "rows", type=Path, help="file of the rows, a JSON line each; what it has is not measured again"
+    )
+    cli.add_argument("--quick", action="store_true", help=f"{QUICK_LAYOUTS} layouts of each cell")
+    cli.add_argument("--report", action="store_true", help="measure nothing")
+    cli.add_argument("--paper", action="store_true", help="GPU hours of searches with the errors of the rows")
+    cli.add_argument(
+        "--cpu-time", action="store_true", help="with --paper: the errors by CPU time, not by wall clock"
+    )
+    cli.add_argument(
+        "--error-sd",
+        type=float,
+        metavar="SD",
+        help="with --paper: normal errors of this size, not those of the rows",
+    )
+    cli.add_argument(
+        "--playbook", type=Path, help="with --paper: table of the playbook, from `ultrabench import`"
+    )
+    cli.add_argument(
+        "--bloom", type=Path, help="with --paper: CSV file of published layouts with those of BLOOM"
+    )
+    args = cli.parse_args()
+    for path in filter(None, (args.playbook, args.bloom)):
+        if not path.is_file():
+            cli.error(f"{path} is not a file; give a table with the rows of others")
+    if not SINGLE_THREAD_ENV.items() <= os.environ.items():  # libraries have started threads at import
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SINGLE_THREAD_ENV)
+    if not (args.report or args.paper):
+        say = partial(print, file=sys.stderr, flush=True)
+        measure_all(args.rows, QUICK_LAYOUTS if args.quick else LAYOUTS, say)
+    rows = read(args.rows)
+    if not rows:
+        print(f"{args.rows} has no rows; run without --report and --paper first", file=sys.stderr)
+        return 2
+    if not args.paper:
+        return int(not show(rows))
+    from partial_replay import print_paper  # it imports pyarrow, whose threads forked ranks must not have
+
+    clock = "cpu_s" if args.cpu_time else "s"
+    errors = [judge(row, departures(rows, clock), clock)["error"] for row in rows]
+    if args.error_sd is not None:
+        probabilities = ((n + 0.5) / NORMAL_ERRORS for n in range(NORMAL_ERRORS))
+        errors = [args.error_sd * NormalDist().inv_cdf(probability) for probability in probabilities]
+    print_paper(errors, args.playbook, args.bloom)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
