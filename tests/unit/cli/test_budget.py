@@ -15,7 +15,7 @@ GRID = ("hardware=h100x8", "model=llama3-8b", "sweep.nodes=[1,2]", "sweep.tp=[1,
 PLAN = ("sweep", "plan", *GRID)
 
 
-@pytest.mark.parametrize(("hours", "lists_layouts"), [("7", True), ("25", False)])
+@pytest.mark.parametrize(("hours", "lists_layouts"), [("5", True), ("25", False)])
 def test_the_sweep_that_fits_is_written_and_costs_what_was_said(ultrabench, hours, lists_layouts):
     budget = ("--max-gpu-hours", hours)
     code, out, _ = ultrabench(*PLAN, *budget)

@@ -159,6 +159,10 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     words = ("predict", "validate", str(H100 / "unseen.parquet"))
     document = as_json(ultrabench, *words, "--rows", "r.parquet", "-o", "f.svg")
     assert document["healthy"]["rows"] == document["all"]["rows"] == 9
+    by_factor = document["errors_by_factor"]
+    assert (by_factor["rows"], by_factor["by"]["gpu"]["H100-SXM"]["rows"]) == (9, 9)
+    assert by_factor["median_error"] == pytest.approx(document["all"]["step_time"]["median_error"])
+    assert 0 <= by_factor["settings_left_out"] <= 1
     columns = {"predicted_step_time_s", "predicted_low_s", "predicted_high_s", "p_oom", "regime"}
     assert columns <= set(pq.read_table("r.parquet").column_names)
     assert Path("f.svg").read_text().startswith("<?xml")
@@ -172,6 +176,7 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     assert [row["step_time_error"] for row in document["rows"]] == pytest.approx(errors)
     assert median(map(abs, errors)) == pytest.approx(document["all"]["step_time"]["median_error"])
     assert re.search(r"tokens/s/GPU of each run *\n.* step time error", out)
+    assert re.search(r"step time of healthy rows by factor.*\n.* setting left out.*\nall  *9 ", out)
 
 
 @pytest.mark.parametrize("profile", sorted(files("profiles")))

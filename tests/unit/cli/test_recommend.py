@@ -20,6 +20,7 @@ def test_a_row_holds_a_layout_and_the_command_that_plans_it_alone(ultrabench):
     rows = as_json(ultrabench, *WORDS, "nodes=[1,2]", "cluster=local", *costs)["rows"]
     cells = [(nodes, precision) for nodes in (1, 2) for precision in ("bf16", "fp8")]
     assert [(row["nodes"], row["precision"]) for row in rows] == cells
+    assert [bool(row["unproven"]) for row in rows] == [precision == "fp8" for _, precision in cells]
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(row["gpus"] * row["tokens_per_s_per_gpu"])
         assert row["days"] == pytest.approx(15e12 / row["tokens_per_s"] / 86400)
