@@ -203,6 +203,7 @@ class _Tensors(TorchFunctionMode):
 
     def _queue(self, name: str, args: Any, out: Tensor) -> None:
         if name in ("mm", "matmul"):
+            assert args[0] is not args[1], "a product of a matrix with itself"
             flops = 2 * out.numel() * args[0].shape[-1]
             self._gpu.launch_paced(name, out.nbytes, flops / FLOPS_PER_S[out.dtype])
         elif name in ("copy_", "clone", "zero_", "fill_"):
@@ -219,6 +220,8 @@ LINK_SHARE = {
 }  # fmt: skip
 """Collective -> bytes that cross a link, relative to (n - 1) / n of its larger tensor."""
 SLOW_ROUNDS_OF_LINKS = 2
+BARRIER_S = 0.05
+"""Seconds that this rank waits for the others."""
 
 
 class FakeRanks:
@@ -227,6 +230,7 @@ class FakeRanks:
     def __init__(self, gpu: FakeGpu, rank: int, world_size: int) -> None:
         self.gpu, self.rank, self.world_size = gpu, rank, world_size
         self.groups: list[list[int]] = []
+        self.backends: list[str | None] = []
 
     def ranks_of(self, group: Any) -> list[int]:
         """The ranks of a group that has been made and not destroyed."""
@@ -283,7 +287,12 @@ class FakeRanks:
         self._communicate("exchange", sent, group, share=1.0)
         return [SimpleNamespace(wait=lambda: None)] * 2
 
-    def _new_group(self, ranks: list[int] | None = None, **_: Any) -> list[int]:
+    def _barrier(self, group: Any = None) -> None:
+        self.gpu.calls.append("barrier")
+        self.gpu.host_s += BARRIER_S
+
+    def _new_group(self, ranks: list[int] | None = None, backend: str | None = None) -> list[int]:
+        self.backends.append(backend)
         self.groups.append([*range(self.world_size)] if ranks is None else ranks)
         return self.groups[-1]
 
@@ -296,7 +305,7 @@ class FakeRanks:
         functions = {
             "get_rank": lambda group=None: self.rank, "get_process_group_ranks": self.ranks_of,
             "get_world_size": lambda group=None: len(self.ranks_of(group)),
-            "barrier": lambda group=None: self.gpu.calls.append("barrier"), "broadcast": lambda tensor, src: None,
+            "barrier": self._barrier, "broadcast": lambda tensor, src: None,
             "all_reduce": self._all_reduce, "all_gather_into_tensor": self._all_gather,
             "reduce_scatter_tensor": self._reduce_scatter, "all_to_all_single": self._all_to_all,
             "batch_isend_irecv": self._exchange, "P2POp": lambda *operation: operation,

@@ -73,6 +73,7 @@ def test_grouped_products_are_those_of_each_expert():
     assert len(calls) == products
     read_weights = [storage(b) for _, b, _ in calls if b.dim() == 3]
     assert read_weights == grouped[2] * 2
+    assert all(not a.is_contiguous() for a, b, _ in calls if b.dim() == 2), "gradients are copied"
     for a, b, ends in calls:
         assert ends.tolist() == torch.tensor(EXPERT_COUNTS).cumsum(0).tolist()
         assert ends.dtype == torch.int32, "the operator of GPUs takes no other"
