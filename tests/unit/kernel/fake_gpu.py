@@ -36,7 +36,7 @@ SLOW_START = 10.0
 """Time of the first round of the same work, relative to the median."""
 FRAGMENTED_BYTES = 3 * GIB
 """What the allocator holds beside the largest number of bytes that were in use."""
-CAPACITY_BYTES = 128 * GIB
+NAME, CAPACITY_BYTES = "NVIDIA T1000", 128 * GIB
 MAX_KERNELS = 5000
 """More work is refused: where the clock stands still, a measurement of some seconds would not end."""
 MAX_DATA_BYTES = 2**16
@@ -164,6 +164,8 @@ class FakeGpu:
             "memory_allocated": value("allocated"), "memory_reserved": value("reserved"),
             "max_memory_allocated": value("peak"), "max_memory_reserved": value("reserved_peak"),
             "memory_stats": lambda device=None: {"num_alloc_retries": self._value("num_retries", device)},
+            "get_device_name": lambda device=None: NAME,
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=CAPACITY_BYTES, L2_cache_size=2**20),
             "mem_get_info": self._memory_info, "clock_rate": self._clock_rate,
         }  # fmt: skip
         snapshots = {
