@@ -320,8 +320,8 @@ class FakeRanks:
 BUILD_S, DATA_S, PASSES_S, UPDATE_S = 7.0, 0.5, 1.0, 0.25
 STATE_BYTES, PASSES_BYTES = 16 * GIB, 8 * GIB
 """Bytes of a trained model, and what a step needs beside them."""
-RETRY_STEP = 5
-"""The number of steps after which the allocator gives back what it holds in reserve."""
+RETRY_STEP = 8
+"""The number of steps after which, once, the allocator gives back what it holds in reserve."""
 FLOPS = 2 * 3 * 4 * 5 + 2 * 2 * 2 * 2
 """FLOPs of a step of one rank: a product in its passes, and one in its update."""
 
