@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -216,3 +217,31 @@ def test_a_counter_that_began_again_is_not_used():
     samples = [gpus.PowerSample(0.0, 900.0, 400.0), gpus.PowerSample(1.0, 3.0, 300.0)]
     assert gpus.mean_power_w(samples) == 350.0  # W, the mean of both powers
     assert gpus.mean_power_w([gpus.PowerSample(0.0, 900.0, None)]) is None
+
+
+def test_the_mean_power_is_the_energy_between_the_first_and_the_last_sample():
+    """Whatever the power is at the samples; a sample of which the driver does not know the energy is left out."""
+    energies = [(2.0, None), (3.0, 100.0), (5.0, 900.0), (13.0, 5100.0), (14.0, None)]
+    samples = [gpus.PowerSample(time_s, energy_j, 120.0) for time_s, energy_j in energies]
+    assert gpus.mean_power_w(samples) == 500.0
+    assert gpus.mean_power_w(samples[:2]) == 120.0
+    assert gpus.mean_power_w([]) is None
+
+
+def test_energy_and_power_are_read_in_joules_and_watts(monkeypatch):
+    """At the time of the sample, of the whole GPU, and only in measured steps."""
+    answers = {
+        "nvmlDeviceGetHandleByUUID": "board", "nvmlDeviceGetTotalEnergyConsumption": 7_000_250,
+        "nvmlDeviceGetPowerUsage": 650_500, "nvmlDeviceGetClockInfo": 1500,
+    }  # fmt: skip
+    seconds = iter(range(100, 200))
+    monkeypatch.setattr(gpus, "ask_nvml", lambda name, *_: answers.get(name))
+    monkeypatch.setattr(gpus, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(gpus, "SAMPLE_INTERVAL_S", 0.0)
+    gauge = gpus.GpuGauge([VisibleGpu("0", "GPU-a", A)])
+    gauge.sample()
+    gauge.sample(is_measuring=True)
+    (sample,) = gauge._power_samples["0"]
+    assert (sample.energy_j, sample.power_w) == (7000.25, 650.5)
+    assert gauge.clocks_hz == [1500e6] * 2
+    assert gauge.powers_w == (650.5,)

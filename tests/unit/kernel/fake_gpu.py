@@ -37,7 +37,7 @@ SLOW_START = 10.0
 """Time of the first round of the same work, relative to the median."""
 FRAGMENTED_BYTES = 3 * GIB
 """What the allocator holds beside the largest number of bytes that were in use."""
-CAPACITY_BYTES = 128 * GIB
+NAME, CAPACITY_BYTES = "NVIDIA T1000", 128 * GIB
 MAX_KERNELS = 5000
 """More work is refused: where the clock stands still, a measurement of some seconds would not end."""
 MAX_DATA_BYTES = 2**16
@@ -165,6 +165,8 @@ class FakeGpu:
             "memory_allocated": value("allocated"), "memory_reserved": value("reserved"),
             "max_memory_allocated": value("peak"), "max_memory_reserved": value("reserved_peak"),
             "memory_stats": lambda device=None: {"num_alloc_retries": self._value("num_retries", device)},
+            "get_device_name": lambda device=None: NAME,
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=CAPACITY_BYTES, L2_cache_size=2**20),
             "mem_get_info": self._memory_info, "clock_rate": self._clock_rate,
         }  # fmt: skip
         snapshots = {
@@ -204,6 +206,7 @@ class _Tensors(TorchFunctionMode):
 
     def _queue(self, name: str, args: Any, out: Tensor) -> None:
         if name in ("mm", "matmul"):
+            assert args[0] is not args[1], "a product of a matrix with itself"
             flops = 2 * out.numel() * args[0].shape[-1]
             self._gpu.launch_paced(name, out.nbytes, flops / FLOPS_PER_S[out.dtype])
         elif name in ("copy_", "clone", "zero_", "fill_"):
@@ -220,6 +223,8 @@ LINK_SHARE = {
 }  # fmt: skip
 """Collective -> bytes that cross a link, relative to (n - 1) / n of its larger tensor."""
 SLOW_ROUNDS_OF_LINKS = 2
+BARRIER_S = 0.05
+"""Seconds that this rank waits for the others."""
 
 
 class FakeRanks:
@@ -228,6 +233,7 @@ class FakeRanks:
     def __init__(self, gpu: FakeGpu, rank: int, world_size: int) -> None:
         self.gpu, self.rank, self.world_size = gpu, rank, world_size
         self.groups: list[list[int]] = []
+        self.backends: list[str | None] = []
 
     def ranks_of(self, group: Any) -> list[int]:
         """The ranks of a group that has been made and not destroyed."""
@@ -284,7 +290,12 @@ class FakeRanks:
         self._communicate("exchange", sent, group, share=1.0)
         return [SimpleNamespace(wait=lambda: None)] * 2
 
-    def _new_group(self, ranks: list[int] | None = None, **_: Any) -> list[int]:
+    def _barrier(self, group: Any = None) -> None:
+        self.gpu.calls.append("barrier")
+        self.gpu.host_s += BARRIER_S
+
+    def _new_group(self, ranks: list[int] | None = None, backend: str | None = None) -> list[int]:
+        self.backends.append(backend)
         self.groups.append([*range(self.world_size)] if ranks is None else ranks)
         return self.groups[-1]
 
@@ -297,7 +308,7 @@ class FakeRanks:
         functions = {
             "get_rank": lambda group=None: self.rank, "get_process_group_ranks": self.ranks_of,
             "get_world_size": lambda group=None: len(self.ranks_of(group)),
-            "barrier": lambda group=None: self.gpu.calls.append("barrier"), "broadcast": lambda tensor, src: None,
+            "barrier": self._barrier, "broadcast": lambda tensor, src: None,
             "all_reduce": self._all_reduce, "all_gather_into_tensor": self._all_gather,
             "reduce_scatter_tensor": self._reduce_scatter, "all_to_all_single": self._all_to_all,
             "batch_isend_irecv": self._exchange, "P2POp": lambda *operation: operation,
@@ -310,8 +321,8 @@ class FakeRanks:
 BUILD_S, DATA_S, PASSES_S, UPDATE_S = 7.0, 0.5, 1.0, 0.25
 STATE_BYTES, PASSES_BYTES = 16 * GIB, 8 * GIB
 """Bytes of a trained model, and what a step needs beside them. PASSES_S are seconds of a micro-batch."""
-RETRY_STEP = 5
-"""The number of steps after which the allocator gives back what it holds in reserve."""
+RETRY_STEP = 8
+"""The number of steps after which, once, the allocator gives back what it holds in reserve."""
 FLOPS = 2 * 3 * 4 * 5 + 2 * 2 * 2 * 2
 """FLOPs of a step of one rank: a product in its passes, and one in its update."""
 

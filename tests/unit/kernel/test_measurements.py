@@ -38,13 +38,13 @@ from ultrabench.kernel.rank.probe import COPY_BYTES, GEMM_ROWS, NUM_CLOCK_GEMMS,
 from ultrabench.layout import Layout
 
 SETTINGS = ProbeSettings(operations=OPERATIONS, sizes_bytes=(2**25, 2**28), calls=5, device_s=0.1)
-RANK, NUM_RANKS, GPUS_PER_NODE = 1, 4, 2
+RANK, NUM_RANKS, GPUS_PER_NODE = 2, 4, 2
 NEAR = {"rel": 2e-3}
 """Of the launch of one of five calls."""
 
 
 def probed():
-    """The GPU after a probe by the second of four ranks, two on each node; what it returned and its progress."""
+    """The GPU after a probe by the third of four ranks, two on each node; what it returned and its progress."""
     gpu, progress = FakeGpu(), []
     ranks = FakeRanks(gpu, RANK, NUM_RANKS)
     with gpu.installed(), ranks.installed():
@@ -65,7 +65,7 @@ def test_a_probe_measures_products_copies_and_clocks():
     assert rates["gemm_flops_per_s"] == by_rank(FLOPS_PER_S[torch.bfloat16])
     assert rates["memory_copy_bytes_per_s"] == by_rank(COPY_BYTES_PER_S)
     assert rates["gemm_sm_clock_hz"] == by_rank(BUSY_HZ)
-    assert f"randn 2x{rows}x{rows}" in gpu.calls
+    assert gpu.calls[:4] == [f"randn 2x{rows}x{rows}", "synchronize", "synchronize", "barrier"]
     groups = {"mm": SETTINGS.device_s, "copy_": SETTINGS.device_s / 3}
     for name, size, seconds in (
         ("mm", 2 * rows**2, 2 * rows**3 / FLOPS_PER_S[torch.bfloat16]),
@@ -97,7 +97,7 @@ def test_a_probe_measures_the_links():
     assert launches == [rounds * SETTINGS.calls] * len(launches)
     assert len(launches) == 2 * len(OPERATIONS) * len(SETTINGS.sizes_bytes)
     assert len(progress) == 2 + len(launches)
-    assert ranks.groups == [[2, 3]], "the group of this node is destroyed"
+    assert ranks.groups == [[0, 1]], "the group of this node is destroyed"
 
 
 SAVE_S, COPY_S, LOAD_S, STAGE_S, WRITE_S, DISTURBED_S, STEP_S = 2.0, 1.0, 4.0, 0.5, 6.0, 2.0, 1.6
@@ -108,7 +108,7 @@ class Storage:
     """Saves and loads the state of a rank in known seconds, which the host spends, and the GPU for copies."""
 
     def __init__(self, gpu):
-        self.gpu, self.saved, self.pending = gpu, {}, None
+        self.gpu, self.saved, self.pending, self.error = gpu, {}, None, None
 
     def save(self, tensors, storage_writer, process_group):
         """Writes files; the last copy is still under way when the host goes on."""
@@ -142,7 +142,7 @@ class Storage:
         step_end_s = self.gpu.host_s + DISTURBED_S
         if not self.pending.done() and self.end_s <= step_end_s:
             self.gpu.host_s = self.end_s
-            self.pending.set_result(None)
+            self.pending.set_exception(self.error) if self.error else self.pending.set_result(None)
         self.gpu.host_s = step_end_s
         return DISTURBED_S
 
@@ -158,7 +158,7 @@ def saved(change=lambda storage: None):
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as name, mock.patch.multiple(checkpoint, **fakes), gpu.installed(),
-        FakeRanks(gpu, 0, 2).installed(),
+        (ranks := FakeRanks(gpu, 0, 2)).installed(),
     ):  # fmt: skip
         trainer = SimpleNamespace(device=environment.use_device("cuda", INDEX))
         gpu.launch("what came before", 20.0)
@@ -167,6 +167,7 @@ def saved(change=lambda storage: None):
         gpu.launch("what came before", 20.0)
         asynchronous = measurement.save_during_training(storage.train, STEP_S)
         assert not [*Path(name).iterdir()], "files are left"
+    assert ranks.backends == ["gloo"], "the thread of a save in the background needs a group of CPUs"
     return synchronous | asynchronous, gpu.calls
 
 
@@ -207,6 +208,11 @@ def test_a_state_that_differs_by_a_bit_is_found():
     assert message == "the loaded state differs: ['moment']"
 
 
+def test_a_save_in_the_background_that_fails_is_told():
+    with pytest.raises(OSError, match="full"):
+        saved(lambda storage: setattr(storage, "error", OSError("full")))
+
+
 class Profiler:
     """Traces the kernels of a fake GPU in the steps that its schedule records, as torch's profiler does."""
 
@@ -242,7 +248,7 @@ def traced(rank):
     """The GPU, the trainer, the profiler's options and the summary of a trace of `rank` of two pipeline stages."""
     gpu = FakeGpu()
     trainer, profilers = FakeTrainer(gpu), []
-    weight = torch.zeros(6)
+    weight = torch.zeros(6, dtype=torch.float64)
     trainer.layout, trainer.shards = (
         Layout(dp=2, pp=2, gas=2, pp_schedule="1f1b"),
         {"weight": weight, "empty": torch.zeros(0)},
@@ -280,7 +286,7 @@ def test_a_trace_has_the_times_of_two_steps_and_the_bytes_of_another():
     assert {name: summary[name] for name in seconds} == pytest.approx(seconds, abs=1e-8)
     assert [(k["name"], k["calls"]) for k in summary["top"]] == [("passes", 1), ("batch", 1), ("update", 1)]
     assert [k["seconds"] for k in summary["top"]] == pytest.approx([PASSES_S, DATA_S, UPDATE_S])
-    held = {"parameter": 24, "gradient": 24, "optimizer": 24 + 48}
+    held = {"parameter": 48, "gradient": 48, "optimizer": 24 + 48}
     peak = STATE_BYTES + PASSES_BYTES
     assert summary["memory_bytes"] == held | {"activation": peak - sum(held.values()), "peak": peak}
     resets = ["empty_cache", "reset_peak", "reset_retries", "history all"]
@@ -293,6 +299,8 @@ def test_a_trace_has_the_times_of_two_steps_and_the_bytes_of_another():
 
 
 def test_a_rank_that_is_not_traced_trains_as_many_steps():
+    """Traced are the first ranks of the first and of the last pipeline stage."""
     gpu, trainer, options, summaries = traced(1)
     assert (options, summaries, trainer.step_numbers) == ([], [], [31, 32, 33, 34])
     assert gpu.calls == ["build", *STEP_CALLS * 4, "barrier"]
+    assert [len(traced(rank)[3]) for rank in (2, 3)] == [1, 0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.kernel.fake_gpu import CAPACITY_BYTES, FRAGMENTED_BYTES, GIB, INDEX, FakeGpu
+from tests.unit.kernel.fake_gpu import CAPACITY_BYTES, FRAGMENTED_BYTES, GIB, INDEX, NAME, NUM_GPUS, FakeGpu
 from ultrabench.kernel import mesh
 from ultrabench.kernel.compat import GROUP_TIMEOUT
 from ultrabench.kernel.rank import environment, memory, progress, stack_dump
@@ -87,6 +87,14 @@ def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank():
     with gpu.installed():
         told = stack_dump._device_memory_bytes()
     assert told == {"allocated_bytes": 20, "reserved_bytes": 20 + FRAGMENTED_BYTES}
+
+
+def test_the_facts_of_a_node_are_those_of_its_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
+    with FakeGpu().installed():
+        facts = environment.facts()
+    names = "gpus", "gpu_name", "gpu_mem_bytes", "nccl_version"
+    assert [facts[name] for name in names] == [NUM_GPUS, NAME, CAPACITY_BYTES, "2.30.1"]
 
 
 def test_what_explains_a_lack_of_memory_is_that_of_the_gpu_in_use():
