@@ -22,7 +22,7 @@ from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.store.folder import find_sweep
 
 _ARGUMENTS_HELP = (
-    "Results to draw (default: the newest sweep). AXIS is for effect only. "
+    "Results to draw (default: the newest sweep). AXIS is for figures that show any axis. "
     "NAME=VALUE selects rows, such as nodes=4, or sets a layout; memory of a plan draws its best layout by default."
 )
 Parquet = Annotated[Path | None, table_option("File to write.")]
