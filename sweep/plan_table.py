@@ -389,7 +389,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
         if row["model"] not in shape_by_name:
             raise SweepFolderError(f"the sizes of model={row['model']} are unknown; launch the sweep again")
         precision = row["precision"] or sweep.kernel.precision
-        peak, planned_slice = peak_of(row["nodes"], precision), _planned_slice(row["slice"])
+        peak, planned_slice = peak_of(row["nodes"], precision), _planned_slice(row.get("slice"))
         yield Candidate(
             run_id=row["run_id"],
             spec=RunSpec(

@@ -381,7 +381,7 @@ def parts_of_steps(table: pa.Table) -> list[str]:
     if not num_partial:
         return []
     fact = f"{num_partial:,} of {counted(len(table), 'row')} measured by parts of steps (measured_gas)"
-    return [f"{fact}; the best ones are measured by whole steps"]
+    return [f"{fact}; only whole steps decide which run is the best"]
 
 
 def foreign_load(table: pa.Table) -> list[str]:

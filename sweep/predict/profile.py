@@ -195,8 +195,13 @@ class Profile:
         return {
             feature: (value, _fitted_text(fitted_values))
             for feature, value, fitted_values in self._compared(spec, gpu)
-            if steps_beyond(feature, value, fitted_values)
+            if steps_beyond(feature, value, fitted_values) and not self._is_measured_knob(feature, value)
         }
+
+    def _is_measured_knob(self, feature: str, value: int | str) -> bool:
+        """Whether runs that gave the errors of the profile had this value of a knob."""
+        is_knob = feature.partition(".")[0] == FLAGS
+        return is_knob and self.errors is not None and self.errors.has_feature(feature, value)
 
     def _compared(self, spec: RunSpec, gpu: str) -> Iterator[tuple[str, int | str, tuple[Any, ...]]]:
         """Name and value of each feature of a run whose values in the fit are known, with these values."""

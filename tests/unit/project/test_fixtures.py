@@ -35,7 +35,14 @@ which run ids do not hold."""
 
 @pytest.mark.parametrize("case", RUN_IDS, ids=lambda case: " ".join(case["overrides"]))
 def test_run_ids_stay(case):
-    plan = make_plan(load_config([*case["overrides"], "launcher=slurm"]))
+    # The values that the sweep of these ids listed; it lists more today.
+    overridden = {override.partition("=")[0] for override in case["overrides"]}
+    listed = [
+        axis
+        for axis in ("sweep.pp=[1,2,4,8]", "sweep.mbs=[1,2,4]")
+        if axis.partition("=")[0] not in overridden
+    ]
+    plan = make_plan(load_config([*case["overrides"], *listed, "launcher=slurm"]))
     ids = sorted(candidate.run_id for candidate in plan.candidates)
     assert (len(ids), ids[0]) == (case["candidates"], case["first"])
     assert sha256("\n".join(ids).encode()).hexdigest()[:16] == case["all"]
