@@ -406,6 +406,6 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             mfu_problem=peak.mfu_problem if peak else None,
             flops_formula=formula,
             slice=planned_slice.slice if planned_slice else None,
-            whole_reason=row["whole_reason"],
+            whole_reason=row.get("whole_reason"),
             turn_share=planned_slice.turn_share if planned_slice else 1.0,
         )
