@@ -194,7 +194,9 @@ def _lists(
         runs = tuple(run for run in plan.runs if run.layout in layouts_by_cell.get(run.cell, ()))
         axes = axes or _listed_axes(runs)
         chosen_plan = replace(plan, config=_listing(plan.config, runs, axes), candidates=runs)
-        cells_text = _cells_text([*layouts_by_cell], plan.config)
+        cells_of_fitting = {run.cell for run in runs if run.fits}
+        known_cells = [cell for cell in layouts_by_cell if cell in cells_of_fitting] or [*layouts_by_cell]
+        cells_text = _cells_text(known_cells, plan.config)
         known = f"which of up to {num_layouts} layouts that are not similar is the fastest, {cells_text}"
         if num_layouts == 1:
             known = f"how fast the layout predicted fastest is, {cells_text}"
