@@ -334,19 +334,15 @@ class FakeTrainer:
         self.gpu, self.device, self.gradient_norm = gpu, gpu.device, 1.0
         self.compiler = SimpleNamespace(num_graphs=0)
         self.step_numbers: list[int] = []
-        self.gas = 1
-        """Micro-batches of the next steps."""
+        self.layout: Any = SimpleNamespace(gas=1)
+        self.num_timed = 1
+        """Micro-batches that the passes of the next steps take time for."""
         self.pace: Iterator[float] = repeat(1.0)
         """Time of the micro-batches of each step, relative to PASSES_S."""
 
-    @property
-    def layout(self) -> Any:
-        """The layout of the next step."""
-        return SimpleNamespace(gas=self.gas)
-
     def set_gas(self, gas: int) -> None:
         """The next steps have so many micro-batches."""
-        self.gas = gas
+        self.layout.gas = self.num_timed = gas
 
     def build(self, *_: Any, **__: Any) -> "FakeTrainer":
         """This trainer, when the work that makes its initial values is queued."""
@@ -363,7 +359,7 @@ class FakeTrainer:
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward."""
-        self._queue("passes", self.gas * PASSES_S * next(self.pace), PASSES_BYTES)
+        self._queue("passes", self.num_timed * PASSES_S * next(self.pace), PASSES_BYTES)
         inputs @ targets
         return torch.ones(())
 
