@@ -226,7 +226,7 @@ def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
 def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(monkeypatch, capsys):
     monkeypatch.setattr("ultrabench.cli.tables.PIPE_WIDTH", 50)
     _show_checks(
-        QUICK.config, [failure("cannot be written: /somewhere/far/away", "mend it").named("results folder")]
+        "doctor", [failure("cannot be written: /somewhere/far/away", "mend it").named("results folder")]
     )
     assert "remedy: mend it" in " ".join(capsys.readouterr().out.split())
 
