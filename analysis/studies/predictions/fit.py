@@ -34,9 +34,7 @@ ORDER_NAMES = frozenset({
 """Constants that differ most between programs and decide which layout is faster: the sizes at which products are
 slow, launches, exposed collectives and their overlap, and dispatched tokens. Priors say little about them."""
 ORDER_RIDGE_FACTOR = 8.0
-"""How many times as far as other constants those of ORDER_NAMES may move, given MIN_ORDER_RUNS runs."""
-MIN_ORDER_RUNS = 8
-"""Number of runs from which a fit may learn the order of layouts; fewer decide only the level of all times."""
+"""How many times as far as other constants those of ORDER_NAMES may move."""
 FEW_RUNS = 15
 """Number of runs below which the fit stays closer to the prior constants, as RIDGE says."""
 RIDGE = {True: 0.15, False: 0.25}
@@ -61,9 +59,9 @@ def fit_time(cases: Sequence[Case], prior: FittedTime) -> FittedTime:
     """The constants that predict these runs best while staying as close to `prior` as the runs allow.
 
     It minimises sum(soft_l1(log(measured / predicted) / ERROR_SCALE)) + sum((log(constant / prior) / RIDGE)**2),
-    with ORDER_RIDGE_FACTOR times RIDGE for the constants of ORDER_NAMES where there are MIN_ORDER_RUNS runs, and
-    soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants that are 0
-    stay 0. Those that a value of a knob changes are fitted where some runs have this value, and some do not.
+    with ORDER_RIDGE_FACTOR times RIDGE for the constants of ORDER_NAMES, where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so
+    that a run with a broken measurement counts little. Constants that are 0 stay 0. Those that a value of a knob
+    changes are fitted where some runs have this value, and some do not.
     """
     names, ridge = fitted_names(cases, prior.time), RIDGE[len(cases) < FEW_RUNS]
     places = [place for place, _ in fitted_flags(cases, prior.flags)]
@@ -83,8 +81,7 @@ def fit_time(cases: Sequence[Case], prior: FittedTime) -> FittedTime:
     def errors_of(values: Mapping[tuple[str, str, str], float]) -> Sequence[float]:
         return log_errors(cases, constants_at(values))
 
-    order_factor = ORDER_RIDGE_FACTOR if len(cases) >= MIN_ORDER_RUNS else 1.0
-    ridges = {place: ridge * (order_factor if place[2] in ORDER_NAMES else 1) for place in prior_values}
+    ridges = {place: ridge * (ORDER_RIDGE_FACTOR if place[2] in ORDER_NAMES else 1) for place in prior_values}
     return constants_at(
         fit_values(prior_values, errors_of, ERROR_SCALE, ridges, name_of=lambda place: place[2])
     )
