@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pyarrow as pa
@@ -368,11 +368,13 @@ def caveats(table: pa.Table) -> list[str]:
     suspects = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalids = [(row["run_id"], row["reason"]) for row in rows if row["status"] == Status.INVALID]
     examples_by_text = ((suspects, "suspect (wins only a cell without other results)"), (invalids, "invalid"))
-    return [
+    example_lines = [
         f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"
         for examples, description in examples_by_text
         if examples
-    ] + [*parts_of_steps(table), *left_out(table), *mfu_problems(table), *foreign_load(table), *Environments(table).notes]
+    ]
+    other_lines = (parts_of_steps(table), left_out(table), mfu_problems(table), foreign_load(table))
+    return [*example_lines, *chain(*other_lines), *Environments(table).notes]
 
 
 def parts_of_steps(table: pa.Table) -> list[str]:

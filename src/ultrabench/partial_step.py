@@ -1,4 +1,4 @@
-"""The time of a whole step from steps of fewer micro-batches: `Slice` says which, `whole_step_s` extrapolates.
+"""The time of a whole step from steps of fewer micro-batches: `Slice` says which, `step_s` extrapolates.
 
 All micro-batches of a step are alike, so that its time is a constant (bubble, reduction of gradients, optimizer) and
 a multiple of their number. A run measures steps of two sizes g1 < g2 in turns (g1, g2, g2, g1, ...), in which what

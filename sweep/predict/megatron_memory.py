@@ -34,7 +34,7 @@ class MegatronMemory:
     gradients: NonNegative = 4.0
     """Bytes of the sum of the gradients of each parameter."""
     gradients_fp16: NonNegative = 4.0
-    """The same with precision=fp16."""
+    """Bytes of the sum of the gradients of each parameter, with precision=fp16."""
     limit: MemoryLimit
 
     def __post_init__(self) -> None:

@@ -132,7 +132,7 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
 
 
 def _less_exact(change: Change) -> Iterator[Change]:
-    """The same runs measured in four ways, the most exact first: unchanged, measured once, fewer steps, both."""
+    """The runs of a change measured in four ways, the most exact first: unchanged, measured once, fewer steps, both."""
     for other in (change, *changed_in_turn(change, (measured_briefly,))):
         yield from (other, *changed_in_turn(other, (measured_once,)))
 

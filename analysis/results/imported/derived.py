@@ -29,7 +29,12 @@ from ultrabench.sweep.running.outliers import rate_doubts
 
 _PARAM_COLUMNS = ["num_params", "num_active_params"]
 _COUNT_COLUMNS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
-_PEAK_MEM_COLUMNS = ["peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes", "peak_mem_device_bytes"]
+_PEAK_MEM_COLUMNS = [
+    "peak_mem_allocated_bytes",
+    "peak_mem_reserved_bytes",
+    "peak_mem_reserved_rank0_bytes",
+    "peak_mem_device_bytes",
+]
 _MEASURED_COLUMNS = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_MEM_COLUMNS)
 MIN_PEAK_MEM_BYTES = 1e6
 """Number of bytes below which a peak of memory is probably in another unit."""

@@ -28,7 +28,7 @@ SETTING_CORRELATION = 0.5
 BIAS_SHRINKAGE = 3.0
 """Number of independent runs at which the mean of a value counts as much as the one that it is shrunk to."""
 SPREAD_SHRINKAGE = 4.0
-"""The same of the spread of a value."""
+"""Number of independent runs at which the spread of a value counts as much as the one that it is shrunk to."""
 MIN_SPREAD = 0.03
 """Standard deviation below which no program's errors are."""
 NUM_ITERATIONS = 12
@@ -277,11 +277,11 @@ class LeftOut(NamedTuple):
         return (self.needed_widening**2 - 1) * (self.half_width / SD_80) ** 2
 
     def widened(self, factor: float) -> "LeftOut":
-        """The same with another width."""
+        """This run with an interval whose width is multiplied by `factor`."""
         return self._replace(half_width=factor * self.half_width)
 
     def with_variance(self, variance: float) -> "LeftOut":
-        """The same with a larger variance."""
+        """This run with an interval of a normal distribution that has `variance` more."""
         return self._replace(half_width=math.hypot(self.half_width, SD_80 * math.sqrt(variance)))
 
 
