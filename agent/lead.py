@@ -21,6 +21,7 @@ from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.compiler_locks import locks_text
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.column import SECONDS
 from ultrabench.device_digest import dated_digests, differences
 from ultrabench.errors import ClusterError, DiskError
 from ultrabench.layout import dominates
@@ -336,8 +337,8 @@ class Leader:
         best_s = best_step_time_s(task, self._task_results, self._allocation.control)
         if best_s is None or min(step_times_s) <= measure.race * best_s:
             return None
-        reason = f"the fastest of {len(step_times_s)} steps took {min(step_times_s):.4g} s"
-        reason += f"; the best of its cell takes {best_s:.4g} s"
+        reason = f"the fastest of {len(step_times_s)} steps took {SECONDS.text(min(step_times_s))}"
+        reason += f"; the best of its cell takes {SECONDS.text(best_s)}"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
     def _index(self, task: Task) -> int:

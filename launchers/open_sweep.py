@@ -16,8 +16,8 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
+from ultrabench.column import BYTES
 from ultrabench.errors import ClusterError, ConfigError, SweepFolderError, counted
-from ultrabench.hardware import GIB
 from ultrabench.kernel_config import JUDGED_ANEW, LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_checkpoint_folder, require_local
@@ -245,13 +245,13 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     if sweep_json and sweep_json.hardware.name == config.hardware.name and not config.hardware.shares_host:
         hardware = replace(config.hardware, mem_bytes=sweep_json.hardware.mem_bytes)
         if hardware != config.hardware:
-            old_gib, new_gib = (f"{hw.mem_bytes / GIB:.5g}" for hw in (hardware, config.hardware))
+            old_text, new_text = (BYTES.exact_text(hw.mem_bytes) for hw in (hardware, config.hardware))
             problem = (
-                f"sweep {config.name} was launched with {old_gib} GiB per GPU, "
-                f"hardware={hardware.name} now has {new_gib}"
+                f"sweep {config.name} was launched with {old_text} per GPU, "
+                f"hardware={hardware.name} now has {new_text}"
             )
             warn(
-                f"{problem}; its predictions keep using {old_gib}: to use {new_gib}, start a new sweep with name=NAME"
+                f"{problem}; its predictions keep using {old_text}: to use {new_text}, start a new sweep with name=NAME"
             )
             resolved = config.resolved | {"hardware": to_dict(hardware)}
             config = replace(config, hardware=hardware, resolved=resolved)

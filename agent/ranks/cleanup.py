@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ultrabench.column import BYTES
 from ultrabench.rank_report import TRACE_PHASE, read_or_nothing
 from ultrabench.store.folder import write_whole
 
@@ -185,7 +186,7 @@ def space_shortage(log_folder: Path, min_bytes: int) -> str | None:
             disk = os.statvfs(folder)
             free_bytes, size_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
             if free_bytes < min(min_bytes, size_bytes // 2):
-                return f"{free_bytes / 2**20:.1f} MiB free in {folder}"
+                return f"{BYTES.text(free_bytes)} free in {folder}"
     return None
 
 

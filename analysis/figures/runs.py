@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from ultrabench.analysis.figures.style import drawn
 from ultrabench.analysis.results import cells
 from ultrabench.analysis.results.environments import DRIVERLESS, environment_numbers
 from ultrabench.analysis.results.left_out import none_left
@@ -14,7 +15,6 @@ from ultrabench.analysis.results.options import in_rows
 from ultrabench.analysis.results.ranking import PANEL_COLUMNS, Ranking
 from ultrabench.analysis.results.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB
 from ultrabench.kernel_config import kind_by_name
 from ultrabench.layout import AXES
 from ultrabench.result import Status
@@ -107,7 +107,9 @@ def candidate_runs(runs: pd.DataFrame) -> pd.DataFrame:
     has_only_rank0 = candidates["peak_mem_reserved_bytes"].isna().all()
     peak_bytes = candidates["peak_mem_reserved_rank0_bytes" if has_only_rank0 else "peak_mem_reserved_bytes"]
     memory_ranks = "of rank 0" if has_only_rank0 else "largest of all ranks"
-    return candidates.assign(memory_gib=peak_bytes / GIB, memory_ranks=memory_ranks)
+    return candidates.assign(
+        memory_gib=drawn("peak_mem_reserved_bytes", peak_bytes), memory_ranks=memory_ranks
+    )
 
 
 def runs_note(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) -> str:

@@ -189,11 +189,12 @@ function drawHours(selectedRows) {
           ]
         : [status, grouped(numAttempts)],
     );
-  const headings = ["status", "attempts", ...(hasHours ? ["GPU hours", "share of GPU hours"] : [])];
+  const heading = headingOf("gpu_hours");
+  const headings = ["status", "attempts", ...(hasHours ? [heading, `share of ${heading}`] : [])];
   const unknownText = numUnknown ? `; unknown for ${counted(numUnknown, "attempt")}` : "";
   const note = hasHours
-    ? `${totalHours.toPrecision(3)} GPU hours in total${unknownText}.`
-    : "These results have no GPU hours.";
+    ? `${text("gpu_hours", totalHours)} in total${unknownText}.`
+    : `These results have no ${heading}.`;
   document
     .getElementById("hours")
     .replaceChildren(

@@ -25,7 +25,7 @@ const ATTEMPT_COLUMNS = {
   cause: "cause",
   step_time_s: "step time",
   duration_s: "duration",
-  gpu_hours: "GPU hours",
+  gpu_hours: headingOf("gpu_hours"),
   hostnames: "hosts",
   job_id: "job",
   allocation: "allocation",

@@ -15,6 +15,7 @@ from typing import Any
 
 import ultrabench
 from ultrabench import checkout
+from ultrabench.column import BYTES
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.doctor.check import (
@@ -138,7 +139,8 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
         f"hardware.gpus_per_node={num_visible_gpus}"),
         (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_TOLERANCE, WARN,
          f"for predictions with the real memory, set hardware.mem_bytes={mem_bytes}",
-         f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
+         f"torch reports {BYTES.exact_text(mem_bytes)} a GPU, hardware={hardware.name} has "
+         f"{BYTES.exact_text(hardware.mem_bytes)}"),
     )  # fmt: skip
 
 
@@ -255,7 +257,7 @@ class CheckupFolder:
             remedy = "choose a folder that all nodes share with results_dir=FOLDER"
             return failure(f"cannot write {self.results_dir}: {error.strerror}", remedy)
         return first_problem(
-            f"{self.results_dir}: writable, {free_bytes / GIB:.1f} GiB free",
+            f"{self.results_dir}: writable, {BYTES.text(free_bytes)} free",
             (claim_successes != [True, False], FAIL,
              "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4",
              f"of two claims of one run {sum(claim_successes)} succeeded, so link(2) does not work"),

@@ -5,6 +5,7 @@ analysis/results/columns.py has the rows of all others. Schema, tables, figures,
 these.
 """
 
+import re
 from dataclasses import field, fields
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, get_args
@@ -172,12 +173,14 @@ CHANCE = Unit("fraction", Form.CHANCE, AxisUnit("%", 100.0))
 PEAK_FRACTION = Unit("fraction", Form.PERCENT, AxisUnit("% of peak", 100.0))
 LOST_STEPS = Unit("", axis=AxisUnit("steps lost"))
 BYTES = Unit("B", Form.MEMORY, AxisUnit("GiB", 2.0**-30))
+MEBIBYTES = AxisUnit("MiB", 2.0**-20)
 BYTES_PER_S = Unit("B/s", Form.PREFIXED, AxisUnit("GB/s", 1e-9))
 BYTES_PER_S_PER_NODE = Unit("B/s", Form.PREFIXED, AxisUnit("GB/s per node", 1e-9))
 FLOPS_PER_S = Unit("FLOP/s", Form.PREFIXED)
 HERTZ = Unit("Hz", Form.PREFIXED)
 WATTS = Unit("W", Form.PREFIXED)
 JOULES = Unit("J", Form.PREFIXED)
+GPU_HOURS = Unit("GPU hours")
 TOKENS_PER_S = Unit("tokens/s", Form.GROUPED, short="tok/s")
 
 
@@ -188,7 +191,7 @@ def capacity_text(num_bytes: float) -> str:
 
 def memory_axis(max_bytes: float) -> AxisUnit:
     """The unit of a table or figure of memory whose largest number is `max_bytes`: GiB, or MiB below one GiB."""
-    return BYTES.axis if max_bytes * BYTES.axis.factor >= 1 else AxisUnit("MiB", 2.0**-20)
+    return BYTES.axis if max_bytes * BYTES.axis.factor >= 1 else MEBIBYTES
 
 
 def fill_text(num_bytes: float, limit_bytes: float) -> str:
@@ -239,8 +242,13 @@ class Column(NamedTuple):
 
     @property
     def bare_heading(self) -> str:
-        """Its name with the unit, in tables whose cells have `Unit.bare_text`, such as `peak GiB`."""
-        return f"{self.short_heading} {self.unit.axis_symbol}".rstrip()
+        """Its name with the unit, in tables whose cells have `Unit.bare_text`, such as `peak GiB`.
+
+        A name that has the unit already stays, such as `tokens/s/GPU`.
+        """
+        name, symbol = self.short_heading, self.unit.axis_symbol
+        has_unit = re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", name)
+        return name if has_unit else f"{name} {symbol}".rstrip()
 
     def text(self, value: float) -> str:
         """A number of the column with its unit, or the text that stands for it."""

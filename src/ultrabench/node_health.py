@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from ultrabench.column import BYTES
 from ultrabench.errors import counted
 
 
@@ -56,6 +57,7 @@ BAD_HEALTHS = (Health.FAIL, Health.WARN)
 """Healths of a check that exceeds its limit."""
 MAX_PLACES = 8
 """Largest number of places of a finding; those with the worst numbers are kept."""
+_GIB_FREE = f"{BYTES.axis.symbol} free"
 MIN_FREE_GIB = 1.0
 """Free GiB below which a folder gets a warning."""
 CRC_ERRORS_PER_S = 100.0
@@ -105,13 +107,13 @@ CHECKS = {
     "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance",
         "cores"),
     "/dev/shm": HealthCheck(
-        f"at least {MIN_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
+        f"at least {MIN_FREE_GIB:g} {_GIB_FREE}", "remove old files, or give the container the node's /dev/shm "
         "(apptainer: without --contain, docker: --ipc=host, enroot: --mount /dev/shm:/dev/shm)",
-        "GiB free", bound=MIN_FREE_GIB, at_least=True),
+        _GIB_FREE, bound=MIN_FREE_GIB, at_least=True),
     "scratch": HealthCheck(
-        f"at least {MIN_FREE_GIB:g} GiB free in the temporary folder",
+        f"at least {MIN_FREE_GIB:g} {_GIB_FREE} in the temporary folder",
         "choose another folder for the logs of ranks: launcher.setup=['export TMPDIR=FOLDER']",
-        "GiB free", bound=MIN_FREE_GIB, at_least=True),
+        _GIB_FREE, bound=MIN_FREE_GIB, at_least=True),
     "NCCL variables": HealthCheck(
         "no variable turns off InfiniBand, peer access or shared memory",
         "unset the variable in launcher.setup= or in the container image"),

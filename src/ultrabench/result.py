@@ -264,6 +264,7 @@ class RunResult:
     loss_final: float | None = column(
         "Loss at step measure.loss_step, which all layouts of a cell reach; not the last loss.",
         better=Better.LOWER,
+        short="loss",
     )
     loss_step: int | None = None
     """The step at which `loss_final` was taken."""
@@ -333,7 +334,10 @@ class RunResult:
     started_at: float | None = None
     """Start of the attempt in seconds since 1970, UTC."""
     duration_s: float | None = column(
-        "Time from the start of the ranks until all have exited.", unit=SECONDS, better=Better.LOWER
+        "Time from the start of the ranks until all have exited.",
+        unit=SECONDS,
+        better=Better.LOWER,
+        short="duration",
     )
     sm_clock_hz: float | None = column(
         "Median SM clock during the measured steps.", unit=HERTZ, better=Better.HIGHER

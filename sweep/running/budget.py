@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ultrabench.column import GPU_HOURS
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import Layout
 from ultrabench.store.state import SweepState
@@ -88,10 +89,10 @@ def proposal(
             return replace(choice, unknown=(*choice.unknown, *losses), given_up=given_up)
         cheapest = choice if cheapest is None or choice.gpu_hours < cheapest.gpu_hours else cheapest
     assert cheapest is not None
-    run, (low, high) = cheapest.plan.runs[0], cheapest.price.interval
-    used_text = f"{used_gpu_hours:.3g} are used, and " if used_gpu_hours else ""
+    run, (low, high) = cheapest.plan.runs[0], map(GPU_HOURS.bare_text, cheapest.price.interval)
+    used_text = f"{GPU_HOURS.bare_text(used_gpu_hours)} are used, and " if used_gpu_hours else ""
     fact = f"{used_text}the cheapest useful sweep, {run.spec.label()} of {cell_label(run.cell)}, takes"
-    hours_text = f"{cheapest.price.gpu_hours:.3g} GPU hours ({low:.3g} to {high:.3g})"
+    hours_text = f"{GPU_HOURS.brief_text(cheapest.price.gpu_hours)} ({low} to {high})"
     remedy = f"give at least {_rounded_up(used_gpu_hours + cheapest.gpu_hours)}"
     raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}: {fact} {hours_text}", remedy)
 

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ultrabench.column import GPU_HOURS
 from ultrabench.run import AttemptKey
 from ultrabench.store.allocation import is_in_window, offset_text, utc_offset_s
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, is_same_site
@@ -120,8 +121,10 @@ def _submit_actions(
         if limits.max_gpu_hours is not None and gpu_hours_with_job > limits.max_gpu_hours:
             if chosen_jobs:
                 break
-            budget_text = f"to {gpu_hours_with_job:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
-            stop_reason = f"the next job would raise the GPU hours from {gpu_hours_so_far:.3g} {budget_text}"
+            hours = (gpu_hours_so_far, gpu_hours_with_job, limits.max_gpu_hours)
+            used_text, raised_text, budget_text = map(GPU_HOURS.bare_text, hours)
+            change_text = f"from {used_text} to {raised_text}, over the budget of {budget_text}"
+            stop_reason = f"the next job would raise the {GPU_HOURS.symbol} {change_text}"
             return Actions(over_budget=True, stop_reason=stop_reason)
         chosen_jobs.append(job)
         num_free_nodes -= job.nodes

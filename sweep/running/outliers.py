@@ -24,7 +24,7 @@ from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
 from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
 from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
-from ultrabench.result import SLOWER, Doubt, RunResult, Status
+from ultrabench.result import RESULT_COLUMNS, SLOWER, Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, with_lost
 from ultrabench.variant import program_options
@@ -121,8 +121,9 @@ def foreign_load_line(loads: Iterable[float | None]) -> str | None:
     shares = [share for share in loads if share is not None]
     if max(shares, default=0.0) <= DEVICE_KINDS["cuda"].max_foreign_load:
         return None
-    typical_text = f"{median(shares):.0%} of a node's cores (median of {counted(len(shares), 'run')}"
-    return f"other programs used {typical_text}, up to {max(shares):.0%})"
+    median_text, max_text = map(RESULT_COLUMNS["foreign_load"].text, (median(shares), max(shares)))
+    runs_text = counted(len(shares), "run")
+    return f"other programs used {median_text} of a node's cores (median of {runs_text}, up to {max_text})"
 
 
 class ControlRun(NamedTuple):
@@ -275,7 +276,8 @@ def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None
     """Reasons for doubt that the result itself gives."""
     if max_foreign_load is not None:
         if (load := result.foreign_load or 0.0) > max_foreign_load:
-            reason = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
+            load_text, limit_text = map(RESULT_COLUMNS["foreign_load"].text, (load, max_foreign_load))
+            reason = f"other programs used {load_text} of the cores of a node, limit {limit_text}"
             yield Doubt("foreign_load", reason)
         if result.foreign_gpu_processes:
             yield Doubt("foreign_gpu_processes", f"also on its GPUs: {result.foreign_gpu_processes}")

@@ -324,8 +324,10 @@ def _label_bars(axes: Panel, points: pd.DataFrame, bars: pd.DataFrame, y_max: fl
         return
     text_box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
     marks = points[points["shown"] != Status.OOM]
-    for x, bar_name, peak, p in bars[["value", "bytes", "p_oom"]].itertuples():
-        oom_text = f"\nP(OOM)\n{100 * p:.0f} %" if p >= 0.005 and bar_inches > 2 * _MIN_LABEL_INCHES else ""
+    oom_column = column_of("p_oom")
+    for x, bar_name, peak, oom_chance in bars[["value", "bytes", "p_oom"]].itertuples():
+        has_oom_text = oom_chance >= 0.005 and bar_inches > 2 * _MIN_LABEL_INCHES
+        oom_text = f"\n{oom_column.heading}\n{oom_column.text(oom_chance)}" if has_oom_text else ""
         is_close = (marks["value"] == bar_name) & ((marks["bytes"] - peak).abs() < 0.08 * y_max)
         text_height = min(marks["bytes"][is_close].max() + 0.03 * y_max, 0.84 * y_max)
         digits = 2 if peak < 10 else 1 if peak < 100 else 0

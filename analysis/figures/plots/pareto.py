@@ -18,7 +18,6 @@ from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.planned import is_predicted
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY, is_lower_better, require_rankable
 from ultrabench.errors import counted
-from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.sweep.config.load import load_hardware
 
@@ -56,7 +55,9 @@ def points(table: pa.Table, column: str) -> tuple[pd.DataFrame, str]:
     best_scores = scores.groupby(runs["panel"]).cummax()
     best_with_less_memory = best_scores.groupby(runs["panel"]).shift(fill_value=-math.inf)
     planned_hardware = runs["hardware"].unique() if is_predicted(table) else ()
-    limits_gib = {name: load_hardware(name).mem_bytes / GIB for name in planned_hardware}
+    limits_gib = {
+        name: drawn("peak_mem_reserved_bytes", load_hardware(name).mem_bytes) for name in planned_hardware
+    }
     limit_gib = runs["hardware"].map(limits_gib).astype(float)
     runs = runs.assign(is_on_front=scores > best_with_less_memory, limit_gib=limit_gib)
     return runs.sort_index(), no_memory_text + no_value_text + runs_note(table, all_runs)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note, runs_with_value
 from ultrabench.analysis.figures.style import LookByValue, Panel, axis_title, panel_grid, series_looks
+from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, DEGREES, TITLES
 
@@ -27,9 +28,8 @@ _Y_TITLES = {
 _EFFICIENCY_COLUMNS = ["efficiency", "efficiency_low", "efficiency_high"]
 """Columns of the efficiency of the best runs and of the ends of its interval, in percent."""
 _EFFICIENCY_NOTE = (
-    "Efficiency: tokens/s/GPU relative to the best layout on the fewest nodes (thin lines: "
-    "to the same layout on the fewest "
-    "nodes). Bars: 95 % interval from the steps and repeats of both runs, where recorded."
+    f"Efficiency: {column_of(RATE).heading} relative to the best layout on the fewest nodes (thin lines: to the same "
+    "layout on the fewest nodes). Bars: 95 % interval from the steps and repeats of both runs, where recorded."
 )
 _THIN_LINE_LOOK: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
 

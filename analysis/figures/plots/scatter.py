@@ -24,8 +24,8 @@ _MAX_X_OFFSET = 0.36
 """Largest horizontal distance of a run from the place of its number of nodes."""
 _CROSS_LOOK: dict[str, Any] = {"color": "#8a8a8a", "marker": "x"}
 _LEGEND = (
-    {"label": "area: tokens/s of all GPUs, relative to the largest in the panel", "marker": "o", "color": "#3b528b",
-        "linestyle": ""},
+    {"label": f"area: {column_of('tokens_per_s').heading} of all GPUs, relative to the largest in the panel",
+        "marker": "o", "color": "#3b528b", "linestyle": ""},
     {"label": "cannot win: suspect or stopped early", "linestyle": "", **_CROSS_LOOK},
 )  # fmt: skip
 

@@ -17,9 +17,8 @@ from ultrabench.analysis.results.measured import shape_of
 from ultrabench.analysis.results.rows import settings_of, sizes_of
 from ultrabench.analysis.results.schema import FLOAT, INT, MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
 from ultrabench.attention_type import FLOPS_FORMULAS
-from ultrabench.column import FLOPS_PER_S
+from ultrabench.column import FLOPS_PER_S, NUMBER, fill_text
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB
 from ultrabench.layout import ADDED_LATER, BATCH, DEGREES, NEUTRAL, details_of
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import Status
@@ -301,7 +300,7 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     sentences += f", {_RANKS_PRODUCT}=" + _texts(excess_ranks)
     yield "other_gpus", sentences + ", with unknown degrees as 1"
     source_mfu = frame["source_mfu"][frame["source_mfu"] > 1]
-    sentences = "impossible value: source_mfu=" + source_mfu.map("{:.4g}".format).astype(object)
+    sentences = "impossible value: source_mfu=" + source_mfu.map(NUMBER.text).astype(object)
     yield "impossible_value", sentences + " is above 1 (perhaps it is in per cent: give it unit: '%')"
     sentences_by_code: dict[str, dict[Any, str]] = {}
     for row, mfu in frame["mfu"][frame["mfu"] > 1].items():
@@ -311,8 +310,9 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
     for hardware_name in {*frame["hardware"].dropna()} & files("hardware").keys():
         mem_bytes = load_hardware(hardware_name).mem_bytes
         used_bytes = frame.loc[frame["hardware"] == hardware_name, _PEAK_MEM_COLUMNS].max(axis=1)
-        sentences = "more memory than a GPU has: " + _texts(used_bytes[used_bytes > mem_bytes] / GIB)
-        yield "impossible_memory", sentences + f" of {mem_bytes / GIB:.0f} GiB"
+        excess_bytes = used_bytes[used_bytes > mem_bytes]
+        fill_texts = excess_bytes.map(lambda num_bytes: fill_text(num_bytes, mem_bytes)).astype(object)
+        yield "impossible_memory", "more memory than a GPU has: " + fill_texts
 
 
 def _evaluated(frame: pd.DataFrame, expression: str) -> Any:

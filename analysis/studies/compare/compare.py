@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ultrabench.analysis.results.cells import MAY_DIFFER, model_text, without_common_value
 from ultrabench.analysis.results.environments import CHOSEN, OBSERVED, differing
+from ultrabench.analysis.results.numbers import percent
 from ultrabench.analysis.results.options import in_rows, variant_in
 from ultrabench.analysis.results.planned import is_predicted
 from ultrabench.analysis.results.ranking import Ranking
@@ -245,7 +246,7 @@ def _part_sentences(layouts: pd.DataFrame) -> Iterator[str]:
     errors = layouts["extrapolation_error_rel"]
     if num_parts := int((errors > 0).sum()):
         fact = f"{counted(num_parts, 'layout')} measured by parts of steps: whole steps follow from them"
-        yield f"{fact}, and only differences beyond that error (up to {errors.max():.1%}) are findings."
+        yield f"{fact}, and only differences beyond that error (up to {percent(errors.max())}) are findings."
 
 
 def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:

@@ -1,5 +1,6 @@
 """Tables and consoles of Rich: tables go to stdout, progress and warnings to stderr."""
 
+import functools
 import json
 import re
 import sys
@@ -21,16 +22,18 @@ from ultrabench.result import Status, tier
 PIPE_WIDTH = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
-    "", "run id", "run", "on", "policy", "GPUs", "host", "microbatches", "part", "at", "loss", "seconds",
+    "", "run id", "run", "on", "policy", "GPUs", "host", "microbatches", "part", "at", "loss_final", "seconds",
     "for example", "x predicted", "candidates", "valid", "first seen", "last seen", "attempt", "share", "cost",
     "limited by",
-    "tokens/s", "predicted", "memory", "peak GiB", "days", "MFU", "similar", "tokens/s/GPU", "precision",
-    "likely to fit", "P(OOM)",
+    "tokens_per_s", "predicted_step_time_s", "peak_mem_reserved_bytes", "predicted_peak_mem_bytes", "days", "mfu",
+    "similar", "tokens_per_s_per_gpu", "precision",
+    "likely to fit", "p_oom",
     "why", "note",
-    "step", "step s", "GPU hours",
+    "step_time_s", "gpu_hours",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first: ids and constants, then
-shares and cost, last what says how sure a number is. An interval stands in the cell of its value."""
+shares and cost, last what says how sure a number is. An interval stands in the cell of its value. The name of a column
+of results stands for its headings."""
 SETTINGS = frozenset({"model", "nodes", "hardware", "kernel", "precision", "seq_len", "gbs"})
 """Columns that are left out before all others if several rows have the same value, which the command set."""
 BAR_CHAR = "\u2588"
@@ -106,6 +109,19 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
 
 
+@functools.cache
+def _position_by_heading() -> dict[str, int]:
+    """Heading of a column in a table -> its position in LEFT_OUT_FIRST."""
+    from ultrabench.analysis.results.columns import column_of  # most tables fit, and need no columns
+
+    columns = [column_of(name) for name in LEFT_OUT_FIRST]
+    return {
+        heading: position
+        for position, column in reversed([*enumerate(columns)])
+        for heading in (column.heading, column.short_heading, column.bare_heading)
+    }
+
+
 class FittedTable(Table):
     """A table that fits the width of its terminal.
 
@@ -144,17 +160,21 @@ class FittedTable(Table):
                 word_width = max(map(cell_len, " ".join(cell_texts).split()), default=0)
                 widths[index] = min(full_widths[index], max(MIN_TEXT_WIDTH, min(word_width, MAX_WORD_WIDTH)))
 
+        def row_width() -> int:
+            return sum(widths.values()) + 2 * (len(widths) - 1)
+
         def importance_key(index: int) -> tuple[bool, bool, bool, int, int]:
             header, values = str(self.columns[index].header), [*map(str, self.columns[index].cells)]
             is_constant = header in SETTINGS and len(values) > 1 and len({*values}) == 1
             is_kept = (index == 0 and not is_constant) or header == self.always_shown
-            position = LEFT_OUT_FIRST.index(header) if header in LEFT_OUT_FIRST else len(LEFT_OUT_FIRST)
+            position = _position_by_heading().get(header, len(LEFT_OUT_FIRST))
             return is_kept, any(values), not is_constant, position, -index
 
-        for index in sorted(full_widths, key=importance_key)[:-1]:
-            if sum(widths.values()) + 2 * (len(widths) - 1) > max_width:
+        by_importance = sorted(full_widths, key=importance_key)[:-1] if row_width() > max_width else []
+        for index in by_importance:
+            if row_width() > max_width:
                 del widths[index]
-        spare_width = max_width - sum(widths.values()) - 2 * (len(widths) - 1)
+        spare_width = max_width - row_width()
         while spare_width > 0 and (narrow := [i for i in widths if widths[i] < full_widths[i]][:spare_width]):
             widths |= {i: widths[i] + 1 for i in narrow}
             spare_width -= len(narrow)

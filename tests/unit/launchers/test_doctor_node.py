@@ -80,7 +80,7 @@ def clock(off_s):
         ("GPUs", TWO, {}, "warn", "hardware.gpus_per_node=8"),
         ("GPUs", H100, torch(gpu_mem_bytes=int(79.2 * 2**30)), "pass", "they are NVIDIA H100"),
         ("GPUs", H100, torch(gpu_mem_bytes=64 * 2**30), "warn",
-         "torch reports 64 GiB a GPU, hardware=h100x8 has 79.109; for predictions with the real memory, set "
+         "torch reports 64 GiB a GPU, hardware=h100x8 has 79.1094 GiB; for predictions with the real memory, set "
          "hardware.mem_bytes=68719476736"),
         ("room", H100, {}, "pass", "112 cores"),
         ("room", H100, {"cores": 1}, "warn", "launcher.cpus="),

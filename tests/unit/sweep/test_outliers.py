@@ -222,12 +222,12 @@ def test_other_programs_may_use_more_of_cpu_cores_than_of_the_cores_beside_gpus(
     launched = Launched(generation=1, config=config.resolved)
     attempts = [attempt("more", foreign_load=limit + 0.01), attempt("less", foreign_load=limit - 0.01)]
     state = replace(state_of(attempts), launched=launched)
-    text = f"other programs used {limit + 0.01:.0%} of the cores of a node, limit {limit:.0%}"
+    text = f"other programs used {100 * limit + 1:.1f} % of the cores of a node, limit {100 * limit:.1f} %"
     assert doubts(state, device) == {"more": text}
 
 
 def test_the_load_of_other_programs_is_told_from_a_tenth_of_the_cores_on():
-    line = "other programs used 20% of a node's cores (median of 3 runs, up to 45%)"
+    line = "other programs used 20.0 % of a node's cores (median of 3 runs, up to 45.0 %)"
     assert foreign_load_line([0.2, None, 0.45, 0.0]) == line
     assert foreign_load_line([0.1, None]) is foreign_load_line([]) is None
 

@@ -93,8 +93,8 @@ def test_a_sweep_keeps_the_memory_of_gpus_that_it_began_with_and_says_so(tmp_pat
     require_same(sweep_json_of(older, {}), resumed, tmp_path)
     assert config_from_tree(resumed.resolved).hardware == resumed.hardware == older.hardware
     assert warned == [
-        "sweep began was launched with 80 GiB per GPU, hardware=h100x8 now has 79.109; its predictions keep using 80: "
-        "to use 79.109, start a new sweep with name=NAME"
+        "sweep began was launched with 80 GiB per GPU, hardware=h100x8 now has 79.1094 GiB; its predictions keep "
+        "using 80 GiB: to use 79.1094 GiB, start a new sweep with name=NAME"
     ]
     other = replace(config, hardware=replace(config.hardware, name="other"))
     assert in_force(other, warned.append).hardware.mem_bytes == config.hardware.mem_bytes

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from ultrabench.cli.tables import print_json, say, show, table
-from ultrabench.column import BYTES, memory_axis
+from ultrabench.column import BYTES, MEBIBYTES, memory_axis
 from ultrabench.errors import counted
 from ultrabench.hardware import Hardware
 from ultrabench.kernel.requests import RankCost, dry_run
@@ -36,8 +36,7 @@ def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
     costs: list[RankCost] = []
     for cost in dry_run(spec):
         costs.append(cost)
-        peak_text = f"{cost.peak_bytes * BYTES.axis.factor:.2f} {BYTES.axis.symbol}"
-        say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {peak_text}")
+        say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {BYTES.text(cost.peak_bytes)}")
     if as_json:
         print_json(_cost_document(spec, hardware, costs))
     else:
@@ -91,8 +90,7 @@ def _show_costs(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> Non
         rows.append((cost.pp_rank, *memory_texts, *flop_texts))
     number_columns = (f">{kind}" for kind in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
     fits_text = "fits" if max_cost.peak_bytes <= hardware.mem_bytes else "does NOT fit"
-    largest_text = f"{max_cost.peak_bytes * BYTES.axis.factor:.2f} {BYTES.axis.symbol}"
-    peak_text = f"largest peak {largest_text} (stage {max_cost.pp_rank}) {fits_text}"
+    peak_text = f"largest peak {BYTES.text(max_cost.peak_bytes)} (stage {max_cost.pp_rank}) {fits_text}"
     device_text = f"{BYTES.brief_text(hardware.mem_bytes)} of {hardware.gpu}"
     memory_text = f"{peak_text} into {device_text}; allocator, NCCL and CUDA need extra memory"
     show(table(title, "pp", *number_columns, rows=rows), _collectives_table(costs), memory_text)
@@ -110,7 +108,8 @@ def _collectives_table(costs: list[RankCost]) -> Table:
             pp_ranks.append(str(cost.pp_rank))
     rows = []
     for (name, num_calls, num_bytes), pp_ranks in sorted(pp_ranks_by_collective.items()):
-        mib_text = f"{num_bytes / 2**20:,.4g}" if num_bytes >= 2**10 else "< 0.001"
-        rows.append((*name.split(), num_calls, mib_text, ",".join(pp_ranks)))
-    headings = ("axis", "collective", ">calls", ">MiB", "stages")
+        size = num_bytes * MEBIBYTES.factor
+        size_text = f"{size:,.4g}" if size >= 0.001 else "< 0.001"
+        rows.append((*name.split(), num_calls, size_text, ",".join(pp_ranks)))
+    headings = ("axis", "collective", ">calls", f">{MEBIBYTES.symbol}", "stages")
     return table("collectives of one step, by mesh axis", *headings, rows=rows)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import typer
 
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.numbers import count, params_text
 from ultrabench.cli.tables import FittedTable, can_ask, duration_text, say, table, three_digits, warn
-from ultrabench.column import BYTES, FLOPS_PER_S
+from ultrabench.column import BYTES, FLOPS_PER_S, GPU_HOURS
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE
 from ultrabench.launchers.allocation_ends import open_allocations
@@ -83,39 +84,43 @@ def price_table(
         num_gpus = cell.nodes * plan.config.hardware.gpus_per_node
         _, gpu_hours = price.runs.get(cell, (0, 0.0))
         low, high = price.intervals.get(cell, (0.0, 0.0))
-        interval_text = f" ({three_digits(low)}-{three_digits(high)})" if low < high else ""
+        interval_text = f" ({GPU_HOURS.bare_text(low)}-{GPU_HOURS.bare_text(high)})" if low < high else ""
         cell_values = (*(getattr(cell, key) for key in cell_keys), num_gpus)
-        hours_text = three_digits(gpu_hours) + interval_text
+        hours_text = GPU_HOURS.bare_text(gpu_hours) + interval_text
         rows.append((*cell_values, *(f"{n:,}" for n in cell_counts), hours_text))
-    columns = (f">{name}" for name in (*cell_keys[1:], "GPUs", *count_names, "GPU hours"))
+    columns = (
+        f">{name}" for name in (*cell_keys[1:], "GPUs", *count_names, column_of("gpu_hours").bare_heading)
+    )
     shown_table = table("", "model", *columns, rows=rows)
     shown_table.add_section()
     empty_cells = [""] * len((*cell_keys, *count_names))
     for purpose, (num_runs, gpu_hours) in price.extra.items():
-        shown_table.add_row(f"{purpose}: {num_runs:,}", *empty_cells, three_digits(gpu_hours))
+        shown_table.add_row(f"{purpose}: {num_runs:,}", *empty_cells, GPU_HOURS.bare_text(gpu_hours))
     shown_table.add_section()
     count_sums = (f"{sum(counts):,}" for counts in zip(*counts_by_cell.values(), strict=True))
-    total_text = f"{three_digits(price.gpu_hours)} ({'-'.join(map(three_digits, price.interval))})"
+    total_text = (
+        f"{GPU_HOURS.bare_text(price.gpu_hours)} ({'-'.join(map(GPU_HOURS.bare_text, price.interval))})"
+    )
     shown_table.add_row("all", *empty_cells[: len(cell_keys)], *count_sums, total_text)
     return shown_table
 
 
 def interval_line(price: Price) -> str:
     """One line that says how far the price may be off, because step times are predicted with intervals."""
-    low, high = map(three_digits, price.interval)
+    low, high = map(GPU_HOURS.bare_text, price.interval)
     return (
-        f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends "
+        f"{GPU_HOURS.brief_text(price.gpu_hours)}, {low} to {high} with all step times at the ends "
         "of their intervals"
     )
 
 
 def cores_line(price: Price) -> str:
     """One line that says how far the price may be off while the cores of this machine are not measured."""
-    low, high = map(three_digits, price.interval)
+    low, high = map(GPU_HOURS.bare_text, price.interval)
     slow, fast = map(FLOPS_PER_S.text, CPU_FLOPS_PER_S_RANGE)
     range_text = f"{low} to {high} on cores of {slow} to {fast}"
     return (
-        f"{three_digits(price.gpu_hours)} GPU hours, {range_text}: sweep launch measures this machine "
+        f"{GPU_HOURS.brief_text(price.gpu_hours)}, {range_text}: sweep launch measures this machine "
         "before it starts"
     )
 
@@ -190,10 +195,10 @@ def cost_lines(price: Price, config: SweepConfig) -> Iterator[str]:
 def savings_lines(all_savings: Sequence[Saving], price: Price) -> Iterator[str]:
     """The settings that save most, each with the price that it leads to, and what it costs in knowledge."""
     if all_savings:
-        yield f"to get by with less than {three_digits(price.gpu_hours)} GPU hours, add:"
+        yield f"to get by with less than {GPU_HOURS.brief_text(price.gpu_hours)}, add:"
     for saving in all_savings:
         settings_text = " ".join(map(shlex.quote, saving.overrides))
-        hours_text = f"{three_digits(saving.price.gpu_hours)} GPU hours (-{saving.share:.0%})"
+        hours_text = f"{GPU_HOURS.brief_text(saving.price.gpu_hours)} (-{saving.share:.0%})"
         loss_text = "".join(f"; you will not know {loss}" for loss in saving.losses)
         yield f"  {settings_text}  {hours_text}{loss_text or ', all of these'}"
 
@@ -261,17 +266,18 @@ def ask_for_budget(
     job_gpu_hours = price.jobs[0].gpu_hours
     if max_gpu_hours is not None:
         if not open_allocations(state) and used_gpu_hours + job_gpu_hours > max_gpu_hours:
-            fact = f"{three_digits(used_gpu_hours)} are used and the first job needs {three_digits(job_gpu_hours)}"
-            remedy = f"give at least {used_gpu_hours + job_gpu_hours:.3g}, or a smaller launcher.allocation_minutes"
+            used_text, job_text = map(GPU_HOURS.bare_text, (used_gpu_hours, job_gpu_hours))
+            fact = f"{used_text} are used and the first job needs {job_text}"
+            least_text = _option_text(used_gpu_hours + job_gpu_hours)
+            remedy = f"give at least {least_text}, or a smaller launcher.allocation_minutes"
             raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}; {fact}: {remedy}")
         return max_gpu_hours
     budget = used_gpu_hours + BUDGET_FACTOR * price.gpu_hours
     if not can_ask():
-        budget_text = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
-        fact = f"{three_digits(price.gpu_hours)} GPU hours are predicted, and no terminal can confirm them"
-        raise ConfigError(f"{fact}; set a budget: --max-gpu-hours {budget_text}")
+        fact = f"{GPU_HOURS.brief_text(price.gpu_hours)} are predicted, and no terminal can confirm them"
+        raise ConfigError(f"{fact}; set a budget: --max-gpu-hours {_option_text(budget)}")
     if not yes:
-        question = f"Launch, and stop at {three_digits(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
+        question = f"Launch, and stop at {GPU_HOURS.brief_text(budget)} ({BUDGET_FACTOR} x predicted)?"
         typer.confirm(question, abort=True, err=True)
     return budget
 
@@ -298,6 +304,11 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
         typer.confirm(f"{'; '.join(concerns)}. Launch?", abort=True, err=True)
 
 
+def _option_text(hours: float) -> str:
+    """Hours as a value of `--max-gpu-hours`: three digits, or the next whole number from 100 on."""
+    return f"{hours:.3g}" if hours < 100 else f"{math.ceil(hours)}"
+
+
 def _print_price(
     plan: Plan, price: Price, limits: JobLimits, used_gpu_hours: float, all_savings: Sequence[Saving]
 ) -> None:
@@ -310,5 +321,5 @@ def _print_price(
     say(*time_limit_lines(plan), jobs_line(price, plan.config))
     limits_text = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
     end_text = f"done in {time_text(price, plan.config, limits)} if no job waits in the queue"
-    used_text = f"used so far: {three_digits(used_gpu_hours)} GPU hours"
+    used_text = f"used so far: {GPU_HOURS.brief_text(used_gpu_hours)}"
     say(f"at most {limits_text}, {largest_text} per job; {end_text}; {used_text}")

@@ -15,7 +15,8 @@ from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import ask_to_measure_again, read_again
 from ultrabench.cli.sweep.tracking import require_tracker, tracked
-from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
+from ultrabench.cli.tables import can_ask, say, show, warn
+from ultrabench.column import GPU_HOURS
 from ultrabench.errors import counted
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
@@ -213,9 +214,9 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
         left_texts.append(f"repeats of {counted(price.num_repeated, 'measured run')} left")
     left_text = ", ".join(left_texts) or f"all {counted(len(runs), 'run')} settled"
     yield headline(config)
-    cost_text, low, high = map(three_digits, (price.gpu_hours, *price.interval))
+    cost_text, (low, high) = GPU_HOURS.brief_text(price.gpu_hours), map(GPU_HOURS.bare_text, price.interval)
     interval_text = f" ({low} to {high})" if price.jobs and config.kernel.is_predictable else ""
-    yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted{interval_text}, in {sweep.folder.path}"
+    yield f"{config.name}: {left_text}, {cost_text} predicted{interval_text}, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
     is_set_by_setting = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}

@@ -13,7 +13,7 @@ from rich.text import Text
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import formula_text, rate_text, too_wide, with_unit
 from ultrabench.cli.tables import duration_text, output_console, style_of, table, three_digits
-from ultrabench.column import SECONDS
+from ultrabench.column import GPU_HOURS, SECONDS
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.hardware import low_peak, peak_suffix
@@ -214,7 +214,7 @@ def counts_line(progress: SweepProgress, is_active: bool) -> Text:
     text += f" ({ended_text})" if ended_text else ""
     text += f", {retried_text} to be retried" if retried_text else ""
     text += f", about {progress.to_go} to go" if progress.to_go < progress.left else ""
-    return Text(f"{text}{eta_text}, {three_digits(total_gpu_hours)} GPU hours{wasted_text}")
+    return Text(f"{text}{eta_text}, {GPU_HOURS.brief_text(total_gpu_hours)}{wasted_text}")
 
 
 def _phase_text(run: Candidate, attempt: AttemptState) -> str:

@@ -32,7 +32,8 @@ from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_p
 from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
 from ultrabench.cli.sweep.written import written_lines
-from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
+from ultrabench.cli.tables import print_json, say, show, table, warn
+from ultrabench.column import GPU_HOURS
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.launchers.allocate import array_groups, make_allocations
 from ultrabench.launchers.choose import require_max_nodes, script_of
@@ -268,8 +269,9 @@ def proposal_lines(choice: Proposal, max_gpu_hours: float) -> Iterator[str]:
             sweep_text = f"up to {choice.num_layouts} layouts of each cell, the fastest that are not similar"
     if choice.overrides:
         sweep_text += f", with {' '.join(choice.overrides)}"
-    (low, high), gpu_hours = map(three_digits, choice.price.interval), three_digits(choice.price.gpu_hours)
-    yield f"within {max_gpu_hours:,g} GPU hours: {sweep_text}: {gpu_hours} GPU hours ({low} to {high})"
+    price_text = GPU_HOURS.brief_text(choice.price.gpu_hours)
+    low, high = map(GPU_HOURS.bare_text, choice.price.interval)
+    yield f"within {max_gpu_hours:,g} {GPU_HOURS.symbol}: {sweep_text}: {price_text} ({low} to {high})"
     yield f"you will know {choice.known}"
     yield from (f"you will not know {loss}" for loss in choice.unknown)
 

@@ -15,15 +15,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.results.collect import collect
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.numbers import formula_text, params_text, with_unit
 from ultrabench.analysis.results.ranking import leaderboard
 from ultrabench.analysis.results.rows import Row
 from ultrabench.cli.predict.layout import ratio_line
 from ultrabench.cli.sweep.run_command import ProgramStart, start_lines, start_of
 from ultrabench.cli.sweep.top import cell_text, number_texts
-from ultrabench.cli.tables import plain_text, print_json, say, show, style_of, table, warn
+from ultrabench.cli.tables import plain_text, print_json, say, show, style_of, table, three_digits, warn
+from ultrabench.column import FRACTION, SECONDS, memory_axis
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError
-from ultrabench.hardware import DEVICE_KINDS, GIB
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import from_dict, to_dict
 from ultrabench.result import SLOWER
@@ -68,7 +70,10 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         print_json({"sweep": folder.name, "run_id": run_id, **facts, "attempts": documents, **nodes})
         return
     plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
-    headings = ("repeat", "attempt", "status", "step", "loss", "duration", "on", "reason")
+    step_heading, loss_heading, duration_heading = (
+        column_of(name).short_heading for name in ("step_time_s", "loss_final", "duration_s")
+    )
+    result_headings = ("status", step_heading, loss_heading, duration_heading, "on", "reason")
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
         *_number_lines(folder, run_id),
@@ -76,7 +81,7 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
         *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
         *([ratio_line(ratios, str((plan_row or {}).get("dp_overlap")))] if ratios else []),
         *([Text("\nprogram", "bold"), *start_lines(start)] if start else []),
-        table("\nattempts", *headings, rows=map(_attempt_cells, attempts)),
+        table("\nattempts", "repeat", "attempt", *result_headings, rows=map(_attempt_cells, attempts)),
         *_node_lines(state, attempts),
     )
     for attempt in attempts:
@@ -188,7 +193,7 @@ def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
         return
     yield Text(result.status, style_of(result.status, result.stopped == SLOWER))
     yield with_unit("step_time_s", median(result.step_times_s) if result.step_times_s else None)
-    yield None if result.loss_final is None else f"{result.loss_final:.6f}"
+    yield None if result.loss_final is None else column_of("loss_final").unit.exact_text(result.loss_final)
     yield with_unit("duration_s", result.duration_s)
     yield ",".join(result.hostnames)
     yield result.reason
@@ -217,22 +222,24 @@ def _trace_summaries(log_folder: Path) -> list[dict[str, Any]]:
 def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
     """Lines about the mean step of one rank and its memory at the peak, and its longest kernels."""
     step_s = summary["step_time_s"]
-    yield Text(f"\ninside rank {summary['rank']}, {summary['steps']} steps of {step_s:.4g} s", "bold")
+    yield Text(f"\ninside rank {summary['rank']}, {summary['steps']} steps of {SECONDS.text(step_s)}", "bold")
     for part in TIME_PARTS:
         part_s = summary[f"{part}_s"]
-        yield f"  {part.replace('_', ' ')}: {part_s:.4g} s ({_share_text(part_s, step_s)})"
-    memory_text = ", ".join(f"{kind} {nbytes / GIB:.4g}" for kind, nbytes in summary["memory_bytes"].items())
-    yield f"  memory in GiB: {memory_text}"
+        yield f"  {part.replace('_', ' ')}: {SECONDS.text(part_s)} ({_share_text(part_s, step_s)})"
+    bytes_by_kind = summary["memory_bytes"]
+    unit, factor = memory_axis(max(bytes_by_kind.values(), default=0))
+    memory_texts = (f"{kind} {three_digits(factor * nbytes)}" for kind, nbytes in bytes_by_kind.items())
+    yield f"  memory in {unit}: {', '.join(memory_texts)}"
     kernels = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
-    rows = [(name, f"{calls:g}", f"{s:.4g}", _share_text(s, step_s)) for name, calls, s in kernels]
+    rows = [(name, f"{calls:g}", SECONDS.bare_text(s), _share_text(s, step_s)) for name, calls, s in kernels]
     name_heading = "kernel" if DEVICE_KINDS[summary["device"]].has_gpus else "operator"
-    yield table("", name_heading, ">calls a step", ">s a step", ">of the step", rows=rows)
+    yield table("", name_heading, ">calls a step", f">{SECONDS.symbol} a step", ">of the step", rows=rows)
     yield f"files: {summary['folder']}"
 
 
 def _share_text(part_s: float, total_s: float) -> str:
     """The share of a part in `total_s` as percent; empty if the total is zero."""
-    return f"{part_s / total_s:.1%}" if total_s else ""
+    return FRACTION.text(part_s / total_s) if total_s else ""
 
 
 def show_logs(id_or_rank: str, follow: bool, sweep: str | None, results_dir: Path) -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.live import panel
 from ultrabench.cli.tables import output_console, print_json, show, three_digits, warn
+from ultrabench.column import GPU_HOURS
 from ultrabench.errors import counted
 from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder, last_written_s
@@ -95,8 +96,9 @@ class Prices(NamedTuple):
 
     def line(self) -> str:
         """A line such as `price: 12 GPU hours asked at the launch (9 to 16), 5.2 spent, 14.1 expected`."""
-        asked, low, high, spent, expected = map(three_digits, self[:-1])
-        text = f"price: {asked} GPU hours asked at the launch ({low} to {high}), {spent} spent, {expected} expected"
+        asked = GPU_HOURS.brief_text(self.asked)
+        low, high, spent, expected = map(GPU_HOURS.bare_text, self[1:-1])
+        text = f"price: {asked} asked at the launch ({low} to {high}), {spent} spent, {expected} expected"
         if self.per_gpu_hour is None:
             return text
         hours_by_word = {"asked": self.asked, "spent": self.spent, "expected": self.expected}

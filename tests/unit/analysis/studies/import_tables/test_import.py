@@ -93,7 +93,7 @@ def test_a_row_of_nanotron_in_our_columns(ultrabench):
          "1 row; write "
           "per: all or per: node into the map if so, certain: true if not",
           "mfu 3.91 is above 1: the step time or the peak is measured wrongly"]),
-        ({"Mem Res (GB)": "500"}, ["more memory than a GPU has: 500 of 79 GiB"]),
+        ({"Mem Res (GB)": "500"}, ["more memory than a GPU has: 500 GiB of 79.11"]),
         ({"tp": "3"}, ["number of GPUs does not match the layout: gpus=8, dp*tp*pp*cp=24"]),
         ({"pp": "0"}, ["impossible value: pp=0", "number of GPUs does not match the layout: gpus=8, dp*tp*pp*cp=0"]),
         ({"name": "", "tok/s/gpu": ""}, ["unknown model", "unknown step time"]),
