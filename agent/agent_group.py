@@ -1,6 +1,7 @@
 """All agents of one allocation, as the leading agent deals with them: its orders and their messages."""
 
 import contextlib
+import os
 import random
 import signal
 from functools import partial
@@ -15,6 +16,7 @@ from ultrabench.agent.diagnose.outcome import Outage
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, FileCleanup, Node, NodeAfterRun
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress
+from ultrabench.batch_system import batch_system_of
 from ultrabench.rank_report import CHECKPOINT_PHASE, read_or_nothing
 from ultrabench.record import from_dict
 from ultrabench.result import AGENT_GONE
@@ -28,22 +30,15 @@ EVIDENCE_TIMEOUT_S = 15.0
 MAX_MISSED_BEATS = 3
 """Number of heartbeats that an agent may miss before it counts as gone."""
 DISMISS_GRACE_S = 2.0
-"""Seconds for the other agents to clean up after a node was lost, before Slurm ends the job."""
+"""Seconds for the other agents to clean up after a node was lost, before the batch system ends the job."""
 MAX_PORT_TRIES = 50
 """Largest number of random ports that are tried."""
 LOWEST_PORT = 10_240
 """Lowest port that is given to a program; lower ones often belong to services."""
 
 
-_SLURM_SENDS: dict[int, str] = {
-    signal.SIGTERM: "scancel, preemption, a time limit or the loss of a node",
-    signal.SIGUSR2: "the approaching time limit of the job",
-}
-"""Signal -> why Slurm sends it to agents."""
-
-
 class StopRequest:
-    """Records SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks the allocation to end."""
+    """Records SIGTERM, SIGINT or SIGUSR2, by which the batch system or the user asks the allocation to end."""
 
     def __init__(self, local_folder: Path | None = None) -> None:
         """`local_folder` is that of a local allocation; None for a job of a batch system."""
@@ -55,8 +50,9 @@ class StopRequest:
 
     def _record(self, signal_number: int, frame: FrameType | None) -> None:
         sender_text = signal.Signals(signal_number).name
-        if not self._local_folder and signal_number in _SLURM_SENDS:
-            sender_text += f" ({_SLURM_SENDS[signal_number]})"
+        batch_system = None if self._local_folder else batch_system_of(os.environ)
+        if batch_system and signal_number in batch_system.reason_by_signal:
+            sender_text += f" ({batch_system.reason_by_signal[signal_number]})"
         if self._local_folder and signal_number == signal.SIGTERM:
             sender_text = "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"
             if (self._local_folder / END_REQUEST).exists():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.agent.connection import listening_socket
+from ultrabench.batch_system import batch_system_of
 from ultrabench.record import to_dict
 from ultrabench.store.events import Start
 
@@ -72,7 +73,7 @@ def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeId
     hostname = socket.gethostname().split(".")[0]
     # submitit sets this variable for its local processes, which may run inside a Slurm job.
     local_index = environ.get("SUBMITIT_LOCAL_GLOBALID")
-    if local_index is not None or "SLURM_JOB_ID" not in environ:
+    if local_index is not None or batch_system_of(environ) is None:
         node_index = int(local_index or 0)
         return NodeIdentity(node_index=node_index, host=f"local-{node_index}" if simulated else hostname)
     array_id, array_index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")

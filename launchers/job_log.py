@@ -3,16 +3,14 @@
 import re
 from pathlib import Path
 
+from ultrabench.batch_system import LOG_WRITERS, TASK_ENDS
 from ultrabench.store.allocation import JOB_LOG
 
 MAX_LOG_BYTES = 2**20
 """Bytes of the beginning of a log that are read; what made a job fail before its first run is there."""
 
-_END_REPORT = re.compile(
-    r"(?:srun|slurmstepd|mpirun): (?:error: )?(?:.*: tasks? [\d,-]+: |Terminating |Force Terminated |Job step aborted"
-    r"|\*\*\* |Step created|.*CANCELLED|.*task_exit|.*First task exited)"
-)
-"""With these lines Slurm reports that a task ended, or ends the others."""
+_END_REPORT = re.compile(rf"(?:{LOG_WRITERS}|mpirun): (?:error: )?(?:{TASK_ENDS})")
+"""With these lines the batch system reports that a task ended, or ends the others."""
 _ERROR = re.compile(
     r"\b(?:error|fatal|failed|failure|cannot|can't|could ?n[o']t|unable|not found|no "
     r"such|denied|refused|invalid|unknown"
@@ -29,7 +27,7 @@ _TASK_PREFIX = re.compile(r"^\d+: (?=\S|  )")  # srun --label
 def telling_line(folder: Path) -> tuple[Path, str]:
     """The log of an allocation's agents that says why they failed, and the first line that does.
 
-    Without such a line it is the last line that Slurm did not write; empty if the logs are.
+    Without such a line it is the last line that the batch system did not write; empty if the logs are.
     On this machine submitit keeps one log for each node.
     """
     log_paths = [path for pattern in (JOB_LOG, "submitit/*.err") for path in sorted(folder.glob(pattern))]

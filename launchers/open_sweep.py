@@ -41,6 +41,7 @@ from ultrabench.store.sweep_json import (
     location_of,
     read_sweep_json,
 )
+from ultrabench.sweep.config.launcher_config import ON_CLUSTER
 from ultrabench.sweep.config.load import profile_of
 from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
@@ -410,7 +411,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
             f"hardware={hardware.name} has {counted(num_needed_gpus, 'GPU')} a node; "
             f"torch sees {num_gpus or 'none'}"
         )
-        advice = f"add launcher=slurm to run on a cluster, or use {alternative}"
+        advice = f"add {ON_CLUSTER} to run on a cluster, or use {alternative}"
         raise ConfigError(f"{problem} on this machine: {advice}")
     return environment
 

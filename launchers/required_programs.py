@@ -8,6 +8,7 @@ from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.starters import require_right_starter
 from ultrabench.processes import run_python
 from ultrabench.store.folder import try_to_write
+from ultrabench.sweep.config.launcher_config import ON_CLUSTER
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 PROBE_TIMEOUT_S = 600.0
@@ -22,8 +23,9 @@ def require_local(config: SweepConfig) -> None:
     """
     max_nodes = max(config.axes.nodes)
     if not config.launcher.holds_nodes and max_nodes > 1 and not config.hardware.simulated:
-        problem = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
-        remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
+        names_text = f"hardware={config.hardware.name} with launcher={config.launcher.name}"
+        problem = f"sweep.nodes up to {max_nodes} of {names_text}"
+        remedy = f"add {ON_CLUSTER}, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
         raise ConfigError(f"{problem}, which uses this machine only", remedy)
 
 

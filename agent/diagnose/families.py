@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ultrabench.agent.diagnose.log_lines import quoted
 from ultrabench.agent.diagnose.log_record import Failure, FailureKind
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause
+from ultrabench.batch_system import HOST_OOM
 from ultrabench.result import Status
 from ultrabench.xid import XidClass, xid_of
 
@@ -74,8 +75,8 @@ FAMILIES = (
             r"nvidia-smi has failed|couldn't communicate with the NVIDIA driver"),
     _family("NCCL, fabric manager", "gpu_unavailable",
             r"NVLink SHARP \(NVLS\) Multicast|Fabric Manager or NVSwitch|[Ff]abric ?[Mm]anager.*(?:not|fail)"),
-    _family("Linux and Slurm, memory of the host", "host_oom",
-            r"Out of memory: Killed process|[Dd]etected \d+ oom.kill event", r"ray\.exceptions\.OutOfMemoryError"),
+    _family("Linux and batch systems, memory of the host", "host_oom",
+            rf"Out of memory: Killed process|{HOST_OOM}", r"ray\.exceptions\.OutOfMemoryError"),
     _family("glibc, static TLS", "missing_library", r"cannot allocate memory in static TLS block"),
     _family("CUDA, memory of a GPU", "cuda_oom",
             r"(?i:\b(?:cuda|hip|xpu)\b.{0,60}?\b(?:error|failure|failed)\b.{0,60}?\bout of memory)",

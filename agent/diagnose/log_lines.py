@@ -4,6 +4,8 @@ import re
 from datetime import datetime
 from enum import Enum
 
+from ultrabench.batch_system import LOG_WRITERS
+
 MAX_LINE_CHARS = 300
 """Longest line, in characters, that is quoted."""
 MAX_PREFIXES = 256
@@ -60,7 +62,8 @@ _STACK = re.compile(
 )
 _NOISE = re.compile(
     r"[=*#~_-]{5,}|.*(?:Killing subprocess|exits with return code|closing signal SIG|failed \(exitcode: )"
-    r"|srun: |slurmstepd: |mpirun|prterun|wandb: |Failures:|Root Cause \(first|\[\d+\]:$|\S+ FAILED$"
+    rf"|(?:{LOG_WRITERS}): "
+    r"|mpirun|prterun|wandb: |Failures:|Root Cause \(first|\[\d+\]:$|\S+ FAILED$"
     r"|Set the environment variable HYDRA|Error executing job with overrides|For debugging consider|Compile with `TORCH"
     r"|(?:CUDA|HIP) kernel errors might|Search for `cuda|Device-side assertion tracking|Set "
     r"TORCHDYNAMO|You can suppress this"

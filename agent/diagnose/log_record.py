@@ -24,6 +24,7 @@ from ultrabench.agent.diagnose.log_lines import (
     time_of,
     without_dumps,
 )
+from ultrabench.batch_system import SIGNAL_WRITERS
 from ultrabench.xid import XidClass, xid_of
 
 TAIL_BYTES = 8192
@@ -155,7 +156,7 @@ _SIGNAL_LINES = (
     re.compile(rf"(?::|^) *(?:line \d+: +)?\d+ ({_SIGNAL_WORDS})\b"),  # bash, of a child
     re.compile(rf"^({_SIGNAL_WORDS})(?: \(core dumped\))?$"),  # a shell, of its program
     re.compile(rf"^Fatal Python error: ({_SIGNAL_WORDS})"),
-    re.compile(rf"^(?:srun: error|slurmstepd).*: ({_SIGNAL_WORDS})"),
+    re.compile(rf"^(?:{SIGNAL_WRITERS}).*: ({_SIGNAL_WORDS})"),
     re.compile(r"exitcode *: -(\d+)\b"),  # torchrun
     re.compile(r"failed \(exitcode: -(\d+)\)"),
     re.compile(r"exits with return code = -(\d+)\b"),  # deepspeed

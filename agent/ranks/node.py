@@ -34,6 +34,7 @@ from ultrabench.agent.ranks.workers import (
     workers_among,
     wrong_size_text,
 )
+from ultrabench.batch_system import BATCH_SYSTEMS
 from ultrabench.errors import ClusterError
 from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.log_patterns import OBSERVED_EVENT
@@ -91,10 +92,14 @@ PREPARING_LIMIT_S = 60.0
 PROGRAM_ENV = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 """Variables of a program of the user, unless it has others: without a buffer, its lines arrive when it writes them; and
 Python writes its stacks when a signal such as SIGSEGV or SIGABRT ends it."""
-HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
-"""Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
-SHOWN_NAMES = frozenset({"SLURM_JOB_ID", "SLURM_CONF"})
-"""Variables with these prefixes that ranks see: their job, and where the commands of Slurm find their cluster."""
+HIDDEN_PREFIXES = (
+    *(prefix for system in BATCH_SYSTEMS for prefix in system.task_prefixes),
+    "SUBMITIT_",
+    "PMI",
+)
+"""Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a task of a job."""
+SHOWN_NAMES = frozenset().union(*(system.rank_variables for system in BATCH_SYSTEMS))
+"""Variables with these prefixes that ranks see."""
 LOG_READING_S = 0.2
 """Seconds after which an agent that reads logs of failed ranks looks after its other work again."""
 WORKER_LOOK_S = 1.0

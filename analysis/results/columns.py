@@ -54,8 +54,8 @@ _GROUPS: dict[str, tuple[Column, ...]] = {
         _of_run("kernel", TEXT, "Name of the training program."),
         _of_run("kernel_version", TEXT, "Version of the training program: 1, 2, ... or its publisher's version."),
         RESULT_COLUMNS["kernel_digest"],
-        _of_run("cluster", TEXT, "Name of the site (cluster=NAME). Attempts of a launch with Slurm that names "
-        "none have Slurm's ClusterName."),
+        _of_run("cluster", TEXT, "Name of the site (cluster=NAME). Attempts of a launch that names none have the "
+        "name by which the batch system knows its cluster."),
         _of_run("hardware", TEXT, "Name of the node type."),
         RESULT_COLUMNS["gpu_name"],
         _of_run("nodes", INT, "Nodes of the run; all their GPUs are used unless gpus is smaller."),

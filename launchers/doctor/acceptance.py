@@ -66,6 +66,6 @@ def acceptance_warning(config: SweepConfig) -> str | None:
     cluster_text = f"cluster={config.cluster} hardware={config.hardware.name}"
     remedy = (
         "to make one, with at most 3 GPU hours on two nodes: ultrabench doctor --deep "
-        f"launcher=slurm {cluster_text}"
+        f"launcher={config.launcher.name} {cluster_text}"
     )
     return f"sweep.nodes up to {max_nodes}, and {cluster_text} {problem} in {folder}; {remedy}"

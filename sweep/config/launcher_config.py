@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any
 
 from ultrabench.allowed import Count, Line, Positive, at_least, matching, one_of, require_allowed
@@ -67,11 +68,21 @@ LAUNCHER_KINDS = {
     ),
 }
 """The values of launcher.name -> their properties."""
+LOCAL_LAUNCHER, CLUSTER_LAUNCHER = (
+    next(name for name, kind in LAUNCHER_KINDS.items() if kind.holds_nodes == is_of_cluster)
+    for is_of_cluster in (False, True)
+)
+"""The launchers of this machine and of a cluster that a command uses where the user names none."""
+ON_CLUSTER, WITH_SCRIPTS = (
+    " or ".join(f"launcher={name}" for name, kind in LAUNCHER_KINDS.items() if has_property(kind))
+    for has_property in (attrgetter("holds_nodes"), attrgetter("submits_scripts"))
+)
+"""What messages advise to a user who needs a cluster, or the script of a job."""
 
 
 def launcher_kind(settings: Mapping[str, Any]) -> LauncherKind:
     """The kind of launcher with these settings, as a journal has them; that of a cluster where they have no name."""
-    return LAUNCHER_KINDS.get(str(settings.get("name")), LAUNCHER_KINDS["slurm"])
+    return LAUNCHER_KINDS.get(str(settings.get("name")), LAUNCHER_KINDS[CLUSTER_LAUNCHER])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from ultrabench.store.kernel_secrets import REDACTED
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.config.compose import as_hydra_list, parts_of
 from ultrabench.sweep.config.files import CONFIG_GROUPS, file_of_user, files, read_text, user_file
+from ultrabench.sweep.config.launcher_config import CLUSTER_LAUNCHER
 from ultrabench.sweep.config.listed_layouts import CELL_TYPES
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import planned_cells
@@ -71,7 +72,7 @@ def _content(
     cells = [cell for _, cell in planned_cells(config)] if runs is None else [run.cell for run in runs]
     names = dict(tree["names"])
     if config.hardware.has_gpus and "launcher" not in parts:
-        names["launcher"] = "slurm"
+        names["launcher"] = CLUSTER_LAUNCHER
     settings: dict[str, Any] = {
         "defaults": [{f"override /{g}": names[g]} for g in _CHOSEN_GROUPS if g in names]
     }

@@ -336,9 +336,9 @@ def _has_located_failures(state: SweepState) -> bool:
 
 
 def _reported_nodes(state: SweepState) -> dict[str, str]:
-    """Node -> why its agent or Slurm reported it unusable, by the ends of allocations."""
+    """Node -> why its agent or the batch system reported it unusable, by the ends of allocations."""
     ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
-    return {node: "its agent or Slurm reported it unusable" for end in ends for node in end.avoid}
+    return {node: "its agent or the batch system reported it unusable" for end in ends for node in end.avoid}
 
 
 def failed_starts(state: SweepState) -> list[FailedStart]:
@@ -389,7 +389,7 @@ def decide_blame(
     Args:
         rows: one row for each attempt.
         starts: allocations that started nothing.
-        reported: node -> why its agent or Slurm reported it unusable.
+        reported: node -> why its agent or the batch system reported it unusable.
         has_other_nodes: False for this machine, on which no node can be excluded.
         verdicts: node with a GPU that computed other bits than it should -> what the preflights say.
     """

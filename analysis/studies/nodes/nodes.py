@@ -162,5 +162,5 @@ def exclude_list(node_reports: Iterable[NodeReport]) -> str:
     require_safe_names(node.host for node in marked_nodes)
     if len(clusters := sorted({str(node.cluster) for node in marked_nodes})) > 1:
         fact = f"the marked nodes belong to {len(clusters)} clusters ({', '.join(clusters)})"
-        raise ConfigError(f"{fact}; Slurm can exclude nodes of only one: give the sweeps of one cluster")
+        raise ConfigError(f"{fact}; a job can exclude nodes of only one: give the sweeps of one cluster")
     return ",".join(node.host for node in marked_nodes)

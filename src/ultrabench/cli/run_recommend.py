@@ -24,6 +24,7 @@ from ultrabench.store.kernel_secrets import redact_arguments
 from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.compose import parts_of
+from ultrabench.sweep.config.launcher_config import CLUSTER_LAUNCHER
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
@@ -214,7 +215,7 @@ def _command(config: SweepConfig, run: Candidate, cell_row: LayoutRow, overrides
     """The command that measures a recommended layout; each precision is another kernel and needs a sweep of its own."""
     config_names = {"hardware": config.hardware.name, "kernel": config.kernel.name}
     settings = {"name": f"{config.name}-{cell_row['precision']}"}
-    settings |= {"launcher": "slurm"} if config.hardware.has_gpus else {}
+    settings |= {"launcher": CLUSTER_LAUNCHER} if config.hardware.has_gpus else {}
     overrides = [*overrides, *(f"{k}={v}" for k, v in settings.items() if k not in parts_of(overrides))]
     axis_values = {name: getattr(run.layout, name) for name in AXES}
     launch_text = launch_words({**cell_row, **config_names, **axis_values})

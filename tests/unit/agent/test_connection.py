@@ -258,11 +258,12 @@ def stop():
 @pytest.mark.parametrize(
     ("local", "asked_for", "who"),
     [
-        (True, True, "the user, by Ctrl-C in the launch"), (False, True, "SIGTERM"),
+        (True, True, "the user, by Ctrl-C in the launch"), (False, True, "SIGTERM (scancel, preemption"),
         (True, False, "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"),
     ],
 )  # fmt: skip
-def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, tmp_path, local, asked_for, who):
+def test_the_reason_of_a_stop_says_who_ends_the_processes(stop, tmp_path, monkeypatch, local, asked_for, who):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     if asked_for:
         (tmp_path / END_REQUEST).touch()
     request = StopRequest(tmp_path if local else None)  # the fixture restores the handlers

@@ -80,6 +80,32 @@ def test_other_comparisons_are_not_seen():
 
 CHECKS_OF_SLURM = {f"launchers/doctor/{name}.py" for name in ("checkup", "cluster_file", "site_checks")}
 """Files that only examine Slurm, and that another launcher would not change."""
+SLURM_REASONS = {
+    "analysis/studies/nodes/command.py": "a list of hosts as sbatch reads it, besides JSON",
+    "launchers/starters.py": "srun and jsrun as the starters of a user's program, inside of any job",
+    "src/ultrabench/store/events.py": "the word of journals for every batch system",
+    "sweep/config/compose.py": "how to write the options of SlurmSettings.sbatch",
+    "sweep/config/sweep_config.py": "the setting of SlurmSettings that starts a container, as an example",
+}
+"""File -> why it writes a word of Slurm; another launcher would not change it."""
+SLURM = re.compile(
+    r"slurm|(?<![a-z])(?:sbatch|srun|scancel|squeue|sacct|sacctmgr|scontrol|sinfo)(?![a-z])", re.IGNORECASE
+)
+
+
+def words_of_slurm(text):
+    """The lines of a program with a name or a text, apart from docstrings, that has a word of Slurm."""
+    nodes = [*ast.walk(ast.parse(text))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant):
+            word = "" if id(node) in docstrings else node.value
+        elif isinstance(node, ast.ImportFrom):
+            word = f"{node.module} {' '.join(alias.name for alias in node.names)}"
+        else:
+            word = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+        if isinstance(word, str) and SLURM.search(word):
+            yield node.lineno
 
 
 def test_the_page_names_the_files_that_know_a_launcher():
@@ -88,7 +114,27 @@ def test_the_page_names_the_files_that_know_a_launcher():
     files = {path for path in re.findall(r"^\| \[?`([^`]+)`", section, re.MULTILINE) if "NAME" not in path}
     assert all((ROOT / path).is_file() for path in files)
     assert len(files) <= 8, "two more are new"
-    knows_slurm = re.compile(r"ultrabench\.launchers\.slurm|\.slurm\b|\"SLURM_|\bSlurmSettings\b|_SLURM_")
     paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.parent.is_symlink()]
-    names = {str(path.relative_to(ROOT)) for path in paths if knows_slurm.search(path.read_text())}
-    assert {name for name in names if not name.startswith("launchers/slurm/")} - CHECKS_OF_SLURM <= files
+    texts_by_name = {
+        name: path.read_text()
+        for path in paths
+        if not (name := str(path.relative_to(ROOT))).startswith("launchers/slurm/")
+    }
+    lines_by_file = {
+        name: lines
+        for name, text in texts_by_name.items()
+        if SLURM.search(text) and (lines := [*words_of_slurm(text)])
+    }
+    other_files = lines_by_file.keys() - files - CHECKS_OF_SLURM
+    assert other_files == SLURM_REASONS.keys(), {name: lines_by_file.get(name) for name in other_files}
+
+
+def test_a_word_of_slurm_is_seen():
+    lines = (
+        "advice = f'add launcher=slurm, or {other}'", "_NOISE = re.compile(r'|srun: |mpirun')",
+        "gres = config.launcher.slurm", "from ultrabench.launchers.slurm.site import Site",
+        "node = environ['SLURM_NODEID']", "def _slurm_job(): pass",
+    )  # fmt: skip
+    for line in lines:
+        assert [*words_of_slurm(line)], line
+    assert not [*words_of_slurm('def f():\n    "A job of Slurm."\n    return ["mysruns"]')]

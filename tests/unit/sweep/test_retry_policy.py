@@ -153,7 +153,7 @@ def test_no_node_is_excluded_on_the_evidence_of_one_run_unless_the_node_says_so(
 def test_nodes_that_their_agent_or_slurm_reports_are_excluded():
     end = AllocationEnded(allocation="x", reason="", avoid=("full",))
     state = SweepState(allocations={"x": AllocationState(name="x", ends={Start(): end})})
-    assert blame_of(state, POLICY).excluded == {"full": "its agent or Slurm reported it unusable"}
+    assert blame_of(state, POLICY).excluded == {"full": "its agent or the batch system reported it unusable"}
 
 
 SAME = "(no module x)"

@@ -85,9 +85,7 @@ def plan(
     max_gpu_hours: PlanMaxGpuHours = None,
     write: WriteSweep = None,
     force: Force = False,
-    show_script: bool = typer.Option(
-        False, "--show-script", help="Print only the script of the first Slurm job."
-    ),
+    show_script: bool = typer.Option(False, "--show-script", help="Print only the script of the first job."),
     command: bool = typer.Option(
         False, "--command", help="Print only the command and the files of the first run of your program."
     ),
@@ -236,7 +234,9 @@ def rm(
     sweep: OneSweep,
     yes: Yes = False,
     cluster_gone: bool = typer.Option(
-        False, "--cluster-gone", help="Do not ask Slurm for its jobs, since the cluster no longer exists."
+        False,
+        "--cluster-gone",
+        help="Do not ask the batch system for its jobs, since the cluster no longer exists.",
     ),
     results_dir: ResultsDir = RESULTS,
 ) -> None:

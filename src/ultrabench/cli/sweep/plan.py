@@ -65,6 +65,7 @@ from ultrabench.sweep.candidate import (
     cell_label,
 )
 from ultrabench.sweep.config.compose import parts_of, with_overrides
+from ultrabench.sweep.config.launcher_config import CLUSTER_LAUNCHER, WITH_SCRIPTS
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.config.sweep_file import require_writable_name
@@ -140,7 +141,7 @@ def show_plan(
     path = None if file_name is None else require_writable_name(file_name, force=force)
     config = in_force(load_config(overrides), warn)
     if max_gpu_hours is not None and config.hardware.has_gpus and "launcher" not in parts_of(overrides):
-        overrides = [*overrides, "launcher=slurm"]  # as in the file that is written
+        overrides = [*overrides, f"launcher={CLUSTER_LAUNCHER}"]  # as in the file that is written
         config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
     folder, state, peak_rate, rereads = folder_of(config), SweepState(), dict[str, Any](), Rereads()
@@ -580,14 +581,14 @@ def print_command(overrides: list[str], as_json: bool) -> None:
 
 
 def print_script(overrides: list[str]) -> None:
-    """Prints the script that a launch would submit first; writes no file and does not call Slurm.
+    """Prints the script that a launch would submit first; writes no file and does not call the batch system.
 
     Raises:
         ConfigError: the launcher has no scripts, or no candidate can run.
     """
     config = load_config(overrides)
     if not config.launcher.submits_scripts:
-        raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
+        raise ConfigError(f"launcher={config.launcher.name} submits no script; add {WITH_SCRIPTS}")
     plan = within_limit(plan_with_bar(config))
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
     group = array_groups(jobs[: config.launcher.max_jobs], sys.maxsize)[0]

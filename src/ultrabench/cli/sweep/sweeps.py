@@ -222,7 +222,7 @@ def _require_idle(folder: SweepFolder, participle: str, is_cluster_gone: bool = 
             option = " If that cluster no longer exists: ultrabench sweep rm --cluster-gone"
             way_out = f"{option} {folder.display_name}" if participle == "deleted" else ""
             raise ClusterError(
-                f"{fact}. Run this on a node of the cluster, or after `module load slurm`.{way_out}"
+                f"{fact}. Run this on a node of the cluster, where its commands work.{way_out}"
             ) from error
         jobs = live_allocations(launcher, state, GRACE_S + config.launcher.grace_s + launcher.look_pause_s)
         user_texts = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
