@@ -1,7 +1,7 @@
 """Reads a layout from NAME=VALUE arguments, as the commands `kernel`, `predict` and `plot` take them."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,8 @@ from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import (
     AXES,
+    BATCH,
+    DEGREES,
     FOLLOWING,
     OTHER_DEGREES,
     TEXT_AXES,
@@ -209,4 +211,25 @@ def require_possible(
         advice = "" if refusal_of(spec.kernel, Layout(dp=1)) else "choose another layout"
         if not broken_rule and advice and not refusal_of(replace(spec.kernel, precision="bf16"), spec.layout):
             advice = "choose another layout, or precision bf16"
+        elif advice:
+            runnable_texts = (
+                text
+                for text, layout in _supported_changes(spec.kernel, spec.layout)
+                if not next(broken_rules(layout, spec.shape), None) and not refusal_of(spec.kernel, layout)
+            )
+            advice = next((f"add {text}" for text in runnable_texts), advice)
         raise LayoutError(spec.layout.label(), reason, advice)
+
+
+def _supported_changes(kernel: KernelConfig, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """Each argument that gives one axis a value that the kernel lists, and the layout with that value.
+
+    Degrees and the batch are left as they are, since others follow from them.
+    """
+    for axis in AXES:
+        if axis in (*DEGREES, *BATCH):
+            continue
+        for value in (kernel.flags | kernel.supports).get(axis, ()):
+            with contextlib.suppress(ConfigError, ValueError):
+                axis_value: Any = str(value) if axis in TEXT_AXES else int(value)
+                yield f"{axis}={value}", replace(layout, **{axis: axis_value})

@@ -372,13 +372,13 @@ def _excess_over_span(
         return f"of at most {limit} ranks; {degree}={size}" if size > limit else None
     if limit == NVLINK_RACK and hardware.nvlink_gpus == hardware.gpus_per_node:
         return None
-    num_gpus, place = hardware.nvlink_gpus, "an NVLink domain"
+    num_gpus, domain_text = hardware.nvlink_gpus, "an NVLink domain"
     if limit == NODE:
-        num_gpus, place = hardware.gpus_per_node, "a node"
+        num_gpus, domain_text = hardware.gpus_per_node, "a node"
     axes = ((size, 1),) if degree == "ep" else layout.group_axes(degree, rank_order=rank_order)
     if not crosses_nodes(axes, num_gpus):
         return None
-    return f"only within {place}, of {num_gpus} GPUs; those of {degree}={size} span several"
+    return f"only within {domain_text}, of {num_gpus} GPUs; those of {degree}={size} span several"
 
 
 def _step_rank_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:

@@ -87,7 +87,7 @@ class Finding(NamedTuple):
     """Whether all ranks of the node have the log and the exit code of this rank, whose command started them."""
 
     @property
-    def place(self) -> str:
+    def rank_text(self) -> str:
         """The rank that failed and its host; only its host if the ranks of a node share a log that does not name it."""
         match = self.shares_log and _FIRST_FAILED_RANK.search(self.rank.log_record.tail)
         if match:

@@ -235,7 +235,7 @@ def _failed_result(rank_findings: list[Finding], progress: AttemptProgress) -> R
         status = Status.CRASH  # a program that hides its GPUs finds none on any node
     return RunResult(
         status=status,
-        reason=f"{cause.description}, {root.place}: {line}",
+        reason=f"{cause.description}, {root.rank_text}: {line}",
         cause=cause.name,
         fingerprint=failure_id if cause.is_specific else None,
         confirmed=confirmed,

@@ -41,7 +41,8 @@ def verify_devices(device_type: str, results_dir: Path) -> list[Check]:
         raise SweepFolderError(f"{fact}; choose another folder with results_dir=FOLDER") from error
     difference_by_place = {d.dated.number: d for d in differences([*past, *present]) if d.dated in present}
     return [
-        _check(dated, past, difference_by_place.get(dated.number)).named(dated.place) for dated in present
+        _check(dated, past, difference_by_place.get(dated.number)).named(dated.device_text)
+        for dated in present
     ]
 
 

@@ -66,7 +66,7 @@ class DatedDigest(NamedTuple):
         return (self.digest.device,) if self.digest.device else (self.host, str(self.number))
 
     @property
-    def place(self) -> str:
+    def device_text(self) -> str:
         """The name of the device on its host, such as `GPU 3 (GPU-5a2c1e77)`."""
         return (
             f"GPU {self.number} ({self.digest.device[:12]})"
@@ -152,7 +152,7 @@ def _difference(
 
 
 def _text(dated: DatedDigest, parts: Sequence[str], how: str) -> str:
-    return f"{dated.place} computed {', '.join(parts)} {how}"
+    return f"{dated.device_text} computed {', '.join(parts)} {how}"
 
 
 def _majorities(digests: Sequence[DatedDigest]) -> dict[tuple[str, str], _Majority]:

@@ -298,8 +298,8 @@ def _require_used(words: Mapping[str, Any], arguments: _ArgumentsByFlag, kernel:
         like = nearest_name(f"{{{name}}}", unknown_words, 0.55)
         reason = f"the command has {like} instead" if like else f"the command does not contain {{{name}}}"
         problem, setting = f"sweep.{WORDS}.{name} has no effect: {reason}", f"sweep.{WORDS}.{name}"
-        place = "kernel.command or kernel.files" if kernel.files else "kernel.command"
-        raise ConfigError(problem, f"use {{{name}}} in {place}", setting=setting)
+        keys_text = "kernel.command or kernel.files" if kernel.files else "kernel.command"
+        raise ConfigError(problem, f"use {{{name}}} in {keys_text}", setting=setting)
 
 
 def _words_of_runs() -> tuple[str, ...]:

@@ -55,8 +55,8 @@ class ParamHandling(NamedTuple):
 class GroupBytes(NamedTuple):
     """Bytes of parameters in the backward of a group of them."""
 
-    place: int
-    """Place of the group among those of `StageLayers`."""
+    group_index: int
+    """Index of the group among those of `StageLayers`."""
     kind: str
     """The kind of the group."""
     phase: str
@@ -324,7 +324,7 @@ def _group_bytes(
     frees = work.is_last or (pipeline.pp == 1 and is_zero3)
     has_whole_sums = sums > 0 and not sums_shards
     bytes_by_kind: dict[tuple[int, bool], list[tuple[float, ...]]] = {}
-    for place, group in enumerate(p.groups):
+    for group_index, group in enumerate(p.groups):
         size, reduced, finished = group.whole, group.reduced, group.finished.whole
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
@@ -358,7 +358,7 @@ def _group_bytes(
         if group.kind == LAYER and not halved:
             at_begin, at_end = weights + (gradients + reducing), (weights - freed) + (gradients + new)
             of_params = at_begin, at_end, reducing, sum(reduced_later or ())
-            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[place].is_full), [])
+            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[group_index].is_full), [])
             if any(all(map(le, of_params, bytes_before)) for bytes_before in before):
                 continue
             before.append(of_params)
@@ -367,7 +367,7 @@ def _group_bytes(
         elif group.kind == EMBEDDING:
             further = w * (p.first + 2 * p.tied)
         yield GroupBytes(
-            place=place,
+            group_index=group_index,
             kind=group.kind,
             phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
             weights=weights,

@@ -316,8 +316,8 @@ def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_
     """
     layers, peak = work.params.layers, _NO_MOMENT
     for group_bytes in work.groups:
-        place, kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
-        stored, released, layer = activations.groups[place]
+        group_index, kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
+        stored, released, layer = activations.groups[group_index]
         if layer is not None:
             buffers = _layer_buffers(layer, group_bytes, released)
         elif kind == HEAD:

@@ -119,8 +119,8 @@ def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str]
 
 def cell_text(row: Row) -> str:
     """The model and nodes of a run, and the routing of its experts, such as `tiny-moe on 1 node, routing balanced`."""
-    place = nodes_text(row["nodes"], row["partial_gpus"])
-    text = f"{model_text(row['model'], row['model_mark'])} on {place}"
+    cell_nodes_text = nodes_text(row["nodes"], row["partial_gpus"])
+    text = f"{model_text(row['model'], row['model_mark'])} on {cell_nodes_text}"
     return ", ".join(filter(None, (text, routing_text(row["routing"]))))
 
 
