@@ -15,6 +15,7 @@ from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
+from ultrabench.errors import LayoutError
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
@@ -254,3 +255,15 @@ def test_the_rows_of_a_prediction_have_all_parameters(ultrabench):
     shape = from_dict(ModelShape, document["spec"]["shape"])
     flops = sum((row["num_layers"] or 1) * row["flops_per_token"] for row in document["layer_types"])
     assert flops == pytest.approx(shape.flops_per_token(document["spec"]["workload"]["seq_len"]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ("kernel=torchtitan zero_stage=0", "add zero_stage=3"), ("kernel=nanotron zero_stage=3", "add zero_stage=0"),
+        ("kernel=megatron cp=8 seq_len=4", "choose another layout"),
+    ],
+)  # fmt: skip
+def test_a_refused_value_names_one_that_the_program_supports(arguments, advice):
+    with pytest.raises(LayoutError, match=f"; {advice}$"):
+        read_run(arguments.split(), PREDICTION_DEFAULTS, any_model=True)
