@@ -14,8 +14,11 @@ GPU_CHECK ?=
 GPU_WHEELS ?= antlr4-python3-runtime hydra-core msgspec omegaconf
 empty :=
 space := $(empty) $(empty)
-# The parts of `make test`: first those that wait for processes and deadlines, then those that compute.
-PARTS := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z parity-l-to-w unit-a-to-c parity-c-to-f unit-k-to-w check
+# The parts of `make test` in the order of their start: those that wait for processes and deadlines, those that compute
+# on one core, and last those of parity tests, whose ranks keep both cores busy when all others have ended.
+WAITING := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z
+COMPUTING := unit-studies unit-a unit-b-to-k unit-l-to-p unit-q-to-z check parity-l-to-z parity-a-to-k
+PARTS := $(WAITING) $(COMPUTING)
 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -50,9 +53,11 @@ check: env docs
 	$(BIN)/python -m tests.names
 
 # The tests of one part: a line for every tenth of them while they run, then pytest's report with the slowest tests.
+# Unit tests give way to tests that wait, each of which is a chain of processes that start one after another.
+unit-%: PRIORITY := nice -n 5
 define part
 @mkdir -p build/tests
-@PART=$@ $(BIN)/python -m pytest -p tests.progress --durations=15 $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
+@PART=$@ $(PRIORITY) $(BIN)/python -m pytest -p tests.progress --durations=15 $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
 endef
 
 # All parts that wait run at once, and beside them two that compute, which keep two cores busy. With more, waiting tests
@@ -61,14 +66,20 @@ test: env
 	$(MAKE) --jobs=7 --keep-going --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
-unit-a-to-c: env
-	$(call part,tests/unit/[a-c]*/)
-unit-k-to-w: env
-	$(call part,tests/unit/[k-w]*/)
-parity-c-to-f: env
-	$(call part,tests/parity/test_[c-f]*.py)
-parity-l-to-w: env
-	$(call part,tests/parity/test_[l-w]*.py)
+unit-studies: env
+	$(call part,tests/unit/analysis/studies/)
+unit-a: env
+	$(call part,tests/unit/a*/test_*.py)
+unit-b-to-k: env
+	$(call part,tests/unit/[b-k]*/)
+unit-l-to-p: env
+	$(call part,tests/unit/[l-p]*/)
+unit-q-to-z: env
+	$(call part,tests/unit/[q-z]*/)
+parity-a-to-k: env
+	$(call part,tests/parity/test_[a-k]*.py)
+parity-l-to-z: env
+	$(call part,tests/parity/test_[l-z]*.py)
 local-a-to-f: env
 	$(call part,tests/local/test_[a-f]*.py)
 local-g-to-z: env
