@@ -12,6 +12,9 @@ KINDS ?=
 GPU_CHECK ?=
 # Of `make gpu-wheels`: what benchmarks/nine_minutes.py imports beside torch, numpy, rich and pynvml.
 GPU_WHEELS ?= antlr4-python3-runtime hydra-core msgspec omegaconf
+# Packages of which programs and tests import little or nothing.
+SELDOM := tests? testing transformers databricks mlflow wandb tensorboard sqlalchemy coreweave_evaluations \
+	_inductor alembic fastapi fontTools google huggingface_hub mypyc? onnx opentelemetry pip playwright pygments setuptools
 empty :=
 space := $(empty) $(empty)
 # The parts of `make test` in the order of their start: those that wait for processes and deadlines, those that compute
@@ -33,7 +36,7 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24" "setuptools>=77" wheel
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --no-compile "$(TORCH)"
 	$(BIN)/pip install --quiet --no-compile --no-build-isolation -e ".[dev]"
-	$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|transformers|databricks|mlflow|wandb|tensorboard|sqlalchemy|coreweave_evaluations)/' $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '/($(subst $(space),|,$(SELDOM)))/' $(VENV)/lib || true
 	touch $@
 
 quickstart: env
