@@ -18,9 +18,9 @@ SELDOM := tests? testing transformers databricks mlflow wandb tensorboard sqlalc
 empty :=
 space := $(empty) $(empty)
 # The parts of `make test` in the order of their start: those that wait for processes and deadlines, those that compute
-# on one core, and last those of parity tests, whose ranks keep both cores busy when all others have ended.
+# on one core, the longest ones first, and last parity tests, whose ranks keep both cores busy when all others have ended.
 WAITING := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z
-COMPUTING := unit-studies unit-a unit-b-to-k unit-l-to-p unit-q-to-z check parity-l-to-z parity-a-to-k
+COMPUTING := unit-b-to-k unit-studies unit-a unit-l-to-p unit-q-to-z check parity-l-to-z parity-a-to-k
 PARTS := $(WAITING) $(COMPUTING)
 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
@@ -56,8 +56,8 @@ check: env docs
 	$(BIN)/python -m tests.names
 
 # The tests of one part: a line for every tenth of them while they run, then pytest's report with the slowest tests.
-# Unit tests give way to tests that wait, each of which is a chain of processes that start one after another.
-unit-%: PRIORITY := nice -n 5
+# Those that compute give way to those that wait, each of which is a chain of processes that start one after another.
+unit-% parity-%: PRIORITY := nice -n 5
 define part
 @mkdir -p build/tests
 @PART=$@ $(PRIORITY) $(BIN)/python -m pytest -p tests.progress --durations=15 $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
