@@ -12,10 +12,16 @@ KINDS ?=
 GPU_CHECK ?=
 # Of `make gpu-wheels`: what benchmarks/nine_minutes.py imports beside torch, numpy, rich and pynvml.
 GPU_WHEELS ?= antlr4-python3-runtime hydra-core msgspec omegaconf
+# Packages of which programs and tests import little or nothing.
+SELDOM := tests? testing transformers databricks mlflow wandb tensorboard sqlalchemy coreweave_evaluations \
+	_inductor alembic fastapi fontTools google huggingface_hub mypyc? onnx opentelemetry pip playwright pygments setuptools
 empty :=
 space := $(empty) $(empty)
-# The parts of `make test`: first those that wait for processes and deadlines, then those that compute.
-PARTS := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z parity-l-to-w unit-a-to-c parity-c-to-f unit-k-to-w check
+# The parts of `make test` in the order of their start: those that wait for processes and deadlines, those that compute
+# on one core, the longest ones first, and last parity tests, whose ranks keep both cores busy when all others have ended.
+WAITING := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z
+COMPUTING := unit-b-to-k unit-studies unit-a unit-l-to-p unit-q-to-z check parity-l-to-z parity-a-to-k
+PARTS := $(WAITING) $(COMPUTING)
 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -30,7 +36,7 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24" "setuptools>=77" wheel
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --no-compile "$(TORCH)"
 	$(BIN)/pip install --quiet --no-compile --no-build-isolation -e ".[dev]"
-	$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|transformers|databricks|mlflow|wandb|tensorboard|sqlalchemy|coreweave_evaluations)/' $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '/($(subst $(space),|,$(SELDOM)))/' $(VENV)/lib || true
 	touch $@
 
 quickstart: env
@@ -50,9 +56,11 @@ check: env docs
 	$(BIN)/python -m tests.names
 
 # The tests of one part: a line for every tenth of them while they run, then pytest's report with the slowest tests.
+# Those that compute give way to those that wait, each of which is a chain of processes that start one after another.
+unit-% parity-%: PRIORITY := nice -n 5
 define part
 @mkdir -p build/tests
-@PART=$@ $(BIN)/python -m pytest -p tests.progress --durations=15 $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
+@PART=$@ $(PRIORITY) $(BIN)/python -m pytest -p tests.progress --durations=15 $(1) >build/tests/$@.txt; status=$$?; cat build/tests/$@.txt; exit $$status
 endef
 
 # All parts that wait run at once, and beside them two that compute, which keep two cores busy. With more, waiting tests
@@ -61,14 +69,20 @@ test: env
 	$(MAKE) --jobs=7 --keep-going --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
-unit-a-to-c: env
-	$(call part,tests/unit/[a-c]*/)
-unit-k-to-w: env
-	$(call part,tests/unit/[k-w]*/)
-parity-c-to-f: env
-	$(call part,tests/parity/test_[c-f]*.py)
-parity-l-to-w: env
-	$(call part,tests/parity/test_[l-w]*.py)
+unit-studies: env
+	$(call part,tests/unit/analysis/studies/)
+unit-a: env
+	$(call part,tests/unit/a*/test_*.py)
+unit-b-to-k: env
+	$(call part,tests/unit/[b-k]*/)
+unit-l-to-p: env
+	$(call part,tests/unit/[l-p]*/)
+unit-q-to-z: env
+	$(call part,tests/unit/[q-z]*/)
+parity-a-to-k: env
+	$(call part,tests/parity/test_[a-k]*.py)
+parity-l-to-z: env
+	$(call part,tests/parity/test_[l-z]*.py)
 local-a-to-f: env
 	$(call part,tests/local/test_[a-f]*.py)
 local-g-to-z: env

@@ -271,13 +271,18 @@ def covering(cases: Iterable[str], size: int) -> set[str]:
 
     Of size 0 it is one case.
     """
-    missing_by_case = {case: {*combinations(sorted(traits(case)), size)} for case in cases}
-    chosen = set[str]()
+    needed_by_case = {case: {*combinations(sorted(traits(case)), size)} for case in cases}
+    missing_by_case, chosen = needed_by_case, set[str]()
     while any(missing_by_case.values()):
         best = max(missing_by_case, key=lambda case: len(missing_by_case[case]) / cost(case))
         chosen.add(best)
         covered = missing_by_case[best]
         missing_by_case = {case: missing - covered for case, missing in missing_by_case.items()}
+    for case in sorted(chosen, key=lambda case: (cost(case), case), reverse=True):
+        # Later choices may have all that an earlier one has.
+        others = chosen - {case}
+        if others and needed_by_case[case] <= set.union(*(needed_by_case[other] for other in others)):
+            chosen = others
     return chosen
 
 

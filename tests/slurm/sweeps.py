@@ -12,6 +12,8 @@ MANY = ("sweep.nodes=[1,2,4]", "sweep.gbs=32", "sweep.zero_stage=[0,1,2,3]", "sw
 FEW = ("sweep.nodes=[1,2]", "sweep.gbs=8", "sweep.zero_stage=[0,1]", "sweep.mbs=[1,2,4]",
        "sweep.gas=[1,2,4]", "launcher.allocation_minutes=0.1")  # fmt: skip
 """Options of a sweep of 10 runs on 1 and 2 nodes."""
+FEWER = (*FEW[1:], "sweep.nodes=1", "sweep.zero_stage=0")
+"""Options of a sweep of 3 runs on 1 node, for what clusters do before a run begins."""
 
 
 @dataclass

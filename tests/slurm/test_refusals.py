@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tests.local.conftest import PROGRAM
-from tests.slurm.sweeps import FEW
+from tests.slurm.sweeps import FEW, FEWER
 from tests.unit.agent.test_gpus import DRIVER
 
 pytestmark = pytest.mark.slurm
@@ -95,7 +95,7 @@ def partition(slurm):
 
 def test_a_launch_waits_for_a_partition_that_takes_no_jobs(sweeps, partition):
     partition("INACTIVE")
-    launcher = sweeps.start(*sweeps.launch("fine", *FEW))
+    launcher = sweeps.start(*sweeps.launch("fine", *FEWER))
     line = next(line for line in launcher.stdout if line.startswith("waiting to submit jobs"))
     assert "partition hopper is INACTIVE (sbatch did not accept a job of 1 node: " in line
     assert "Required partition not available (inactive or drain)" in line
@@ -108,18 +108,20 @@ def test_a_launch_waits_for_a_partition_that_takes_no_jobs(sweeps, partition):
     sweeps.wait_for(lambda: not [*(sweeps.folder / "results/t/allocations").iterdir()])
     partition("UP")
     assert "jobs are submitted again" in sweeps.end(launcher)
-    sweeps.assert_each_ran_once(runs=10)
+    sweeps.assert_each_ran_once(runs=3)
 
 
 def test_a_sweep_survives_a_partition_that_is_drained_for_a_while(sweeps, partition, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.05")
-    launcher = sweeps.start(*sweeps.launch("fine", *FEW, "launcher.pack=1", "launcher.max_jobs=2"))
+    launcher = sweeps.start(
+        *sweeps.launch("fine", *FEW[1:], "sweep.nodes=1", "launcher.pack=1", "launcher.max_jobs=2")
+    )
     sweeps.wait_for(lambda: sweeps.executions())
     partition("DRAIN")
     sweeps.wait_for(lambda: '"code":"refused"' in sweeps.journal())
     partition("UP")
     assert "waiting to submit jobs: partition hopper is DRAIN" in sweeps.end(launcher)
-    sweeps.assert_each_ran_once(runs=10)
+    sweeps.assert_each_ran_once(runs=6)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +153,10 @@ def test_a_limit_of_accounting_passes_unless_it_is_one_of_each_job(sweeps, slurm
     policy = "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
     fail = f'echo "sbatch: error: %s" >&2; echo "sbatch: error: Batch job submission failed: {policy}" >&2; exit 1'
     sweeps.fake("sbatch", f'case $N in [1-4]) {fail % "AssocGrpSubmitJobsLimit"};; *) exec $REAL "$@";; esac')
-    output = sweeps.end(sweeps.start(*sweeps.launch("fine", *FEW)))
+    output = sweeps.end(sweeps.start(*sweeps.launch("fine", *FEWER)))
     assert "the account, QOS or user has as many queued and running jobs as allowed (sbatch did not" in output
-    sweeps.assert_each_ran_once(runs=10)
+    sweeps.assert_each_ran_once(runs=3)
     sweeps.fake("sbatch", fail % "QOSMaxNodePerJobLimit")
-    line = refused(sweeps, *sweeps.launch("fine", *FEW, "name=u"), code=2)
+    line = refused(sweeps, *sweeps.launch("fine", *FEWER, "name=u"), code=2)
     assert policy in line
     assert "lower launcher.max_nodes=" in line

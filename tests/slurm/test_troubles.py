@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.target import hosts, jobs
 from tests.slurm.conftest import SETTINGS
-from tests.slurm.sweeps import FEW, MANY, slurm_says
+from tests.slurm.sweeps import FEW, FEWER, MANY, slurm_says
 from tests.sweep_folder import events_of
 from ultrabench.store.folder import SweepFolder
 
@@ -122,7 +122,7 @@ def test_slurm_commands_that_hang_fail_or_lose_their_answer(sweeps):
 
 
 def test_a_pending_job_that_cannot_start_is_told_with_a_remedy(sweeps):
-    launcher = sweeps.start(*sweeps.launch("fine", *FEW, "+launcher.sbatch.hold=''"))
+    launcher = sweeps.start(*sweeps.launch("fine", *FEWER, "+launcher.sbatch.hold=''"))
     sweeps.wait_for(lambda: sweeps.job_ids())
     assert any("JobHeldUser" in line and "release" in line for line in launcher.stdout)
     while launcher.poll() is None:
@@ -130,4 +130,4 @@ def test_a_pending_job_that_cannot_start_is_told_with_a_remedy(sweeps):
             slurm_says("scontrol", "release", job)
         time.sleep(0.5)
     sweeps.end(launcher, seconds=280)
-    sweeps.assert_each_ran_once(runs=10)
+    sweeps.assert_each_ran_once(runs=3)

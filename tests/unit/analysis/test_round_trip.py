@@ -130,12 +130,12 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(
         result_rows(),
         min_size=1,
-        max_size=8,
+        max_size=16,
         unique_by=lambda row: (row["run_id"], row.get("repeat"), row["sweep"]),
     )
 )

@@ -1,5 +1,8 @@
+import os
 import re
+import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -82,3 +85,16 @@ def test_lines_of_the_page_have_at_most_120_columns_as_those_of_python_have():
 def test_sources_are_ascii():
     odd = [str(p.relative_to(ROOT)) for p in SOURCES if not p.read_bytes().isascii()]
     assert odd == []
+
+
+def test_every_file_of_tests_belongs_to_one_part_of_make_test():
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    shown = subprocess.run(
+        ["make", "--dry-run", "test"], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    )
+    patterns = re.findall(r"^PART=.* -m pytest .* (tests/\S+) >", shown.stdout, re.MULTILINE)
+    places = [place for pattern in patterns for place in ROOT.glob(pattern)]
+    files = Counter(
+        file for place in places for file in ([place] if place.is_file() else place.rglob("test_*.py"))
+    )
+    assert files == Counter((ROOT / "tests").rglob("test_*.py"))
