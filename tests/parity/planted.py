@@ -24,6 +24,7 @@ from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_options,
     planted_parts,
     planted_products,
+    planted_training,
 )
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, loss, model, pp, recompute, step, tp
@@ -265,7 +266,7 @@ def needless_gathers(right, *_):
     """ZeRO-3 gathers the embedding again for its backward, which does not read it."""
 
 
-@planted(FSDPModule, "set_modules_to_forward_prefetch", counts="test_order")
+@planted(FSDPModule, "set_modules_to_forward_prefetch", counts="test_order", unit=planted_training.SHARDS)
 def no_prefetch(right, *_):
     """No group requests the parameters of the next one."""
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import tempfile
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -43,6 +44,7 @@ NEAR = {"rel": 2e-3}
 """Of the launch of one of five calls."""
 
 
+@cache
 def probed():
     """The GPU after a probe by the third of four ranks, two on each node; what it returned and its progress."""
     gpu, progress = FakeGpu(), []
