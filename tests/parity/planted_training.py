@@ -1,4 +1,4 @@
-"""Faults of whole training steps of GPUs: what makes their host or their streams wait too little, too often or apart."""
+"""Faults of whole training steps on GPUs, whose streams or host wait too seldom, too often or in the wrong place."""
 
 import torch
 import torch.distributed as dist

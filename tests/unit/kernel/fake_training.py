@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -78,10 +79,8 @@ class Operators(LiveBytes):  # type: ignore[no-untyped-call]
             group = next(filter(None, map(group_name, tree_leaves((args, kwargs)))), None)
             seconds = self._product_s(func, args, kwargs, out)
             if func.namespace in ("c10d", "_c10d_functional"):
-                stream, seconds = (
-                    f"group {group}",
-                    max(s.num_bytes for s in inputs + outputs) / SENT_BYTES_PER_S,
-                )
+                stream = f"group {group}"
+                seconds = max(storage.num_bytes for storage in inputs + outputs) / SENT_BYTES_PER_S
                 gpu.wait_for(gpu.mark(gpu.stream), stream)
             if name == "recv_":
                 args[0][0].zero_()  # nothing was sent
@@ -256,11 +255,11 @@ class TrainedRun:
             spec=self.spec, largest_spec=self.spec, measure=limits, slice=None, traced=False, checkpoint=None
         )
         report = SimpleNamespace(
-            enter_part=lambda part, _: calls.append(f"part {part}"), phase=lambda _: None, microbatch=None, write=self._write
+            enter_part=lambda part, _: calls.append(f"part {part}"), phase=lambda _: None, microbatch=None,
+            write=self._write,
         )  # fmt: skip
-        progress = mock.patch.object(
-            worker, "device_progress", lambda *_: lambda: calls.append("micro-batch")
-        )
+        finished = partial(calls.append, "micro-batch")
+        progress = mock.patch.object(worker, "device_progress", return_value=finished)
         with _installed(self.gpu, operators, spec.layout.world_size), progress:
             worker._train(task, environment.use_device("cuda", INDEX), report)  # type: ignore[arg-type]
 
