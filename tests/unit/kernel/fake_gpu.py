@@ -40,6 +40,9 @@ SLOW_START = 10.0
 FRAGMENTED_BYTES = 3 * GIB
 """What the allocator holds beside the largest number of bytes that were in use."""
 NAME, CAPACITY_BYTES = "NVIDIA T1000", 128 * GIB
+PROPERTIES = SimpleNamespace(
+    name=NAME, total_memory=CAPACITY_BYTES, L2_cache_size=2**20, multi_processor_count=40, uuid="5a2c1e77-0b1d"
+)  # fmt: skip
 MAX_KERNELS = 20_000
 """More work is refused: where the clock stands still, a measurement of some seconds would not end."""
 MAX_DATA_BYTES = 2**16
@@ -218,7 +221,7 @@ class FakeGpu:
             "max_memory_allocated": value("peak"), "max_memory_reserved": value("reserved_peak"),
             "memory_stats": lambda device=None: {"num_alloc_retries": self._value("num_retries", device)},
             "get_device_name": lambda device=None: NAME,
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=CAPACITY_BYTES, L2_cache_size=2**20),
+            "get_device_properties": lambda device: PROPERTIES, "get_device_capability": lambda device: (9, 0),
             "mem_get_info": self._memory_info, "clock_rate": self._clock_rate,
         }  # fmt: skip
         snapshots = {
@@ -242,6 +245,12 @@ class _Tensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.__name__
+        if kwargs.pop("pin_memory", False):
+            self._gpu.calls.append("pinned")
+        if name == "to" and isinstance(args[1], (torch.device, str)):
+            assert torch.device(args[1]) in (self._gpu.device, torch.device("cpu")), f"a tensor to {args[1]}"
+            self._gpu.calls.append(f"to {args[1]}")
+            args = (args[0], "cpu", *args[2:])
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             assert torch.device(kwargs["device"]) == self._gpu.device, f"a tensor on {kwargs['device']}"
             shape = args[0] if args and isinstance(args[0], (tuple, torch.Size)) else args
