@@ -384,8 +384,8 @@ STATE_BYTES, PASSES_BYTES = 16 * GIB, 8 * GIB
 """Bytes of a trained model, and what a step needs beside them. PASSES_S are seconds of a micro-batch."""
 RETRY_STEP = 8
 """The number of steps after which, once, the allocator gives back what it holds in reserve."""
-FLOPS = 2 * 3 * 4 * 5 + 2 * 2 * 2 * 2
-"""FLOPs of a step of one rank: a product in its passes, and one in its update."""
+PASSES_FLOPS, UPDATE_FLOPS = 2 * 3 * 4 * 5, 2 * 2 * 2 * 2
+"""FLOPs of one rank: a product in the passes of each micro-batch, and one in the update."""
 
 
 class FakeTrainer:
@@ -421,7 +421,8 @@ class FakeTrainer:
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward."""
         self._queue("passes", self.num_timed * PASSES_S * next(self.pace), PASSES_BYTES)
-        inputs @ targets
+        for _ in range(self.num_timed):
+            inputs @ targets
         return torch.ones(())
 
     def update(self, loss: Tensor) -> Tensor:
