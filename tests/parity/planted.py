@@ -266,7 +266,7 @@ def needless_gathers(right, *_):
     """ZeRO-3 gathers the embedding again for its backward, which does not read it."""
 
 
-@planted(FSDPModule, "set_modules_to_forward_prefetch", counts="test_order", unit=planted_training.SHARDS)
+@planted(FSDPModule, "set_modules_to_forward_prefetch", counts="test_order")
 def no_prefetch(right, *_):
     """No group requests the parameters of the next one."""
 

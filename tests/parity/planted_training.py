@@ -142,9 +142,3 @@ def exposed_sums(right, self, x):
     """Sums over tp are waited for where they begin, not where they are needed."""
     result = right(self, x)()
     return lambda: result
-
-
-@planted(step, "begin_microbatch", unit=SHARDS)
-def gradients_reduced_apart(right, model, zero_stage, *, is_last, overlap):
-    """Gradients are reduced after backward, not beside it."""
-    right(model, zero_stage, is_last=is_last, overlap=False)

@@ -1,5 +1,7 @@
 """Real training steps on a fake GPU: known seconds, bytes and FLOPs, and no wait but those that a step needs."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -30,6 +32,9 @@ def trained(case, num_reads=0):
     assert [call for call in run.gpu.calls if call != "read"][:4] == [
         "empty_cache", "reset_peak", "reset_retries", "part 0"
     ]  # fmt: skip
+    num_kernels = Counter(name for name, *_ in run.gpu.kernels)
+    updates = [num_kernels[name] for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_")]
+    assert updates == [3, 3 * 2, 3], "few kernels update all parameters"
     peaks, (stage,) = run.events("memory"), predict_stages(spec.run)
     for peak in peaks:
         assert peak["allocated_bytes"] == pytest.approx(stage.allocated_bytes, rel=NEAR_BYTES)
@@ -66,7 +71,8 @@ def test_tokens_are_exchanged_beside_products_in_backward_only():
 
 
 def test_a_ring_sends_and_waits_without_the_host():
-    trained("cp=2 gas=2 bf16")
+    """Ranks of tp also sum the gradients of the copies of a key/value head."""
+    trained("cp=2 tp=4 gas=2 uneven biased bf16")
 
 
 def test_routers_are_read_once_in_forward_and_never_in_backward():
