@@ -147,6 +147,12 @@ def unmasked_padding(right, *_):
     """Rows that pad the vocabulary have a share in the softmax."""
 
 
+@planted(loss, "torch", unit="test_loss.test_the_softmax_of_half_precision_is_wide")
+def narrow_softmax(right):
+    """The softmax of the loss is computed in the precision of the logits."""
+    return changed(right, log_softmax=lambda x, dim, dtype: right.log_softmax(x, dim).to(dtype))
+
+
 @planted(
     step, "sum_copied_gradients",
     parity="tp=2 gas=2 uneven, dp=2 tp=2 zero_stage=3 uneven biased bf16", replicas="tp=2 gas=2 uneven, tp=4 padded",
