@@ -60,7 +60,9 @@ class ExpertParallel:
 
     def learned_route(self, num_experts: int, experts_Tk: Tensor) -> Route:
         """The route to the experts that a router chose among `num_experts`."""
-        counts_E = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
+        # torch.bincount would make the host wait once more, since it reads the largest index back.
+        rows = experts_Tk.flatten()
+        counts_E = rows.new_zeros(num_experts).scatter_add_(0, rows, torch.ones_like(rows))
         return self._route(experts_Tk, wait(all_gather(counts_E, self.group)).view(-1, num_experts).tolist())
 
     def _route(self, experts_Tk: Tensor, counts_by_rank: list[list[int]]) -> Route:

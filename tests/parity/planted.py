@@ -24,6 +24,7 @@ from tests.parity import (  # noqa: F401  their faults are in FAULTS, too
     planted_options,
     planted_parts,
     planted_products,
+    planted_training,
 )
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, loss, model, pp, recompute, step, tp
@@ -144,6 +145,12 @@ def both_halves_twice(right, x, grads, weights, *options):
 @planted(loss, "mask_padding", parity="tp=2 uneven, tp=4 padded")
 def unmasked_padding(right, *_):
     """Rows that pad the vocabulary have a share in the softmax."""
+
+
+@planted(loss, "torch", unit="test_loss.test_the_softmax_of_half_precision_is_wide")
+def narrow_softmax(right):
+    """The softmax of the loss is computed in the precision of the logits."""
+    return changed(right, log_softmax=lambda x, dim, dtype: right.log_softmax(x, dim).to(dtype))
 
 
 @planted(

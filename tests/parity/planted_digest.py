@@ -3,10 +3,13 @@
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
+
+import torch
 
 from tests.parity.fault import planted
 from ultrabench import device_digest
-from ultrabench.kernel.rank import digest_chain
+from ultrabench.kernel.rank import digest_chain, environment
 
 TESTS = "test_device_digest"
 
@@ -69,3 +72,47 @@ def all_setups_alike(right, digests):
     setups = {dated.digest.setup for dated in digests}
     alike = [d._replace(digest=replace(d.digest, setup="")) for d in digests]
     return {(setup, part): majority for (_, part), majority in right(alike).items() for setup in setups}
+
+
+# The chain on GPUs.
+
+ON_GPU = "test_device_digest.test_the_chain_of_a_gpu_fills_its_free_memory_and_crosses_to_the_host"
+
+
+@planted(digest_chain, "_copies", unit=ON_GPU)
+def copies_on_the_host(right, device):
+    """A block of memory is copied on the host only."""
+    return right(torch.device("cpu"))
+
+
+@planted(digest_chain, "MEMORY_SHARE", unit=ON_GPU)
+def little_memory(right):
+    """Patterns are written to a twentieth of the free memory."""
+    return 0.05
+
+
+@planted(digest_chain, "_written_blocks", unit=ON_GPU)
+def memory_that_torch_holds(right, device, mask):
+    """What torch holds without need is not written to."""
+    with mock.patch.object(torch.cuda, "empty_cache"):
+        return right(device, mask)
+
+
+@planted(digest_chain, "_has_fp8", unit=ON_GPU)
+def products_that_gpus_lack(right, device):
+    """GPUs without products in fp8 are asked for them."""
+    return True
+
+
+@planted(environment, "facts", unit=ON_GPU)
+def driver_unknown(right):
+    """GPUs are compared whatever their driver is, since it is not read."""
+    return right() | {"driver_version": None}
+
+
+@planted(
+    digest_chain, "_chain_of_products", unit="test_device_digest.test_each_part_computes_what_its_name_says"
+)
+def narrow_products(right, device, num_rows, dtype):
+    """Products in fp64 are computed in fp32."""
+    return right(device, num_rows, torch.float32 if dtype == torch.float64 else dtype)

@@ -71,6 +71,14 @@ def flops_of_one_rank(right, self):
     return right(self) / dist.get_world_size()
 
 
+@planted(
+    worker.Timing, "_count_whole_step_flops", unit="test_timing.test_parts_of_a_step_are_measured_in_turns"
+)
+def flops_of_a_part(right, self):
+    """Where parts of a step are measured, its FLOPs are those of the smallest part."""
+    return self._count_step_flops(self.slice.g1) if self.slice else right(self)
+
+
 @planted(progress, "device_progress", unit=MICRO_BATCH)
 def launched_for_finished(right, device, count_microbatch):
     """Micro-batches count when they are launched."""

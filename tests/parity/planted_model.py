@@ -167,6 +167,18 @@ def wide_values(right, *args):
     return right(*args) * 10
 
 
+@planted(model.Decoder, "initial_value", unit=INITIAL)
+def rounded_values(right, *args):
+    """Initial values are rounded to bf16."""
+    return right(*args).bfloat16().float()
+
+
+@planted(model.Decoder, "initial_value", unit=INITIAL)
+def biases_from_zero(right, self, name, *args):
+    """Biases start with 0, which hides faults of theirs."""
+    return right(self, name, *args) * (not name.endswith("bias"))
+
+
 @planted(data, "sample", unit=TOKENS)
 def same_sample(right, seed, step, index, *args):
     """All samples of a step are the same."""

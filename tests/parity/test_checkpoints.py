@@ -22,12 +22,17 @@ pytestmark = pytest.mark.parity
     ],
 )  # fmt: skip
 def test_what_is_loaded_was_saved_and_each_number_once(server, case):
-    """A parameter and two moments in fp32; with tp each rank saves its own copies of norms,
-    routers and heads, and no padding.
+    """A parameter and two moments in fp32, its number of steps, and the biases of routers; with tp each rank saves its
+    own copies of norms, routers and heads, and no padding.
     """
     spec = spec_of(case)
     ranks = server.ask(checkpointed, spec)
     assert [differing for differing, _ in ranks] == [[]] * spec.layout.world_size
+    num_routers = sum(spec.shape.layer(n).experts is not None for n in range(spec.shape.num_hidden_layers))
+    for _, of_rank in ranks:
+        shards = [name for name in of_rank if "@" in name and "." not in name.partition("@")[2]]
+        assert {f"{name}.{key}" for name in shards for key in ("exp_avg", "exp_avg_sq", "step")} < {*of_rank}
+        assert sum(name.endswith(".balance") for name in of_rank) == num_routers
     sizes = {name: size for _, of_rank in ranks for name, size in of_rank.items()}
     numbers = {name: size for name, size in sizes.items() if not name.endswith((".step", ".balance"))}
     copied = sum(size for name, size in numbers.items() if "@rank" in name)

@@ -2,14 +2,16 @@
 
 What would spoil a measurement on a real GPU spoils it here: work that nobody waits for takes no time, a peak that is
 not reset is that of earlier work, and calls go to the GPU that the calling thread has set. The GPU refuses calls that
-mean another one, and it records all others in `calls`, so that a lost and an additional one show.
+mean another one, and it records all others in `calls`, so that a lost and an additional one show. Streams run beside
+each other and know of each other only what they, or the host, waited for.
 """
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
@@ -38,10 +40,23 @@ SLOW_START = 10.0
 FRAGMENTED_BYTES = 3 * GIB
 """What the allocator holds beside the largest number of bytes that were in use."""
 NAME, CAPACITY_BYTES = "NVIDIA T1000", 128 * GIB
-MAX_KERNELS = 5000
+PROPERTIES = SimpleNamespace(
+    name=NAME, total_memory=CAPACITY_BYTES, L2_cache_size=2**20, multi_processor_count=40, uuid="5a2c1e77-0b1d"
+)  # fmt: skip
+MAX_KERNELS = 20_000
 """More work is refused: where the clock stands still, a measurement of some seconds would not end."""
 MAX_DATA_BYTES = 2**16
 """Tensors of more bytes have no data."""
+
+
+@dataclass
+class Mark:
+    """A moment of a stream, for which the host and other streams can wait."""
+
+    end_s: float = 0.0
+    """When the stream will have done its work."""
+    seen: Counter[str] = field(default_factory=Counter)
+    """Stream -> number of its kernels that have ended by then, whatever they take."""
 
 
 class FakeGpu:
@@ -52,6 +67,12 @@ class FakeGpu:
         self.host_s = 0.0
         self.busy_until_s = Counter[str]()
         """Stream -> when it will have done its work."""
+        self.seen_by_stream = defaultdict[str, Counter[str]](Counter)
+        """Stream -> the kernels of each stream that end before its next one begins: its own, and those waited for."""
+        self.seen_by_host = Counter[str]()
+        """Stream -> number of its kernels that the host has waited for."""
+        self.count_freed: Callable[[], object] = lambda: None
+        """Counts memory that was freed since the last allocation."""
         self.allocated = self.reserved = self.peak = self.reserved_peak = self.num_retries = 0
         self.calls: list[str] = []
         """What the host asked for, in order."""
@@ -73,6 +94,33 @@ class FakeGpu:
         self.reserved = self.allocated
         self.num_retries += 1
 
+    @property
+    def stream(self) -> str:
+        """The stream that the calling thread uses."""
+        return getattr(self._thread, "stream", "compute")
+
+    @contextmanager
+    def using(self, stream: str) -> Iterator[None]:
+        """Queues the work of this thread on another stream inside the `with` block."""
+        before, self._thread.stream = self.stream, stream
+        yield
+        self._thread.stream = before
+
+    def mark(self, stream: str) -> Mark:
+        """The end of the work that a stream has now."""
+        return Mark(self.busy_until_s[stream], self.seen_by_stream[stream] | self.seen_by_host)
+
+    def wait_for(self, mark: Mark, stream: str) -> None:
+        """Lets a stream begin its next work after a moment of another one."""
+        self.seen_by_stream[stream] |= mark.seen
+        self.busy_until_s[stream] = max(self.busy_until_s[stream], mark.end_s)
+
+    def wait_on_host(self) -> None:
+        """Lets the host wait for all streams."""
+        self.host_s = max(self.host_s, *self.busy_until_s.values(), 0.0)
+        for seen in self.seen_by_stream.values():
+            self.seen_by_host |= seen
+
     def launch(self, name: str, seconds: float, temporary_bytes: int = 0, stream: str = "compute") -> None:
         """Queues work; the host does not wait for it."""
         assert len(self.kernels) < MAX_KERNELS, "a measurement without an end"
@@ -82,6 +130,8 @@ class FakeGpu:
         start_s = max(self.busy_until_s[stream], self.host_s)
         self.busy_until_s[stream] = start_s + seconds
         self.kernels.append((name, start_s, start_s + seconds))
+        self.seen_by_stream[stream] |= self.seen_by_host
+        self.seen_by_stream[stream][stream] += 1
 
     def launch_paced(self, name: str, size: int, seconds: float, num_slow: int = 1) -> None:
         """Queues work whose time changes from round to round; the first `num_slow` rounds take longest."""
@@ -110,7 +160,7 @@ class FakeGpu:
 
     def _synchronize(self, device: Any = None) -> None:
         self._mine("synchronize", device)
-        self.host_s = max(self.host_s, *self.busy_until_s.values(), 0.0)
+        self.wait_on_host()
         self._round_by_work.update(self._works_of_round)
         self._works_of_round.clear()
 
@@ -120,6 +170,7 @@ class FakeGpu:
 
     def _reset_peak(self, device: Any = None) -> None:
         self._mine("reset_peak", device)
+        self.count_freed()
         self.peak, self.reserved_peak = self.allocated, self.reserved
 
     def _reset_retries(self, device: Any = None) -> None:
@@ -142,11 +193,12 @@ class FakeGpu:
         class Event:
             def record(self, stream: Any = None) -> None:
                 gpu._mine("record")
-                self.end_s = max(gpu.busy_until_s["compute"], gpu.host_s)
+                self.mark = gpu.mark(stream.name if stream else gpu.stream)
+                self.mark.end_s = max(self.mark.end_s, gpu.host_s)
 
             def query(self) -> bool:
                 gpu._mine("query")
-                return gpu.host_s >= self.end_s
+                return gpu.host_s >= self.mark.end_s
 
         return Event()
 
@@ -154,8 +206,11 @@ class FakeGpu:
         self._mine(f"history {enabled}")
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Puts this GPU and its clock into the place of those of torch and of the host."""
+    def installed(self, tensors: AbstractContextManager[Any] | None = None) -> Iterator[None]:
+        """Puts this GPU and its clock into the place of those of torch and of the host.
+
+        `tensors` makes and watches its tensors, by default those of a measurement.
+        """
         value = partial(partial, self._value)
         functions = {
             "synchronize": self._synchronize, "set_device": self._set_device, "empty_cache": self._empty_cache,
@@ -166,7 +221,7 @@ class FakeGpu:
             "max_memory_allocated": value("peak"), "max_memory_reserved": value("reserved_peak"),
             "memory_stats": lambda device=None: {"num_alloc_retries": self._value("num_retries", device)},
             "get_device_name": lambda device=None: NAME,
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=CAPACITY_BYTES, L2_cache_size=2**20),
+            "get_device_properties": lambda device: PROPERTIES, "get_device_capability": lambda device: (9, 0),
             "mem_get_info": self._memory_info, "clock_rate": self._clock_rate,
         }  # fmt: skip
         snapshots = {
@@ -177,7 +232,7 @@ class FakeGpu:
             stack.enter_context(mock.patch.multiple(torch.cuda, **functions))
             stack.enter_context(mock.patch.multiple(torch.cuda.memory, **snapshots))
             stack.enter_context(mock.patch.multiple(time, perf_counter=lambda: self.host_s))
-            stack.enter_context(_Tensors(self))
+            stack.enter_context(tensors or _Tensors(self))
             yield
 
 
@@ -190,6 +245,12 @@ class _Tensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), func.__name__
+        if kwargs.pop("pin_memory", False):
+            self._gpu.calls.append("pinned")
+        if name == "to" and isinstance(args[1], (torch.device, str)):
+            assert torch.device(args[1]) in (self._gpu.device, torch.device("cpu")), f"a tensor to {args[1]}"
+            self._gpu.calls.append(f"to {args[1]}")
+            args = (args[0], "cpu", *args[2:])
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             assert torch.device(kwargs["device"]) == self._gpu.device, f"a tensor on {kwargs['device']}"
             shape = args[0] if args and isinstance(args[0], (tuple, torch.Size)) else args
@@ -323,8 +384,8 @@ STATE_BYTES, PASSES_BYTES = 16 * GIB, 8 * GIB
 """Bytes of a trained model, and what a step needs beside them. PASSES_S are seconds of a micro-batch."""
 RETRY_STEP = 8
 """The number of steps after which, once, the allocator gives back what it holds in reserve."""
-FLOPS = 2 * 3 * 4 * 5 + 2 * 2 * 2 * 2
-"""FLOPs of a step of one rank: a product in its passes, and one in its update."""
+PASSES_FLOPS, UPDATE_FLOPS = 2 * 3 * 4 * 5, 2 * 2 * 2 * 2
+"""FLOPs of one rank: a product in the passes of each micro-batch, and one in the update."""
 
 
 class FakeTrainer:
@@ -360,7 +421,8 @@ class FakeTrainer:
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward."""
         self._queue("passes", self.num_timed * PASSES_S * next(self.pace), PASSES_BYTES)
-        inputs @ targets
+        for _ in range(self.num_timed):
+            inputs @ targets
         return torch.ones(())
 
     def update(self, loss: Tensor) -> Tensor:

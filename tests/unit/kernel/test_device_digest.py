@@ -1,5 +1,6 @@
 """What equal GPUs compute bit by bit, tried on a CPU, and which of them are blamed for differences."""
 
+import os
 import random
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 
+from tests.unit.kernel.fake_gpu import CAPACITY_BYTES, INDEX, NAME, PROPERTIES, FakeGpu
 from ultrabench.device_digest import (
     Against,
     DatedDigest,
@@ -17,8 +19,9 @@ from ultrabench.device_digest import (
     digest_of,
     host_verdicts,
 )
-from ultrabench.kernel.rank import digest_chain
+from ultrabench.kernel.rank import digest_chain, environment
 
+FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
 RIGHT = DeviceDigest(setup="H100, driver 570", parts={"bf16 products": "5e1f", "memory": "77a0"})
 WRONG = replace(RIGHT, parts={**RIGHT.parts, "bf16 products": "5e1e"})
@@ -38,8 +41,63 @@ def test_a_device_repeats_its_results():
     assert digest.second == {}
     assert len({*digest.parts.values()}) == len(digest.parts) == 7, "each part has results of its own"
     assert f"torch {torch.__version__}, chain 1" in digest.setup
-    for part in digest_chain.parts_of(CPU).values():
-        assert part(0).double().isfinite().all()
+
+
+def test_each_part_computes_what_its_name_says():
+    """Products are x W W ... W in the precision that they name, within its rounding; the others come from integers."""
+    size, results = digest_chain.SIZES["cpu"], {}
+    for name, compute in digest_chain.parts_of(CPU).items():
+        results[name] = compute(0)
+        assert results[name].double().isfinite().all()
+    for name, seed, num_rows, dtype in (
+        ("bf16 products", 1, size.narrow_rows, torch.bfloat16), ("fp32 products", 1, size.wide_rows, torch.float32),
+        ("fp64 products", 1, size.wide_rows // 4, torch.float64), ("fp8 products", 3, size.narrow_rows, FP8),
+    ):  # fmt: skip
+        x, weight = (digest_chain.seeded_matrix(num_rows, n, CPU).double() for n in (seed, seed + 1))
+        if name == "fp8 products":  # its second factor is transposed
+            weight = weight.t()
+        for _ in range(size.num_products):
+            x = x @ weight * (2 / num_rows**0.5)
+        assert results[name].dtype == dtype
+        error = (results[name].double() - x).norm() / x.norm()
+        assert error < size.num_products * torch.finfo(dtype).eps
+    x = digest_chain.seeded_matrix(size.wide_rows, 5, CPU).double() * 8
+    sums = [
+        result.sum(dim)
+        for result in (x.softmax(-1), torch.rsqrt(x.square() + 1e-5), x.sigmoid() * x, x.logsumexp(0)[None])
+        for dim in (0, 1)
+    ]
+    torch.testing.assert_close(results["reductions"].double(), torch.cat(sums), rtol=1e-5, atol=1e-4)
+    num_words = size.block_bytes // 8
+    assert torch.equal(results["copies"], torch.arange(num_words) * digest_chain.MULTIPLIER)
+
+
+def test_the_chain_of_a_gpu_fills_its_free_memory_and_crosses_to_the_host():
+    """It computes what CPUs do; memory that torch only holds is free; other setups are other texts."""
+    gpu, blocks, size, pattern = FakeGpu(), [], digest_chain.SIZES["cpu"], digest_chain._pattern
+    fakes = {
+        "SIZES": {"cuda": size, "cpu": size},
+        "_pattern": lambda *args: blocks.append(args[1:]) or pattern(*args),
+    }
+    with (
+        patch.multiple(digest_chain, **fakes), patch.object(torch.cuda.nccl, "version", return_value=(2, 27)),
+        patch.object(environment, "DRIVER_VERSION_SOURCE", ("/proc/version", "^(Linux) version")),
+        patch.dict(os.environ, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}), gpu.installed(),
+    ):  # fmt: skip
+        device = environment.use_device("cuda", INDEX)
+        gpu.allocate(CAPACITY_BYTES - 10 * size.block_bytes)
+        digest = digest_of(digest_chain.device_digest(device))
+        with patch.object(torch.cuda, "get_device_capability", return_value=(8, 9)):
+            assert "fp8 products" not in digest_chain.parts_of(device)
+    # All blocks of a pass are written before the first is compared.
+    assert blocks == [(number, mask) for mask in (0, 0, -1, -1) for number in range(7)]
+    copies = ["pinned", f"to {gpu.device}", "to cpu"]
+    calls = [call for call in gpu.calls if call in (*copies, "empty_cache")]
+    assert calls == ["empty_cache", *copies] * 2 + ["empty_cache"]
+    assert (digest.device, digest.second) == (f"GPU-{PROPERTIES.uuid}", {})
+    versions = f"torch {torch.__version__}, chain 1, CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    assert digest.setup == f"{NAME}, 40 multiprocessors, driver Linux, {versions}"
+    assert digest.parts == digest_of(digest_chain.device_digest(CPU)).parts
 
 
 def test_what_is_computed_differently_the_second_time_is_kept():

@@ -65,6 +65,16 @@ def test_half_precision_is_as_near_as_its_rounding(monkeypatch, tokens, logits):
         assert (expected - actual).abs().max() <= 2**-7 * expected.abs().max()
 
 
+def test_the_softmax_of_half_precision_is_wide():
+    """A gradient is rounded once, when it takes the place of its logit; the loss is not rounded."""
+    logits = 4 * torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1)).bfloat16()
+    targets, exact = torch.arange(TOKENS), logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, targets, reduction="sum")
+    expected.backward()
+    assert loss.logits_to_gradient(logits, targets, None).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert ((logits - exact.grad).abs() <= 1.01 * 2**-8 * exact.grad.abs()).all()
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch itself uses it
 def test_generated_code_gives_the_same_gradient(monkeypatch):
     """In bf16, on one of two ranks that share the vocabulary; test_counts.py compares such ranks, in fp64.

@@ -12,13 +12,14 @@ import torch
 
 from tests.configs import measure
 from tests.unit.kernel.fake_gpu import (
-    FLOPS,
     FRAGMENTED_BYTES,
     INDEX,
     LAUNCH_S,
     PASSES_BYTES,
+    PASSES_FLOPS,
     PASSES_S,
     STATE_BYTES,
+    UPDATE_FLOPS,
     UPDATE_S,
     FakeGpu,
     FakeRanks,
@@ -153,7 +154,10 @@ def measured_parts(run):
 
 
 def test_parts_of_a_step_are_measured_in_turns():
-    """Each turn backwards after the one before, all sizes once in the warm-up, and no loss to compare."""
+    """Each turn backwards after the one before, all sizes once in the warm-up, and no loss to compare.
+
+    Their times and FLOPs are those of a whole step.
+    """
     run = MeasuredRun(slice_=Slice(g1=2, g2=4, third=6))
     parts = measured_parts(run)
     assert [size for _, size, _ in parts] == [2, 4, 6, 6, 4, 2] * 3
@@ -163,6 +167,7 @@ def test_parts_of_a_step_are_measured_in_turns():
     assert (times.slice.text, times.departure) == ("2,4", pytest.approx(0))
     (done,) = run.events("done")
     assert (done["stopped"], done["loss_final"]) == ("interval", None)
+    assert done["hardware_flops_per_step"] == 2 * (WHOLE_GAS * PASSES_FLOPS + UPDATE_FLOPS)
 
 
 def test_a_wider_slice_follows_an_interval_that_misses_its_target():
@@ -214,4 +219,4 @@ def test_the_flops_are_those_of_one_step_of_all_ranks():
         ({"compiles": True, "recompute": "full"}, True), ({"measure": replace(MEASURE, warmup_steps=1)}, True),
     ):  # fmt: skip
         (done,) = MeasuredRun(**options).events("done")
-        assert done["hardware_flops_per_step"] == (None if hides else 2 * FLOPS)
+        assert done["hardware_flops_per_step"] == (None if hides else 2 * (PASSES_FLOPS + UPDATE_FLOPS))
