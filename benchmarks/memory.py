@@ -206,6 +206,13 @@ def possible(draw: Callable[..., RunSpec], *values: Any) -> RunSpec | None:
     return spec
 
 
+def shortened(spec: RunSpec) -> RunSpec:
+    """The run with at most two micro-batches without a pipeline: the first one, and the last one, which needs no less
+    than those between.
+    """
+    return spec.with_gas(min(2, spec.layout.gas)) if spec.layout.pp == 1 else spec
+
+
 def families(spec: RunSpec) -> list[str]:
     """The groups whose errors are printed to which a run of a small model belongs."""
     shape, tp = spec.shape, spec.layout.tp
@@ -256,7 +263,7 @@ def main() -> None:
             continue
         if "fp8" in modes:
             spec = replace(spec, kernel=replace(spec.kernel, precision="fp8"))
-        layouts -= 1
+        layouts, spec = layouts - 1, shortened(spec)
         stages, static = predict_memory(profile.as_divided(spec), constants), static_bytes(spec)
         for stage, stays in zip(stages, static, strict=True):
             body = partial(rank_cost, spec, spec.layout.first_rank(stage.pp_rank))
