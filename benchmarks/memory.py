@@ -37,6 +37,7 @@ from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout, default_virtual_stages
 from ultrabench.model_shape import REPLACED_BY_TYPES, ModelShape
+from ultrabench.routing import LEARNED_SKEW
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import require_possible
 from ultrabench.sweep.config.load import load_model, load_profile
@@ -133,7 +134,7 @@ def with_padding(spec: RunSpec, pick: random.Random) -> RunSpec:
 
 
 def with_variant(spec: RunSpec, pick: random.Random) -> RunSpec:
-    """The run with options that `small` leaves at their defaults."""
+    """The run with options that `small` leaves at their defaults, and with few layers, so that a dry run is short."""
     tp, cp, pp = spec.layout.tp, spec.layout.cp, spec.layout.pp
     layout = replace(
         spec.layout, sequence_parallel=pick.choice(("on", "on", "off")) if tp > 1 else "on",
@@ -141,10 +142,13 @@ def with_variant(spec: RunSpec, pick: random.Random) -> RunSpec:
         dp_overlap=pick.choice(("on", "on", "on", "off")) if pp == 1 else "on",
     )  # fmt: skip
     kernel = replace(
-        spec.kernel, precision=pick.choice(("bf16", "bf16", "fp8", "fp32")), compile=pick.random() < 0.3,
-        routing=pick.choice(("balanced", "skew=1", "learned")) if spec.shape.num_experts else "balanced",
+        spec.kernel, precision=pick.choice(("bf16", "bf16", "fp8", "fp32")), compile=pick.random() < 0.1,
+        routing=pick.choice(("balanced", "skew=1", LEARNED_SKEW)) if spec.shape.num_experts else "balanced",
     )  # fmt: skip
-    shape = replace(spec.shape, num_nextn_predict_layers=pick.choice((0, 0, 0, 0, 1, 2)))
+    num_layers = min(spec.shape.num_hidden_layers, max(3, layout.num_stages))
+    shape = replace(
+        spec.shape, num_hidden_layers=num_layers, num_nextn_predict_layers=pick.choice((0, 0, 0, 0, 1, 2))
+    )
     if pick.random() < 0.3:
         shape = without_gates(shape)
     return replace(spec, layout=layout, kernel=kernel, shape=shape)
@@ -190,7 +194,7 @@ def published(pick: random.Random) -> RunSpec:
     )  # fmt: skip
     spec = CheckSpec(
         layout=layout, shape=shape, precision=pick.choice(("bf16",) * 5 + ("fp8",)), compile=pick.random() < 0.2,
-        routing=pick.choice(("balanced", "balanced", "skew=1", "learned")) if shape.num_experts else "balanced",
+        routing=pick.choice(("balanced", "balanced", "skew=1", LEARNED_SKEW)) if shape.num_experts else "balanced",
         seq_len=pick.choice((2048, 4096, 4096, 8192)) * pick.choice((1, cp)),
     )  # fmt: skip
     return spec.run
