@@ -117,12 +117,11 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
         frame.loc[is_of_model & frame["model_settings"].isna(), "model_settings"] = settings_of(shape)
         for column, model_value in sizes_of(shape).items():
             if column not in _PARAM_COLUMNS:
-                is_other = is_of_model & frame[column].notna() & (frame[column] != model_value)
-                other_values = frame[column][is_other]
+                other_rows = frame[is_of_model & frame[column].notna() & (frame[column] != model_value)]
                 subject = "vocabulary" if column == "vocab_size" else "architecture"
-                has_fewer = other_values < frame["num_attention_heads"][is_other]
+                has_fewer = other_rows[column] < other_rows["num_attention_heads"]
                 is_grouped = has_fewer & (column == "num_key_value_heads")
-                sentences = f"different {subject}: {column}=" + _texts(other_values)
+                sentences = f"different {subject}: {column}=" + _texts(other_rows[column])
                 sentences += is_grouped.map({True: " (GQA)", False: ""}) + f", {model_name} has {model_value}"
                 yield f"other_{subject}", sentences
                 frame.loc[is_of_model & frame[column].isna(), column] = model_value
