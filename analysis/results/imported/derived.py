@@ -115,8 +115,10 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
         shape = load_model(model_name)
         frame.loc[is_of_model & frame["model_settings"].isna(), "model_settings"] = settings_of(shape)
         for column, model_value in sizes_of(shape).items():
-            if column not in _PARAM_COLUMNS:
-                is_other = is_of_model & frame[column].notna() & (frame[column] != model_value)
+            if column in _PARAM_COLUMNS:
+                continue
+            is_other = is_of_model & frame[column].notna() & (frame[column] != model_value)
+            if is_other.any():
                 other_values = frame[column][is_other]
                 subject = "vocabulary" if column == "vocab_size" else "architecture"
                 has_fewer = other_values < frame["num_attention_heads"][is_other]
@@ -124,7 +126,7 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
                 sentences = f"different {subject}: {column}=" + _texts(other_values)
                 sentences += is_grouped.map({True: " (GQA)", False: ""}) + f", {model_name} has {model_value}"
                 yield f"other_{subject}", sentences
-                frame.loc[is_of_model & frame[column].isna(), column] = model_value
+            frame.loc[is_of_model & frame[column].isna(), column] = model_value
 
 
 def _shapes(frame: pd.DataFrame) -> dict[Any, ModelShape]:
