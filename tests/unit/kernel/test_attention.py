@@ -37,7 +37,10 @@ def test_math_and_flash_agree():
 
 
 def test_parts_of_a_ring_are_merged_in_at_least_fp32():
-    """The output is what fp64 makes of the same parts, rounded once; the last of four ranks attends to all parts."""
+    """Output and gradients are what fp64 makes of the same parts, rounded once; the last of four ranks attends to all.
+
+    Its gradients of all keys and values are added up here, as if they had one owner.
+    """
     torch.manual_seed(0)
     query, keys, values = (torch.randn(B, count, 4 * S, D).bfloat16() for count in (N, K, K))
     query, visits = query[:, :, -S:], [*zip(keys.split(S, 2), values.split(S, 2), strict=True)][::-1]
@@ -50,12 +53,20 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
         for n, visit in enumerate(visits):
             yield cp._pack_kv(*visit), slice(None), slice(None), n == 0
 
-    with mock.patch.multiple(cp, _visits=visits_in_turn, process_group=lambda name: None):
-        out, _ = cp._ring_forward(query, *visits[0], "group", "ring", "flash")
-    exact = merged.abs().clamp(min=2.0**-10)
-    assert (
-        float(((out.double() - merged).abs() / exact).max()) <= 2**-8 * 1.01
-    )  # half a unit in the last place
+    lone_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    lone = {"process_group": lambda _: lone_rank, "reduce_scatter": lambda sums, _: sums, "wait": lambda t: t}
+    grad = torch.randn(query.shape).bfloat16()
+    with mock.patch.multiple(cp, _visits=visits_in_turn, **lone):
+        out, log_sum = cp._ring_forward(query, *visits[0], "group", "allgather", "flash")
+        grads = cp._ring_backward(grad, query, *visits[0], out, log_sum, "group", "allgather", "flash")
+    parts_grads = [
+        attention_backward("flash", grad, query, out, log_sum, *visit, causal=n == 0)
+        for n, visit in enumerate(visits)
+    ]
+    summed_q, *summed_kv = (sum(part.double() for part in kind) for kind in zip(*parts_grads, strict=True))
+    for rounded, exact in ((out, merged), (grads[0], summed_q), (grads[1], cp._pack_kv(*summed_kv))):
+        error = (rounded.double() - exact).abs() / exact.abs().clamp(min=2.0**-10)
+        assert float(error.max()) <= 2**-8 * 1.01  # half a unit in the last place
 
 
 @pytest.mark.parametrize(

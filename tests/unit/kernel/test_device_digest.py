@@ -75,10 +75,13 @@ def test_each_part_computes_what_its_name_says():
 def test_the_chain_of_a_gpu_fills_its_free_memory_and_crosses_to_the_host():
     """It computes what CPUs do; memory that torch only holds is free; other setups are other texts."""
     gpu, blocks, size, pattern = FakeGpu(), [], digest_chain.SIZES["cpu"], digest_chain._pattern
-    fakes = {
-        "SIZES": {"cuda": size, "cpu": size},
-        "_pattern": lambda *args: blocks.append(args[1:]) or pattern(*args),
-    }
+
+    def recorded_pattern(device, *block):
+        assert len(blocks) < 100, "more than the free memory"
+        blocks.append(block)
+        return pattern(device, *block)
+
+    fakes = {"SIZES": {"cuda": size, "cpu": size}, "_pattern": recorded_pattern}
     with (
         patch.multiple(digest_chain, **fakes), patch.object(torch.cuda.nccl, "version", return_value=(2, 27)),
         patch.object(environment, "DRIVER_VERSION_SOURCE", ("/proc/version", "^(Linux) version")),
@@ -170,6 +173,27 @@ def test_a_minority_of_three_or_more_is_blamed():
     both_wrong = replace(WRONG, parts={**WRONG.parts, "memory": "0"})
     differing = differences(dated(RIGHT, WRONG, both_wrong, RIGHT, RIGHT))
     assert [d.parts for d in differing] == [("bf16 products",), ("bf16 products", "memory")]
+
+
+def test_gpus_of_one_host_have_a_vote_each_and_who_differs_from_itself_has_none():
+    """GPUs of a host differ in their UUID."""
+    first, second, third = (
+        replace(d, device=f"GPU-{n}") for n, d in enumerate((RIGHT, WRONG, RIGHT), start=1)
+    )
+    on_one_host = [
+        DatedDigest(1.7e9, "first", "n0", n, digest) for n, digest in enumerate((first, second, third))
+    ]
+    assert [(d.dated.number, d.against) for d in differences(on_one_host)] == [(1, Against.OTHERS)]
+    unsteady = replace(WRONG, second={"bf16 products": "0"})
+    differing = differences(dated(RIGHT, unsteady, unsteady, RIGHT, WRONG))
+    assert [(d.dated.host, d.against) for d in differing] == [
+        ("n1", Against.ITSELF), ("n2", Against.ITSELF), ("n4", Against.OTHERS)
+    ]  # fmt: skip
+
+
+def test_a_preflight_that_is_read_twice_confirms_nothing():
+    verdict = host_verdicts(differences(dated(RIGHT, WRONG, RIGHT) * 2))["n1"]
+    assert (verdict.is_confirmed, verdict.reason.endswith(" in 1 preflight")) == (False, True)
 
 
 def test_of_two_gpus_that_differ_none_is_blamed():

@@ -32,6 +32,11 @@ def trained(case, num_reads=0):
     assert [call for call in run.gpu.calls if call != "read"][:4] == [
         "empty_cache", "reset_peak", "reset_retries", "part 0"
     ]  # fmt: skip
+    assert [run.gpu.calls.count(name) for name in ("empty_cache", "reset_peak", "synchronize")] == [
+        1,
+        1,
+        2 * 3,
+    ]
     num_kernels = Counter(name for name, *_ in run.gpu.kernels)
     updates = [num_kernels[name] for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_")]
     assert updates == [3, 3 * 2, 3], "few kernels update all parameters"
