@@ -79,6 +79,8 @@ class GroupBytes(NamedTuple):
     """What norm, head or embedding need beside activations."""
     is_input_half: bool
     """Whether the gradients of weights are left to another half."""
+    copied: float
+    """Those of the buffer of its gather, less those of the next layer, which is gathered after they are copied."""
     reduced_later: tuple[float, float] | None
     """Bytes of weights and gradients while its gradients are reduced after backward; None if they are not."""
 
@@ -327,10 +329,11 @@ def _group_bytes(
     bytes_by_kind: dict[tuple[int, bool], list[tuple[float, ...]]] = {}
     for group_index, group in enumerate(p.groups):
         size, reduced, finished = group.whole, group.reduced, group.finished.whole
-        gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
+        gathered, copied = whole - finished * frees - (p.first - p.tied) * is_zero3, 0
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
+            copied = max(0, group.shared - group.following)
         freed, added_bytes = float(w * size * frees), 0.0 if halved else float(w * size)
         if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
             added_bytes = 8 / 3 * reduced * group.is_sparse
@@ -358,7 +361,7 @@ def _group_bytes(
         weights, further = w * gathered, 0
         if group.kind == LAYER and not halved:
             at_begin, at_end = weights + (gradients + reducing), (weights - freed) + (gradients + new)
-            of_params = at_begin, at_end, reducing, sum(reduced_later or ())
+            of_params = at_begin + w * copied, at_end, reducing, sum(reduced_later or ())
             before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[group_index].is_full), [])
             if any(all(map(le, of_params, bytes_before)) for bytes_before in before):
                 continue
@@ -381,6 +384,7 @@ def _group_bytes(
             one_matrix=min(added_bytes, w * reduced) / 3,
             further=further,
             is_input_half=halved,
+            copied=w * copied,
             reduced_later=reduced_later,
         )
 

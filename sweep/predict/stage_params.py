@@ -120,6 +120,8 @@ class ParamGroup(NamedTuple):
     """Parameters of the group before, whose reduction is under way."""
     following: int
     """Parameters of the next layer that several ranks share, which are on their way."""
+    shared: int
+    """Parameters of a layer that several ranks share and that are copied at once from the buffer of their gather."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
@@ -376,6 +378,7 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
             group.kind, group.type_number, bool(expert_size.whole), whole,
             reduced, *lasts, finished, before,
             0 if group.following is None else shared_params[group.following],
+            max(shared_parts[group.type_number]) if group.kind == LAYER else 0,
         ))  # fmt: skip
     last_type_number = layers.last_type_number
     return StageParams(

@@ -319,7 +319,7 @@ def _backward(m: MicroBatch, work: StageWork, activations: _Activations, *, has_
         group_index, kind, _, weights, gradients, reducing, new, freed, *_ = group_bytes
         stored, released, layer = activations.groups[group_index]
         if layer is not None:
-            buffers = _layer_buffers(layer, group_bytes, released)
+            buffers = max(group_bytes.copied, _layer_buffers(layer, group_bytes, released))
         elif kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.
             loss = 2 * m.whole_hidden + ((1 + layers.num_modules) * m.table + group_bytes.further) * has_table
