@@ -12,9 +12,7 @@ from ultrabench.analysis.results.measured import MeasuredRun
 from ultrabench.analysis.studies.predictions.error_factors import case_kind
 from ultrabench.analysis.studies.predictions.fit import (
     LEVEL_SD,
-    ORDER_SD,
     FittedTime,
-    TimeFit,
     fit_time,
     fitted_flags,
     intervals,
@@ -33,10 +31,6 @@ from ultrabench.sweep.predict.time_constants import TimeConstants, with_changes
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
-FORMS = {"level": 0.0, "level and order": ORDER_SD}
-"""What a fit of the step time may move -> the standard deviation of the constants that decide the order of layouts."""
-KEPT = "none"
-"""The form of a calibration that keeps the constants of the step time."""
 MAX_MEDIAN_ERROR = 0.5
 """Largest median error, on runs left out of the fit, of a profile that is worth writing."""
 NOTABLE_CHANGE = 0.1
@@ -51,8 +45,6 @@ class Calibration:
 
     profile: Profile
     runs: int
-    form: str
-    """What moved, of FORMS; KEPT where the constants of the step time are those of the profile before."""
     before: dict[str, float]
     """median_error and p90_error of the profile that the fit started from, as fractions."""
     after: dict[str, float]
@@ -67,7 +59,8 @@ class Calibration:
 def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
     """The profile that fits the healthy runs best, starting from `base`.
 
-    Constants of `base` stay where new ones are not clearly better on runs left out, so that few runs do no harm. Those
+    Constants of the step time are those of `base` unless the loss of new ones on runs left out is smaller by the factor
+    1 + (MIN_RUNS / runs)**2: chance makes 5 runs agree more often than 20. Those
     of memory are fitted for nanotron only, to at least 5 runs. The intervals of the runs left out are mixed with
     those of `base`.
 
@@ -83,10 +76,10 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         raise ConfigError(f"{runs_text}; {rule}" + f"; excluded: {excluded_text}" * bool(num_by_reason))
     base_time = FittedTime(base.time, base.flags)
     old_errors = log_errors(timed_cases, base_time)
-    form, fit = best_fit(timed_cases, base)
+    fit = fit_time(timed_cases, base_time, level_sd_of(timed_cases, base))
     new_errors = fit.left_out_errors
     old_quality, new_quality = quality_of(old_errors), quality_of(new_errors)
-    is_better = soft_loss(new_errors) < soft_loss(old_errors) / (1 + MIN_RUNS / num_timed)
+    is_better = soft_loss(new_errors) < soft_loss(old_errors) / (1 + (MIN_RUNS / num_timed) ** 2)
     _require_close(old_errors, new_errors, base)
     memory, mem_quality, num_memory_runs = _better_memory([case.run for case in cases], base)
     num_fitted = {"step_time": is_better * num_timed, "memory": num_memory_runs}
@@ -102,17 +95,9 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         errors=base.errors and base.errors.fitted_to(map(case_kind, timed_cases)),
     )  # fmt: skip
     return Calibration(
-        profile=profile, runs=num_timed, form=form if is_better else KEPT, before=old_quality, after=new_quality,
-        fitted=num_fitted, memory=mem_quality,
+        profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
+        memory=mem_quality,
     )  # fmt: skip
-
-
-def best_fit(timed_cases: Sequence[Case], base: Profile) -> tuple[str, TimeFit]:
-    """The form of FORMS whose fits without each of the runs predict this run best, and its fit to all of them."""
-    prior, level_sd = FittedTime(base.time, base.flags), level_sd_of(timed_cases, base)
-    fits = {form: fit_time(timed_cases, prior, level_sd, order_sd) for form, order_sd in FORMS.items()}
-    form = min(fits, key=lambda form: soft_loss(fits[form].left_out_errors))
-    return form, fits[form]
 
 
 def level_sd_of(timed_cases: Sequence[Case], base: Profile) -> float:

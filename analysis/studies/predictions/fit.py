@@ -53,6 +53,8 @@ SHARE_NAMES = frozenset(name for name, hint in field_types(TimeConstants).items(
 """Constants that are at most 1."""
 MAX_LEVERAGE = 0.999
 """Largest part of its own fitted value that a run may decide, where its error without it is estimated."""
+LOG_STEP = 1e-3
+"""Change of the logarithm of a constant with which its effect on errors is computed."""
 TIME_TOLERANCE = 1e-3
 """Relative change of the loss below which a fit of the step time ends; more steps change predictions by less than
 a measurement."""
@@ -273,11 +275,20 @@ def fit_with_errors(
                 values[key] = max(1.0, values[key])
         return values
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        soft_errors = _soft(np.array(errors_of(values_at(logs))) / scale)
-        return np.concatenate([soft_errors, (logs - prior_logs) / ridges])
+    def soft_errors(logs: np.ndarray) -> np.ndarray:
+        return _soft(np.array(errors_of(values_at(logs))) / scale)
 
-    fit = least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3, ftol=tolerance)
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        return np.concatenate([soft_errors(logs), (logs - prior_logs) / ridges])
+
+    def gradients_of(logs: np.ndarray) -> np.ndarray:
+        errors = soft_errors(logs)
+        columns = [(soft_errors(logs + step) - errors) / step.sum() for step in steps]
+        return np.vstack([np.array(columns).T, np.diag(1 / ridges)])
+
+    # Shares are at most 1, so their effect is seen below their values.
+    steps = np.diag([-LOG_STEP if name_of(key) in SHARE_NAMES else LOG_STEP for key in prior])
+    fit = least_squares(residuals, prior_logs, gradients_of, max_nfev=10, ftol=tolerance)
     num_runs = len(fit.fun) - len(prior)
     gradients = fit.jac[:num_runs]
     leverages = np.sum(gradients @ np.linalg.inv(fit.jac.T @ fit.jac) * gradients, axis=1)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ultrabench.analysis.results.cases import Case
 from ultrabench.analysis.studies.predictions.fit import (
+    LOG_STEP,
     RUN_ERROR,
     FittedTime,
     Place,
@@ -29,10 +30,8 @@ from ultrabench.sweep.predict.search import mechanisms
 
 NUM_RUNS = 3
 """Number of runs that are chosen."""
-MAX_GROUPS = 30
+MAX_GROUPS = 16
 """Number of groups of similar layouts of a cell, the fastest by prediction, among which runs are chosen."""
-LOG_STEP = -1e-3
-"""Change of the logarithm of a constant with which its effect is computed; less than 0, so that no share exceeds 1."""
 NOTABLE_SHARE = 0.3
 """Share of what a run teaches of its first subject, from which a second subject is named."""
 MIN_VARIANCE = 1e-12
@@ -203,10 +202,13 @@ def _log_times(
 def _sensitivities(
     log_times_at: Callable[[FittedTime], Sequence[float]], constants: FittedTime, sds: Mapping[Place, float]
 ) -> np.ndarray:
-    """Change of the logarithm of each step time by one standard deviation of each constant; a row for each run."""
+    """Change of the logarithm of each step time by one standard deviation of each constant; a row for each run.
+
+    Constants are lowered, since some are at most 1.
+    """
     log_times = np.array(log_times_at(constants))
     columns = []
     for place, sd in sds.items():
-        changed = with_values(constants, {place: value_at(constants, place) * math.exp(LOG_STEP)})
-        columns.append((np.array(log_times_at(changed)) - log_times) * sd / LOG_STEP)
+        changed = with_values(constants, {place: value_at(constants, place) * math.exp(-LOG_STEP)})
+        columns.append((np.array(log_times_at(changed)) - log_times) * sd / -LOG_STEP)
     return np.array(columns).T

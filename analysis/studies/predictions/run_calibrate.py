@@ -85,7 +85,7 @@ def run_calibrate(
     if path and config:
         launch_lines = written_lines(path, config, question, [run.run for run in runs])
     if as_json:
-        fields = ("runs", "form", "fitted", "before", "after", "memory")
+        fields = ("runs", "fitted", "before", "after", "memory")
         document = {"profile": str(output), "prior": start.name}
         document |= {name: getattr(calibration, name) for name in fields}
         document |= {"moved": [constant._asdict() for constant in moved], "next": [*map(_record_of, runs)]}

@@ -189,6 +189,7 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     runs(*[2.0] * 9)
     document = as_json(ultrabench, "predict", "calibrate", "runs.parquet")
     assert (document["runs"], document["prior"], document["fitted"]["step_time"]) == (9, "ultrabench", 9)
+    assert document["next"] == []  # no other layouts of the largest cell than those of the runs fit
     assert document["after"]["median_error"] < document["before"]["median_error"]
     assert load_profile("mine").prior == "ultrabench"
     words = ("predict", "validate", "runs.parquet", "profile=mine")
