@@ -290,7 +290,8 @@ def moved_lines(moved: Sequence[MovedConstant]) -> Iterator[str]:
     """A line for each constant that a fit changed, and what the change is worth."""
     for name, before, after, worth in moved:
         change_text = f"{name} moved from {before:.3g} to {after:.3g}"
-        yield f"{change_text}; its old value would change the median error by {100 * worth:+.1f} points"
+        points = round(100 * worth, 1) + 0.0  # no -0.0
+        yield f"{change_text}; its old value would change the median error by {points:+.1f} points"
 
 
 def knob_lines(profile: Profile, cases: Sequence[Case]) -> Iterator[str]:

@@ -91,6 +91,10 @@ def run_calibrate(
         document |= {"moved": [constant._asdict() for constant in moved], "next": [*map(_record_of, runs)]}
         print_json(document | ({"written": str(path)} if launch_lines else {}))
         return
+    if not calibration.fitted["step_time"]:
+        say(
+            f"kept the constants of {prior.name}: fitted ones are not clearly better on runs left out of the fit"
+        )
     say(*moved_lines(moved))
     say(*knob_lines(profile, fitted_cases))
     say(f"wrote {output}: {profile.source}; to use it in a sweep: profile={output.stem}")

@@ -48,23 +48,21 @@ def imported_cases(cases: Sequence[Case], own_cases: Sequence[Case], parts: Mapp
     gpus = {program.gpu for program in own_programs}
     if "hardware" in parts:
         gpus = {load_hardware(parts["hardware"]).gpu_at_limit}
-    kernels |= {str(kernel_settings(name).get("profile")) for name in kernels & files("kernel").keys()}
-    chosen = [case for case in cases if not kernels or program_of(case).kernel in kernels]
+    wanted = Program(min(kernels, default="any program"), min(gpus, default="any GPU"))
+    profiles = {kernel_settings(name).get("profile") for name in kernels & files("kernel").keys()}
+    chosen = [case for case in cases if not kernels or program_of(case).kernel in kernels | profiles]
     chosen = [case for case in chosen if not gpus or case.hardware.gpu_at_limit in gpus]
     num_by_program = Counter(map(program_of, chosen or cases))
-    rows_text = ", ".join(
-        f"{program} ({counted(num, 'row')})" for program, num in num_by_program.most_common()
-    )
     if not chosen:
-        kernel_text, gpu_text = (sorted(names)[0] if names else "any" for names in (kernels - {"None"}, gpus))
-        wanted = str(Program(parts.get("kernel", kernel_text), gpu_text))
         names = [*map(str, num_by_program)]
-        similar = nearest_name(wanted, names)
+        similar = nearest_name(str(wanted), names)
         fact = f"--from: no row of {wanted}" + f"; did you mean {similar}?" * bool(similar)
         raise ConfigError(
-            f"{fact} {known_text(wanted, names)}", "name one of them with kernel= and hardware="
+            f"{fact} {known_text(str(wanted), names)}", "name one of them with kernel= and hardware="
         )
-    if len({program.gpu for program in num_by_program}) > 1 or len({*num_by_program}) > len(kernels or {""}):
+    num_kernels, num_gpus = (len({*names}) for names in zip(*num_by_program, strict=True))
+    if (num_kernels > 1 and not kernels) or (num_gpus > 1 and not gpus):
+        rows_text = ", ".join(f"{name} ({counted(num, 'row')})" for name, num in num_by_program.most_common())
         raise ConfigError(f"--from: rows of {rows_text}", "choose one with kernel=NAME and hardware=NAME")
     return chosen
 
