@@ -1,9 +1,9 @@
 """What few runs teach a profile: errors and order of the other runs before and after `ultrabench predict calibrate`.
 
 `python benchmarks/few_runs.py FILE.parquet...` reads tables that `ultrabench import` made with the maps of
-examples/import. It draws runs of each source, program and GPU with MIN_GROUP runs at random, calibrates the profile of the
-program with them, and predicts the other runs with the old and the new constants. The rank correlation is that of the
-step times of these runs. A draw hurts if the median error grows by more than HURT, and hurts much if by more than MUCH.
+examples/import. It draws runs of each source, program and GPU with MIN_GROUP runs at random, calibrates the profile of
+the program with them, and predicts the other runs with the old and the new constants. The rank correlation is that of
+the step times of these runs. A draw hurts if the median error grows by more than HURT, and hurts much from MUCH on.
 """
 
 import argparse

@@ -160,11 +160,13 @@ def soft_loss(errors: Sequence[float]) -> float:
 
 def _soft(scaled_errors: np.ndarray) -> np.ndarray:
     """Numbers whose squares are the soft-L1 losses of errors, which `_from_soft` turns back."""
-    return np.sign(scaled_errors) * np.sqrt(2 * (np.sqrt(1 + scaled_errors**2) - 1))
+    soft_errors: np.ndarray = np.sign(scaled_errors) * np.sqrt(2 * (np.sqrt(1 + scaled_errors**2) - 1))
+    return soft_errors
 
 
 def _from_soft(soft_errors: np.ndarray) -> np.ndarray:
-    return np.sign(soft_errors) * np.sqrt((soft_errors**2 / 2 + 1) ** 2 - 1)
+    scaled_errors: np.ndarray = np.sign(soft_errors) * np.sqrt((soft_errors**2 / 2 + 1) ** 2 - 1)
+    return scaled_errors
 
 
 def fitted_flags(cases: Sequence[Case], flags: FlagConstants) -> list[tuple[Place, int]]:

@@ -184,7 +184,8 @@ def _posterior(covariance: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """The covariance of the constants after runs with these sensitivities are measured."""
     gains = covariance @ measured.T
     noise = RUN_ERROR**2 * np.eye(len(measured))
-    return covariance - gains @ np.linalg.solve(measured @ gains + noise, gains.T)
+    narrower: np.ndarray = covariance - gains @ np.linalg.solve(measured @ gains + noise, gains.T)
+    return narrower
 
 
 def _log_times(

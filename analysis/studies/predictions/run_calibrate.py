@@ -86,7 +86,7 @@ def run_calibrate(
         launch_lines = written_lines(path, config, question, [run.run for run in runs])
     if as_json:
         fields = ("runs", "fitted", "before", "after", "memory")
-        document = {"profile": str(output), "prior": start.name}
+        document: dict[str, Any] = {"profile": str(output), "prior": start.name}
         document |= {name: getattr(calibration, name) for name in fields}
         document |= {"moved": [constant._asdict() for constant in moved], "next": [*map(_record_of, runs)]}
         print_json(document | ({"written": str(path)} if launch_lines else {}))
