@@ -291,7 +291,7 @@ def open_cases(
     Args:
         profile_name: its name; None means that of the program which the runs used.
     """
-    usable_cases = _usable_cases(sources, results_dir, say, warn)
+    usable_cases = cases_in(sources, results_dir, say, warn)
     used_profile = load_profile(profile_name or default_profile(usable_cases))
     return for_profile(usable_cases, used_profile), used_profile
 
@@ -304,7 +304,7 @@ def open_cases_by_profile(
     Args:
         profile_name: its name; None means for each run that of the program which it used.
     """
-    usable_cases = _usable_cases([source], results_dir, say, warn)
+    usable_cases = cases_in([source], results_dir, say, warn)
     name_by_program = {} if profile_name else usual_profiles(usable_cases)
     cases_by_profile: dict[str, list[Case]] = {}
     for case in usable_cases:
@@ -347,7 +347,7 @@ def _exclusions_text(num_by_reason: Counter[str]) -> str:
     return "; ".join(f"{n:,} {reason}" for reason, n in num_by_reason.most_common())
 
 
-def _usable_cases(sources: Sequence[str | None], results_dir: Path, say: Say, warn: Warn) -> list[Case]:
+def cases_in(sources: Sequence[str | None], results_dir: Path, say: Say, warn: Warn) -> list[Case]:
     """The runs that predictions can be compared with; the others are counted by `say`."""
     runs, names_by_reason = list[MeasuredRun](), dict[str, list[str]]()
     for source in sources:

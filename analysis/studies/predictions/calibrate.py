@@ -4,19 +4,21 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 from ultrabench.analysis.results.cases import Case, healthy_timed
 from ultrabench.analysis.results.measured import MeasuredRun
 from ultrabench.analysis.studies.predictions.error_factors import case_kind
 from ultrabench.analysis.studies.predictions.fit import (
+    LEVEL_SD,
     FittedTime,
     fit_time,
     fitted_flags,
     intervals,
     left_out_errors,
     log_errors,
+    soft_loss,
 )
 from ultrabench.analysis.studies.predictions.nanotron import fit_memory, memory_errors, memory_runs
 from ultrabench.errors import ConfigError, counted
@@ -46,7 +48,7 @@ class Calibration:
     before: dict[str, float]
     """median_error and p90_error of the profile that the fit started from, as fractions."""
     after: dict[str, float]
-    """median_error and p90_error of constants that were fitted without the run, even if they are not kept."""
+    """median_error and p90_error of constants that are fitted without the run, even if they are not kept."""
     fitted: dict[str, int]
     """step_time and memory -> number of runs that the constants of the profile were fitted to; 0 where they are the
     prior ones, since new ones are no better on runs left out."""
@@ -57,7 +59,8 @@ class Calibration:
 def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
     """The profile that fits the healthy runs best, starting from `base`.
 
-    Constants of `base` stay where new ones are no better on runs left out, so that few runs do no harm. Those
+    Constants of the step time are those of `base` unless the loss of new ones on runs left out is smaller by the factor
+    1 + (MIN_RUNS / runs)**2: chance makes 5 runs agree more often than 20. Those
     of memory are fitted for nanotron only, to at least 5 runs. The intervals of the runs left out are mixed with
     those of `base`.
 
@@ -73,16 +76,16 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         raise ConfigError(f"{runs_text}; {rule}" + f"; excluded: {excluded_text}" * bool(num_by_reason))
     base_time = FittedTime(base.time, base.flags)
     old_errors = log_errors(timed_cases, base_time)
-    new_errors = left_out_errors(timed_cases, lambda kept_runs: fit_time(kept_runs, base_time), log_errors)
+    fit = fit_time(timed_cases, base_time, level_sd_of(timed_cases, base))
+    new_errors = fit.left_out_errors
     old_quality, new_quality = quality_of(old_errors), quality_of(new_errors)
-    is_better = new_quality["median_error"] < old_quality["median_error"]
+    is_better = soft_loss(new_errors) < soft_loss(old_errors) / (1 + (MIN_RUNS / num_timed) ** 2)
     _require_close(old_errors, new_errors, base)
     memory, mem_quality, num_memory_runs = _better_memory([case.run for case in cases], base)
     num_fitted = {"step_time": is_better * num_timed, "memory": num_memory_runs}
     fitted, flag_runs = base_time, base.flag_runs
     if is_better:
-        fitted = fit_time(timed_cases, base_time)
-        flag_runs = _flag_runs(timed_cases, base)
+        fitted, flag_runs = fit.constants, _flag_runs(timed_cases, base)
     profile = replace(
         base, name=name, memory=memory, source=_source_text(num_fitted, num_timed, base), date=date,
         prior=base.name, time=fitted.time, flags=to_dict(fitted.flags), flag_runs=flag_runs,
@@ -95,6 +98,15 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
         memory=mem_quality,
     )  # fmt: skip
+
+
+def level_sd_of(timed_cases: Sequence[Case], base: Profile) -> float:
+    """How far constants that decide the level of step times may move: LEVEL_SD, and what the errors of the profile add
+    for the program, the GPU and other factors of these runs."""
+    if base.errors is None or not timed_cases:
+        return LEVEL_SD
+    variances = [base.errors.size_of(case_kind(case)).spread ** 2 for case in timed_cases]
+    return math.sqrt(LEVEL_SD**2 + fmean(variances))
 
 
 def _flag_runs(timed_cases: Sequence[Case], base: Profile) -> dict[str, dict[str, int]]:
@@ -278,7 +290,8 @@ def moved_lines(moved: Sequence[MovedConstant]) -> Iterator[str]:
     """A line for each constant that a fit changed, and what the change is worth."""
     for name, before, after, worth in moved:
         change_text = f"{name} moved from {before:.3g} to {after:.3g}"
-        yield f"{change_text}; its old value would change the median error by {100 * worth:+.1f} points"
+        points = round(100 * worth, 1) + 0.0  # no -0.0
+        yield f"{change_text}; its old value would change the median error by {points:+.1f} points"
 
 
 def knob_lines(profile: Profile, cases: Sequence[Case]) -> Iterator[str]:

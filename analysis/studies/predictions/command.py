@@ -1,13 +1,22 @@
 """The commands `ultrabench predict validate` and `calibrate`, which check predictions against runs and fit them."""
 
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, Output, ResultsDir, SweepOrFile, require_parquet
+from ultrabench.cli.options import (
+    RESULTS,
+    Force,
+    Json,
+    Output,
+    ResultsDir,
+    SweepOrFile,
+    WriteSweep,
+    require_parquet,
+    require_write,
+)
 from ultrabench.cli.output import draw, write_result
 from ultrabench.errors import ConfigError, require_known
 
@@ -100,41 +109,28 @@ def _same_profile(profile: "Profile", case: object) -> "Profile":
 
 
 def calibrate(
-    sources: list[str] | None = typer.Argument(
-        None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
+    words: list[str] | None = typer.Argument(
+        None,
+        metavar="[SWEEP or FILE.parquet]... [OVERRIDES]...",
+        help="Runs to fit to (default: the newest sweep), and the sweep about which the next runs are to teach.",
     ),
     profile_name: ProfileName = None,
+    imported: list[str] | None = typer.Option(
+        None,
+        "--from",
+        metavar="FILE.parquet...",
+        help="Fit to imported rows of this program and GPU first (kernel=, hardware=).",
+    ),
     output: Path = typer.Option(DEFAULT_PROFILE_FILE, "-o", "--output", help="Profile to write."),
+    write: WriteSweep = None,
+    force: Force = False,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Writes a profile that is fitted to measured runs, and prints its errors on runs that were left out."""
+    """Writes a profile that is fitted to measured runs, and names the runs that would teach most next."""
     if output.suffix != ".yaml":
         raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
-    from ultrabench.analysis.results.cases import open_cases
-    from ultrabench.analysis.studies.predictions.calibrate import calibrate as fit_profile
-    from ultrabench.analysis.studies.predictions.calibrate import (
-        knob_lines,
-        moved_constants,
-        moved_lines,
-        to_yaml,
-    )
-    from ultrabench.analysis.studies.predictions.error_tables import show_calibration
-    from ultrabench.cli.tables import print_json, say, warn
+    require_write(write, force=force)
+    from ultrabench.analysis.studies.predictions.run_calibrate import run_calibrate
 
-    fitted_cases, prior = open_cases(sources or [None], profile_name, results_dir, say, warn)
-    calibration = fit_profile(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_result(output, to_yaml(calibration.profile, prior).encode())
-    moved = moved_constants(calibration.profile, prior, fitted_cases)
-    if json_:
-        fields = ("runs", "fitted", "before", "after", "memory")
-        values = {name: getattr(calibration, name) for name in fields}
-        print_json(
-            {"profile": str(output), "prior": prior.name, **values, "moved": [m._asdict() for m in moved]}
-        )
-        return
-    show_calibration(calibration, prior.name)
-    say(*moved_lines(moved))
-    say(*knob_lines(calibration.profile, fitted_cases))
-    say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
+    run_calibrate(words or [], imported or [], profile_name, output, json_, write, results_dir, force=force)

@@ -6,8 +6,10 @@ from typing import Any
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import percent, with_unit
 from ultrabench.analysis.studies.predictions.calibrate import Calibration
+from ultrabench.analysis.studies.predictions.next_runs import NextRun
 from ultrabench.cli.tables import show, table
 from ultrabench.errors import counted
+from ultrabench.sweep.candidate import cell_columns
 
 Metrics = dict[str, Any]
 """Errors of predictions, as `validate.metrics` gives them."""
@@ -149,3 +151,23 @@ def show_calibration(calibration: Calibration, prior_name: str) -> None:
             rows.append((quantity.replace("_", " "), constants_text[constants], *error_texts))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
+
+
+def show_next_runs(runs: Sequence[NextRun]) -> None:
+    """Prints the runs that would teach most next, what they teach, and how uncertain predictions are after each."""
+    cells = [run.run.cell for run in runs]
+    keys = cell_columns(cells)
+    rows = [
+        (
+            *(getattr(run.run.cell, key) for key in keys),
+            run.run.spec.label(),
+            ", ".join(run.teaches),
+            _share_text(run.variance_left),
+        )
+        for run in runs
+    ]
+    heads = [key if key == "model" else f">{key}" for key in keys]
+    columns = (*heads, "layout", "teaches most about", ">variance left")
+    runs_text = f"the {counted(len(runs), 'run')} that would teach most next"
+    title = f"\n{runs_text}, and the variance of the predicted step times that each leaves"
+    show(table(title, *columns, rows=rows), "")

@@ -15,7 +15,7 @@ COMMANDS = (
         after="layout",
         help="""Fit a profile to measured runs.
 
-        It shows the errors on runs that were left out of the fit.""",
+        It shows the errors on runs that were left out of the fit, and the runs that would teach most next.""",
     ),
 )
 KIND = Kind(

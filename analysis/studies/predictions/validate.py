@@ -114,7 +114,7 @@ def profiles_without_group(cases: Sequence[Case], prior: Profile, group_kind: st
     constants_by_left_out = {
         group: fit_time(
             [case for case in timed_cases if group_of(case) != group], FittedTime(prior.time, prior.flags)
-        )
+        ).constants
         for group in groups
     }
     case_error_pairs = [

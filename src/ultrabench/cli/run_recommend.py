@@ -14,8 +14,8 @@ from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import with_interval, with_unit
 from ultrabench.cli.sweep.consent import headline
 from ultrabench.cli.sweep.layout_notes import layout_notes
-from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, show, table, three_digits
+from ultrabench.cli.written import written_lines
 from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES
 from ultrabench.routing import BALANCED_ROUTING, LEARNED_ROUTING, routing_text

@@ -20,7 +20,8 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
 from ultrabench.sweep.config.files import files
-from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.config.load import load_config, load_profile
+from ultrabench.sweep.plan import make_plan
 
 H100 = Path(__file__).parents[3] / "benchmarks" / "h100"
 """Results of runs on one H100; no constant comes from those of unseen.parquet."""
@@ -188,8 +189,12 @@ def test_every_profile_predicts_a_layout(ultrabench, profile):
 
 def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     runs(*[2.0] * 9)
-    document = as_json(ultrabench, "predict", "calibrate", "runs.parquet")
+    document = as_json(ultrabench, "predict", "calibrate", "runs.parquet", "--write", "next")
     assert (document["runs"], document["prior"], document["fitted"]["step_time"]) == (9, "ultrabench", 9)
+    sweep = load_config(["sweep=next"])
+    assert [run["layout"] for run in document["next"]] == [spec.label() for spec in listed_specs(sweep)]
+    assert sweep.profile.name == "mine"
+    assert all(run["teaches"] for run in document["next"])
     assert document["after"]["median_error"] < document["before"]["median_error"]
     assert load_profile("mine").prior == "ultrabench"
     words = ("predict", "validate", "runs.parquet", "profile=mine")
@@ -198,6 +203,26 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     err = ultrabench(*words)[2]
     assert used["profiles"][0]["source"] in err
     assert "the errors are fit errors" in err
+
+
+def listed_specs(sweep):
+    """The runs of a sweep that lists its layouts."""
+    plan = make_plan(sweep)
+    return [candidate.spec for candidate in plan.candidates if candidate.runs]
+
+
+def test_calibrate_begins_with_rows_of_others(ultrabench, runs):
+    """Imported rows that take twice as long as predicted, and own runs that take thrice as long."""
+    runs(*[2.0] * 9)
+    Path("runs.parquet").rename("published.parquet")
+    words = ("predict", "calibrate", "--from", "published.parquet", "kernel=embedded", "hardware=h100x8")
+    begun = as_json(ultrabench, *words)
+    assert (begun["runs"], begun["prior"]) == (9, "ultrabench")
+    runs(*[3.0] * 9)
+    both = as_json(ultrabench, "predict", "calibrate", "runs.parquet", "--from", "published.parquet")
+    assert both["before"]["median_error"] < 0.5, "the rows of others are the start"
+    assert both["after"]["median_error"] < 0.1
+    assert load_profile("mine").prior == "ultrabench"
 
 
 @pytest.mark.parametrize("command", ["calibrate", "validate"])
@@ -214,6 +239,9 @@ def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, command):
     ("validate runs.parquet --leave-out nodes", "--leave-out nodes needs healthy runs with at least 2 values of "
     "nodes; these have nodes=1; give"),
     ("calibrate runs.parquet", "3 healthy runs with a step time; a fit needs at least 5"),
+    ("calibrate --from runs.parquet kernel=embedded hardware=h200x8", "--from: no row of embedded on H200-SXM; "
+    "did you mean embedded on H100-SXM? (known: embedded on H100-SXM); name one of them with kernel= and hardware="),
+    ("calibrate runs.parquet --force", "--force replaces the file of --write"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(ultrabench, runs, words, line):
     runs(1.0, 1.0, 1.0)

@@ -1,5 +1,6 @@
 """The group `ultrabench predict`; its command `layout` predicts one layout."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,9 +18,26 @@ class _LayoutByDefault(TyperGroup):
         """The arguments, with `layout` in front where they begin with no command."""
         if args[:1] and args[0] in self.commands.keys() - {"layout"}:
             args = [f"--{argument}" if argument.startswith("profile=") else argument for argument in args]
+            args = [*_with_repeated_option("--from", args)]
         names_no_command = args[:1] and args[0] not in (*self.commands, "--help")
         is_layout = names_no_command and any("=" in argument for argument in args)
         return super().parse_args(ctx, ["layout", *args] if is_layout else args)
+
+
+def _with_repeated_option(option: str, args: list[str]) -> Iterator[str]:
+    """The arguments with the option in front of each file that follows it; the files end at the next option or
+    NAME=VALUE."""
+    is_list = False
+    for argument in args:
+        if argument == option:
+            is_list = True
+        elif argument.startswith("-") or ("=" in argument and not argument.endswith(".parquet")):
+            is_list = False
+            yield argument
+        else:
+            yield from (option, argument) if is_list else (argument,)
+    if args and args[-1] == option:
+        yield option
 
 
 predict_app = typer.Typer(

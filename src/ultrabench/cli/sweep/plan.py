@@ -31,8 +31,8 @@ from ultrabench.cli.sweep.layout_notes import layout_notes
 from ultrabench.cli.sweep.planning import SEARCHED_CELLS, plan_with_bar, shown_progress
 from ultrabench.cli.sweep.rereads import read_again
 from ultrabench.cli.sweep.run_command import start_lines, start_of
-from ultrabench.cli.sweep.written import written_lines
 from ultrabench.cli.tables import print_json, say, show, table, warn
+from ultrabench.cli.written import written_lines
 from ultrabench.column import GPU_HOURS
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.launchers.allocate import array_groups, make_allocations

@@ -1,4 +1,4 @@
-"""Writes chosen layouts as a sweep for `recommend --write` and `sweep plan --write`, and says how to launch it."""
+"""Writes chosen layouts as a sweep for the option --write of several commands, and says how to launch it."""
 
 import shlex
 import sys
