@@ -75,6 +75,8 @@ NORMAL_ERRORS = 100
 MEDIAN_ERROR, P90_ERROR, COVERAGE, STEP_SHARE = 0.02, 0.06, 0.90, 0.15
 """Bars: median and 90 % quantile of the error, the share of intervals that hold the whole step, and step hours
 before confirmation in those of whole steps."""
+CONFIRM_STEPS, RUN_STEPS = 8, 33
+"""Steps of a start with whole steps and then parts, and of a start with whole steps alone, as a plan prices them."""
 Row = dict[str, Any]
 
 
@@ -229,8 +231,10 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
     errors = [abs(row["error"]) for row in judged]
     with_interval = [row for row in judged if row["interval"] is not None]
     whole_s, turn_s = (sum(row[name] for row in judged) for name in ("whole_s", "turn_s"))
-    # Contenders are measured by whole steps, as often as three measurements have them.
-    confirm_s = 3 * sum(row["whole_s"] for row in contenders(judged))
+    # In one of their two further starts, contenders measure eight whole steps, where others count 33 steps each.
+    confirm_s = sum(
+        row["whole_s"] * CONFIRM_STEPS / RUN_STEPS + 2 * row["turn_s"] for row in contenders(judged)
+    )
     return {
         "layouts": len(judged),
         "median_error": median(errors),

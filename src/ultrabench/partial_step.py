@@ -4,6 +4,7 @@ All micro-batches of a step are alike, so that its time is a constant (bubble, r
 a multiple of their number. A run measures steps of two sizes g1 < g2 in turns (g1, g2, g2, g1, ...), in which what
 drifts cancels. Each turn gives a time of the whole step, so that the median of these times and its interval are those
 of any run. What the turns cannot show is that the time is no straight line: a third size shows it as the departure.
+A run that may be the best of its cell measures a few whole steps first, and then parts, in one start.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ class Slice:
     """The departure of the same schedule and ZeRO stage as another run has measured it; None where none has."""
     wider: int | None = None
     """The number that replaces g2 where the interval misses its target; None: g2 stays."""
+    has_whole_steps: bool = False
+    """Whether whole steps are measured first in the same start, as those of a run that may be the best of its cell."""
     keeps_memory: bool = True
     """Whether whole steps need as much memory as these, by the formulas of the prediction."""
 
