@@ -1,11 +1,11 @@
 """GPU hours of searches that measure whole steps, or parts of steps first, on paper.
 
 `python benchmarks/partial_steps.py ROWS.jsonl --paper` prints them. All searches pay what `measure=default` prices:
-start, warm-up and measured steps, of which two where a layout is 1.3 times slower than the best so far. Then contenders
-are measured again, by the rules of the program, until each that may still win has `measure.confirm` starts. With parts,
-layouts that `measure.partial_steps=auto` slices give their time with an error drawn from those measured on CPUs, and one
-start of a contender has whole steps, too. The winner is the best by whole steps. A cell whose parts whole steps
-contradict would be measured whole; that is not simulated.
+start, warm-up and measured steps, of which two where a layout is 1.3 times slower than the best so far. Then
+contenders are measured again, by the rules of the program, until each that may still win has `measure.confirm` starts.
+With parts, layouts that `measure.partial_steps=auto` slices give their time with an error drawn from those measured on
+CPUs, and one start of a contender has whole steps, too. The winner is the best by whole steps. A cell whose parts whole
+steps contradict would be measured whole; that is not simulated.
 """
 
 import csv

@@ -68,15 +68,18 @@ def _why_unranked(rows: Sequence[Row]) -> str:
     )
 
     def code(row: Row) -> int:
-        if row["suspect"]:
-            return 2
-        return 1 if row["stopped"] == SLOWER else 3 if row["measured_gas"] else 0
+        if row["stopped"] != SLOWER and row["measured_gas"]:
+            return 3
+        return 2 if row["suspect"] else 1 if row["stopped"] == SLOWER else 0
 
     codes = {row["run_id"]: code(row) for row in rows}
     counts = sorted(Counter(codes.values()).items())
     texts = [f"{num_runs:,} {reasons[code].removeprefix('but ')}" for code, num_runs in counts]
-    why_suspect = next((f": {row['suspect']}" for row in rows if row["suspect"]), "")
-    return (f" {reasons[counts[0][0]]}" if len(counts) == 1 else f": {', '.join(texts)}") + why_suspect
+    is_suspect_a_reason = 2 in codes.values()
+    why_suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
+    why_suspect = why_suspect and (f": {why_suspect}" if is_suspect_a_reason else f"; suspect: {why_suspect}")
+    fact = f" {reasons[counts[0][0]]}" if len(counts) == 1 else f": {', '.join(texts)}"
+    return fact + (why_suspect or "")
 
 
 def _no_valid_layout_text(rejected_rows: Sequence[Row]) -> str:
