@@ -1,11 +1,11 @@
 """GPU hours of searches that measure whole steps, or parts of steps first, on paper.
 
 `python benchmarks/partial_steps.py ROWS.jsonl --paper` prints them. All searches pay what `measure=default` prices:
-start, warm-up and measured steps, of which two where a layout is 1.3 times slower than the best so far. Then contenders
-are measured again, until each has `measure.confirm` measurements. With parts, layouts that `measure.partial_steps=auto`
-slices give their time with an error drawn from those measured on CPUs, and `measure.confirm` measurements of whole
-steps of the contenders choose the winner. A cell whose parts a whole step contradicts would be measured whole; that is
-not simulated.
+start, warm-up and measured steps, of which two where a layout is 1.3 times slower than the best so far. Then
+contenders are measured again, by the rules of the program, until each that may still win has `measure.confirm` starts.
+With parts, layouts that `measure.partial_steps=auto` slices give their time with an error drawn from those measured on
+CPUs, and one start of a contender has whole steps, too. The winner is the best by whole steps. A cell whose parts whole
+steps contradict would be measured whole; that is not simulated.
 """
 
 import csv
@@ -14,7 +14,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 
@@ -25,9 +25,10 @@ from ultrabench.cli.tables import say, show, table, warn
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
+from ultrabench.result import Status
 from ultrabench.run import RunSpec, Workload
-from ultrabench.standing import NEAR_BEST
-from ultrabench.sweep.candidate import Candidate
+from ultrabench.standing import NEAR_BEST, Repeat, near_best, open_contenders, standings
+from ultrabench.sweep.candidate import PARTS_COST, Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.partial_steps import auto_slice
 from ultrabench.sweep.plan import Plan, make_plan, predictor
@@ -46,7 +47,9 @@ SIMULATED_CELLS, WINNER_SHARE, REGRET = 100, 0.95, 0.02
 QUESTION_GPU_HOURS, STEP_SHARE = 600, 0.5
 """Bars: GPU hours of the question in all, and step hours in those of the adaptive search."""
 WHOLE_NOISE = 0.01
-"""Standard deviation of the time by whole steps, the target of the interval of `measure=default`."""
+"""Standard deviation of what starts of a run differ in."""
+TURNS_NOISE = 0.005
+"""Standard deviation of the time by the turns of one start, half the target of the interval of `measure=default`."""
 CONFIRMS = (3, 1)
 """Values of measure.confirm; the bars are about the first one, its default."""
 DRAWS = 10
@@ -61,6 +64,8 @@ class SimulatedRun(ReplayedRun):
     """A run whose time by whole steps is known; `step_time_s` is what the search measures of it."""
 
     whole_s: float
+    whole_noise: float = 0.0
+    """Error of the first time by whole steps, relative to `whole_s`."""
     start_s: float
     measure: Measure
     kind: tuple[str, int] = ("none", 0)
@@ -90,8 +95,12 @@ class SimulatedRun(ReplayedRun):
 
     def whole(self) -> "SimulatedRun":
         """The run measured by whole steps."""
-        step_time_s = None if self.step_time_s is None else self.whole_s
-        return replace(self, pair_share=None, step_time_s=step_time_s)
+        step_time_s = None if self.step_time_s is None else self.whole_s * (1 + self.whole_noise)
+        return replace(self, pair_share=None, step_time_s=step_time_s, search_cost=1.0)
+
+    def beside_parts_s(self) -> float:
+        """Seconds of the steps of a start that measures whole steps and then parts."""
+        return self.measure.priced_beside_parts_s(self.whole_s, (self.pair_share or 0.0) * self.whole_s)
 
 
 @dataclass(slots=True)
@@ -155,23 +164,49 @@ def search(
     else:
         while proposed := propose(runs, cell.tried()):
             make(proposed[0])
-    timed = sorted((run for run in cell.runs_made if run.step_time_s), key=lambda run: run.step_time_s or 0.0)
-    contenders = [run for run in timed if (run.step_time_s or 0.0) <= NEAR_BEST * cell.best_s][
-        :MAX_CONTENDERS
-    ]
-    if not contenders:
-        bill.regrets.append(math.inf)
-        return bill
-    for run in contenders:
-        whole = run.whole()
-        repeats = confirm - (0 if run.is_partial else 1)
-        bill.confirm_step_h += repeats * whole.steps_s() * run.layout.world_size / 3600
-        bill.confirm_start_h += repeats * run.start_s * run.layout.world_size / 3600
-    noise_sd = WHOLE_NOISE / math.sqrt(confirm)
-    winner = min(contenders, key=lambda run: run.whole_s * math.exp(draw.gauss(0, noise_sd)))
-    best_s = min(run.whole_s for run in runs if run.step_time_s)
-    bill.regrets.append(winner.whole_s / best_s - 1)
+    near = [run for run in cell.runs_made if (run.step_time_s or math.inf) <= NEAR_BEST * cell.best_s]
+    winner = confirmed_winner(near, confirm, bill, draw)
+    best_s = min((run.whole_s for run in runs if run.step_time_s), default=math.inf)
+    bill.regrets.append(winner.whole_s / best_s - 1 if winner else math.inf)
     return bill
+
+
+def confirmed_winner(
+    near: Sequence[SimulatedRun], confirm: int, bill: Bill, draw: random.Random
+) -> SimulatedRun | None:
+    """The best of the runs near the best, after the further starts of contenders, which are added to the bill."""
+    run_by_id = {run.run_id: run for run in near}
+    repeats_by_id = {run.run_id: [_repeat(run, run.step_time_s or 0.0)] for run in near}
+    while True:
+        ranking = standings(chain.from_iterable(repeats_by_id.values())).get(CELL, [])
+        starts = list[tuple[SimulatedRun, bool]]()
+        for contender in open_contenders(near_best(ranking, MAX_CONTENDERS)):
+            run, num_starts = run_by_id[contender.run_id], len(repeats_by_id[contender.run_id])
+            starts += [(run, contender.partial)] * (1 if contender.partial else confirm - num_starts)
+        if not starts:
+            return run_by_id[ranking[0].run_id] if ranking and ranking[0].best else None
+        for run, has_both in starts:
+            seconds = run.beside_parts_s() if has_both else run.steps_s()
+            bill.confirm_step_h += seconds * run.layout.world_size / 3600
+            bill.confirm_start_h += run.start_s * run.layout.world_size / 3600
+            whole_s = run.whole_s * math.exp(draw.gauss(0, WHOLE_NOISE))
+            parts_s = (run.step_time_s or 0.0) / run.whole_s * whole_s * math.exp(draw.gauss(0, TURNS_NOISE))
+            if has_both:
+                repeats_by_id[run.run_id].append(_repeat(run.whole(), whole_s, parts_s))
+            else:
+                repeats_by_id[run.run_id].append(_repeat(run, parts_s if run.is_partial else whole_s))
+
+
+CELL = "cell"
+
+
+def _repeat(run: SimulatedRun, step_time_s: float, parts_s: float | None = None) -> Repeat:
+    """A measurement of a run; `parts_s` is its time by parts in a start with whole steps."""
+    return Repeat(
+        run_id=run.run_id, cell=CELL, status=Status.OK, rate=1 / step_time_s, ci95_rel=2 * TURNS_NOISE,
+        partial=run.is_partial, parts_ci95_rel=2 * TURNS_NOISE,
+        parts_ratio=None if parts_s is None else parts_s / step_time_s,
+    )  # fmt: skip
 
 
 def simulated(
@@ -190,13 +225,15 @@ def simulated(
         oom = draw.random() < run.prediction.p_oom
         priced_s = run.priced_s(measure, run.prediction.step_time_s) if run.fits else 0.0
         slice_, pair_share, third_share = run.slice, None, 0.0
-        error = draw.choice(errors) if slice_ else draw.gauss(0, WHOLE_NOISE)
+        whole_noise = draw.gauss(0, WHOLE_NOISE)
+        error = draw.choice(errors) if slice_ else whole_noise
         if slice_:
             pair_share = run.turn_share * (slice_.g1 + slice_.g2) / sum(slice_.sizes)
             third_share = run.turn_share - pair_share
         simulated_runs.append(
             SimulatedRun(
                 run_id=run.run_id, layout=run.layout, prediction=run.prediction, oom=oom, whole_s=whole_s,
+                whole_noise=whole_noise, search_cost=run.search_cost,
                 step_time_s=None if oom else whole_s * max(0.05, 1 + error), measure=measure,
                 start_s=run.prediction.duration_s - priced_s, kind=run.spec.linearity_kind,
                 pair_share=pair_share, third_share=third_share,
@@ -214,6 +251,7 @@ def replayed(case: Case, run: ReplayedRun, profile: Profile, measure: Measure, e
     return SimulatedRun(
         run_id=run.run_id, layout=run.layout, prediction=run.prediction, oom=run.oom, whole_s=whole_s,
         step_time_s=step_time_s, measure=measure, start_s=STARTUP_S, kind=case.run.spec.linearity_kind,
+        search_cost=PARTS_COST if shares else 1.0,
         pair_share=pair_share, third_share=third_share,
     )  # fmt: skip
 
@@ -283,7 +321,7 @@ def bloom_cell(
                 run_id=spec.run_id, layout=layout, prediction=replace(prediction, p_oom=min(0.1, prediction.p_oom)),
                 oom=False, whole_s=median(times_s), step_time_s=median(times_s) * max(0.05, 1 + error),
                 measure=measure, start_s=STARTUP_S, kind=spec.linearity_kind,
-                pair_share=pair_share, third_share=third_share,
+                search_cost=PARTS_COST if shares else 1.0, pair_share=pair_share, third_share=third_share,
             )
         )  # fmt: skip
     return runs

@@ -1,9 +1,11 @@
 """Steps of few micro-batches stand for whole steps: how exact that is on CPUs, and what it saves on paper.
 
-`python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128 micro-batches a step,
-about an hour on two busy cores. Each layout is measured in one set of forked ranks: whole steps on both sides of
-turns of parts (whole, g1, g2, g2, g1, whole, ...), so that a machine that slows down changes both. ROWS.jsonl gets a
-line for each layout; the same command continues after an interruption. `--quick` measures two layouts of each cell.
+`nice -n -15 python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128
+micro-batches a step, about 40 minutes on two cores. Each layout is measured in one set of forked ranks, each bound to a
+core: whole steps on both sides of blocks of turns of parts (whole, g1, g2, g2, g1, ..., whole, ...), so that a machine
+that slows down changes both. After the first block g2 is 3 * g1, as it becomes in runs whose interval misses its
+target. ROWS.jsonl gets a line for each layout; the same command continues after an interruption. `--quick` measures
+two layouts of each cell.
 
 `--paper` takes the errors of these rows and computes GPU hours of searches; see partial_replay.py.
 """
@@ -35,12 +37,12 @@ from ultrabench.kernel.rank.environment import use_device
 from ultrabench.kernel.requests import SINGLE_THREAD_ENV
 from ultrabench.kernel.step import TrainStep
 from ultrabench.partial_step import (
+    PartTimes,
     Slice,
-    departure,
     extrapolation_error_rel,
+    part_times,
     step_s,
     whole_step_ci95_rel,
-    whole_step_times_s,
 )
 from ultrabench.run import RunSpec
 from ultrabench.standing import NEAR_BEST
@@ -50,17 +52,22 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 
-CELLS = {"tiny": 64, "tiny-gqa": 128, "tiny-moe": 64}
-"""Model -> global batch of its cell, in sequences; all cells have two ranks."""
+CELLS = ("tiny", "tiny-gqa", "tiny-moe")
+"""The models; each has one cell, of two ranks."""
 GRID = (
-    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=32", "sweep.gas=[32,64,128]", "sweep.mbs=[1,2,4]",
-    "sweep.recompute=[none,full]", "sweep.pp_schedule=[1f1b,interleaved,zbv]", "measure.partial_steps=auto",
+    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=128", "sweep.gbs=128",
+    "sweep.gas=[32,64,128]", "sweep.mbs=[1,2,4]", "sweep.recompute=[none,full]",
+    "sweep.pp_schedule=[1f1b,interleaved,zbv]", "measure.partial_steps=auto",
 )  # fmt: skip
 LAYOUTS, QUICK_LAYOUTS = 20, 2
 """Layouts of each cell."""
-BLOCKS, BLOCK_TURNS = 1, 6
-"""Blocks of `whole, g1, g2, g2, g1, ..., whole`, of which neighbours share a whole step, and turns of parts in each;
-6 turns are the fewest with an interval."""
+BLOCKS, BLOCK_TURNS = 7, 6
+"""Most blocks of `whole, g1, g2, g2, g1, ..., whole`, of which neighbours share a whole step, and turns of parts in
+each; 6 turns are the fewest with an interval. The first block has the first g2."""
+TARGET = 0.01
+"""Half-width of the interval by the turns at which no more blocks are measured, as in `measure=default`."""
+MEASURED_S = 40.0
+"""Seconds after which no further block of a layout begins."""
 TIMEOUT_S = 300.0
 """Longest seconds of one layout; its ranks are then ended, and it is left out."""
 NORMAL_ERRORS = 100
@@ -68,12 +75,14 @@ NORMAL_ERRORS = 100
 MEDIAN_ERROR, P90_ERROR, COVERAGE, STEP_SHARE = 0.02, 0.06, 0.90, 0.15
 """Bars: median and 90 % quantile of the error, the share of intervals that hold the whole step, and step hours
 before confirmation in those of whole steps."""
+CONFIRM_STEPS, RUN_STEPS = 8, 33
+"""Steps of a start with whole steps and then parts, and of a start with whole steps alone, as a plan prices them."""
 Row = dict[str, Any]
 
 
-def layouts_of(model: str, gbs: int, count: int) -> list[Candidate]:
+def layouts_of(model: str, count: int) -> list[Candidate]:
     """Layouts of a cell that `auto` measures by parts, in turn of each schedule and ZeRO stage."""
-    plan = make_plan(load_config([*GRID, f"model={model}", f"sweep.gbs={gbs}"]))
+    plan = make_plan(load_config([*GRID, f"model={model}"]))
     runs_by_kind = defaultdict[Any, list[Candidate]](list)
     for run in sorted((run for run in plan.runs if run.slice), key=_draw):
         runs_by_kind[run.spec.linearity_kind].append(run)
@@ -90,6 +99,9 @@ def measure_rank(
 ) -> list[tuple[str, int, float, float]]:
     """Runs in a rank: the steps in their order, each with its kind, size, seconds and CPU seconds."""
     torch.set_num_threads(1)
+    # A rank that moves to another core loses its caches, and two on one core wait for each other.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     device, num_ranks = use_device("cpu", rank), spec.layout.world_size
     join_process_group(device, dist.FileStore(store_path, num_ranks), rank, num_ranks)
     trainer = TrainStep(spec, device, build_mesh(spec.layout, "cpu"))
@@ -106,24 +118,42 @@ def measure_rank(
         steps.append((kind, size, seconds, time.process_time() - cpu_start_s))
 
     # A pipeline prepares something for each micro-batch of its first step.
-    for size in (*slice_.sizes, slice_.g1, *([spec.layout.gas] if spec.layout.pp > 1 else [])):
+    for size in (*slice_.all_sizes, slice_.g1, *([spec.layout.gas] if spec.layout.pp > 1 else [])):
         step("warmup", size)
     gc.collect()
     gc.freeze()
     gc.disable()
+    start_s, needs_more = time.monotonic(), torch.ones(1)
     step("whole", spec.layout.gas)
     for block in range(BLOCKS):
         for turn in range(block * BLOCK_TURNS, (block + 1) * BLOCK_TURNS):
             for size in slice_.order(turn):
                 step(f"turn {turn}", size)
         step("whole", spec.layout.gas)
+        interval = ci95_rel(parts_of(steps, spec.layout.gas).whole_step_times_s)
+        is_wide = interval is None or interval > TARGET
+        needs_more.fill_(float(is_wide and time.monotonic() - start_s < MEASURED_S))
+        dist.broadcast(needs_more, src=0)
+        if not needs_more:
+            break
+        if slice_.wider:
+            slice_ = replace(slice_, g2=slice_.wider, third=None, wider=None)
     dist.destroy_process_group()
     return steps
 
 
+def parts_of(steps: Iterable[tuple[str, int, float, float]], gas: int) -> PartTimes:
+    """The turns of the last slice among the steps of a rank, by wall clock."""
+    parts = ((int(kind.split()[1]), size, s) for kind, size, s, _ in steps if kind.startswith("turn"))
+    times = part_times(parts, gas)
+    assert times is not None
+    return times
+
+
 def measure(run: Candidate, known_departure: float | None) -> Row:
     """The row of a layout; it has a third size only if no layout of its kind has shown the departure before."""
-    slice_, spec = replace(run.slice, wider=None), run.spec  # type: ignore[type-var]
+    slice_, spec = run.slice, run.spec
+    assert slice_
     if known_departure is not None:
         slice_ = replace(slice_, third=None, departure=known_departure)
     start_s = time.monotonic()
@@ -149,24 +179,16 @@ def measure(run: Candidate, known_departure: float | None) -> Row:
     }  # fmt: skip
 
 
-def turns_of(row: Row, clock: str) -> list[dict[int, float]]:
-    """The turns of a row, each number of micro-batches with its seconds by wall clock (`s`) or CPU time (`cpu_s`)."""
-    turn_by_name = defaultdict[str, dict[int, float]](dict)
-    for step in row["steps"]:
-        if step["kind"].startswith("turn"):
-            turn_by_name[step["kind"]][step["gas"]] = step[clock]
-    return list(turn_by_name.values())
-
-
-def slice_of(row: Row) -> Slice:
-    return Slice(g1=row["g1"], g2=row["g2"], third=row["third"])
+def parts_of_row(row: Row, clock: str) -> PartTimes:
+    """The turns of the last slice of a row, by wall clock (`s`) or CPU time (`cpu_s`)."""
+    return parts_of(((step["kind"], step["gas"], step[clock], 0.0) for step in row["steps"]), row["gas"])
 
 
 def departures(rows: Sequence[Row], clock: str = "s") -> dict[tuple[Any, ...], float]:
     """Kind of layout -> the median departure that its layouts with a third size have measured."""
     values = defaultdict[tuple[Any, ...], list[float]](list)
     for row in rows:
-        value = departure(slice_of(row), turns_of(row, clock))
+        value = parts_of_row(row, clock).departure
         if value is not None:
             values[tuple(row["kind"])].append(value)
     return {kind: median(of_kind) for kind, of_kind in values.items()}
@@ -174,24 +196,21 @@ def departures(rows: Sequence[Row], clock: str = "s") -> dict[tuple[Any, ...], f
 
 def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], float], clock: str = "s") -> Row:
     """The error of a layout's parts, their interval, and their seconds beside those of as many whole steps."""
-    slice_, turns, gas = slice_of(row), turns_of(row, clock), row["gas"]
+    slice_, gas, turns, _ = parts = parts_of_row(row, clock)
     line_departure = departure_by_kind.get(tuple(row["kind"]))
     whole_s = [step[clock] for step in row["steps"] if step["kind"] == "whole"]
-    by_turn_s = whole_step_times_s(slice_, turns, gas)
-    # Each block is compared with the whole steps on its two sides.
-    blocks = [by_turn_s[first : first + BLOCK_TURNS] for first in range(0, len(by_turn_s), BLOCK_TURNS)]
-    ratios = [median(block) / mean(whole_s[n : n + 2]) for n, block in enumerate(blocks)]
+    by_turn_s = parts.whole_step_times_s
     g1, g2 = (median(turn[size] for turn in turns) for size in (slice_.g1, slice_.g2))
     pair_s = g1 + g2
     return {
         "model": row["model"], "kind": row["kind"], "gas": gas, "layout": row["layout"], "load": row["load"],
-        "error": mean(ratios) - 1,
-        "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / median(whole_s) - 1,
+        # Whole steps are among all blocks, so that their mean holds the same states of the machine.
+        "error": median(by_turn_s) / mean(whole_s) - 1,
+        "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / mean(whole_s) - 1,
         "interval": whole_step_ci95_rel(slice_, turns, gas, line_departure),
         "own_interval": ci95_rel(by_turn_s),
         "line_error": extrapolation_error_rel(slice_, turns, gas, line_departure),
-        "whole_s": median(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1,
-        "turn_s": pair_s + (median(t[row["third"]] for t in turns) if row["third"] else 0.0),
+        "whole_s": mean(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1, "turn_s": pair_s,
     }  # fmt: skip
 
 
@@ -212,8 +231,10 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
     errors = [abs(row["error"]) for row in judged]
     with_interval = [row for row in judged if row["interval"] is not None]
     whole_s, turn_s = (sum(row[name] for row in judged) for name in ("whole_s", "turn_s"))
-    # Contenders are measured by whole steps, as often as three measurements have them.
-    confirm_s = 3 * sum(row["whole_s"] for row in contenders(judged))
+    # In one of their two further starts, contenders measure eight whole steps, where others count 33 steps each.
+    confirm_s = sum(
+        row["whole_s"] * CONFIRM_STEPS / RUN_STEPS + 2 * row["turn_s"] for row in contenders(judged)
+    )
     return {
         "layouts": len(judged),
         "median_error": median(errors),
@@ -247,7 +268,7 @@ def measure_all(path: Path, count: int, say: Callable[[str], None]) -> None:
     """Measures the layouts that the file has no row of; a layout that fails is said and left out."""
     rows = read(path)
     done_ids = {row["run_id"] for row in rows}
-    todo = [run for model, gbs in CELLS.items() for run in layouts_of(model, gbs, count)]
+    todo = [run for model in CELLS for run in layouts_of(model, count)]
     # Cells take turns, so that an interrupted benchmark has rows of all.
     todo = [run for place in range(count) for run in todo[place::count]]
     for number, run in enumerate(todo, 1):

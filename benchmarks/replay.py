@@ -74,6 +74,8 @@ class ReplayedRun:
     """Whether it failed for lack of memory."""
     options: Mapping[str, str] = field(default_factory=dict)
     """What the step time depends on beside the layout."""
+    search_cost: float = 1.0
+    """What a measurement costs beside one of whole steps."""
 
     def with_batch(self, gbs: int) -> "ReplayedRun":
         """The run as if it had another batch and computed as many tokens per second."""

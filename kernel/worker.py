@@ -59,10 +59,13 @@ class Timing:
 
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
-        self.limits, self.device = task.measure, trainer.device
+        self.has_both = task.slice is not None and task.slice.has_whole_steps
+        """Whether whole steps are measured, and then parts of a step."""
+        self.slice = None if self.has_both else task.slice
+        """The parts of a step that are measured in turns; None: whole steps are measured, for now or for good."""
+        self.limits = task.measure.beside_parts if self.has_both else task.measure
         """How many steps and seconds to warm up and to measure."""
-        self.slice = task.slice
-        """The parts of a step that are measured in turns; None: whole steps are measured."""
+        self.device = trainer.device
         self.is_measuring = False
         self.has_compiled = False
         """Whether this rank compiled a graph in the last step."""
@@ -124,6 +127,24 @@ class Timing:
         self.num_turns += 1
         self.part_times_s += turn.values()
         self.step_times_s.append(step_s(self.slice, turn, self.task.spec.layout.gas))
+
+    def _measure(self) -> str:
+        """Measures steps, or turns of parts, until there are enough; returns why no more are measured."""
+        self.is_measuring, stop_reason = True, None
+        while stop_reason is None:
+            self._measure_turn()
+            stop_reason = self.stop_reason()
+            if stop_reason == "max_steps" and self._widen():
+                stop_reason = None
+        return stop_reason
+
+    def _begin_parts(self) -> None:
+        """Goes on with parts of a step after whole ones, which have warmed up the start for them."""
+        self.slice, self.limits = self.task.slice, replace(self.task.measure, min_s=0.0)
+        self.step_times_s = []
+        self.is_measuring = False
+        for size in self.slice.sizes if self.slice else ():
+            self.step(size)  # a pipeline prepares something for each number of micro-batches
 
     def _widen(self) -> bool:
         """Goes on with parts of a wider slice, if there is one; returns whether there is."""
@@ -201,12 +222,10 @@ class Timing:
         # Peaks are reported already here, so that a run that is stopped early has them too.
         self.report.write("memory", **memory.peak(self.device))
         self.report.phase("measure")
-        self.is_measuring, stop_reason = True, None
-        while stop_reason is None:
-            self._measure_turn()
-            stop_reason = self.stop_reason()
-            if stop_reason == "max_steps" and self._widen():
-                stop_reason = None
+        stop_reason = self._measure()
+        if self.has_both:
+            self._begin_parts()
+            self._measure()
         gc.enable()
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)

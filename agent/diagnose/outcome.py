@@ -35,7 +35,7 @@ from ultrabench.partial_step import extrapolation_error_rel
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, RESULT_COLUMNS, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
-from ultrabench.step_time import extreme_medians_s
+from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
 MAX_MESSAGE_CHARS = 1000
@@ -132,7 +132,7 @@ def without_unlike(result: RunResult, task: Task) -> RunResult:
     Losses and gradients of another batch are not compared, the mean power of a part has another share of waiting, and
     the peak of the memory stays only where the formulas say that it is that of whole steps.
     """
-    if task.slice is None:
+    if task.slice is None or task.slice.has_whole_steps:
         return result
     blanks: Columns = dict.fromkeys(("loss_final", "gradient_norm", "power_w_mean"))
     if not task.slice.keeps_memory:
@@ -142,14 +142,17 @@ def without_unlike(result: RunResult, task: Task) -> RunResult:
 
 
 def _part_columns(reporter: RankProgress, task: Task) -> Columns:
-    """The columns of a run whose steps are measured in parts; none where whole steps are measured."""
+    """The columns of a run of which parts of steps are measured; none where whole steps alone are."""
     parts = reporter.part_times(task.measure) if task.slice else None
     if task.slice is None or parts is None:
         return {}
     line_departure = task.slice.departure if parts.departure is None else parts.departure
     sizes = sorted({size for turn in parts.turns for size in turn})
+    whole_step_times_s = parts.whole_step_times_s
+    beside_whole: Columns = {"parts_step_time_s": median(whole_step_times_s)}
     return {
-        "measured_gas": parts.slice.text,
+        **(beside_whole if task.slice.has_whole_steps else {"measured_gas": parts.slice.text}),
+        "parts_ci95_rel": ci95_rel(whole_step_times_s),
         "departure": parts.departure,
         "extrapolation_error_rel": extrapolation_error_rel(
             parts.slice, parts.turns, parts.gas, line_departure

@@ -199,6 +199,11 @@ class RankProgress:
         return sum(step.get("count", 1) for step in self.steps)
 
     def measured_steps(self, measure: Measure) -> list[dict[str, Any]]:
+        """The report lines of the measured steps, of whole ones alone if there are any."""
+        steps = self._all_measured_steps(measure)
+        return [step for step in steps if "whole_gas" not in step] or steps
+
+    def _all_measured_steps(self, measure: Measure) -> list[dict[str, Any]]:
         """The report lines of the measured steps; where a program does not mark them, all after warm-up."""
         marked = [s for s in self.steps if "measured" in s]
         if marked:
@@ -223,8 +228,8 @@ class RankProgress:
         return [s["seconds"] for s in self.measured_steps(measure) if "seconds" in s]
 
     def part_times(self, measure: Measure) -> PartTimes | None:
-        """The measured parts of steps; None where whole steps are measured, and before the first turn."""
-        steps = [s for s in self.measured_steps(measure) if s.keys() >= _PART_FIELDS]
+        """The measured parts of steps; None where there are none, and before the first turn."""
+        steps = [s for s in self._all_measured_steps(measure) if s.keys() >= _PART_FIELDS]
         if not steps:
             return None
         parts = ((step["turn"], step["gas"], step["seconds"]) for step in steps)
@@ -237,7 +242,8 @@ class MeasuredPhase:
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps, self._num_steps_by_rank = warmup_steps, Counter[int]()
         self.is_measuring = False
-        """Whether the latest step is a measured one, so that warm-up is over."""
+        """Whether the latest step is a measured one, so that warm-up is over; no part of a step after whole ones."""
+        self._has_whole_steps = False
 
     @property
     def has_steps(self) -> bool:
@@ -250,7 +256,10 @@ class MeasuredPhase:
             self._num_steps_by_rank[event["rank"]] += event["line"].get("count", 1)
         if step_events:
             is_warm = max(self._num_steps_by_rank.values()) > self._warmup_steps
-            self.is_measuring = step_events[-1]["line"].get("measured", is_warm)
+            line = step_events[-1]["line"]
+            is_part, is_measured = "whole_gas" in line, line.get("measured", is_warm)
+            self._has_whole_steps |= is_measured and not is_part
+            self.is_measuring = is_measured and not (is_part and self._has_whole_steps)
 
 
 def reporting_rank(ranks: Sequence[RankProgress]) -> RankProgress:

@@ -36,14 +36,12 @@ const ATTEMPT_COLUMNS = {
 // number of a row or of its run.
 function shownText(name, row, numberOf = value) {
   if (name === "memory") return memoryOf(row);
-  if (name === "place")
-    return value("stopped", row) === pageData.names.slower
-      ? "slower"
-      : isSuspect(row)
-        ? "suspect"
-        : isOk(row) && isPartial(row)
-          ? "in parts"
-          : value("state", row);
+  if (name === "place") {
+    const isSlower = value("stopped", row) === pageData.names.slower,
+      mark = isSlower ? "slower" : isSuspect(row) ? "suspect" : null,
+      inParts = isOk(row) && isPartial(row) ? "in parts" : null;
+    return [mark, inParts].filter(Boolean).join(", ") || value("state", row);
+  }
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const valueText = text(name, numberOf(name, row)),
     relativeInterval = numberOf("step_time_ci95_rel", row);

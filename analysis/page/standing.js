@@ -40,6 +40,28 @@ function isPartial(row) {
   return value("measured_gas", row) !== null;
 }
 
+// Half the interval of the time of a whole step by the turns of parts alone; null where it is unknown.
+function partsInterval(row) {
+  return value("parts_ci95_rel", row);
+}
+
+// The ratio of whole steps to parts of a run, the median of its starts that have measured both, with its interval; 1 for
+// a run that was measured by whole steps alone, and null where no start has measured both.
+function wholeByParts(rows) {
+  const partsTime = (row) => value("parts_step_time_s", row);
+  if (!rows.some((row) => isPartial(row) || partsTime(row) !== null)) return { ratio: 1, interval: 0 };
+  const both = rows.filter(
+    (row) => !isPartial(row) && partsTime(row) !== null && partsInterval(row) !== null,
+  );
+  if (!both.length) return null;
+  return {
+    ratio: median(both.map((row) => value("step_time_s", row) / partsTime(row))),
+    interval: median(
+      both.map((row) => Math.hypot(value("step_time_ci95_rel", row) ?? 0, partsInterval(row))),
+    ),
+  };
+}
+
 function median(numbers) {
   const sorted = [...numbers].sort((a, b) => a - b),
     middle = sorted.length >> 1;
@@ -89,19 +111,39 @@ function standings(cell, isShown) {
       ? 0
       : (value("control_ci95_rel", row) ?? controlInterval.get(allocationOf(row)) ?? 0);
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
+  // The value and interval of each repeat by parts of a run with whole steps, as if its start had measured these, too.
+  const otherStarts = (repeats) => {
+    const byParts = repeats.filter(isPartial);
+    if (byParts.length === repeats.length) return [];
+    const own = wholeByParts(repeats),
+      contender = value("contender", repeats[0]),
+      environment = contender.slice(value("run_id", repeats[0]).length),
+      controlRows = measuredByContender.get(`${value("control", repeats[0])}${environment}`),
+      ofControl =
+        comparedColumn === RATE ? { ratio: 1, interval: 0 } : controlRows && wholeByParts(controlRows);
+    if (!own || !ofControl) return [];
+    return byParts
+      .filter((row) => partsInterval(row) !== null)
+      .map((row) => ({
+        number: (comparedValue(row) * ofControl.ratio) / own.ratio,
+        width: Math.hypot(partsInterval(row), own.interval, ofControl.interval, controlWidth(row)),
+      }));
+  };
   const runs = [...rowByContender].map(([contender, row]) => {
     const measuredRepeats = measuredByContender.get(contender) ?? [],
       wholeRepeats = measuredRepeats.filter((repeat) => !isPartial(repeat)),
       repeats = wholeRepeats.length ? wholeRepeats : measuredRepeats,
       comparedValues = repeats.map(comparedValue);
-    const stepTimeWidths = repeats.map((repeat) =>
-      Math.hypot(relativeInterval(repeat), controlWidth(repeat)),
-    );
+    const starts = repeats.map((repeat, n) => ({
+      number: comparedValues[n],
+      width: Math.hypot(relativeInterval(repeat), controlWidth(repeat)),
+    }));
+    starts.push(...otherStarts(measuredRepeats));
     const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
     const interval = comparedValues.length
       ? [
-          Math.min(...comparedValues.map((number, n) => number / (1 + stepTimeWidths[n]))),
-          Math.max(...comparedValues.map((number, n) => number / Math.max(0, 1 - stepTimeWidths[n]))),
+          Math.min(...starts.map(({ number, width }) => number / (1 + width))),
+          Math.max(...starts.map(({ number, width }) => number / Math.max(0, 1 - width))),
         ]
       : null;
     return {

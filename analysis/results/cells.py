@@ -383,7 +383,7 @@ def parts_of_steps(table: pa.Table) -> list[str]:
     if not num_partial:
         return []
     fact = f"{num_partial:,} of {counted(len(table), 'row')} measured by parts of steps (measured_gas)"
-    return [f"{fact}; only whole steps decide which run is the best"]
+    return [f"{fact}; only whole steps decide which run is the best, and heatmaps show only their numbers"]
 
 
 def foreign_load(table: pa.Table) -> list[str]:

@@ -138,6 +138,8 @@ _GROUPS: dict[str, tuple[Column, ...]] = {
         Column("num_steps_measured", INT, "Length of step_times_s."),
         RESULT_COLUMNS["measured_gas"],
         RESULT_COLUMNS["extrapolation_error_rel"],
+        RESULT_COLUMNS["parts_step_time_s"],
+        RESULT_COLUMNS["parts_ci95_rel"],
         Column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s, or as an imported table gives it; "
         "so are the other speeds.", unit=TOKENS_PER_S, better=Better.HIGHER, follows_step_time=True,
         title="tokens/s"),

@@ -68,15 +68,18 @@ def _why_unranked(rows: Sequence[Row]) -> str:
     )
 
     def code(row: Row) -> int:
-        if row["suspect"]:
-            return 2
-        return 1 if row["stopped"] == SLOWER else 3 if row["measured_gas"] else 0
+        if row["stopped"] != SLOWER and row["measured_gas"]:
+            return 3
+        return 2 if row["suspect"] else 1 if row["stopped"] == SLOWER else 0
 
     codes = {row["run_id"]: code(row) for row in rows}
     counts = sorted(Counter(codes.values()).items())
     texts = [f"{num_runs:,} {reasons[code].removeprefix('but ')}" for code, num_runs in counts]
-    why_suspect = next((f": {row['suspect']}" for row in rows if row["suspect"]), "")
-    return (f" {reasons[counts[0][0]]}" if len(counts) == 1 else f": {', '.join(texts)}") + why_suspect
+    is_suspect_a_reason = 2 in codes.values()
+    why_suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
+    why_suspect = why_suspect and (f": {why_suspect}" if is_suspect_a_reason else f"; suspect: {why_suspect}")
+    fact = f" {reasons[counts[0][0]]}" if len(counts) == 1 else f": {', '.join(texts)}"
+    return fact + (why_suspect or "")
 
 
 def _no_valid_layout_text(rejected_rows: Sequence[Row]) -> str:
@@ -119,13 +122,14 @@ _WINNER_COLUMNS = (
 _FURTHER_COLUMNS = (
     "run_id", "status", "rule", "reason", "suspect", "suspect_codes", "stopped", "sweep", "allocation",
     "control", "control_ratio", "control_ci95_rel", "repeat", "attempt", "source", "step_time_s",
-    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom", "measured_gas",
+    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom", "measured_gas", "parts_step_time_s",
+    "parts_ci95_rel",
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
     "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate",
     "control_ratio", "width",
-    "ci_reached", "control_ci95_rel", "is_partial",
+    "ci_reached", "control_ci95_rel", "is_partial", "parts_ci95_rel", "parts_ratio",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 
@@ -333,6 +337,7 @@ class Ranking:
         frame = self._table.to_pandas()
         keys = _cell_keys(frame)
         sorted_keys = keys.sort_values(_CELL_KEY, na_position="first")
+        follows_step_time = column_of(self._rank_by).follows_step_time
         rank_values = (-1 if is_lower_better(self._rank_by) else 1) * frame[self._rank_by]
         if self._compared_column == EXPECTED_RATE.name:
             rank_values = rank_values.combine(frame["p_oom"], expected_rate)
@@ -343,7 +348,8 @@ class Ranking:
             allocation_key=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
             is_partial=frame["measured_gas"].notna(),
-            width=frame["step_time_ci95_rel"] if column_of(self._rank_by).follows_step_time else None,
+            width=frame["step_time_ci95_rel"] if follows_step_time else None,
+            parts_ratio=frame["parts_step_time_s"] / frame["step_time_s"] if follows_step_time else None,
         )
         return ranking_frame
 

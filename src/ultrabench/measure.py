@@ -1,6 +1,6 @@
 """The settings of configs/measure/: how many steps are measured, how precisely, and for how long."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -8,11 +8,15 @@ from msgspec import Meta
 from ultrabench.allowed import Count, Positive, above, at_least, between, one_of, require_allowed
 from ultrabench.attention_type import FLOPS_FORMULAS
 from ultrabench.errors import ConfigError
+from ultrabench.step_time import MIN_SAMPLES
 
 PARAM_STATE_BYTES = 12
 """Bytes of a parameter and its two moments in a checkpoint, in fp32."""
 WRITE_BYTES_PER_S = 1e9
 """Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
+
+WARMUP_BESIDE_PARTS = 2
+"""Most whole steps before the measured ones in a start that also measures parts, unless the loss is compared later."""
 
 
 PartialSteps = Annotated[
@@ -82,6 +86,23 @@ class Measure:
         num_measured_steps = (self.min_steps + self.max_steps) // 2
         measured_s = max(num_measured_steps * step_time_s, self.min_s)
         return max(self.warmup_steps * step_time_s, self.warmup_s) + measured_s
+
+    @property
+    def beside_parts(self) -> "Measure":
+        """How whole steps are measured that parts follow in the same start: by the fewest steps with an interval.
+
+        Each of them is the mean of many micro-batches, so that its noise is small, and the start is as warm after the
+        first ones as after as many seconds of others. They reach the step whose loss is compared.
+        """
+        warmup_steps = max(min(self.warmup_steps, WARMUP_BESIDE_PARTS), self.loss_step - MIN_SAMPLES)
+        return replace(self, warmup_steps=warmup_steps, min_steps=MIN_SAMPLES)
+
+    def priced_beside_parts_s(self, step_time_s: float, turn_s: float) -> float:
+        """Seconds of all steps of a run for its price, if a start measures whole steps and then turns of parts."""
+        few = self.beside_parts
+        warmup_s = max(few.warmup_steps * step_time_s, self.warmup_s)
+        turns_s = (self.min_steps + self.max_steps) // 2 * turn_s
+        return warmup_s + max(few.min_steps * step_time_s, self.min_s) + turns_s
 
     def checkpoint_s(self, num_params: int, nodes: int) -> float:
         """Seconds of two saves and a load of the state for the price of a run."""

@@ -2,13 +2,15 @@
 
 All micro-batches of a step are alike, so that its time is a constant (bubble, reduction of gradients, optimizer) and
 a multiple of their number. A run measures steps of two sizes g1 < g2 in turns (g1, g2, g2, g1, ...), in which what
-drifts cancels. Each turn gives a time of the whole step, so that the median of these times and its interval are those
-of any run. What the turns cannot show is that the time is no straight line: a third size shows it as the departure.
+drifts cancels. Each turn gives a time of the whole step. These times are moved together so that their median, which is
+the step time of any run, is their mean: that of many micro-batches, like a whole step. What the turns cannot show is
+that the time is no straight line: a third size shows it as the departure. A run that may be the best of its cell
+measures a few whole steps first, and then parts, in one start.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
@@ -30,6 +32,8 @@ class Slice:
     """The departure of the same schedule and ZeRO stage as another run has measured it; None where none has."""
     wider: int | None = None
     """The number that replaces g2 where the interval misses its target; None: g2 stays."""
+    has_whole_steps: bool = False
+    """Whether whole steps are measured first in the same start, as those of a run that may be the best of its cell."""
     keeps_memory: bool = True
     """Whether whole steps need as much memory as these, by the formulas of the prediction."""
 
@@ -67,9 +71,22 @@ def step_s(slice_: Slice, turn: Turn, num_microbatches: int) -> float:
     return turn[slice_.g2] + (num_microbatches - slice_.g2) * slope_s
 
 
+TRIMMED_SHARE = 0.1
+"""Share of the turns that are left out at each end, since a turn multiplies an accident by many micro-batches."""
+
+
 def whole_step_times_s(slice_: Slice, turns: Iterable[Turn], gas: int) -> list[float]:
-    """Seconds of the whole step of `gas` micro-batches by each turn; their median is the time of the run."""
-    return [step_s(slice_, turn, gas) for turn in turns]
+    """Seconds of the whole step of `gas` micro-batches by each turn, moved so that their median is the time of the run.
+
+    A whole step is the sum of many micro-batches, of which some are slow, so that its time follows the mean of the
+    turns. The median of turns whose times are skewed is less. The mean is that without TRIMMED_SHARE at each end.
+    """
+    times_s = [step_s(slice_, turn, gas) for turn in turns]
+    if len(times_s) < 3:
+        return times_s
+    num_trimmed, sorted_s = max(1, int(TRIMMED_SHARE * len(times_s))), sorted(times_s)
+    factor = fmean(sorted_s[num_trimmed:-num_trimmed]) / median(times_s)
+    return [factor * seconds for seconds in times_s]
 
 
 def departure(slice_: Slice, turns: Sequence[Turn]) -> float | None:

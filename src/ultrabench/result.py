@@ -251,8 +251,19 @@ class RunResult:
     )
     extrapolation_error_rel: float | None = column(
         "How much the time of a whole step may differ from the straight line through the measured parts, "
-        "relative to it; step_time_ci95_rel holds it. null: whole steps.",
+        "relative to it; step_time_ci95_rel of a run without whole steps holds it. null: no parts.",
         unit=FRACTION,
+    )
+    parts_step_time_s: float | None = column(
+        "Time of a whole step by the parts that were measured after whole steps in the same start.",
+        unit=SECONDS,
+        better=Better.LOWER,
+    )
+    parts_ci95_rel: float | None = column(
+        "Half the 95 % interval of the time of a whole step by the turns of parts, as a fraction of it, without "
+        "extrapolation_error_rel. null: no parts.",
+        unit=FRACTION,
+        better=Better.LOWER,
     )
     departure: float | None = None
     """How much more time a further micro-batch takes in larger parts, as a fraction, by a third size; None where no
@@ -387,6 +398,11 @@ class RunResult:
     def is_partial(self) -> bool:
         """Whether parts of steps were measured, and no whole step."""
         return self.measured_gas is not None
+
+    @property
+    def parts_interval_rel(self) -> float | None:
+        """Half the 95 % interval of `parts_step_time_s`, relative to it, with the error of the straight line."""
+        return with_error(self.parts_ci95_rel, self.extrapolation_error_rel)
 
     @property
     def environment(self) -> tuple[object, ...]:

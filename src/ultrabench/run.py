@@ -211,7 +211,9 @@ class Task(AttemptRecord):
     @property
     def largest_spec(self) -> RunSpec:
         """The run with the largest steps that its ranks run: `spec`, or that of the largest part."""
-        return self.spec.with_gas(max(self.slice.all_sizes)) if self.slice else self.spec
+        if self.slice is None or self.slice.has_whole_steps:
+            return self.spec
+        return self.spec.with_gas(max(self.slice.all_sizes))
 
     @property
     def forked(self) -> bool:

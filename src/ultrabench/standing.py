@@ -8,8 +8,9 @@ where all of a cell are suspect, these compete. If all that compete were measure
 in one environment, their ratios to the control are compared, since allocations differ; else their rates. A run counts,
 and is shown, with the median of the repeats that compete, which lies between two of an even number.
 The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their 95 %
-intervals overlap. Repeats that were measured by parts of steps count only for a run without whole steps, and such a run
-is neither the best nor as good.
+intervals overlap. A run that was measured by parts of steps alone is neither the best nor as good, and repeats by parts
+do not count beside whole steps. Only the interval holds them, if one start has measured both: the ratio in it makes
+whole steps of the parts of other starts, which show what starts differ in.
 """
 
 import math
@@ -54,6 +55,10 @@ class Repeat(NamedTuple):
     earlier versions: that of the control runs of its allocation."""
     partial: bool = False
     """Whether parts of steps were measured, which choose contenders, but do not say which one is the best."""
+    parts_ci95_rel: float | None = None
+    """Half the 95 % interval of the step time by the turns of parts alone, relative to it; None where it is unknown."""
+    parts_ratio: float | None = None
+    """Step time by parts over that by whole steps, both measured in this start; None where not both were."""
 
     @property
     def measured(self) -> bool:
@@ -157,6 +162,38 @@ def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Stan
     return [standing for standing in competing if (standing.value or 0.0) >= min_value][:max_runs]
 
 
+START_SD = 0.01
+"""Standard deviation of the speed of a run between its starts, relative to it, as long as few starts have shown it."""
+
+
+def open_contenders(contenders: Sequence[Standing]) -> list[Standing]:
+    """Those of the contenders of a cell that may still be the best one, or as good, and need more measurements.
+
+    A contender needs no more if whole steps of it were measured and are slower than those of the best one by more than
+    the joint interval of both. Steps do not show what starts differ in, so that the half-width of a run with n starts
+    is at least 2 START_SD / sqrt(n), and that of a single start holds both.
+    """
+    whole = [s for s in contenders if s.may_win and not s.partial and s.value]
+    best = min(whole, key=_value_key, default=None)
+    if best is None:
+        return [*contenders]
+
+    def is_behind(standing: Standing) -> bool:
+        if standing.partial or not standing.value or not best.value:
+            return False
+        gap = abs(math.log(best.value / standing.value))
+        return gap > math.hypot(_half_width(best), _half_width(standing))
+
+    return [standing for standing in contenders if not is_behind(standing)]
+
+
+def _half_width(standing: Standing) -> float:
+    """Half the 95 % interval of what is compared, relative to it, with what its starts may differ in."""
+    (low, high), value = standing.interval or (0.0, 0.0), standing.value or 1.0
+    shown, between_starts = abs(high - low) / abs(2 * value), 2 * START_SD / math.sqrt(standing.num_competing)
+    return math.hypot(shown, between_starts) if standing.num_competing == 1 else max(shown, between_starts)
+
+
 _IndexedRepeat = tuple[int, Repeat]
 """The index of a repeat among all of them, and the repeat."""
 
@@ -168,9 +205,20 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
     competing = sure_pairs or measured_pairs
     by_control = by_control and _have_one_control([repeat for _, repeat in competing])
     control_cis = _control_cis(repeat for _, repeat in competing) if by_control else {}
-    competing_by_run = {run: _whole_ones(pairs) for run, pairs in _group_by_run(competing).items()}
+    pairs_by_run = _group_by_run(competing)
+    whole_by_parts = {run: _whole_by_parts(pairs) for run, pairs in pairs_by_run.items()}
+    competing_by_run = {run: _whole_ones(pairs) for run, pairs in pairs_by_run.items()}
+    other_starts_by_run = {
+        run: _other_starts(pairs, whole_by_parts, by_control) for run, pairs in pairs_by_run.items()
+    }
     drafts = [
-        _standing(repeats_of_run, competing_by_run.get(run, ()), by_control, control_cis)
+        _standing(
+            repeats_of_run,
+            competing_by_run.get(run, ()),
+            other_starts_by_run.get(run, ()),
+            by_control,
+            control_cis,
+        )
         for run, repeats_of_run in _group_by_run(repeats).items()
     ]
     whole_drafts = [s for s in drafts if s.interval is not None and not s.partial]
@@ -185,9 +233,64 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
     ]
 
 
+class _Ratio(NamedTuple):
+    """How much longer whole steps of a run take than its parts say."""
+
+    value: float
+    ci95_rel: float
+    """Half the 95 % interval of it, relative to it."""
+
+
+def _whole_by_parts(repeats: Sequence[_IndexedRepeat]) -> _Ratio | None:
+    """The ratio of whole steps to parts of a run, the median of its starts that have measured both.
+
+    It is 1 for a run that was measured by whole steps alone, and None where no start has measured both.
+    """
+    if not any(r.partial or r.parts_ratio for _, r in repeats):
+        return _Ratio(1.0, 0.0)
+    both = [r for _, r in repeats if not r.partial and r.parts_ratio and r.parts_ci95_rel is not None]
+    if not both:
+        return None
+    cis = [math.hypot(r.ci95_rel or 0.0, r.parts_ci95_rel or 0.0) for r in both]
+    return _Ratio(median(1 / (r.parts_ratio or 1.0) for r in both), median(cis))
+
+
 def _whole_ones(repeats: Sequence[_IndexedRepeat]) -> list[_IndexedRepeat]:
     """The repeats of a run that were measured by whole steps; all if none was."""
     return [pair for pair in repeats if not pair[1].partial] or [*repeats]
+
+
+def _other_starts(
+    repeats: Sequence[_IndexedRepeat],
+    whole_by_parts: Mapping[tuple[str, str | None], _Ratio | None],
+    by_control: bool,
+) -> list[Repeat]:
+    """The repeats by parts of a run with whole steps, as if whole steps had been measured in their starts, too.
+
+    Args:
+        whole_by_parts: run_id and environment of each run -> the ratio of its whole steps to its parts.
+        by_control: whether ratios to the control layout are compared, whose parts differ from its whole steps, too.
+    """
+    by_parts, first = [repeat for _, repeat in repeats if repeat.partial], repeats[0][1]
+    if len(by_parts) == len(repeats):
+        return []
+    ratio, control_ratio = whole_by_parts[first.run_id, first.environment], None
+    if by_control and first.control:
+        control_ratio = whole_by_parts.get((first.control, first.environment))
+        ratio = ratio if control_ratio else None
+    return [*filter(None, (_as_whole(repeat, ratio, control_ratio) for repeat in by_parts))]
+
+
+def _as_whole(repeat: Repeat, ratio: _Ratio | None, control_ratio: _Ratio | None) -> Repeat | None:
+    """A repeat that was measured by parts as if by whole steps; None where no start has measured both."""
+    if ratio is None or repeat.parts_ci95_rel is None or not repeat.rate:
+        return None
+    rate = repeat.rate / ratio.value if repeat.rate > 0 else repeat.rate * ratio.value
+    value, ci = repeat.control_ratio, math.hypot(repeat.parts_ci95_rel, ratio.ci95_rel)
+    if value is not None and control_ratio:
+        value *= control_ratio.value / ratio.value
+        ci = math.hypot(ci, control_ratio.ci95_rel)
+    return repeat._replace(rate=rate, control_ratio=value, ci95_rel=ci, partial=False)
 
 
 def _control_cis(competing: Iterable[Repeat]) -> dict[Hashable, float]:
@@ -226,12 +329,14 @@ def _have_one_control(competing: Sequence[Repeat]) -> bool:
 def _standing(
     repeats: Sequence[_IndexedRepeat],
     competing: Sequence[_IndexedRepeat],
+    other_starts: Sequence[Repeat],
     by_control: bool,
     control_cis: Mapping[Hashable, float],
 ) -> Standing:
     """The standing of a run from its repeats and those of them that compete, without its place.
 
     Args:
+        other_starts: what `_other_starts` returns, which only the intervals hold.
         control_cis: allocation -> half the 95 % interval of the step time of its control, relative to it.
     """
     interval = rate_interval = None
@@ -240,10 +345,11 @@ def _standing(
         median_value = median(values)
         nearest_index = min(range(len(values)), key=lambda n: (abs(values[n] - median_value), values[n]))
         index, representative = competing[nearest_index]
-        interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
+        starts = [*(repeat for _, repeat in competing), *other_starts]
+        interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for r in starts])
         if by_control:
-            cis = (math.hypot(r.ci95_rel or 0.0, _control_ci(r, control_cis)) for _, r in competing)
-            interval = _interval([*zip(values, cis, strict=True)])
+            cis = (math.hypot(r.ci95_rel or 0.0, _control_ci(r, control_cis)) for r in starts)
+            interval = _interval([(r.control_ratio or 0.0, ci) for r, ci in zip(starts, cis, strict=True)])
     else:
         index, representative = max(repeats, key=lambda pair: (*_outcome_key(pair[1]), pair[0]))
     shown_repeats = [repeat for _, repeat in competing] or [representative]

@@ -52,7 +52,8 @@ SHARED_MEMORY_VARIANCE = 0.25
 MIN_GAIN = 0.02
 """A layout is worth a run for being faster than the best by this share."""
 MIN_CHANCE = 0.04
-"""The search of a cell goes on while any layout that is left has this chance to be that much faster.
+"""The search of a cell goes on while any layout that is left has this chance to be that much faster, or a smaller one
+in proportion to what its measurement costs.
 
 `python benchmarks/caution.py` chooses it on cells that are not among those it is judged by.
 """
@@ -83,6 +84,10 @@ class Run(Protocol):
     @property
     def options(self) -> Mapping[str, str]:
         """What its step time depends on beside the numbers and words of its layout."""
+
+    @property
+    def search_cost(self) -> float:
+        """What a measurement of the run costs beside one by whole steps; 1 for those."""
 
 
 _Run = TypeVar("_Run", bound=Run)
@@ -171,6 +176,8 @@ class _Cell:
         self.log_lows = log_ends[:, 0]
         """Logarithm of the lower end of each interval in seconds."""
         self.is_unproven = self.scales > PROVEN_SCALE
+        self.costs = np.array([run.search_cost for run in runs])
+        """What a measurement of each run costs beside one by whole steps."""
         self.own_variances = np.where(self.is_unproven, OWN_SD**2, 0.0)
         self._coordinates = np.array([coordinates(layout) for layout in self.layouts])
         option_names = sorted({name for run in runs for name in run.options})
@@ -334,22 +341,26 @@ class Beliefs:
         return min((*tried.times_s.values(), *np.exp(self.log_times[pending_indices])), default=math.inf)
 
     def choose(self, is_open: Any, best_s: float, num_successes: int, max_p_oom: float) -> int | None:
-        """The index of the run to make next; None when no run is worth it."""
+        """The index of the run to make next; None when no run is worth it.
+
+        A cheaper measurement is worth a smaller chance, and is made before one that gains as much.
+        """
         allowed = np.flatnonzero(is_open & (self.p_ooms <= max_p_oom))
         if not allowed.size:
             return None
         if num_successes:
             untried = self._untried_mechanisms(allowed, best_s)
-            is_promising = self.p_better(best_s)[allowed].max() >= MIN_CHANCE
+            costs = self._cell.costs
+            is_promising = (self.p_better(best_s)[allowed] / costs[allowed]).max() >= MIN_CHANCE
             if not (is_promising or untried.size):
                 return None
             if untried.size and (num_successes < FIRST_RUNS or not is_promising):
                 allowed = untried
-            gains = self.expected_gains(best_s)[allowed]
+            gains = self.expected_gains(best_s)[allowed] / costs[allowed]
             return int(max(allowed[gains == gains.max()], key=self._cell.run_ids.__getitem__))
         likely = allowed[self.p_ooms[allowed] <= LIKELY_OOM]
-        costs = self.log_times[likely] if likely.size else self.p_ooms[allowed]
-        cheapest = (likely if likely.size else allowed)[costs == costs.min()]
+        prices = self.log_times[likely] if likely.size else self.p_ooms[allowed]
+        cheapest = (likely if likely.size else allowed)[prices == prices.min()]
         return int(min(cheapest, key=self._cell.run_ids.__getitem__))
 
     def _untried_mechanisms(self, allowed: Any, best_s: float) -> Any:

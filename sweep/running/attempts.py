@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates, family
-from ultrabench.result import UNMEASURED, Doubt, RunResult, Status
+from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.standing import near_best
+from ultrabench.standing import near_best, open_contenders
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate
@@ -20,6 +20,7 @@ from ultrabench.sweep.plan import Plan, ReportProgress
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.blame import Blame, blame_of, policy_of
+from ultrabench.sweep.running.outliers import CONTRADICTED_PARTS
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
 from ultrabench.sweep.running.searched_cell import outcomes, runtimes_not_started
 from ultrabench.sweep.running.standings import standings_of
@@ -209,14 +210,19 @@ def next_attempts(
     open_allocations = [state.allocations[name] for name in alive_names if name in state.allocations]
     ended_keys = {key for key, attempt in state.attempts.items() if attempt.result}
     keys_under_way = {key for allocation in open_allocations for key in allocation.tasks} - ended_keys
-    # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
+    # Attempts whose losses differ without a majority are not repeated, nor are parts that whole steps contradict:
+    # repeats would differ in the same way.
     doubts_by_attempt = outliers.suspect_attempts(state, device=config.hardware.device)
-    repeatable_suspects = doubts_by_attempt.keys() - state.suspect_losses.keys()
+    repeatable_suspects = {
+        key
+        for key, doubts in doubts_by_attempt.items()
+        if key not in state.suspect_losses and {doubt.code for doubt in doubts} != {CONTRADICTED_PARTS}
+    }
     blame = blame_of(state, config.retry)
     finder = _AttemptFinder(state, state.by_run(), config.retry, blame, launch, repeatable_suspects)
     oom_id_by_run = dominator_by_run(plan.runs, state)
-    contradicted_ids = {key.run_id for key, doubts in doubts_by_attempt.items() if _contradict_parts(doubts)}
-    contradicted_cells = {run.cell for run in plan.runs if run.run_id in contradicted_ids}
+    is_sure_by_run = outliers.contradicted_runs(state, config.hardware.device)
+    contradicted_cells = {run.cell for run in plan.runs if is_sure_by_run.get(run.run_id)}
     open_runs = [
         run.as_whole(config.measure) if run.cell in contradicted_cells else run
         for run in plan.runs
@@ -226,17 +232,22 @@ def next_attempts(
         queued_ids = {key.run_id for key in keys_under_way if key.repeat < config.repeats}
         open_runs = _begun_and_proposed(config, finder, open_runs, queued_ids)
     todo = finder.todo_of(open_runs, range(config.repeats))
-    has_parts = any(run.slice for run in open_runs)
-    if config.measure.confirm > config.repeats or has_parts:
+    if config.measure.confirm > config.repeats or any(run.slice for run in open_runs):
         unsettled_cells = {attempt.candidate.cell for attempt in todo}
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
-        best_ids = contender_ids(settled_runs, state, config.hardware.device)
+        best_ids = contender_ids(settled_runs, state, config.hardware.device) | is_sure_by_run.keys()
         best_runs = [run for run in settled_runs if run.run_id in best_ids]
-        # Parts of steps choose the contenders, and whole steps confirm which one is the best.
-        best_by_parts = [run.as_whole(config.measure) for run in best_runs if run.slice]
-        todo += finder.todo_of(best_by_parts, range(num_whole_repeats(config)))
-        best_runs = [run for run in best_runs if not run.slice]
-        todo += finder.todo_of(best_runs, range(config.repeats, config.measure.confirm))
+        # Whole steps in one start say which run is the best, in a second one if they contradict parts.
+        for num_starts in (1, 2):
+            runs_in_parts = [
+                r for r in best_runs if r.slice and num_starts <= 1 + (r.run_id in is_sure_by_run)
+            ]
+            beside_parts = [run.beside_parts(config.measure) for run in runs_in_parts]
+            todo += finder.todo_of(beside_parts, range(num_starts - 1, num_starts))
+        whole_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_partial}
+        whole_ids -= {attempt.key.run_id for attempt in todo}
+        confirmed_runs = [run for run in best_runs if run.run_id in whole_ids]
+        todo += finder.todo_of(confirmed_runs, range(config.repeats, config.measure.confirm))
     todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
     untried_node_counts = frozenset[int]()
     if config.launcher.control:  # one allocation of each number of nodes is tried first
@@ -254,13 +265,9 @@ def next_attempts(
     )
 
 
-def num_whole_repeats(config: SweepConfig) -> int:
-    """Number of measurements by whole steps of each contender that parts of steps have chosen."""
-    return max(config.repeats, config.measure.confirm)
-
-
-def _contradict_parts(doubts: Iterable[Doubt]) -> bool:
-    return any(doubt.code == outliers.CONTRADICTED_PARTS for doubt in doubts)
+def num_starts(run: Candidate, config: SweepConfig) -> int:
+    """Number of starts in which a contender is measured: one of a run with parts has whole steps, too."""
+    return max(config.measure.confirm, config.repeats + (run.slice is not None))
 
 
 def attempts_after(
@@ -305,13 +312,14 @@ def _begun_and_proposed(
 
 
 def contender_ids(runs: Iterable[Candidate], state: SweepState, device: str) -> frozenset[str]:
-    """The run_ids of the best runs of each cell and of those near it, at most four for each cell.
+    """The run_ids of the best runs of each cell and of those near it that may still be the best, at most four each.
 
     Args:
         state: what `with_loss_outliers` returns.
     """
     rankings = standings_of(runs, state, device).values()
-    return frozenset(best.run_id for ranking in rankings for best in near_best(ranking, MAX_CONTENDERS))
+    contenders = (open_contenders(near_best(ranking, MAX_CONTENDERS)) for ranking in rankings)
+    return frozenset(standing.run_id for of_cell in contenders for standing in of_cell)
 
 
 def has_old_patterns(attempt: AttemptState, kernel: KernelConfig) -> bool:
@@ -392,7 +400,8 @@ class _AttemptFinder:
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            if oks and not run.slice and all(ok.is_partial for ok in oks.values()):
+            needs_whole_steps = run.slice is None or run.slice.has_whole_steps
+            if oks and needs_whole_steps and all(ok.is_partial for ok in oks.values()):
                 continue  # parts of steps stand for no whole step
             # Control runs of one allocation are not independent, so that they count as one repeat.
             allocations = {attempt.allocation for attempt in attempts if attempt.ok}

@@ -135,6 +135,8 @@ class ControlRun(NamedTuple):
     """The median of its step times, in seconds."""
     ci95_rel: float = 0.0
     """Half the 95 % interval of this median, relative to it; 0 where it is unknown."""
+    parts_step_time_s: float | None = None
+    """Its step time by parts, where it has measured both, for runs that were measured by parts."""
 
 
 def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
@@ -143,12 +145,17 @@ def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
     for key, attempt in state.attempts.items():
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
-            run = ControlRun(ok.started_at or 0.0, median(ok.step_times_s), ok.step_time_ci95_rel or 0.0)
+            times = median(ok.step_times_s), ok.step_time_ci95_rel or 0.0, ok.parts_step_time_s
+            run = ControlRun(ok.started_at or 0.0, *times)
             runs_by_allocation[allocation.name].append(run)
-    return {allocation: sorted(runs) for allocation, runs in runs_by_allocation.items()}
+    return {
+        allocation: sorted(runs, key=lambda run: run[:3]) for allocation, runs in runs_by_allocation.items()
+    }
 
 
-def control_beside(started_at: float | None, controls: Sequence[ControlRun]) -> ControlRun | None:
+def control_beside(
+    started_at: float | None, controls: Sequence[ControlRun], *, by_parts: bool = False
+) -> ControlRun | None:
     """The control layout as it would have run beside a run of its allocation; None where there is no control run.
 
     Its step time is the mean of the control runs before and after that run, since the load of a shared machine
@@ -157,7 +164,10 @@ def control_beside(started_at: float | None, controls: Sequence[ControlRun]) -> 
     Args:
         started_at: Unix time of the start of the run; None where it is unknown.
         controls: the control runs of its allocation, in the order of their starts.
+        by_parts: whether the run was measured by parts of steps, and is compared with parts of the control layout.
     """
+    if by_parts:
+        controls = [run._replace(step_time_s=run.parts_step_time_s or run.step_time_s) for run in controls]
     number_after = bisect_right(controls, (started_at or 0.0, math.inf, math.inf))
     neighbours = [*controls[:number_after][-1:], *controls[number_after:][:1]]
     if not neighbours or neighbours[0].started_at == started_at:
@@ -198,7 +208,36 @@ class _CellClaim(msgspec.Struct):
 
 def _part_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey, Doubt]]:
     """Each attempt that was measured in parts, in a cell in which whole steps of a run contradict its parts."""
-    if not any(attempt.ok and attempt.ok.is_partial for attempt in state.attempts.values()):
+    for attempts, (contradiction, *_) in _contradictions(state, factor):
+        for key, attempt in attempts.items():
+            if attempt.ok and attempt.ok.is_partial:
+                yield key, Doubt(CONTRADICTED_PARTS, contradiction.reason)
+
+
+def contradicted_runs(state: SweepState, device: str) -> dict[str, bool]:
+    """run_id of each run whose whole steps contradict its parts -> whether this is sure.
+
+    One start that has measured both is not: one of twenty intervals does not hold the true value. A second one decides.
+    """
+    factor = SHARED_CORES_FACTOR if DEVICE_KINDS[device].shares_host else 1.0
+    found = chain.from_iterable(contradictions for _, contradictions in _contradictions(state, factor))
+    return {contradiction.run_id: contradiction.is_sure for contradiction in found}
+
+
+class _Contradiction(NamedTuple):
+    """Whole steps of a run that differ from its parts by more than both intervals."""
+
+    run_id: str
+    reason: str
+    is_sure: bool
+
+
+def _contradictions(
+    state: SweepState, factor: float
+) -> Iterator[tuple[Mapping[AttemptKey, AttemptState], list[_Contradiction]]]:
+    """The timed attempts of each cell in which whole steps contradict parts, with the runs of which they do."""
+    results = (attempt.ok for attempt in state.attempts.values())
+    if not any(result and result.is_partial for result in results):
         return
     attempts_by_cell = defaultdict[Hashable, dict[AttemptKey, AttemptState]](dict)
     for key, attempt in state.attempts.items():
@@ -206,10 +245,8 @@ def _part_doubts(state: SweepState, factor: float) -> Iterator[tuple[AttemptKey,
             attempts_by_cell[claim.key][key] = attempt
     controls_by_allocation = control_runs(state)
     for attempts in attempts_by_cell.values():
-        if reason := _contradiction(attempts, state, controls_by_allocation, factor):
-            for key, attempt in attempts.items():
-                if attempt.ok and attempt.ok.is_partial:
-                    yield key, Doubt(CONTRADICTED_PARTS, reason)
+        if of_cell := [*_contradictions_in_cell(attempts, state, controls_by_allocation, factor)]:
+            yield attempts, of_cell
 
 
 class _TimedAttempt(NamedTuple):
@@ -225,15 +262,16 @@ def _hosts(attempt: AttemptState) -> tuple[str, ...]:
     return attempt.result.hostnames if attempt.result else ()
 
 
-def _contradiction(
+def _contradictions_in_cell(
     attempts: Mapping[AttemptKey, AttemptState],
     state: SweepState,
     controls_by_allocation: Mapping[str, Sequence[ControlRun]],
     factor: float,
-) -> str | None:
-    """Which whole steps differ from their parts by more than both intervals, in a cell; None if none do.
+) -> Iterator[_Contradiction]:
+    """The runs of a cell whose whole steps differ from their parts by more than both intervals.
 
-    Times in seconds of cores that other programs use, too, may differ as much as those of control runs.
+    Starts that have measured both say it for a run that has such starts, if they agree. Times in seconds of cores that
+    other programs use, too, may differ as much as those of control runs.
     """
     shared_tolerance = TIME_TOLERANCE * factor if factor > 1 else 0.0
 
@@ -244,32 +282,56 @@ def _contradiction(
         time_s, ci = median(result.step_times_s), result.step_time_ci95_rel
         if not with_control:
             return _TimedAttempt(None, time_s, ci)
-        control = control_beside(result.started_at, controls_by_allocation.get(attempt.allocation or "", ()))
+        controls = controls_by_allocation.get(attempt.allocation or "", ())
+        control = control_beside(result.started_at, controls, by_parts=result.is_partial)
         if control is None:
             return None
         name = state.allocations[attempt.allocation or ""].control
         return _TimedAttempt(name, time_s / control.step_time_s, math.hypot(ci, control.ci95_rel))
 
-    keys_by_run = defaultdict[str, list[AttemptKey]](list)
-    for key in attempts:
-        keys_by_run[key.run_id].append(key)
-    for run_id, keys in keys_by_run.items():
-        partial = [attempts[key] for key in keys if (ok := attempts[key].ok) and ok.is_partial]
-        whole = [attempts[key] for key in keys if (ok := attempts[key].ok) and not ok.is_partial]
-        for part, step in product(partial, whole):
+    def contradicting_ratio(part: _TimedAttempt, whole: _TimedAttempt) -> tuple[float, float] | None:
+        """The ratio of the times and its interval, if the ratio is outside it."""
+        ratio, interval = whole.time / part.time, math.hypot(part.ci95_rel, whole.ci95_rel)
+        tolerance = 0.0 if part.control else shared_tolerance
+        return (ratio, interval) if abs(math.log(ratio)) > math.log1p(interval + tolerance) else None
+
+    def ratios_of_starts(run_attempts: Sequence[AttemptState]) -> Iterator[tuple[float, float] | None]:
+        for attempt in run_attempts:
+            result, whole = attempt.ok, timed(attempt, False)
+            if result and whole and result.parts_step_time_s and result.parts_interval_rel is not None:
+                part = _TimedAttempt(None, result.parts_step_time_s, result.parts_interval_rel)
+                yield contradicting_ratio(part, whole)
+
+    def ratios_between_starts(
+        run_id: str, run_attempts: Sequence[AttemptState]
+    ) -> Iterator[tuple[float, float]]:
+        by_parts = [attempt for attempt in run_attempts if attempt.ok and attempt.ok.is_partial]
+        by_whole_steps = [attempt for attempt in run_attempts if attempt.ok and not attempt.ok.is_partial]
+        for part, step in product(by_parts, by_whole_steps):
             # Nodes differ; the control layout beside both shows by how much, unless it is this run itself.
             pair = timed(part, True), timed(step, True)
             if not (pair[0] and pair[1] and pair[0].control == pair[1].control != run_id):
                 has_same_nodes = _hosts(part) == _hosts(step)
                 pair = (timed(part, False), timed(step, False)) if has_same_nodes else (None, None)
-            if not (pair[0] and pair[1]):
-                continue
-            ratio, interval = pair[1].time / pair[0].time, math.hypot(pair[0].ci95_rel, pair[1].ci95_rel)
-            tolerance = 0.0 if pair[0].control else shared_tolerance
-            if abs(math.log(ratio)) > math.log1p(interval + tolerance):
-                fact = f"whole steps of {run_id} took {ratio:.2f} x the time by its parts, interval {interval:.1%}"
-                return f"{fact}: heat, the data loader, the garbage collector or the network differ in long steps"
-    return None
+            if pair[0] and pair[1] and (ratio := contradicting_ratio(pair[0], pair[1])):
+                yield ratio
+
+    attempts_by_run = defaultdict[str, list[AttemptState]](list)
+    for key, attempt in attempts.items():
+        attempts_by_run[key.run_id].append(attempt)
+    for run_id, run_attempts in attempts_by_run.items():
+        of_starts = [*ratios_of_starts(run_attempts)]
+        between_starts = [] if of_starts else [*ratios_between_starts(run_id, run_attempts)]
+        contradicting = [ratio for ratio in of_starts if ratio] or between_starts
+        if contradicting and all(of_starts):
+            ratio, interval = contradicting[0]
+            fact = (
+                f"whole steps of {run_id} took {ratio:.2f} x the time by its parts, interval {interval:.1%}"
+            )
+            reason = (
+                f"{fact}: heat, the data loader, the garbage collector or the network differ in long steps"
+            )
+            yield _Contradiction(run_id, reason, is_sure=len(of_starts) != 1)
 
 
 def _own_doubts(result: RunResult, factor: float, max_foreign_load: float | None) -> Iterator[Doubt]:

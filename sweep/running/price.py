@@ -28,7 +28,7 @@ from ultrabench.sweep.running.attempts import (
     PlannedAttempt,
     later_runs,
     next_attempts,
-    num_whole_repeats,
+    num_starts,
 )
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.standings import fastest_of_cells
@@ -358,9 +358,9 @@ def planned_jobs(
         priced_nodes.add(nodes)
         control = control_by_key.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
-        if control and not all(attempt.candidate.slice for attempt in group):
-            # Whole steps are compared with whole steps of the control layout.
-            control = control.as_whole(config.measure)
+        if control and not all(_is_in_parts(attempt.candidate) for attempt in group):
+            # Whole steps are compared with whole steps of the control layout, and parts with its parts.
+            control = control.beside_parts(config.measure)
             group = [
                 replace(attempt, candidate=control) if attempt.key.run_id == control_id else attempt
                 for attempt in group
@@ -382,6 +382,10 @@ def planned_jobs(
             interval=(start_gpu_hours + low_gpu_hours, start_gpu_hours + high_gpu_hours),
             best={cell: standing for cell, standing in best_by_cell.items() if standing.may_win},
         )
+
+
+def _is_in_parts(run: Candidate) -> bool:
+    return run.slice is not None and not run.slice.has_whole_steps
 
 
 def _with_controls_between(
@@ -557,11 +561,13 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     contenders = [
         run for runs in best_runs for run in runs if _predicted_s(run) <= NEAR_BEST * _predicted_s(runs[0])
     ]
-    measure = plan.config.measure
-    end_repeat = {run.run_id: measure.confirm for run in contenders}
-    end_repeat |= {run.run_id: repeats + num_whole_repeats(plan.config) for run in contenders if run.slice}
+    end_repeat = {run.run_id: num_starts(run, plan.config) for run in contenders}
     return [
-        PlannedAttempt(candidate=run.as_whole(measure), key=AttemptKey(run.run_id, repeat, 0))
+        PlannedAttempt(
+            # The first further start has whole steps, too.
+            candidate=run.beside_parts(plan.config.measure) if repeat == repeats else run,
+            key=AttemptKey(run.run_id, repeat, 0),
+        )
         for repeat in range(repeats, max(end_repeat.values(), default=0))
         for run in contenders
         if repeat < end_repeat[run.run_id]
@@ -587,8 +593,8 @@ def committed_gpu_hours(
         run = run_by_id.get(key.run_id)
         if run is None:
             return 0.0
-        # Later repeats of a run that is measured by parts may be whole steps, which cost more.
-        return (run if key.repeat < plan.config.repeats else run.as_whole(measure)).gpu_hours
+        # Later repeats of a run that is measured by parts may have whole steps, too, which cost more.
+        return (run if key.repeat < plan.config.repeats else run.beside_parts(measure)).gpu_hours
 
     start_s, total_gpu_hours = _allocation_start_s(plan, state, held_s), 0.0
     for name, allocation in state.allocations.items():

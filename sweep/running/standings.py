@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple, Self
 
 from ultrabench.model_shape import ModelShape
-from ultrabench.result import Doubt, Status, doubt_text
+from ultrabench.result import Doubt, RunResult, Status, doubt_text
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Repeat, Standing, environments_of, merge_environments, near_best, standings
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
@@ -86,7 +86,7 @@ def beside_control(
     result, controls = attempt.ok, controls_by_allocation.get(attempt.allocation or "", ())
     if result is None or not result.step_times_s:
         return ControlComparison()
-    control = control_beside(result.started_at, controls)
+    control = control_beside(result.started_at, controls, by_parts=result.is_partial)
     if control is None or not control.step_time_s:
         return ControlComparison()
     return ControlComparison(control.step_time_s / median(result.step_times_s), control.ci95_rel)
@@ -142,10 +142,17 @@ def standings_of(
                     control_ratio=comparison.ratio, control_ci95_rel=comparison.ci95_rel,
                     ci95_rel=timed_result.step_time_ci95_rel if timed_result else None,
                     ci_reached=timed_result.ci_reached if timed_result else None,
+                    parts_ci95_rel=timed_result.parts_ci95_rel if timed_result else None,
+                    parts_ratio=_parts_ratio(timed_result) if timed_result else None,
                 )
             )  # fmt: skip
     standings_by_cell: dict[CellKey, list[Standing]] = standings(repeats)  # type: ignore[assignment]
     return standings_by_cell
+
+
+def _parts_ratio(result: RunResult) -> float | None:
+    parts_s = result.parts_step_time_s
+    return None if parts_s is None else parts_s / median(result.step_times_s)
 
 
 def best_of_cells(

@@ -4,6 +4,7 @@ import msgspec
 
 from tests.parity.fault import planted
 from ultrabench import result, standing
+from ultrabench.agent.ranks import rank_progress
 from ultrabench.kernel import step, worker
 from ultrabench.kernel.rank import clock
 
@@ -55,3 +56,34 @@ def certain_line(right, own_ci95_rel, error_rel):
 def unconfirmed_winner(right, *args):
     """A run that is measured by parts alone may be the best."""
     return msgspec.structs.replace(right(*args), partial=False)
+
+
+@planted(
+    standing,
+    "_half_width",
+    unit="words.test_partial_step.test_a_single_start_decides_only_beyond_what_starts_differ_in",
+)
+def certain_start(right, contender):
+    """A contender needs no second start if the steps of a single one say that it is slower."""
+    low, high = contender.interval
+    return abs(high - low) / abs(2 * contender.value)
+
+
+@planted(
+    standing,
+    "_as_whole",
+    unit="words.test_partial_step.test_parts_of_other_starts_show_what_starts_differ_in",
+)
+def raw_parts(right, repeat, ratio, control_ratio):
+    """Parts of other starts stand beside whole steps as they are, without the ratio of a start with both."""
+    return repeat
+
+
+@planted(
+    rank_progress.RankProgress,
+    "measured_steps",
+    unit="test_timing.test_few_whole_steps_come_before_their_parts",
+)
+def mixed_steps(right, self, measure):
+    """Parts of a step count as whole steps where a start has measured both."""
+    return self._all_measured_steps(measure)

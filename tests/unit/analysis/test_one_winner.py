@@ -37,15 +37,16 @@ CELLS = {
 }  # fmt: skip
 """Number of nodes -> the runs of a cell, the control first."""
 RESULTS = st.builds(
-    lambda status, ticks, stopped, throttled, driver, environment, parts: replace(
+    lambda status, ticks, stopped, throttled, driver, environment, parts, beside: replace(
         OK, status=Status(status), step_times_s=tuple(ticks / 100 + extra for extra in (0.0, 0.001, -0.001)),
         stopped=stopped, throttled=throttled, driver_version=driver, env_id=f"{environment}{driver}" * 8,
         kernel_digest=environment, measured_gas=parts, extrapolation_error_rel=0.02 if parts else None,
+        parts_step_time_s=beside if not parts else None, parts_ci95_rel=0.01 if parts or beside else None,
     ),
     st.sampled_from(["ok", "ok", "ok", "ok", "crash", "oom"]), st.integers(20, 40),
     st.sampled_from([None, None, None, SLOWER]), st.sampled_from([None, None, None, "power"]),
     st.sampled_from("12"), st.sampled_from("aaab"),
-    st.sampled_from([None, None, "2,4"]),
+    st.sampled_from([None, None, "2,4"]), st.sampled_from([None, 0.25, 0.33]),
 )  # fmt: skip
 REPEATS = st.tuples(
     st.sampled_from([1, 2]), st.integers(0, 3), st.integers(0, 1), st.sampled_from("xyz"), RESULTS

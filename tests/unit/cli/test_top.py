@@ -56,6 +56,26 @@ def test_the_title_of_a_table_names_what_sets_its_cell_apart(ultrabench, tmp_pat
         assert f"{cell}, by tokens" in " ".join(out.split())
 
 
+def test_top_says_which_numbers_follow_from_parts_of_steps(ultrabench, tmp_path):
+    parts = {"measured_gas": "2,4"}
+    rows = [
+        row("a" * 16, 90.0, suspect="hot", **parts), row("b" * 16, 80.0, **parts), row("c" * 16, 70.0),
+        row("d" * 16, 60.0, stopped="slower_than_best", **parts),
+    ]  # fmt: skip
+    parquet.write_table(table_of(*rows), tmp_path / "runs.parquet")
+    code, out, err = ultrabench("sweep", "top", str(tmp_path / "runs.parquet"))
+    assert code == 0, err
+    marks = {line.split()[-1][0]: line for line in out.splitlines() if re.search(r"([abcd])\1{15}", line)}
+    for run, mark in {
+        "a": "suspect, in parts",
+        "b": "in parts",
+        "c": "best",
+        "d": "slower, in parts",
+    }.items():
+        assert f" {mark} " in marks[run]
+    assert "3 of 4 rows measured by parts of steps (measured_gas); only whole steps decide" in err
+
+
 def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results):
     assert "best +-" not in ultrabench("sweep", "top")[1]
     uneven = (0.045, 0.045, 0.09, 0.09, 0.135, 0.135)

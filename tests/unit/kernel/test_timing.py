@@ -25,6 +25,7 @@ from tests.unit.kernel.fake_gpu import (
     FakeRanks,
     FakeTrainer,
 )
+from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel import worker
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.worker import MAX_COMPILING_STEPS, Timing
@@ -168,6 +169,24 @@ def test_parts_of_a_step_are_measured_in_turns():
     (done,) = run.events("done")
     assert (done["stopped"], done["loss_final"]) == ("interval", None)
     assert done["hardware_flops_per_step"] == 2 * (WHOLE_GAS * PASSES_FLOPS + UPDATE_FLOPS)
+
+
+def test_few_whole_steps_come_before_their_parts():
+    """They are those of a whole run, with its loss, and stand alone for the step time."""
+    run = MeasuredRun(
+        slice_=Slice(g1=2, g2=4, has_whole_steps=True), measure=replace(MEASURE, warmup_steps=5)
+    )
+    steps = run.events("step")
+    whole, parts = [s for s in steps if "gas" not in s], [s for s in steps if "gas" in s]
+    assert [step["measured"] for step in whole] == [False] * 2 + [True] * 6
+    assert [step["gas"] for step in parts] == [2, 4] + [2, 4, 4, 2] * 3
+    assert [step["measured"] for step in parts] == [False] * 2 + [True] * 12
+    assert run.events("done")[0]["stopped"] == "interval"
+    progress = RankProgress(steps=steps)
+    assert progress.measured_step_times_s(MEASURE) == [step["seconds"] for step in whole[2:]]
+    assert progress.part_times(MEASURE).whole_step_times_s == pytest.approx(
+        [WHOLE_GAS * PASSES_S + UPDATE_S + LAUNCH_S] * 6
+    )
 
 
 def test_a_wider_slice_follows_an_interval_that_misses_its_target():

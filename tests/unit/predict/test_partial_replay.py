@@ -29,9 +29,11 @@ def test_whole_steps_of_contenders_choose_the_winner_that_parts_got_wrong():
     runs = [run("a", 100.0, 97.0, 1), run("b", 90.0, 98.0, 2)]
     bill = search(runs, "partial", 3, 1.0, random.Random(0))
     assert (bill.runs, bill.regrets) == (2, [0.0])
-    gpu_s = 3 * (8 * MEASURE.priced_s(100.0) + 16 * MEASURE.priced_s(90.0))
+    slow, fast = (MEASURE.priced_beside_parts_s(whole_s, SHARE * whole_s) for whole_s in (100.0, 90.0))
+    # Whole steps of the slow one are so far behind that it needs no third start.
+    gpu_s = 8 * slow + 16 * (fast + MEASURE.priced_s(SHARE * 90.0))
     assert bill.confirm_step_h == pytest.approx(gpu_s / 3600)
-    assert bill.confirm_start_h == pytest.approx(3 * (8 + 16) * START_S / 3600)
+    assert bill.confirm_start_h == pytest.approx((8 + 2 * 16) * START_S / 3600)
 
 
 def test_the_first_run_of_a_kind_pays_for_its_third_size_and_no_other_does():

@@ -104,7 +104,23 @@ def next_of(state, plan=PARTS):
 def measured(state, run, step_s, *, parts, repeat=0, **words):
     """Adds an ok attempt with steps of this length, by parts or by whole steps."""
     of_parts = {"measured_gas": "2,4", "extrapolation_error_rel": 0.02} if parts else {}
-    return told(state, run, Status.OK, repeat, step_times_s=(step_s,) * 6, **of_parts, **words)
+    of_parts |= {"parts_ci95_rel": 0.0} if parts else {}
+    return told(state, run, Status.OK, repeat, step_times_s=(step_s,) * 6, **{**of_parts, **words})
+
+
+def confirmed(state, run, whole_s, parts_s, repeat=1):
+    """Adds an ok attempt that has measured whole steps and then parts."""
+    beside = {"parts_step_time_s": parts_s, "parts_ci95_rel": 0.0, "extrapolation_error_rel": 0.02}
+    return measured(state, run, whole_s, parts=False, repeat=repeat, **beside)
+
+
+def planned(state, plan):
+    """The attempts to make: the number of the run, the repeat, and whether whole steps are measured, too."""
+    return [
+        (RUNS.index(next(r for r in RUNS if r.run_id == t.key.run_id)), t.key.repeat,
+         t.candidate.slice.has_whole_steps)
+        for t in next_of(state, plan)
+    ]  # fmt: skip
 
 
 def all_by_parts(best_s=STEP_S):
@@ -124,9 +140,7 @@ def test_parts_choose_and_whole_steps_confirm():
     assert all(attempt.candidate.slice for attempt in next_of(SweepState()))
     state = all_by_parts()
     assert best_of(state) == [], "no number by parts is called the best"
-    assert [(t.key, t.candidate.slice) for t in next_of(state)] == [
-        (key_of(run, 1), None) for run in RUNS[:2]
-    ]
+    assert planned(state, PARTS) == [(0, 1, True), (1, 1, True)]
     measured(state, RUNS[0], 1.01, parts=False, repeat=1)
     measured(state, RUNS[1], 1.005, parts=False, repeat=1)
     assert (best_of(state)[0], next_of(state)) == (RUNS[1].run_id, ())
@@ -153,15 +167,45 @@ def test_a_whole_sweep_reuses_no_partial_attempt_but_parts_reuse_whole_ones():
     assert next_of(state) == ()
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_each_contender_is_measured_whole_as_often_as_repeats_and_confirm_say(repeats):
-    config = load_config([*IN_PARTS, "measure.partial_steps=auto", f"repeats={repeats}", "measure.confirm=3"])
-    plan = make_plan(config)
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_one_of_the_starts_of_a_contender_has_whole_steps(repeats):
+    """There are as many starts as confirm says, and one with whole steps in any case."""
+    plan = replace(PARTS, config=replace(
+        PARTS.config, repeats=repeats, measure=replace(PARTS.config.measure, confirm=3)
+    ))  # fmt: skip
     state = SweepState()
     for repeat in range(repeats):
         for n, run in enumerate(RUNS):
             measured(state, run, STEP_S * (1 + n), parts=True, repeat=repeat)
-    assert [t.key for t in next_of(state, plan)] == [key_of(RUNS[0], repeats + n) for n in range(3)]
+    assert planned(state, plan) == [(0, repeats, True)]
+    confirmed(state, RUNS[0], STEP_S, STEP_S, repeats)
+    assert planned(state, plan) == [(0, repeats + 1, False)] * (repeats == 1)
+
+
+def test_a_contender_whose_whole_steps_are_far_behind_needs_no_more_starts():
+    plan = replace(PARTS, config=replace(
+        PARTS.config, measure=replace(PARTS.config.measure, confirm=3)
+    ))  # fmt: skip
+    for behind, num_starts in ((1.02, 2), (1.045, 1)):
+        state = all_by_parts()
+        confirmed(state, RUNS[0], 1.0, 1.0)
+        assert planned(state, plan)[0] == (1, 1, True), "whole steps come first"
+        confirmed(state, RUNS[1], behind, behind)
+        assert planned(state, plan) == [(n, 2, False) for n in range(num_starts)]
+
+
+def test_a_second_start_decides_whether_whole_steps_contradict_parts():
+    state = confirmed(all_by_parts(), RUNS[0], 2.5, 1.0)
+    doubts = suspect_attempts(state, device="cuda")
+    assert {key.repeat for key in doubts} == {0}, "parts of all runs are suspect, at once"
+    assert planned(state, PARTS) == [(0, 2, True)]
+    confirmed(state, RUNS[0], 1.01, 1.0, repeat=2)
+    assert not suspect_attempts(state, device="cuda"), "the first one was an accident"
+    assert planned(state, PARTS) == [(1, 1, True)]
+    confirmed(state, RUNS[0], 2.5, 1.0, repeat=2)
+    todo = next_of(state)
+    assert {t.key.run_id for t in todo} == {run.run_id for run in RUNS[1:]}
+    assert not any(t.candidate.slice for t in todo), "all others are measured whole"
 
 
 def contradicted(whole_s):
@@ -205,14 +249,14 @@ def test_parts_cost_less_and_the_whole_steps_of_contenders_are_in_the_price():
     )
     assert num_whole == num_parts
     assert parts_hours < 0.6 * whole_hours
-    confirming = [t.candidate for job in parts.jobs for t in job.attempts if not t.candidate.slice]
-    assert [run.duration_s for run in confirming] == [
-        pytest.approx(run.duration_s)
-        for run in whole_plan.runs
-        for other in confirming
-        if run.run_id == other.run_id
-    ]
-    assert confirming
+    candidates = [t.candidate for job in parts.jobs for t in job.attempts]
+    (confirming,) = [run for run in candidates if run.slice.has_whole_steps]
+    run = next(run for run in RUNS if run.run_id == confirming.run_id)
+    step_s = run.prediction.step_time_s
+    assert confirming.duration_s - run.duration_s == pytest.approx(
+        PARTS.config.measure.priced_beside_parts_s(step_s, run.turn_share * step_s)
+        - PARTS.config.measure.priced_s(run.turn_share * step_s)
+    )
 
 
 def test_a_measured_departure_saves_the_third_size_of_its_kind():
@@ -229,11 +273,11 @@ def test_the_control_is_whole_beside_whole_steps():
     other = RUNS[1]
     config = with_launcher(PARTS.config, control=True)
     plan = replace(PARTS, config=config)
-    for runs, is_whole in ((RUNS[1:3], False), ([other.as_whole(config.measure), RUNS[2]], True)):
+    for runs, is_whole in ((RUNS[1:3], False), ([other.beside_parts(config.measure), RUNS[2]], True)):
         todo = tuple(PlannedAttempt(candidate=run, key=key_of(run, 1)) for run in runs)
         (job,) = planned_jobs(plan, AttemptsLeft(todo=todo, num_waiting=0), SweepState())
         controls = [t.candidate for t in job.attempts if t.key.run_id == job.control]
-        assert {run.slice is None for run in controls} == {is_whole}
+        assert {run.slice.has_whole_steps for run in controls} == {is_whole}
 
 
 def test_the_plan_file_keeps_the_parts(tmp_path):
@@ -258,7 +302,10 @@ def test_what_parts_measure_is_blank_where_whole_steps_differ():
     )  # fmt: skip
     unlike = SimpleNamespace(slice=replace(RUNS[0].slice, keeps_memory=False))
     assert without_unlike(result, unlike).peak_mem_reserved_bytes is None
-    assert without_unlike(result, SimpleNamespace(slice=None)) == result
+    beside_whole = SimpleNamespace(slice=replace(RUNS[0].slice, has_whole_steps=True))
+    assert (
+        without_unlike(result, SimpleNamespace(slice=None)) == without_unlike(result, beside_whole) == result
+    )
 
 
 def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():

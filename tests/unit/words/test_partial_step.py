@@ -17,7 +17,7 @@ from ultrabench.partial_step import (
     whole_step_times_s,
 )
 from ultrabench.result import RunResult, Status
-from ultrabench.standing import Repeat, standings
+from ultrabench.standing import Repeat, near_best, open_contenders, standings
 from ultrabench.step_time import ci95_rel
 
 GAS = 64
@@ -105,3 +105,32 @@ def test_no_part_is_the_best():
     assert place(*parts, ("b", 8.5, False), ("a", 8.5, False))[:2] == [
         ("a", 8.5, True, False), ("b", 8.5, False, True),
     ]  # fmt: skip
+
+
+def test_parts_of_other_starts_show_what_starts_differ_in():
+    """One start has measured whole steps 10 % slower than its parts; the parts of another start were 4 % faster."""
+    whole = Repeat(
+        "a", "cell", status=Status.OK, rate=90.0, ci95_rel=0.01, parts_ratio=0.9, parts_ci95_rel=0.0
+    )
+    part = Repeat("a", "cell", status=Status.OK, rate=104.0, partial=True, parts_ci95_rel=0.02, ci95_rel=0.5)
+    ((alone,), (both,)) = (standings(repeats)["cell"] for repeats in ([whole], [whole, part]))
+    assert (both.rate, both.competing) == (90.0, (0,)), "whole steps alone are shown"
+    assert both.interval == (alone.interval[0], pytest.approx(93.6 / (1 - math.hypot(0.02, 0.01))))
+    unknown = whole._replace(parts_ratio=None)
+    assert standings([unknown, part])["cell"][0].interval == alone.interval
+
+
+def test_a_single_start_decides_only_beyond_what_starts_differ_in():
+    def open_ids(*rates, ci=0.0):
+        repeats = (Repeat(str(rate), "cell", status=Status.OK, rate=rate, ci95_rel=ci) for rate in rates)
+        return [s.run_id for s in open_contenders(near_best(standings(repeats)["cell"], 4))]
+
+    assert open_ids(100.0, 98.0, 97.5, 96.0) == ["100.0", "98.0", "97.5"]
+    assert open_ids(100.0, 96.0, ci=0.03) == ["100.0", "96.0"]
+
+
+def test_the_time_of_a_step_is_the_mean_of_its_turns_without_accidents():
+    """A third of the micro-batches is slow, of which the median knows nothing; one turn had an accident."""
+    pair, slow = Slice(g1=4, g2=8), [False, False, True] * 6
+    drawn = [{4: 4.0, 8: 8.0 + 2 * is_slow} for is_slow in slow] + [{4: 4.0, 8: 80.0}, {4: 4.0, 8: 8.0}]
+    assert median(whole_step_times_s(pair, drawn, 16)) == pytest.approx((11 * 16 + 5 * 22) / 16)

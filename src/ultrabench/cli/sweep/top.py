@@ -35,13 +35,10 @@ SHOWN_AS = {
     )
 }
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
-COLUMN_BY_MARK = {
-    "best": "best",
-    "as good": "as_good_as_best",
-    "suspect": "suspect",
-    "in parts": "measured_gas",
-}
+COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
+IN_PARTS = "in parts"
+"""Further mark of an ok run whose numbers follow from parts of steps; all other numbers are those of whole steps."""
 _TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
 CELL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "routing"), "num_params"]
@@ -152,5 +149,9 @@ def _status_text(row: Row) -> Text:
     width_text = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label_text == "best" else ""
     if status == Status.OK and row["suspect"] and label_text in ("best", "as good"):
         label_text = f"{label_text}, suspect"
-    style = style_of(status, has_caveat=bool(width_text) or "suspect" in label_text or label_text == "slower")
+    if status == Status.OK and row["measured_gas"]:
+        label_text = IN_PARTS if label_text == str(Status.OK) else f"{label_text}, {IN_PARTS}"
+    style = style_of(
+        status, has_caveat=bool(width_text) or "suspect" in label_text or label_text.startswith("slower")
+    )
     return Text(f"{label_text} {width_text}".rstrip(), style)
