@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from published import FITTED, GROUPS, family_of, part_by_group, profiles_left_out, with_values
+from published import FITTED, GROUPS, family_of, part_by_group, values_left_out, with_values
 
 from ultrabench.analysis.results.cases import Case, healthy_timed, open_cases_by_profile
 from ultrabench.analysis.studies.predictions.calibrate import errors_lines
@@ -78,7 +78,7 @@ def left_out_rows(groups: Sequence[tuple[Sequence[Case], Profile]]) -> Iterator[
         members = [(cases, profile) for cases, profile in groups if family_of(profile) == family]
         family_cases = [case for cases, _ in members for case in cases]
         parts = part_by_group(family_cases, "setting")
-        values_by_part = profiles_left_out(family_cases, family, "setting") if family in FITTED else {}
+        values_by_part = values_left_out(members, family, "setting") if family in FITTED else {}
         for cases, profile in members:
             for case in cases:
                 values = values_by_part.get(parts[GROUPS["setting"](case)], {})

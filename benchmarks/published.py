@@ -24,7 +24,6 @@ from ultrabench.analysis.studies.predictions.validate import table
 from ultrabench.cli.tables import say, show, warn
 from ultrabench.cli.tables import table as text_table
 from ultrabench.result import Status
-from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.time_constants import with_changes
@@ -70,21 +69,25 @@ FITTED: Mapping[str, tuple[Place, ...]] = {
 """Profile -> its constants that are fitted to published rows; profiles that build on it share them."""
 
 
-def fit_family(profile: Profile, cases: Sequence[Case], places: Sequence[Place]) -> Profile:
-    """The profile with the values of `places` that predict these cases best, each of them near its start."""
+CasesByProfile = Sequence[tuple[Sequence[Case], Profile]]
+"""Runs and the profile that predicts them."""
+
+
+def fit_family(groups: CasesByProfile, places: Sequence[Place]) -> Mapping[Place, float]:
+    """The values of `places` with which the profiles of a family predict their runs best, each near its start."""
+    cases = [case for group_cases, _ in groups for case in group_cases]
     weights = _weights(cases)
 
     def errors_of(values: Mapping[Place, float]) -> list[float]:
-        fitted = with_values(profile, values)
-        errors = [_log_error(case, fitted) for case in cases]
+        fitted = [(group_cases, with_values(profile, values)) for group_cases, profile in groups]
+        errors = [_log_error(case, profile) for group_cases, profile in fitted for case in group_cases]
         return [weight * error for weight, error in zip(weights, errors, strict=True)]
 
     known_sections = {"time", *(case.hardware.gpu for case in cases)}
     known_sections |= {f"{k}={v}" for case in cases for k, v in case.run.spec.flag_values.items()}
     start = {place: place.start for place in places if place.section in known_sections}
-    return with_values(
-        profile, fit_values(start, errors_of, ERROR_SCALE, RIDGE, name_of=lambda place: place.name)
-    )
+    fitted_values = fit_values(start, errors_of, ERROR_SCALE, RIDGE, name_of=lambda place: place.name)
+    return {place: place.start for place in places} | fitted_values
 
 
 def _log_error(case: Case, profile: Profile) -> float:
@@ -128,31 +131,28 @@ def part_by_group(cases: Sequence[Case], group_kind: str) -> dict[Hashable, int]
     return {group: n if group_kind == "source" else n % NUM_PARTS for n, group in enumerate(groups)}
 
 
-def profiles_left_out(
-    cases: Sequence[Case], family: str, group_kind: str
-) -> dict[int, Mapping[Place, float]]:
-    """Part of the settings -> the values of FITTED without the rows of this part."""
-    timed_cases = [case for case in cases if case.run.step_time_s and case.run.status == Status.OK]
-    parts, places, base = part_by_group(cases, group_kind), FITTED[family], load_profile(family)
-    values_by_part = {}
+def values_left_out(groups: CasesByProfile, family: str, group_kind: str) -> dict[int, Mapping[Place, float]]:
+    """Part of the settings -> the values of FITTED without the rows of this part.
+
+    Args:
+        groups: the runs of the profiles of a family.
+    """
+    parts, places = part_by_group([case for cases, _ in groups for case in cases], group_kind), FITTED[family]
+    values_by_part = dict[int, Mapping[Place, float]]()
     for part in sorted({*parts.values()}):
-        kept_cases = [case for case in timed_cases if parts[GROUPS[group_kind](case)] != part]
-        start = with_values(base, {place: place.start for place in places})
-        fitted = fit_family(start, kept_cases, places) if kept_cases else start
-        values_by_part[part] = {place: _value(fitted, place) for place in places}
+        kept_groups = [
+            ([case for case in cases if is_timed(case) and parts[GROUPS[group_kind](case)] != part], profile)
+            for cases, profile in groups
+        ]
+        values_by_part[part] = fit_family(kept_groups, places)
         texts = [f"{p.section} {p.name}={v:.3g}" for p, v in values_by_part[part].items()]
         say(f"{family} without part {part}: {', '.join(texts)}")
     return values_by_part
 
 
-def _value(profile: Profile, place: Place) -> float:
-    knob, _, knob_value = place.section.partition("=")
-    if knob_value:
-        return profile.flags[knob][knob_value][place.name]
-    if place.section != "time":
-        return profile.gpu_factors[place.section][place.name]
-    value: float = getattr(profile.time, place.name)
-    return value
+def is_timed(case: Case) -> bool:
+    """Whether a run has a step time to which constants can be fitted."""
+    return bool(case.run.step_time_s) and case.run.status == Status.OK
 
 
 def predictions(paths: Sequence[str], group_kind: str | None) -> pd.DataFrame:
@@ -166,7 +166,7 @@ def predictions(paths: Sequence[str], group_kind: str | None) -> pd.DataFrame:
         family_cases = [case for cases, _ in members for case in cases]
         values_by_part: dict[int, Mapping[Place, float]] = {}
         if group_kind and family in FITTED:
-            values_by_part = profiles_left_out(family_cases, family, group_kind)
+            values_by_part = values_left_out(members, family, group_kind)
         parts = part_by_group(family_cases, group_kind) if values_by_part and group_kind else {}
         for cases, profile in members:
             for case in cases:

@@ -74,6 +74,10 @@ class Attention(Protocol):
     def core_width(self) -> int:
         """Channels of a head, which decide how fast fused operators are; 0 for a state, whose operators are others."""
 
+    @property
+    def score_heads(self) -> int:
+        """Heads that have a score for each pair of positions; 0 for a state."""
+
     def tp_sizes(self) -> dict[str, int]:
         """Name -> each size that the ranks of tensor parallelism divide among them."""
 
@@ -199,6 +203,11 @@ class GroupedQuery:
     def core_width(self) -> int:
         """Channels of a head."""
         return self.head_dim
+
+    @property
+    def score_heads(self) -> int:
+        """All heads."""
+        return self.num_attention_heads
 
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
@@ -329,6 +338,11 @@ class Latent:
         """Channels of a head of values, the narrower one."""
         return min(self.qk_head_dim, self.v_head_dim)
 
+    @property
+    def score_heads(self) -> int:
+        """All heads."""
+        return self.num_attention_heads
+
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
         return {"num_attention_heads": self.num_attention_heads}
@@ -406,6 +420,11 @@ class Linear:
         """0: it has a state."""
         return 0
 
+    @property
+    def score_heads(self) -> int:
+        """0: it has a state."""
+        return 0
+
     def tp_sizes(self) -> dict[str, int]:
         """Heads, which ranks hold whole."""
         return {
@@ -478,6 +497,11 @@ class StateSpace:
 
     @property
     def core_width(self) -> int:
+        """0: it has a state."""
+        return 0
+
+    @property
+    def score_heads(self) -> int:
         """0: it has a state."""
         return 0
 

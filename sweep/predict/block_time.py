@@ -195,7 +195,7 @@ def _attention(work: LayerWork, kind: LayerType, rates: Rates, c: TimeConstants)
     seconds = [_product_s(work, product, rates.linear, c) for product in products]
     return _Attention(
         products_s=sum(seconds),
-        core_s=_core_s(work, attention, rates.attention, c),
+        core_s=_core_s(work, attention, rates.attention, c) + _scores_s(work, attention, rates, c),
         num_operands=sum(_num_product_operands(work, product) for product in products),
         kept_s=sum(s * product.kept_share for s, product in zip(seconds, products, strict=True)),
         token_bytes=_inner_bytes(kind, h, c),
@@ -269,7 +269,8 @@ def _expert_ffn(
     sent_bytes = token_rows * rank_tokens * row_width * work.element_bytes
     alltoall_s = 0.0
     if work.ep > 1:
-        transfer_s = links.alltoall_s(sent_bytes, work.ep, top_k, c.ep_node_copies)
+        groups = experts.n_group, experts.topk_group
+        transfer_s = links.alltoall_s(sent_bytes, work.ep, top_k, c.ep_node_copies, groups)
         alltoall_s = (1 - c.ep_overlap) * (c.tp_call_s + transfer_s)
     kept_channels = experts.row_channels(h) - row_width
     expert_bytes = (
@@ -409,6 +410,15 @@ def _core_s(work: LayerWork, attention: Attention, flops_per_s: float, c: TimeCo
     if attention.core_width:
         rate_factor = math.pow(min(1.0, attention.core_width / WIDE_HEAD), c.attention_width_power)
     return core_flops / work.tp * work.tokens / (flops_per_s * rate_factor)
+
+
+def _scores_s(work: LayerWork, attention: Attention, rates: Rates, c: TimeConstants) -> float:
+    """Seconds of the traffic of scores in the forward of a layer, where a program writes them to memory: of each head
+    those of all s tokens for each token, also those that a mask hides."""
+    if not c.score_bytes:
+        return 0.0
+    num_scores = attention.score_heads / work.tp * work.tokens * work.seq_len
+    return c.score_bytes * num_scores / rates.hbm_bytes_per_s
 
 
 def tp_call_s(num_bytes: float, tp_axes: GroupAxes, links: Network, c: TimeConstants) -> float:

@@ -60,18 +60,25 @@ class Network:
         return max(0.0, 2 * PROBE_BYTES * (1 / self.allreduce_bytes_per_s - 1 / node_bytes_per_s) / num_ranks)
 
     def alltoall_s(
-        self, sent_bytes: float, num_ranks: int, num_copies: float = 1.0, node_copies: float = 0.0
+        self,
+        sent_bytes: float,
+        num_ranks: int,
+        num_copies: float = 1.0,
+        node_copies: float = 0.0,
+        groups: tuple[int, int] = (1, 1),
     ) -> float:
         """Seconds in which each of `num_ranks` consecutive ranks sends `sent_bytes` / `num_ranks` bytes to
         each of the others.
 
         What stays in a domain travels while the rest leaves it, so that the slower of both counts. A domain of
         several nodes holds as many whole nodes of each group as divide those of the group. A token may be sent once to
-        each of the n domains where it has some of its k experts, on average n (1 - (1 - 1/n)^k), and forwarded there.
+        each of the n domains where it may have some of its k experts, on average n (1 - (1 - 1/n)^k), and forwarded
+        there. With a router that first chooses groups of experts, n counts the domains that hold a chosen group.
 
         Args:
             num_copies: the k experts of a token, whose copies `sent_bytes` are.
             node_copies: 1 if a token is sent once to each domain, 0 if once to each expert.
+            groups: number of groups of experts, and of those that the router chooses for a token.
         """
         ranks_of_node = math.gcd(num_ranks, self.gpus_per_node)
         nodes_of_group, nodes_of_domain = num_ranks // ranks_of_node, self.nvlink_gpus // self.gpus_per_node
@@ -79,8 +86,10 @@ class Network:
         num_near = num_near_nodes * ranks_of_node
         near_share, far_share = (num_near - 1) / num_ranks, (num_ranks - num_near) / num_ranks
         if node_copies and far_share:
-            num_domains = num_ranks / num_near
-            domains_per_copy = num_domains * (1 - (1 - 1 / num_domains) ** num_copies) / num_copies
+            num_domains, (num_groups, num_chosen) = num_ranks / num_near, groups
+            missed_share = (1 - num_chosen / num_groups) ** max(1.0, num_groups / num_domains)
+            reachable = max(1.0, num_domains * (1 - missed_share))
+            domains_per_copy = reachable * (1 - (1 - 1 / reachable) ** num_copies) / num_copies
             far_share *= 1 - node_copies * (1 - domains_per_copy)
             near_share *= 1 + node_copies * (num_domains - 1)
         return max(

@@ -126,6 +126,9 @@ class TimeConstants:
     """Seconds of the host for each layer of a rank in the optimizer."""
     rest_s: NonNegative
     """Seconds of a step outside all of this."""
+    score_bytes: NonNegative = 0.0
+    """Memory traffic of each score of attention in forward, in programs that write scores to memory; 0: flash attention
+    keeps them on the chip."""
     allocator_loss: NonNegative = 0.0
     """Largest share that is added to a step whose predicted memory leaves the allocator no room for its reserve."""
     head_norm_bytes: NonNegative = 0.0

@@ -63,6 +63,10 @@ def test_a_token_may_be_sent_once_to_each_node():
     copies, once = (links.alltoall_s(2**30, 32, 8, node_copies) for node_copies in (0.0, 1.0))
     assert once / copies == pytest.approx(4 * (1 - 0.75**8) / 8)
     assert links.alltoall_s(2**30, 8, 8, 1.0) == links.alltoall_s(2**30, 8)
+    # A router that chooses 4 of 8 groups reaches 3 of 4 nodes with two groups each, and 4 of 8 with one.
+    grouped = links.alltoall_s(2**30, 32, 8, 1.0, (8, 4))
+    assert grouped / copies == pytest.approx(3 * (1 - (2 / 3) ** 8) / 8)
+    assert links.alltoall_s(2**30, 32, 8, 1.0, (8, 8)) == once
     fast_nodes = replace(links, expert_node_link_bytes_per_s=1e15)
     assert fast_nodes.alltoall_s(2**30, 32, 8, 1.0) == pytest.approx(
         4 * fast_nodes.alltoall_s(2**30, 32, 8, 0.0)

@@ -161,6 +161,16 @@ def ratios(spec, **constants):
     return communication_ratios(spec, GPUS, PEAK, network(GPUS, spec.nodes), time).by_axis
 
 
+def test_scores_that_are_written_to_memory_cost_their_traffic():
+    """Forward and backward have 3.5 times the scores of forward, and once more where backward computes them again."""
+    plain, again = (spec_of(Layout(dp=8, tp=2, gas=1, recompute=mode)) for mode in ("none", "full"))
+    shape, rate = plain.shape, GPUS.hbm_bytes_per_s * profile_of("megatron").time.hbm_efficiency
+    forward_s = 8 * shape.num_attention_heads * 4096**2 / 2 / rate * shape.num_hidden_layers
+    for spec, forwards in ((plain, 3.5), (again, 4.5)):
+        flash, scores = (step_time(spec, "megatron", score_bytes=size).attention for size in (0.0, 8.0))
+        assert scores - flash == pytest.approx(forwards * forward_s)
+
+
 def test_ratios_are_those_of_the_parts_of_a_step_where_nothing_hides_communication():
     spec = spec_of(Layout(dp=4, tp=2), "8B")
     parts = step_time(spec, "ultrabench", **EXPOSED)
