@@ -1,12 +1,18 @@
 """The closed form of the kernel's memory against dry runs of random layouts of random small models,
 or of published models.
 
-`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published] [mixed]` (200, 21;
-experts: of small models with some; mixed: in turn dense models, models with experts, and models with latent attention,
-all small and half of them with vocabularies that tp pads) prints JSON lines {family, ranks, median, p95, largest},
-errors of the peak as fractions, or of the bytes that stay, and the layout and model of the largest error. A dry run
-takes 1 to 5 s of a core, one of a published model up to 30 s. It imports torch, but only its forked children compute,
-and they need a process of one thread.
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published] [mixed] [varied]` (200,
+21) prints JSON lines {family, ranks, median, p95, largest}, errors of the peak as fractions, or of the bytes that stay,
+and the layout and model of the largest error.
+
+- experts: small models with experts
+- mixed: in turn dense models, models with experts, and models with latent attention, all small and half of them with
+  vocabularies that tp pads
+- varied: some models have blocks without a gate or predict more tokens, and more options of the layout and of the
+  kernel are drawn
+
+A dry run takes 1 to 5 s of a core, one of a published model up to 30 s. It imports torch, but only its forked children
+compute, and they need a process of one thread.
 """
 
 import json
@@ -15,9 +21,10 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from statistics import median
+from string import ascii_lowercase
 from typing import Any
 
 from ultrabench.attention_type import Latent
@@ -29,7 +36,8 @@ from ultrabench.kernel.dryrun.rank_cost import rank_cost
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layer_type import LayerType
 from ultrabench.layout import Layout, default_virtual_stages
-from ultrabench.model_shape import ModelShape
+from ultrabench.model_shape import REPLACED_BY_TYPES, ModelShape
+from ultrabench.routing import LEARNED_SKEW
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import require_possible
 from ultrabench.sweep.config.load import load_model, load_profile
@@ -46,7 +54,7 @@ PUBLISHED_BYTES = 10 * GIB, 100 * GIB
 """Smallest and largest predicted peak of a layout of a published model."""
 ODD_VOCABULARIES = (1003, 5001, 31999)
 """Sizes that no even tp divides, so that ranks pad them."""
-MODES = ("experts", "fp8", "published", "mixed")
+MODES = ("experts", "fp8", "published", "mixed", "varied")
 RECOMPUTE = ("none", "none", "none", "attention", "selective", "full", "every2")
 
 
@@ -125,6 +133,43 @@ def with_padding(spec: RunSpec, pick: random.Random) -> RunSpec:
     return replace(spec, shape=replace(spec.shape, vocab_size=pick.choice(ODD_VOCABULARIES)))
 
 
+def with_variant(spec: RunSpec, pick: random.Random) -> RunSpec:
+    """The run with options that `small` leaves at their defaults, and with few layers, so that a dry run is short."""
+    tp, cp, pp = spec.layout.tp, spec.layout.cp, spec.layout.pp
+    layout = replace(
+        spec.layout, sequence_parallel=pick.choice(("on", "on", "off")) if tp > 1 else "on",
+        cp_exchange=pick.choice(("ring", "allgather")) if cp > 1 else "ring",
+        dp_overlap=pick.choice(("on", "on", "on", "off")) if pp == 1 else "on",
+    )  # fmt: skip
+    kernel = replace(
+        spec.kernel, precision=pick.choice(("bf16", "bf16", "fp8", "fp32")), compile=pick.random() < 0.1,
+        routing=pick.choice(("balanced", "skew=1", LEARNED_SKEW)) if spec.shape.num_experts else "balanced",
+    )  # fmt: skip
+    num_layers = min(spec.shape.num_hidden_layers, max(3, layout.num_stages))
+    shape = replace(
+        spec.shape, num_hidden_layers=num_layers, num_nextn_predict_layers=pick.choice((0, 0, 0, 0, 1, 2))
+    )
+    if pick.random() < 0.3:
+        shape = without_gates(shape)
+    return replace(spec, layout=layout, kernel=kernel, shape=shape)
+
+
+def without_gates(shape: ModelShape) -> ModelShape:
+    """The model with blocks of two matrices and the square of relu."""
+    plain = {"gated": False, "hidden_act": "relu2"}
+    types = tuple(
+        replace(
+            kind,
+            feed_forward=kind.feed_forward and replace(kind.feed_forward, **plain),
+            experts=kind.experts and replace(kind.experts, **plain),
+        )
+        for kind in shape.kinds
+    )
+    defaults = {field.name: field.default for field in fields(ModelShape) if field.name in REPLACED_BY_TYPES}
+    order = "".join(ascii_lowercase[number] for number in shape.kind_numbers)
+    return replace(shape, **defaults, layer_types=types, layer_order=order)
+
+
 MIXED: tuple[Callable[[RunSpec, random.Random], RunSpec], ...] = (
     lambda spec, pick: spec,
     with_experts,
@@ -149,7 +194,7 @@ def published(pick: random.Random) -> RunSpec:
     )  # fmt: skip
     spec = CheckSpec(
         layout=layout, shape=shape, precision=pick.choice(("bf16",) * 5 + ("fp8",)), compile=pick.random() < 0.2,
-        routing=pick.choice(("balanced", "balanced", "skew=1", "learned")) if shape.num_experts else "balanced",
+        routing=pick.choice(("balanced", "balanced", "skew=1", LEARNED_SKEW)) if shape.num_experts else "balanced",
         seq_len=pick.choice((2048, 4096, 4096, 8192)) * pick.choice((1, cp)),
     )  # fmt: skip
     return spec.run
@@ -165,12 +210,28 @@ def possible(draw: Callable[..., RunSpec], *values: Any) -> RunSpec | None:
     return spec
 
 
+def shortened(spec: RunSpec) -> RunSpec:
+    """The run with at most two micro-batches without a pipeline: the first one, and the last one, which needs no less
+    than those between.
+    """
+    return spec.with_gas(min(2, spec.layout.gas)) if spec.layout.pp == 1 else spec
+
+
 def families(spec: RunSpec) -> list[str]:
     """The groups whose errors are printed to which a run of a small model belongs."""
     shape, tp = spec.shape, spec.layout.tp
-    model = "latent" if shape.layer_types else "experts" if shape.num_experts else "dense"
-    is_padded, is_copied = shape.vocab_size % tp > 0, kinds_of_ranks(shape, tp) != shape.kinds
-    return [model, *["padded vocabulary"] * is_padded, *["copied heads"] * is_copied, family(spec.layout)]
+    has_latents = any(kind.latent for kind in shape.kinds)
+    model = "latent" if has_latents else "experts" if shape.num_experts else "dense"
+    has_by_name = {
+        "padded vocabulary": shape.vocab_size % tp > 0,
+        "copied heads": kinds_of_ranks(shape, tp) != shape.kinds,
+        "blocks without a gate": any(not (kind.feed_forward or kind.experts).gated for kind in shape.kinds),
+        "more predictions": shape.num_nextn_predict_layers > 0,
+        "compiled": spec.compiles,
+        f"ZeRO-{spec.layout.zero_stage}": True,
+        spec.kernel.precision: True,
+    }
+    return [model, *(name for name, has in has_by_name.items() if has), family(spec.layout)]
 
 
 def family(layout: Layout) -> str:
@@ -202,16 +263,21 @@ def main() -> None:
             spec = spec and possible(with_padding, spec, pick)
             if spec is None:
                 continue
+        if "varied" in modes and (spec := possible(with_variant, spec, pick)) is None:
+            continue
         if "fp8" in modes:
             spec = replace(spec, kernel=replace(spec.kernel, precision="fp8"))
-        layouts -= 1
+        layouts, spec = layouts - 1, shortened(spec)
         stages, static = predict_memory(profile.as_divided(spec), constants), static_bytes(spec)
         for stage, stays in zip(stages, static, strict=True):
             body = partial(rank_cost, spec, spec.layout.first_rank(stage.pp_rank))
             cost = run_forked({"rank": body}, TIMEOUT_S)["rank"]
             errors["static"].append(abs(stays / cost["static_bytes"] - 1))
             difference = stage.allocated_bytes / cost["peak_bytes"] - 1
-            for name in ("every", *(families(spec) if "mixed" in modes else [family(spec.layout)])):
+            for name in (
+                "every",
+                *(families(spec) if modes & {"mixed", "varied"} else [family(spec.layout)]),
+            ):
                 errors[name].append(abs(difference))
             text = f"{difference:+.4f} pp_rank={stage.pp_rank} {spec.layout.label()} {spec.workload} {spec.shape}"
             worst = max(worst, (abs(difference), text))

@@ -153,6 +153,8 @@ class _LayerWidths(NamedTuple):
     """Width of the keys, and of the values."""
     input_params: float
     """Parameters of the products by which attention begins on a rank."""
+    output_params: float
+    """Parameters of the product with which attention ends on a rank."""
     block: int
     """What a dense feed-forward block keeps, or that of shared experts."""
     width: int
@@ -180,7 +182,8 @@ def _widths_of_types(shape: ModelShape, tp: int) -> tuple[_LayerWidths, ...]:
 def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
     """What a type of layer keeps of a token."""
     attention, experts, block, width = kind.attention, kind.experts, 0, 0
-    kept, latents, padding, q, kv, kept_attention, input_params = 0, 0, 0, 0.0, 0.0, 0, 0.0
+    kept, latents, padding, q, kv, kept_attention = 0, 0, 0, 0.0, 0.0, 0
+    input_params, output_params = 0.0, 0.0
     if attention is not None:
         (kept, latents), products = attention.kept(h), attention.products(h)
         q, kv = kept / 2, 0.0
@@ -193,6 +196,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
             padding = num_heads * max(0, key_width - kind.latent.v_head_dim)
         kept_attention = sum(p.inputs if p.cut == ROWS else round(p.kept_share * p.outputs) for p in products)
         input_params = sum(p.params if p.cut == WHOLE else p.params / tp for p in products if p.cut != ROWS)
+        output_params = sum(p.params / tp for p in products if p.cut == ROWS)
     block_type = kind.feed_forward or experts
     if kind.feed_forward is not None:
         block, width = kind.feed_forward.kept(h).cut, kind.feed_forward.intermediate_size
@@ -207,6 +211,7 @@ def _widths(kind: LayerType, h: int, tp: int) -> _LayerWidths:
         q=q,
         kv=kv,
         input_params=input_params,
+        output_params=output_params,
         block=block,
         width=width,
         recomputed_block=width * bool(block_type and block_type.gated),
@@ -262,7 +267,12 @@ def _layer(work: MicroBatchWork, hidden: float, whole_hidden: float, of: _LayerW
     gradients = channel * _gradients_of_attention(work, q, of.kv, of.padding)
     attention = layer - block - hidden + gradients
     qkv = layer - block - channel * q + 2 * whole_hidden * (tp > 1)
-    qkv_weights = float(work.element * of.input_params)
+    qkv_weights, out_weights = (float(work.element * num) for num in (of.input_params, of.output_params))
+    # The backward of a norm has three copies in fp32 beside the gradients of its output and of the residual stream.
+    # That of the feed-forward block comes before the gradient of the output projection, that of attention comes last.
+    of_norm = (2 + 12 / work.element) * hidden
+    attention = max(attention, layer - block - hidden + of_norm - out_weights)
+    qkv = max(qkv, hidden + of_norm)
     # The gradients of the feed-forward and of its norm, and then those of attention.
     halfway = 2 * hidden + channel * of.block / 2 + rows + 2 * products
     input_half = max(feed_forward - layer, halfway + gradients)

@@ -283,11 +283,12 @@ def _gathered(handling: ParamHandling, p: StageParams, work: Work, *, is_alone: 
     is_zero3 = handling.is_zero3
     gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
     # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
+    # Layers of modules that predict more tokens are gathered after the head.
     if p.is_sharded:
         if is_zero3 and handling.in_pipeline and work.after_backward:
             gathered += p.first
         elif is_alone or is_zero3:  # a pipeline gathers its head in the first forward alone
-            keeps_head = handling.in_pipeline and not is_alone
+            keeps_head = (handling.in_pipeline and not is_alone) or p.layers.num_modules > 0
             gathered += p.gathered_last if keeps_head else p.last or p.gathered_last
     return gathered
 

@@ -116,6 +116,13 @@ def wide_experts(layout):
     return dataclasses.replace(spec, shape=dataclasses.replace(spec.shape, moe_intermediate_size=256))
 
 
+def narrow_blocks(layout):
+    """A layout of a model whose blocks are narrower than its residual stream."""
+    spec = spec_of(layout)
+    sizes = {"hidden_size": 256, "head_dim": 16, "intermediate_size": 64}
+    return dataclasses.replace(spec, shape=dataclasses.replace(spec.shape, **sizes))
+
+
 @pytest.mark.parametrize(
     ("make_spec", "error"),
     [
@@ -127,6 +134,7 @@ def wide_experts(layout):
             lambda: wide_experts("dp=4 ep=2 dp_shard=2"), 0.005, id="a copy of the gradients of experts"
         ),
         pytest.param(lambda: wide_experts("dp=2"), 0.005, id="the gradient of the last matrix"),
+        pytest.param(lambda: narrow_blocks("gas=2 mbs=16 full"), 0.005, id="copies of a norm in fp32"),
         pytest.param(
             lambda: spec_of("dp=2 pp=2 zero_stage=3 gas=4 afab"), 0.02, id="layers gathered behind a head"
         ),
