@@ -33,28 +33,22 @@ MAX_ROUNDS = 4
 
 
 class ParamHandling(NamedTuple):
-    """What decides, beside the stages, which parameters and gradients a rank holds at a moment."""
+    """What decides, beside the stages and degrees, which parameters and gradients a rank holds at a moment."""
 
     in_pipeline: bool
     halves_backward: bool
     """Whether backward computes gradients of inputs and of weights apart: that of zbv does."""
-    zero_stage: int
-    dp_overlap: str
+    is_zero3: bool
+    """Whether ranks gather parameters for each pass."""
+    sums_shards: bool
+    """Whether each micro-batch reduces its gradients."""
+    reduces_after: bool
+    """Whether gradients are reduced after backward."""
     element: int
     """Bytes of a number in forward and backward: w."""
     copies_experts: bool
     """Whether torch copies the gradients of experts to divide them by 1: where a single rank of each shard group holds
     them, and ranks of other groups do, too."""
-
-    @property
-    def is_zero3(self) -> bool:
-        """Whether ranks gather parameters for each pass."""
-        return self.zero_stage == 3
-
-    @property
-    def sums_shards(self) -> bool:
-        """Whether each micro-batch reduces its gradients."""
-        return self.zero_stage >= 2 and not self.in_pipeline
 
     def halves(self, p: StageParams) -> bool:
         """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no
@@ -146,8 +140,15 @@ def rank_work(spec: RunSpec, ranks: str) -> RankWork:
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
     degrees, zero_stage = Degrees.of(layout), layout.zero_stage
     copies_experts = zero_stage > 0 and degrees.expert_shards == 1 < layout.expert_copies
-    of_schedule = layout.pp > 1, layout.pp_schedule == "zbv"
-    handling = ParamHandling(*of_schedule, zero_stage, layout.dp_overlap, element, copies_experts)
+    handling = ParamHandling(
+        layout.pp > 1,
+        layout.pp_schedule == "zbv",
+        zero_stage == 3,
+        zero_stage >= 2 and layout.pp == 1,
+        layout.dp_overlap == "off",
+        element,
+        copies_experts,
+    )
     return RankWork(spec.shape, Pipeline.of(layout), degrees, handling, gas, ranks)
 
 
@@ -310,7 +311,7 @@ def _of_groups(
         degrees: those by which gradients are reduced; None where none are.
     """
     w, whole, halved, is_zero3 = handling.element, p.size.whole, handling.halves(p), handling.is_zero3
-    reduces_after, reduced_by = handling.dp_overlap == "off", degrees
+    reduces_after, reduced_by = handling.reduces_after, degrees
     if not (work.is_last or handling.sums_shards):
         reduced_by = None
     frees = work.is_last or (is_zero3 and not handling.in_pipeline)

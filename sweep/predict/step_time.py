@@ -166,13 +166,25 @@ def _pipeline(
     )
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
-    num_by_rank = Counter(_pipeline_rank(shape, stages, interval, tp) for stages in stages_of_rank)
+    rank_by_stages, num_by_rank = dict[tuple[object, ...], _PipelineRank](), Counter[_PipelineRank]()
+    for stages in stages_of_rank:  # most ranks of a long pipeline compute the same
+        key = tuple([_decisive(shape, stage, interval) for stage in stages])
+        if key not in rank_by_stages:
+            rank_by_stages[key] = _pipeline_rank(shape, stages, interval, tp)
+        num_by_rank[rank_by_stages[key]] += 1
     return _Pipeline(
         ranks=tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items()),
         num_layers=max(rank.num_layers for rank in num_by_rank),
         num_params=max(rank.num_params for rank in num_by_rank),
         num_expert_params=max(rank.num_expert_params for rank in num_by_rank),
     )
+
+
+def _decisive(shape: ModelShape, stage: Stage, interval: int) -> tuple[object, ...]:
+    """What decides the work of a stage, of which each layer number `interval` is computed again; 0: none."""
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers
+    first_again = start % interval if interval else 0
+    return shape.kind_numbers[start:end], first_again, stage.has_embedding, stage.has_norm, stage.has_head
 
 
 def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, tp: int) -> _PipelineRank:

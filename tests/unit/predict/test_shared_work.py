@@ -6,12 +6,12 @@ from ultrabench.sweep.plan import CellPlan, planned_cells
 from ultrabench.sweep.predict.block_time import block_times
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.param_bytes import _stage_work, rank_bytes
-from ultrabench.sweep.predict.stage_params import _stage_params
+from ultrabench.sweep.predict.stage_params import _stage_params, params_of_ranks
 from ultrabench.sweep.predict.step_time import micro_batch_times, step_times
-from ultrabench.sweep.predict.ultrabench_memory import _backward_moment
+from ultrabench.sweep.predict.ultrabench_memory import _activations, _backward
 
 SWEEP = ("sweep=playbook", "model=1B", "sweep.nodes=[1,2,4]", "sweep.tp=[1,2]", "sweep.pp=[1,2]")
-CACHED = (block_times, _stage_params, rank_bytes, _stage_work, _backward_moment)
+CACHED = (block_times, _stage_params, params_of_ranks, rank_bytes, _stage_work, _activations, _backward)
 MAX_COMPUTED = {"_stage_params": 16, "rank_bytes": 60, "_stage_work": 120, "_backward_moment": 330}
 """Function -> how often it may compute its value for the layouts of SWEEP: a quarter more often than it does. The first
 depends on no number of shards, and the third on one only where gradients are reduced."""
@@ -32,7 +32,8 @@ def test_layouts_share_what_they_have_in_common():
     # Neither nodes, dp and ZeRO nor pp and gas decide the time of a block.
     assert num_computed.pop("block_times") == len({(layout.tp, layout.mbs) for layout in layouts})
     assert len(layouts) > 100
-    assert {name: num for name, num in num_computed.items() if num > MAX_COMPUTED[name]} == {}
+    print(len(layouts), num_computed)
+    assert {name: num for name, num in num_computed.items() if num > MAX_COMPUTED.get(name,0)} == {}
 
 
 def test_times_of_blocks_need_no_rates_of_all_ranks():
