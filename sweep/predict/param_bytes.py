@@ -56,8 +56,8 @@ class ParamHandling(NamedTuple):
         return self.halves_backward and not p.layers.stage.has_embedding
 
 
-ParamMoment = tuple[float, str, float, float]
-"""All bytes of parameters at a moment of a work, its phase, and the bytes of weights and of gradients."""
+ParamMoment = tuple[float, str, float, float, float]
+"""All bytes of parameters at a moment of a work, its phase, and the bytes of weights, of gradients and of buffers."""
 
 
 class WorkLoad(NamedTuple):
@@ -86,7 +86,8 @@ class StageWork:
     """Whether gradients are added in place to the sums: those in fp32, but of gate and up of experts."""
     moments: tuple[ParamMoment, ...]
     """The end of a forward; or begin and end of the weight half of a backward; or those of the begin of the backward of
-    each group of parameters, of its end and, where gradients are reduced after backward, of this reduction."""
+    each group of parameters, of its end, of the reduction of its gradients after backward, and of the copy from the
+    buffer of its gather. The last ones may be left out."""
     totals: tuple[float, ...]
     """All bytes at each of these moments."""
 
@@ -259,15 +260,15 @@ def _stage_work(
         moments = [_moment(BACKWARD, w * p.size.whole, grad_bytes) for grad_bytes in (sums, sums + new)]
     else:
         of_works = [_of_groups(handling, p, work, sums, has_whole_sums, degrees) for work in works]
-        # A last backward may reduce its gradients after it, so that it has more moments.
+        # Only a last backward may reduce its gradients after it, so that it has more moments.
         moments = [max(filter(None, of_moment)) for of_moment in zip_longest(*of_works)]
     totals = tuple([moment[0] for moment in moments])
     return StageWork(p, kind, chunk, has_sums, w == 4 and has_whole_sums, tuple(moments), totals)
 
 
-def _moment(phase: str, weights: float, gradients: float) -> ParamMoment:
+def _moment(phase: str, weights: float, gradients: float, buffers: float = 0.0) -> ParamMoment:
     """A moment with the sum of its bytes."""
-    return weights + gradients, phase, weights, gradients
+    return weights + gradients + buffers, phase, weights, gradients, buffers
 
 
 def num_unsummed(p: StageParams) -> int:
@@ -302,8 +303,8 @@ def _of_groups(
     has_whole_sums: bool,
     degrees: Degrees | None,
 ) -> list[ParamMoment]:
-    """The bytes of parameters in a backward: as that of each group of them begins, as it ends, and as its gradients are
-    reduced after backward.
+    """The bytes of parameters in a backward, in the order of `StageWork.moments`. The parameters of a layer are copied
+    from the buffer of its gather before the next layer is gathered.
 
     Args:
         sums: bytes of gradients of earlier micro-batches.
@@ -315,9 +316,9 @@ def _of_groups(
     if not (work.is_last or handling.sums_shards):
         reduced_by = None
     frees = work.is_last or (is_zero3 and not handling.in_pipeline)
-    begins, ends, laters = list[ParamMoment](), list[ParamMoment](), list[ParamMoment]()
+    begins, ends, laters, copies = (list[ParamMoment]() for _ in range(4))
     for group in p.groups:
-        kind, _, _, size, reduced, _, _, finished_size, before, following = group
+        kind, _, _, size, reduced, _, _, finished_size, before, following, shared = group
         finished = finished_size.whole
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
@@ -339,13 +340,18 @@ def _of_groups(
         if kind == LAYER:
             gradients += w * p.tied  # the gradient of the head
         begins.append(_moment(BACKWARD, weights, gradients + reducing))
+        if is_zero3 and not work.after_backward:
+            copied = w * max(0, shared - following)
+            copies.append(_moment(BACKWARD, weights, gradients + reducing, copied))
         phase_at_end = OPTIMIZER if kind == EMBEDDING and reduced_by else BACKWARD
         ends.append(_moment(phase_at_end, weights - freed, gradients + new))
         if reduced_by is not None and reduces_after:
             reduced_bytes, _ = _reduction(handling, reduced_by, group, True, True, False)
             sum_bytes = sums * handling.sums_shards + 4 * (whole - finished + finished_size.shard(reduced_by))
             laters.append(_moment(OPTIMIZER, float(w * whole * (not frees)), sum_bytes + reduced_bytes))
-    return [*begins, *ends, *laters]
+    if copies and not laters:
+        laters = [_moment(BACKWARD, 0.0, 0.0)] * len(copies)
+    return [*begins, *ends, *laters, *copies]
 
 
 def added_bytes(w: int, group: ParamGroup, adds_in_place: bool) -> float:

@@ -121,6 +121,8 @@ class ParamGroup(NamedTuple):
     """Parameters of the group before, whose reduction is under way."""
     following: int
     """Parameters of the next layer that several ranks share, which are on their way."""
+    shared: int
+    """Parameters of a layer that several ranks share and that are copied at once from the buffer of their gather."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
@@ -396,11 +398,10 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
         if expert_size.whole:
             reduced, lasts = expert_size.whole, (expert_size.last, rest_last)
         following = 0 if type_following is None else shared_params[type_following]
-        groups.append(
-            ParamGroup(
-                kind, type_number, expert_size.whole > 0, whole, reduced, *lasts, finished, before, following
-            )
-        )
+        shared = max(shared_parts[type_number]) if kind == LAYER else 0
+        is_sparse = expert_size.whole > 0
+        of_group = kind, type_number, is_sparse, whole, reduced, *lasts, finished, before, following, shared
+        groups.append(ParamGroup(*of_group))
     size = head.plus(embedding)
     for layer_size, num in zip(layer_sizes, layers.num_by_type, strict=True):
         size = size.plus(layer_size, num)

@@ -195,8 +195,8 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
             at_work = max(
                 zip(map(add, work.totals, totals), work.moments, totals, stored_bytes, strict=False)
             )
-            _, (_, phase, weights, gradients), of_activations, stored = at_work
-            rest = of_activations - stored
+            _, (_, phase, weights, gradients, param_buffers), of_activations, stored = at_work
+            rest = of_activations - stored + param_buffers
             logits, buffers = (rest, 0.0) if work.kind == "forward" and stage.has_logits else (0.0, rest)
             weights, gradients = weights + waiting_weights, gradients + waiting_gradients
             peaks.append((phase, weights, gradients, stored + kept, logits, buffers))
@@ -288,8 +288,7 @@ def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) 
 def _backward(
     m: MicroBatch, p: StageParams, activations: _Activations, adds_in_place: bool, has_table: bool
 ) -> MomentActivations:
-    """Bytes of activations in a backward, or in its input half: as that of each group of parameters begins, as it ends,
-    and as its gradients are reduced after backward.
+    """Bytes of activations in a backward, or in its input half, in the order of `StageWork.moments`.
 
     Args:
         adds_in_place: as in `StageWork`.
@@ -312,7 +311,8 @@ def _backward(
         begins.append(stored + buffers)
     stored_at_begin = [stored for stored, _ in activations.groups]
     ends, laters = [stored - released for stored, released in activations.groups], [0.0] * len(begins)
-    return [*begins, *ends, *laters], [*stored_at_begin, *ends, *laters]
+    at_copies = stored_at_begin
+    return [*begins, *ends, *laters, *at_copies], [*stored_at_begin, *ends, *laters, *at_copies]
 
 
 def _layer_buffers(m: MicroBatch, group: ParamGroup, added: float) -> float:
