@@ -156,7 +156,7 @@ def with_variant(spec: RunSpec, pick: random.Random) -> RunSpec:
 
 def without_gates(shape: ModelShape) -> ModelShape:
     """The model with blocks of two matrices and the square of relu."""
-    plain = {"gated": False, "hidden_act": "relu2"}
+    plain: dict[str, Any] = {"gated": False, "hidden_act": "relu2"}
     types = tuple(
         replace(
             kind,
@@ -165,7 +165,9 @@ def without_gates(shape: ModelShape) -> ModelShape:
         )
         for kind in shape.kinds
     )
-    defaults = {field.name: field.default for field in fields(ModelShape) if field.name in REPLACED_BY_TYPES}
+    defaults: dict[str, Any] = {
+        field.name: field.default for field in fields(ModelShape) if field.name in REPLACED_BY_TYPES
+    }
     order = "".join(ascii_lowercase[number] for number in shape.kind_numbers)
     return replace(shape, **defaults, layer_types=types, layer_order=order)
 
@@ -225,7 +227,9 @@ def families(spec: RunSpec) -> list[str]:
     has_by_name = {
         "padded vocabulary": shape.vocab_size % tp > 0,
         "copied heads": kinds_of_ranks(shape, tp) != shape.kinds,
-        "blocks without a gate": any(not (kind.feed_forward or kind.experts).gated for kind in shape.kinds),
+        "blocks without a gate": any(
+            block and not block.gated for kind in shape.kinds for block in (kind.feed_forward, kind.experts)
+        ),
         "more predictions": shape.num_nextn_predict_layers > 0,
         "compiled": spec.compiles,
         f"ZeRO-{spec.layout.zero_stage}": True,
