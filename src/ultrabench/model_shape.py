@@ -202,6 +202,12 @@ class ModelShape:
         """
         return hash((self.name, self.hidden_size, self.num_hidden_layers, self.vocab_size))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Makes one object of equal shapes that processes send each other: caches of predictions compare those which
+        are not the same object in all fields, which took an eighth of the time.
+        """
+        return _shared_shape, tuple([getattr(self, f.name) for f in fields(self)])
+
     def _broken_attention_rules(self) -> Iterator[str]:
         """A message for each rule that the sizes of the attention break, with its numbers."""
         heads_text = f"num_attention_heads={self.num_attention_heads}"
@@ -515,6 +521,12 @@ def _block_identity(block: Any) -> dict[str, Any]:
         name: non_default_values(value) if hasattr(value, "__dataclass_fields__") else value
         for name, value in non_default_values(block).items()
     }
+
+
+@functools.lru_cache(maxsize=1024, typed=True)  # 1 and 1.0 are equal, but have other texts in run ids
+def _shared_shape(*values: Any) -> ModelShape:
+    """The shape with these values of its fields."""
+    return ModelShape(**{f.name: value for f, value in zip(fields(ModelShape), values, strict=True)})
 
 
 class _Layers(NamedTuple):

@@ -60,9 +60,12 @@ class LargestStage(NamedTuple):
 
 def largest_stage(stages: Sequence[StageMemory]) -> LargestStage:
     """The most that one of these ranks needs."""
-    allocated_bytes = [stage.allocated_bytes for stage in stages]
-    peak_bytes = [allocated + stage.reserve for allocated, stage in zip(allocated_bytes, stages, strict=True)]
-    return LargestStage(max(allocated_bytes), max(peak_bytes), len(stages) > 1)
+    max_allocated = max_peak = 0.0
+    for stage in stages:
+        allocated_bytes = stage.allocated_bytes
+        max_allocated = max(max_allocated, allocated_bytes)
+        max_peak = max(max_peak, allocated_bytes + stage.reserve)
+    return LargestStage(max_allocated, max_peak, len(stages) > 1)
 
 
 def p_oom(

@@ -4,25 +4,26 @@ They do not depend on the tokens of a micro-batch, so the layouts of a plan shar
 `ultrabench_memory`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
-from operator import le, mul
+from itertools import repeat, zip_longest
+from operator import mul
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.pipeline import Load, Work, loads
-from ultrabench.sweep.predict.stage_memory import BACKWARD, OPTIMIZER
+from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER
 from ultrabench.sweep.predict.stage_params import (
     EMBEDDING,
-    HEAD,
     LAYER,
     Degrees,
     ParamGroup,
     Pipeline,
+    RankParams,
     StageParams,
     params_of_ranks,
 )
@@ -32,57 +33,31 @@ MAX_ROUNDS = 4
 
 
 class ParamHandling(NamedTuple):
-    """What decides, beside the stages, which parameters and gradients a rank holds at a moment."""
+    """What decides, beside the stages and degrees, which parameters and gradients a rank holds at a moment."""
 
-    zero_stage: int
-    dp_overlap: str
+    in_pipeline: bool
+    halves_backward: bool
+    """Whether backward computes gradients of inputs and of weights apart: that of zbv does."""
+    is_zero3: bool
+    """Whether ranks gather parameters for each pass."""
+    sums_shards: bool
+    """Whether each micro-batch reduces its gradients."""
+    reduces_after: bool
+    """Whether gradients are reduced after backward."""
     element: int
     """Bytes of a number in forward and backward: w."""
     copies_experts: bool
     """Whether torch copies the gradients of experts to divide them by 1: where a single rank of each shard group holds
     them, and ranks of other groups do, too."""
 
-    @property
-    def is_zero3(self) -> bool:
-        """Whether ranks gather parameters for each pass."""
-        return self.zero_stage == 3
-
-    def sums_shards(self, pp: int) -> bool:
-        """Whether each micro-batch reduces its gradients."""
-        return pp == 1 and self.zero_stage >= 2
+    def halves(self, p: StageParams) -> bool:
+        """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no
+        inputs."""
+        return self.halves_backward and not p.layers.stage.has_embedding
 
 
-class GroupBytes(NamedTuple):
-    """Bytes of parameters in the backward of a group of them."""
-
-    group_index: int
-    """Index of the group among those of `StageLayers`."""
-    kind: str
-    """The kind of the group."""
-    phase: str
-    """The phase of the end of this backward."""
-    weights: float
-    """Those to compute with that are gathered as it begins."""
-    gradients: float
-    """Sums and gradients of others."""
-    reducing: float
-    """Gradients whose reduction is under way as it begins."""
-    new: float
-    """Gradients that are there at its end."""
-    freed: float
-    """Weights that are freed at its end."""
-    added: float
-    """Gradients that are not added in place."""
-    one_matrix: float
-    """Those of one matrix of them."""
-    further: float
-    """What norm, head or embedding need beside activations."""
-    is_input_half: bool
-    """Whether the gradients of weights are left to another half."""
-    copied: float
-    """Those of the buffer of its gather, less those of the next layer, which is gathered after they are copied."""
-    reduced_later: tuple[float, float] | None
-    """Bytes of weights and gradients while its gradients are reduced after backward; None if they are not."""
+ParamMoment = tuple[float, str, float, float, float]
+"""All bytes of parameters at a moment of a work, its phase, and the bytes of weights, of gradients and of buffers."""
 
 
 class WorkLoad(NamedTuple):
@@ -98,30 +73,35 @@ class WorkLoad(NamedTuple):
     weights: float = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+@dataclass(frozen=True, slots=True, eq=False)
 class StageWork:
     """Bytes of parameters of a stage at work."""
 
     params: StageParams
-    work: Work
-    is_halved: bool
-    """Whether backward computes gradients of inputs and of weights apart."""
-    sums: float
-    """Bytes of the sums of gradients of earlier micro-batches."""
-    gathered: tuple[float, float]
-    """Bytes of the weights that are gathered at the end of a forward, and the same of a stage that is alone."""
-    groups: tuple[GroupBytes, ...]
-    """Those of a backward."""
+    kind: str
+    chunk: int
+    has_sums: bool
+    """Whether the stage has sums of gradients of earlier micro-batches."""
+    adds_in_place: bool
+    """Whether gradients are added in place to the sums: those in fp32, but of gate and up of experts."""
+    moments: tuple[ParamMoment, ...]
+    """The end of a forward; or begin and end of the weight half of a backward; or those of the begin of the backward of
+    each group of parameters, of its end, of the reduction of its gradients after backward, and of the copy from the
+    buffer of its gather. The last ones may be left out."""
+    totals: tuple[float, ...]
+    """All bytes at each of these moments."""
 
 
-WorkBytes = tuple[StageWork, int, tuple[WorkLoad, ...]]
-"""The stage at work, the number of messages between stages that are alive, and the loads of the rank."""
+WorkBytes = tuple[StageWork, StageWork, int, tuple[WorkLoad, ...]]
+"""The stage at work beside other micro-batches that it keeps, and the same where it keeps none; the number of messages
+between stages that are alive; and the loads of the rank."""
 
 
 class RankLoads(NamedTuple):
-    """A work of a rank, and what its stages hold beside it, in numbers that no model decides."""
+    """Works of a rank, and what its stages hold beside each of them, in numbers that no model decides."""
 
-    work: Work
+    works: tuple[Work, ...]
+    """One work, or backwards that differ only in what they free and reduce."""
     num_messages: int
     loads: tuple[WorkLoad, ...]
     counts: tuple[Load, ...]
@@ -131,14 +111,9 @@ class RankLoads(NamedTuple):
 class RankBytes(NamedTuple):
     """What a rank of the pipeline axis holds of parameters."""
 
-    rank: int
-    params: tuple[StageParams, ...]
-    """Those of its stages."""
+    params: RankParams
     halved: tuple[bool, ...]
     """For each stage whether backward computes gradients of inputs and of weights apart."""
-    num_shard: int
-    """Parameters of all its stages whose masters it keeps."""
-    num_tensors: int
     works: tuple[WorkBytes, ...]
     """The works among which is that of the peak."""
 
@@ -164,9 +139,18 @@ def rank_work(spec: RunSpec, ranks: str) -> RankWork:
     elif layout.pp_schedule != "afab":
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
-    copies_experts = layout.zero_stage > 0 and layout.expert_shards == 1 < layout.expert_copies
-    handling = ParamHandling(layout.zero_stage, layout.dp_overlap, element, copies_experts)
-    return RankWork(spec.shape, Pipeline.of(layout), Degrees.of(layout), handling, gas, ranks)
+    degrees, zero_stage = Degrees.of(layout), layout.zero_stage
+    copies_experts = zero_stage > 0 and degrees.expert_shards == 1 < layout.expert_copies
+    handling = ParamHandling(
+        layout.pp > 1,
+        layout.pp_schedule == "zbv",
+        zero_stage == 3,
+        zero_stage >= 2 and layout.pp == 1,
+        layout.dp_overlap == "off",
+        element,
+        copies_experts,
+    )
+    return RankWork(spec.shape, Pipeline.of(layout), degrees, handling, gas, ranks)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
@@ -175,40 +159,33 @@ def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
     shape, pipeline, degrees, handling, gas, ranks = work
     return tuple([
         RankBytes(
-            rank,
-            params,
-            tuple([_is_halved(pipeline, p) for p in params]),
-            sum([p.size.shard(degrees) for p in params]),
-            sum([p.size.tensors for p in params]),
-            tuple(_works(pipeline, degrees, handling, gas, params, rank)),
+            rank_params,
+            tuple([handling.halves(p) for p in rank_params.stages]),
+            tuple(_works(pipeline, degrees, handling, gas, rank_params)),
         )
-        for rank, params in params_of_ranks(shape, pipeline, degrees, ranks)
+        for rank_params in params_of_ranks(shape, pipeline, degrees, ranks)
     ])  # fmt: skip
 
 
 def _works(
-    pipeline: Pipeline,
-    degrees: Degrees,
-    handling: ParamHandling,
-    gas: int,
-    params: tuple[StageParams, ...],
-    rank: int,
+    pipeline: Pipeline, degrees: Degrees, handling: ParamHandling, gas: int, rank: RankParams
 ) -> Iterator[WorkBytes]:
     """The works of a rank but forwards that need less than the backward."""
-    pp, schedule, num_stages = pipeline.pp, pipeline.pp_schedule, len(params)
-    sums_shards = handling.sums_shards(pp)
-    load_bytes = _load_bytes(degrees, handling, params) if num_stages > 1 else ()
-    of_rank = pp, gas, num_stages, schedule, rank, handling.is_zero3, handling.element == 2
-    for work, num_messages, work_loads, counts in _rank_loads(*of_rank):
-        p = params[work.chunk]
-        if work.kind == "forward" and not (p.layers.stage.has_head or p.layers.ends_sparse):
+    stages, num_stages, sums_shards = rank.stages, len(rank.stages), handling.sums_shards
+    load_bytes = _load_bytes(degrees, handling, stages) if num_stages > 1 else ()
+    of_rank = num_stages, pipeline.pp_schedule, rank.rank, handling.is_zero3, handling.element == 2
+    for works, num_messages, work_loads, counts in _rank_loads(pipeline.pp, gas, *of_rank):
+        p = stages[works[0].chunk]
+        if works[0].kind == "forward" and not (p.layers.stage.has_head or p.layers.ends_sparse):
             continue  # it needs less than the backward
         # The number of shards decides nothing where no gradients are reduced.
-        reduced_by = degrees if work.is_last or sums_shards else None
-        stage_work = _stage_work(pipeline, handling, p, work, reduced_by)
+        reduced_by = degrees if works[-1].is_last or sums_shards else None
         if num_stages > 1:  # else no stage waits
             work_loads = tuple(map(_weighed, work_loads, counts, repeat(load_bytes)))
-        yield stage_work, num_messages, work_loads
+        stage_work = alone = _stage_work(p, works, handling, reduced_by)
+        if works[0].kind == "forward" and any(load.is_alone for load in work_loads):
+            alone = _stage_work(p, works, handling, reduced_by, is_alone=True)
+        yield stage_work, alone, num_messages, work_loads
 
 
 @lru_cache(maxsize=4096)
@@ -217,8 +194,14 @@ def _rank_loads(
 ) -> tuple[RankLoads, ...]:
     """The works of a rank with what its stages hold; the arguments are those of `pipeline.loads`."""
     has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
-    rank_loads = list[RankLoads]()
+    alike_works = defaultdict[tuple[Work, tuple[Load, ...]], list[Work]](list)
     for work, work_counts in loads(pp, gas, num_stages, pp_schedule, rank, is_zero3, widens):
+        # The last backward comes last in `loads`.
+        is_backward = work.kind not in ("forward", "weight")
+        alike = work._replace(is_last=False, after_backward=False) if is_backward else work
+        alike_works[alike, work_counts].append(work)
+    rank_loads = list[RankLoads]()
+    for (work, work_counts), works in alike_works.items():
         is_later = work.has_sums or work.unsummed != 0
         work_loads = tuple([
             WorkLoad(counts[: 2 * num_stages], not is_later and counts[work.chunk] <= 1)
@@ -226,7 +209,7 @@ def _rank_loads(
         ])  # fmt: skip
         num_messages = has_receives + (has_receives + has_sends) * is_later
         counts_of_waiting = tuple([counts[2 * num_stages :] for counts in work_counts])
-        rank_loads.append(RankLoads(work, num_messages, work_loads, counts_of_waiting))
+        rank_loads.append(RankLoads(tuple(works), num_messages, work_loads, counts_of_waiting))
     return tuple(rank_loads)
 
 
@@ -249,33 +232,43 @@ def _load_bytes(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)  # the playbook's layouts ask for 10,195, of which 3,795 differ
+@lru_cache(maxsize=65536)  # the playbook's layouts ask for 10,400, of which 4,300 differ
 def _stage_work(
-    pipeline: Pipeline, handling: ParamHandling, p: StageParams, work: Work, reduced_by: Degrees | None
+    p: StageParams,
+    works: tuple[Work, ...],
+    handling: ParamHandling,
+    degrees: Degrees | None,
+    is_alone: bool = False,
 ) -> StageWork:
-    """The bytes of parameters of a stage at work.
+    """The bytes of parameters of a stage at works that differ at most in what they free and reduce.
 
     Args:
-        reduced_by: the degrees by which its gradients are reduced; None where none are.
+        degrees: those by which gradients are reduced; None where none are.
+        is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    sums, w, groups = 4.0 * p.size.whole * work.has_sums, handling.element, tuple[GroupBytes, ...]()
-    if reduced_by and handling.sums_shards(pipeline.pp):
-        sums = 4.0 * p.size.shard(reduced_by) * work.has_sums
-    gathered = (0, 0)
-    if work.kind == "forward":
-        sums += w * num_unsummed(p) * work.unsummed
-        beside_others, alone = (
-            w * _gathered(pipeline, handling, p, work, is_alone=is_alone) for is_alone in (False, True)
-        )
-        gathered = beside_others, alone
-    elif work.kind != "weight":
-        groups = tuple(_group_bytes(pipeline, handling, p, work, sums, reduced_by))
-    return StageWork(p, work, _is_halved(pipeline, p), sums, gathered, groups)
+    kind, chunk, has_sums, unsummed, *_ = works[0]
+    sums, w = 4.0 * p.size.whole * has_sums, handling.element
+    if degrees and handling.sums_shards:
+        sums = 4.0 * p.size.shard(degrees) * has_sums
+    has_whole_sums = sums > 0 and not handling.sums_shards
+    if kind == "forward":
+        gathered = _gathered(handling, p, works[0], is_alone=is_alone)
+        moments = [_moment(FORWARD, w * gathered, sums + w * num_unsummed(p) * unsummed)]
+    elif kind == "weight":
+        sums += w * num_unsummed(p) * unsummed
+        new = w * p.size.whole * (not unsummed and (w == 2 or not has_sums))
+        moments = [_moment(BACKWARD, w * p.size.whole, grad_bytes) for grad_bytes in (sums, sums + new)]
+    else:
+        of_works = [_of_groups(handling, p, work, sums, has_whole_sums, degrees) for work in works]
+        # Only a last backward may reduce its gradients after it, so that it has more moments.
+        moments = [max(filter(None, of_moment)) for of_moment in zip_longest(*of_works)]
+    totals = tuple([moment[0] for moment in moments])
+    return StageWork(p, kind, chunk, has_sums, w == 4 and has_whole_sums, tuple(moments), totals)
 
 
-def _is_halved(pipeline: Pipeline, p: StageParams) -> bool:
-    """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no inputs."""
-    return pipeline.pp_schedule == "zbv" and not p.layers.stage.has_embedding
+def _moment(phase: str, weights: float, gradients: float, buffers: float = 0.0) -> ParamMoment:
+    """A moment with the sum of its bytes."""
+    return weights + gradients + buffers, phase, weights, gradients, buffers
 
 
 def num_unsummed(p: StageParams) -> int:
@@ -283,9 +276,7 @@ def num_unsummed(p: StageParams) -> int:
     return p.last or p.size.whole
 
 
-def _gathered(
-    pipeline: Pipeline, handling: ParamHandling, p: StageParams, work: Work, *, is_alone: bool
-) -> int:
+def _gathered(handling: ParamHandling, p: StageParams, work: Work, *, is_alone: bool) -> int:
     """The parameters of a stage that are gathered at the end of its forward.
 
     Args:
@@ -296,104 +287,83 @@ def _gathered(
     # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
     # Layers of modules that predict more tokens are gathered after the head.
     if p.is_sharded:
-        if is_zero3 and pipeline.pp > 1 and work.after_backward:
+        if is_zero3 and handling.in_pipeline and work.after_backward:
             gathered += p.first
         elif is_alone or is_zero3:  # a pipeline gathers its head in the first forward alone
-            keeps_head = (pipeline.pp > 1 and not is_alone) or p.layers.num_modules > 0
+            keeps_head = (handling.in_pipeline and not is_alone) or p.layers.num_modules > 0
             gathered += p.gathered_last if keeps_head else p.last or p.gathered_last
     return gathered
 
 
-def _group_bytes(
-    pipeline: Pipeline,
+def _of_groups(
     handling: ParamHandling,
     p: StageParams,
     work: Work,
     sums: float,
-    reduced_by: Degrees | None,
-) -> Iterator[GroupBytes]:
-    """The bytes of each group of parameters of a stage in its backward, but of those that cannot be that of the peak.
-
-    Activations fall from layer to layer of a backward. So a layer cannot whose parameters need no more than in the
-    backward of one before that is like it. The input half of a backward keeps them, and gradients for its weight half.
+    has_whole_sums: bool,
+    degrees: Degrees | None,
+) -> list[ParamMoment]:
+    """The bytes of parameters in a backward, in the order of `StageWork.moments`. The parameters of a layer are copied
+    from the buffer of its gather before the next layer is gathered.
 
     Args:
         sums: bytes of gradients of earlier micro-batches.
-        reduced_by: the degrees by which its gradients are reduced; None where none are.
+        has_whole_sums: whether no ranks share these.
+        degrees: those by which gradients are reduced; None where none are.
     """
-    w, whole, halved = handling.element, p.size.whole, _is_halved(pipeline, p)
-    is_zero3, reduces_after = handling.is_zero3, handling.dp_overlap == "off"
-    sums_shards = handling.sums_shards(pipeline.pp)
-    frees = work.is_last or (pipeline.pp == 1 and is_zero3)
-    has_whole_sums = sums > 0 and not sums_shards
-    bytes_by_kind: dict[tuple[int, bool], list[tuple[float, ...]]] = {}
-    for group_index, group in enumerate(p.groups):
-        size, reduced, finished = group.whole, group.reduced, group.finished.whole
-        gathered, copied = whole - finished * frees - (p.first - p.tied) * is_zero3, 0
+    w, whole, halved, is_zero3 = handling.element, p.size.whole, handling.halves(p), handling.is_zero3
+    reduces_after, reduced_by = handling.reduces_after, degrees
+    if not (work.is_last or handling.sums_shards):
+        reduced_by = None
+    frees = work.is_last or (is_zero3 and not handling.in_pipeline)
+    begins, ends, laters, copies = (list[ParamMoment]() for _ in range(4))
+    for group in p.groups:
+        kind, _, _, size, reduced, _, _, finished_size, before, following, shared = group
+        finished = finished_size.whole
+        gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
-            is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
-            gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-            copied = max(0, group.shared - group.following)
-        freed, added_bytes = float(w * size * frees), 0.0 if halved else float(w * size)
-        if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
-            added_bytes = 8 / 3 * reduced * group.is_sparse
+            is_gathered = kind != EMBEDDING or (sums > 0 and not frees)
+            gathered = finished * (not frees) + size * is_gathered + following + p.tied
+        weights, freed, reducing = float(w * gathered), float(w * size * frees), 0
         if halved:
             unsummed = w * max(0, num_unsummed(p) - finished) + 4 * finished * (not work.has_sums)
-            gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
-        elif not reduced_by or reduces_after:
-            gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
-            new = added_bytes if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
+            gradients, new = sums + unsummed * work.unsummed, 0.0
+        elif reduced_by is None or reduces_after:
+            gradients, new = sums, added_bytes(w, group, w == 4 and has_whole_sums)
+            if not has_whole_sums:
+                gradients, new = sums + 4 * finished, new if w == 4 else 4.0 * reduced + w * size
         else:
-            finished_bytes = 4 * group.finished.shard(reduced_by)
+            finished_bytes = 4 * finished_size.shard(reduced_by)
             gradients = sums - 4 * finished + finished_bytes if has_whole_sums else sums or finished_bytes
-            reducing = 4 * group.before
-            new, freed = _reduction(
-                handling, reduced_by, group, has_sums=sums > 0, has_whole_sums=has_whole_sums, frees=frees
-            )
-        gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
-        reduced_later = None
-        if reduced_by and reduces_after:
-            reduced_bytes, _ = _reduction(
-                handling, reduced_by, group, has_sums=True, has_whole_sums=True, frees=False
-            )
-            grad_bytes = sums * sums_shards + 4 * (whole - finished + group.finished.shard(reduced_by))
-            reduced_later = w * whole * (not frees), grad_bytes + reduced_bytes
-        weights, further = w * gathered, 0
-        if group.kind == LAYER and not halved:
-            at_begin, at_end = weights + (gradients + reducing), (weights - freed) + (gradients + new)
-            of_params = at_begin + w * copied, at_end, reducing, sum(reduced_later or ())
-            before = bytes_by_kind.setdefault((group.type_number, p.layers.groups[group_index].is_full), [])
-            if any(all(map(le, of_params, bytes_before)) for bytes_before in before):
-                continue
-            before.append(of_params)
-        elif group.kind == HEAD:
-            further = w * (p.last or p.first)
-        elif group.kind == EMBEDDING:
-            further = w * (p.first + 2 * p.tied)
-        yield GroupBytes(
-            group_index=group_index,
-            kind=group.kind,
-            phase=OPTIMIZER if group.kind == EMBEDDING and reduced_by else BACKWARD,
-            weights=weights,
-            gradients=gradients,
-            reducing=reducing,
-            new=new,
-            freed=freed,
-            added=added_bytes,
-            # Gradients of weights are made one matrix after the other.
-            one_matrix=min(added_bytes, w * reduced) / 3,
-            further=further,
-            is_input_half=halved,
-            copied=w * copied,
-            reduced_later=reduced_later,
-        )
+            reducing = 4 * before
+            new, freed = _reduction(handling, reduced_by, group, sums > 0, has_whole_sums, frees)
+        if kind == LAYER:
+            gradients += w * p.tied  # the gradient of the head
+        begins.append(_moment(BACKWARD, weights, gradients + reducing))
+        if is_zero3 and not work.after_backward:
+            copied = w * max(0, shared - following)
+            copies.append(_moment(BACKWARD, weights, gradients + reducing, copied))
+        phase_at_end = OPTIMIZER if kind == EMBEDDING and reduced_by else BACKWARD
+        ends.append(_moment(phase_at_end, weights - freed, gradients + new))
+        if reduced_by is not None and reduces_after:
+            reduced_bytes, _ = _reduction(handling, reduced_by, group, True, True, False)
+            sum_bytes = sums * handling.sums_shards + 4 * (whole - finished + finished_size.shard(reduced_by))
+            laters.append(_moment(OPTIMIZER, float(w * whole * (not frees)), sum_bytes + reduced_bytes))
+    if copies and not laters:
+        laters = [_moment(BACKWARD, 0.0, 0.0)] * len(copies)
+    return [*begins, *ends, *laters, *copies]
+
+
+def added_bytes(w: int, group: ParamGroup, adds_in_place: bool) -> float:
+    """Bytes of the gradients of a group that a backward does not add in place to sums of earlier micro-batches: in fp32
+    those of gate and up of experts, which are made at once."""
+    return 8 / 3 * group.reduced * group.is_sparse if adds_in_place else float(w * group.whole)
 
 
 def _reduction(
     handling: ParamHandling,
     degrees: Degrees,
     group: ParamGroup,
-    *,
     has_sums: bool,
     has_whole_sums: bool,
     frees: bool,

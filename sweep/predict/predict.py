@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
@@ -27,7 +26,7 @@ from ultrabench.sweep.predict.memory import (
     predict_memory,
 )
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.profile import DividedRun, Profile, Quantiles
+from ultrabench.sweep.predict.profile import DividedRun, Profile, Quantiles, axes_of, steps_of_axes
 from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
 from ultrabench.sweep.predict.step_time import (
     NEARLY_FULL,
@@ -49,9 +48,6 @@ ADVISED_P_OOM = 0.1
 """P(OOM) above which no layout is advised, unless --advise-p-oom gives another; max_p_oom says what is run."""
 NOTABLE_SHARE = 0.1
 """Share of a step above which what is no computing is called the limit of a layout."""
-
-axes_of = attrgetter(*INDEPENDENT)
-"""The values of a layout's axes by which runs are like or unlike those of a fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,14 +234,27 @@ class Predictor:
         return {}
 
     def _interval_of(self, spec: RunSpec) -> Quantiles:
-        """The interval of log(measured / predicted), which runs share that are alike in all features."""
+        """The interval of log(measured / predicted), which runs share that are equally far from those of the fit."""
         gpu, layout, kernel = self.hardware.gpu_at_limit, spec.layout, spec.kernel
         if spec.variant or kernel.knobs:
             return self.profile.interval_of(spec, gpu, self.links)
-        key = kernel.precision, spec.shape.num_experts > 0, spec.workload.seq_len, spec.nodes, axes_of(layout)
+        num_steps = steps_of_axes(axes_of(layout), self._axes_of_fit)
+        of_kind = (
+            kernel.precision,
+            spec.shape.num_experts > 0,
+            spec.workload.seq_len,
+            layout.pp > 1,
+            layout.ep,
+        )
+        key = of_kind, spec.nodes, num_steps
         if (quantiles := self._quantiles.get(key)) is None:
             quantiles = self._quantiles[key] = self.profile.interval_of(spec, gpu, self.links)
         return quantiles
+
+    @cached_property
+    def _axes_of_fit(self) -> tuple[tuple[Any, ...], ...]:
+        """For each axis of INDEPENDENT its values in the runs of the fit; empty where they are not known."""
+        return tuple([self.profile.measured.get(axis, ()) for axis in INDEPENDENT])
 
     @cached_property
     def _quantiles(self) -> dict[tuple[object, ...], Quantiles]:

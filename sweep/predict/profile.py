@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, NewType
 
 from ultrabench.allowed import one_of, require_allowed
@@ -39,6 +40,10 @@ GPU_STEPS = 6
 """Steps to another GPU: one H100 is 20 to 32 % slower than constants of another tell,
 where their power limits differ."""
 
+
+axes_of = attrgetter(*INDEPENDENT)
+"""The values of a layout's axes by which runs are like or unlike those of a fit."""
+_KNOB_PREFIX = f"{FLAGS}."
 
 DividedRun = NewType("DividedRun", RunSpec)
 """A run whose pp_layout says how the program of a profile divides layers. Forms of prediction take no other one, so
@@ -141,11 +146,11 @@ class Profile:
         factors = self.gpu_factors.get(gpu)
         return with_factors(time, tuple(factors.items())) if factors else time
 
-    def _fitted_values(self, spec: RunSpec, feature: str) -> tuple[Any, ...]:
-        """The values of a feature that the constants are for: those of the fit, of numbers the smallest and the
-        largest; of a knob those with constants, and the first one in the flags of the kernel."""
-        values, (group, _, knob) = self.measured.get(feature, ()), feature.partition(".")
-        if group != FLAGS or (knob not in spec.kernel.knobs and knob not in self.flags):
+    def _knob_values(self, spec: RunSpec, knob: str) -> tuple[Any, ...]:
+        """The values of a knob that the constants are for: those with constants, those of the fit, and the first one in
+        the flags of the kernel."""
+        values = self.measured.get(f"{FLAGS}.{knob}", ())
+        if knob not in spec.kernel.knobs and knob not in self.flags:
             return values
         first_values: tuple[str, ...] = ()
         if knob in spec.kernel.knobs:  # one that takes any value has only the value that its file sets
@@ -206,7 +211,10 @@ class Profile:
     def _compared(self, spec: RunSpec, gpu: str) -> Iterator[tuple[str, int | str, tuple[Any, ...]]]:
         """Name and value of each feature of a run whose values in the fit are known, with these values."""
         for feature, value in features(spec, gpu).items():
-            if fitted_values := self._fitted_values(spec, feature):
+            fitted_values = self.measured.get(feature, ())  # of numbers the smallest and the largest
+            if feature.startswith(_KNOB_PREFIX):
+                fitted_values = self._knob_values(spec, feature.removeprefix(_KNOB_PREFIX))
+            if fitted_values:
                 yield feature, value, fitted_values
 
 
@@ -232,12 +240,21 @@ def steps_beyond(feature: str, value: int | str, fitted_values: tuple[Any, ...])
     return abs(math.log2(value / nearest_fitted))
 
 
+@lru_cache(maxsize=16384)
+def steps_of_axes(values: tuple[int | str, ...], fitted_values: tuple[tuple[Any, ...], ...]) -> float:
+    """How far the values of all axes of INDEPENDENT are from those that the runs of a fit had, where they are known."""
+    axes = zip(INDEPENDENT, values, fitted_values, strict=True)
+    return sum([steps_beyond(axis, value, fitted) for axis, value, fitted in axes if fitted])
+
+
 def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:
     """The values by which a run is like or unlike those that a profile was fitted to; `gpu` names the accelerator."""
     values: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
     values |= {"precision": spec.kernel.precision, "experts": "some" if spec.shape.num_experts else "none"}
-    values |= {axis: getattr(spec.layout, axis) for axis in INDEPENDENT}
-    return values | {f"{FLAGS}.{knob}": str(value) for knob, value in spec.flag_values.items()}
+    values |= zip(INDEPENDENT, axes_of(spec.layout), strict=True)
+    if not (spec.variant or spec.kernel.knobs):
+        return values
+    return values | {f"{_KNOB_PREFIX}{knob}": str(value) for knob, value in spec.flag_values.items()}
 
 
 def regime(spec: RunSpec, links: Network) -> str:

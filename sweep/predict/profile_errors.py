@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 from ultrabench.allowed import one_of, require_allowed
@@ -51,14 +52,20 @@ def kind_of(spec: RunSpec, gpu: str, nvlink_gpus: int) -> LayoutKind:
         nvlink_gpus: number of accelerators in an NVLink domain.
     """
     layout = spec.layout
-    return LayoutKind(
-        gpu=gpu,
-        experts="some" if spec.shape.num_experts else "none",
-        precision=spec.kernel.precision,
-        pp="some" if layout.pp > 1 else "none",
-        ep="none" if layout.ep == 1 else "inside" if layout.ep <= nvlink_gpus else "across",
-        seq_len="usual" if spec.workload.seq_len <= LONG_SEQ_LEN else "long",
+    return _kind(
+        gpu,
+        "some" if spec.shape.num_experts else "none",
+        spec.kernel.precision,
+        "some" if layout.pp > 1 else "none",
+        "none" if layout.ep == 1 else "inside" if layout.ep <= nvlink_gpus else "across",
+        "usual" if spec.workload.seq_len <= LONG_SEQ_LEN else "long",
     )
+
+
+@lru_cache(maxsize=1024)
+def _kind(gpu: str, experts: str, precision: str, pp: str, ep: str, seq_len: str) -> LayoutKind:
+    """A kind without a number of runs, which is checked once and not for each layout of a plan."""
+    return LayoutKind(gpu=gpu, experts=experts, precision=precision, pp=pp, ep=ep, seq_len=seq_len)
 
 
 class ErrorSize(NamedTuple):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from ultrabench.layer_products import COLUMNS, ROWS, Product, Vector
@@ -115,7 +116,7 @@ class ParamGroup(NamedTuple):
     rest_last: int
     """Those of the last matrix of the rest of a sparse layer; 0 for other groups."""
     finished: Size
-    """Parameters whose backward has ended."""
+    """Parameters whose backward has ended; their tensors are not counted."""
     before: int
     """Parameters of the group before, whose reduction is under way."""
     following: int
@@ -178,13 +179,34 @@ class Degrees(NamedTuple):
         return cls(layout.tp, layout.zero_shards, layout.ep, layout.expert_shards)
 
 
+class RankParams(NamedTuple):
+    """What a rank of the pipeline axis holds of parameters."""
+
+    rank: int
+    stages: tuple[StageParams, ...]
+    num_shard: int
+    """Parameters of all its stages whose masters it keeps."""
+    num_tensors: int
+    num_sparse: int
+    """Its layers with experts."""
+
+
+@lru_cache(maxsize=4096)  # 480 of the playbook's 6,576 layouts differ in it
 def params_of_ranks(
     shape: ModelShape, pipeline: Pipeline, degrees: Degrees, ranks: str
-) -> Iterator[tuple[int, tuple[StageParams, ...]]]:
-    """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
+) -> tuple[RankParams, ...]:
+    """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for."""
     is_tied, sizes = shape.tie_word_embeddings and pipeline.pp == 1, _block_sizes(shape, degrees)
-    for rank, stages in _ranks(shape, pipeline, ranks):
-        yield rank, tuple([_stage_params(layers, sizes, is_tied) for layers in stages])
+    rank_params = list[RankParams]()
+    for rank, layers_of_stages in _ranks(shape, pipeline, ranks):
+        stages = tuple([_stage_params(layers, sizes, is_tied) for layers in layers_of_stages])
+        num_shard, num_tensors = (
+            sum([p.size.shard(degrees) for p in stages]),
+            sum([p.size.tensors for p in stages]),
+        )
+        num_sparse = sum([layers.num_sparse for layers in layers_of_stages])
+        rank_params.append(RankParams(rank, stages, num_shard, num_tensors, num_sparse))
+    return tuple(rank_params)
 
 
 @lru_cache(maxsize=4096)
@@ -209,7 +231,8 @@ def _ranks(shape: ModelShape, pipeline: Pipeline, rank_set: str) -> list[tuple[i
     return ranks
 
 
-class BlockSizes(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class BlockSizes:
     """The sizes of the blocks of a model on a rank."""
 
     table: Size
@@ -223,6 +246,10 @@ class BlockSizes(NamedTuple):
     """Whether several ranks share the parameters beside experts."""
     shares_experts: bool
     """Whether several ranks share the same experts."""
+
+
+_shared_sizes = lru_cache(maxsize=4096)(BlockSizes)
+"""Makes one object of equal sizes, so that layouts which shard differently share what follows from it."""
 
 
 @lru_cache(maxsize=4096)
@@ -239,7 +266,7 @@ def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
     join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
     table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
     norm = _padded_size(shards, (h, 1))
-    return BlockSizes(table, norm, layers, join, shards > 1, expert_shards > 1)
+    return _shared_sizes(table, norm, layers, join, shards > 1, expert_shards > 1)
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
@@ -346,43 +373,41 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
     embedding = NOTHING.plus(sizes.norm, is_tied).plus(sizes.table, stage.has_embedding)
     embedding = embedding.plus(sizes.join, num_modules * is_tied)
     layer_sizes = [rest.plus(experts) for experts, rest in sizes.layers]
+    layer_wholes, layer_experts = [size.whole for size in layer_sizes], [size.experts for size in layer_sizes]
     # Of each type of layer its experts and the rest of it, if several ranks share them.
     shared_parts = [
         (experts.whole * sizes.shares_experts, rest.whole * sizes.is_sharded)
         for experts, rest in sizes.layers
     ]
     shared_params = [sum(parts) for parts in shared_parts]
-
-    def with_layers(size: Size, num_by_type: tuple[int, ...]) -> Size:
-        for layer_size, num in zip(layer_sizes, num_by_type, strict=True):
-            size = size.plus(layer_size, num)
-        return size
-
     groups = list[ParamGroup]()
-    for group in layers.groups:
+    for kind, _, type_number, _, num_finished, type_before, type_following in layers.groups:
         # The parts whose gradients backward reduces first and then.
-        expert_size, rest_size = NOTHING, head if group.kind == HEAD else embedding
-        if group.kind == LAYER:
-            expert_size, rest_size = sizes.layers[group.type_number]
+        expert_size, rest_size = sizes.layers[type_number] if kind == LAYER else (NOTHING, embedding)
+        finished, before = NOTHING, 0
+        if kind == HEAD:
+            rest_size = head
+        else:
+            finished_whole = head.whole + sum(map(mul, num_finished, layer_wholes))
+            finished = Size(finished_whole, sum(map(mul, num_finished, layer_experts)), 0)
+            before = head.whole if type_before is None else sizes.layers[type_before][1].whole
         whole = expert_size.whole + rest_size.whole
         # Norm and head are little more than the table of the head, and the embedding is one table.
-        rest_last = rest_size.last if group.kind == LAYER else whole
+        rest_last = rest_size.last if kind == LAYER else whole
         reduced, lasts = whole, (rest_last, 0)
         if expert_size.whole:
             reduced, lasts = expert_size.whole, (expert_size.last, rest_last)
-        finished, before = NOTHING, 0
-        if group.kind != HEAD:
-            finished = with_layers(head, group.num_finished)
-            before = head.whole if group.before is None else sizes.layers[group.before][1].whole
-        groups.append(ParamGroup(
-            group.kind, group.type_number, bool(expert_size.whole), whole,
-            reduced, *lasts, finished, before,
-            0 if group.following is None else shared_params[group.following],
-            max(shared_parts[group.type_number]) if group.kind == LAYER else 0,
-        ))  # fmt: skip
+        following = 0 if type_following is None else shared_params[type_following]
+        shared = max(shared_parts[type_number]) if kind == LAYER else 0
+        is_sparse = expert_size.whole > 0
+        of_group = kind, type_number, is_sparse, whole, reduced, *lasts, finished, before, following, shared
+        groups.append(ParamGroup(*of_group))
+    size = head.plus(embedding)
+    for layer_size, num in zip(layer_sizes, layers.num_by_type, strict=True):
+        size = size.plus(layer_size, num)
     last_type_number = layers.last_type_number
     return StageParams(
-        with_layers(head, layers.num_by_type).plus(embedding),
+        size,
         sizes.is_sharded,
         head.whole,
         embedding.whole,

@@ -166,13 +166,25 @@ def _pipeline(
     )
     interval = 0 if recompute == "none" else layout.full_every or 1
     stages_of_rank = stages_by_rank(shape, layout, ties_advance=ties_advance)
-    num_by_rank = Counter(_pipeline_rank(shape, stages, interval, tp) for stages in stages_of_rank)
+    rank_by_stages, num_by_rank = dict[tuple[object, ...], _PipelineRank](), Counter[_PipelineRank]()
+    for stages in stages_of_rank:  # most ranks of a long pipeline compute the same
+        key = tuple([_decisive(shape, stage, interval) for stage in stages])
+        if key not in rank_by_stages:
+            rank_by_stages[key] = _pipeline_rank(shape, stages, interval, tp)
+        num_by_rank[rank_by_stages[key]] += 1
     return _Pipeline(
         ranks=tuple(rank._replace(num_ranks=count) for rank, count in num_by_rank.items()),
         num_layers=max(rank.num_layers for rank in num_by_rank),
         num_params=max(rank.num_params for rank in num_by_rank),
         num_expert_params=max(rank.num_expert_params for rank in num_by_rank),
     )
+
+
+def _decisive(shape: ModelShape, stage: Stage, interval: int) -> tuple[object, ...]:
+    """What decides the work of a stage, of which each layer number `interval` is computed again; 0: none."""
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers
+    first_again = start % interval if interval else 0
+    return shape.kind_numbers[start:end], first_again, stage.has_embedding, stage.has_norm, stage.has_head
 
 
 def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, tp: int) -> _PipelineRank:
@@ -395,6 +407,7 @@ class StepTimes:
         self.hbm_bytes_per_s = hardware.hbm_bytes_per_s * constants.hbm_efficiency
         self._micro_batches = micro_batch_times(hardware, peak, links.without_all_ranks, constants)
         self._data_parallel_times = dict[tuple[object, ...], _DataParallelTime]()
+        self._copied_heads_by_shards = dict[tuple[ModelShape, int, int, GroupAxes], list[float]]()
 
     def of(self, spec: DividedRun, memory_share: float = 0.0) -> StepTime:
         """The predicted time of one optimizer step of a run, by part.
@@ -419,7 +432,7 @@ class StepTimes:
         pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
         copied_s = 0.0
         if blocks.copies_heads:
-            copied_s = _copied_heads_s(spec, pipeline.ranks, blocks.work.tp_axes, self.links, c)
+            copied_s = self._copied_heads_s(spec, pipeline.ranks, blocks.work.tp_axes)
         parts_s = (
             num_busy_passes * gemm_s,
             num_busy_passes * attention_s,
@@ -438,6 +451,15 @@ class StepTimes:
             lost_share = -math.expm1((NEARLY_FULL - memory_share) / FILLING_SHARE) * c.allocator_loss
             allocator_s = lost_share * sum((*parts_s, 0.0, c.rest_s))
         return StepTime(*parts_s, allocator_s, c.rest_s)
+
+    def _copied_heads_s(self, spec: RunSpec, ranks: tuple[_PipelineRank, ...], tp_axes: GroupAxes) -> float:
+        """Seconds in which gradients of copied key/value heads are summed, once a step and beside nothing else."""
+        key = spec.shape, spec.layout.tp, spec.layout.zero_shards, tp_axes
+        if (layer_s := self._copied_heads_by_shards.get(key)) is None:
+            layer_s = _copied_heads_of_layers_s(*key, self.links, self.constants)
+            self._copied_heads_by_shards[key] = layer_s
+        longest_s: float = max([sum(map(mul, layer_s, _of_kinds(rank.counts))) for rank in ranks])
+        return longest_s
 
     def _data_parallel(self, spec: DividedRun, micro_batch: _MicroBatch) -> _DataParallelTime:
         """The times of data parallelism and of the optimizer of a run."""
@@ -491,27 +513,24 @@ def _param_groups(pipeline: _Pipeline, spec: RunSpec) -> tuple[ParamGroup, ...]:
     return param_groups(spec.layout, num_params, num_expert_params, spec.kernel.rank_order)
 
 
-def _copied_heads_s(
-    spec: RunSpec, ranks: tuple[_PipelineRank, ...], tp_axes: GroupAxes, links: Network, c: TimeConstants
-) -> float:
-    """Seconds in which our kernel sums the gradients of copied key/value heads, once a step and beside nothing else.
+def _copied_heads_of_layers_s(
+    shape: ModelShape, tp: int, shards: int, tp_axes: GroupAxes, links: Network, c: TimeConstants
+) -> list[float]:
+    """Seconds in which our kernel sums the gradients of the copied key/value heads of a layer of each type.
 
-    They are an all-reduce for the keys and one for the values of each layer, each as long as two other collectives.
+    They are an all-reduce for the keys and one for the values, each as long as two other collectives.
     """
-    shape, layout = spec.shape, spec.layout
     ((_, stride),) = tp_axes
     layer_s = list[float]()
-    for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, layout.tp), strict=True):
+    for kind, rank_kind in zip(shape.kinds, kinds_of_ranks(shape, tp), strict=True):
         attention, copied = kind.grouped_query, rank_kind.grouped_query
         if attention is None or copied is None or attention == copied:
             layer_s.append(0.0)
             continue
         num_copies = copied.num_key_value_heads // attention.num_key_value_heads
-        rank_params = copied.kv_width / layout.tp * (shape.hidden_size + copied.attention_bias)
-        axes = ((num_copies, stride),)
-        layer_s.append(4 * tp_call_s(4 * rank_params / layout.zero_shards, axes, links, c))
-    longest_s: float = max(sum(map(mul, layer_s, _of_kinds(rank.counts))) for rank in ranks)
-    return longest_s
+        rank_params = copied.kv_width / tp * (shape.hidden_size + copied.attention_bias)
+        layer_s.append(4 * tp_call_s(4 * rank_params / shards, ((num_copies, stride),), links, c))
+    return layer_s
 
 
 def communication_ratios(
