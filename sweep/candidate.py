@@ -40,8 +40,7 @@ UNSELECTED = "max_runs"
 """The rule of layouts that are not run, because others were selected; they may fit."""
 PARTS_COST = 0.12
 """What a measurement by parts of steps costs beside one by whole steps, as the search weighs it. Turns take 5 to 25 %
-of a whole step; with this value the winner of simulated cells is within 2 % in 96 % of them (benchmarks/measured.md).
-"""
+of a whole step; with this value the search ends within 2 % in 96 % of simulated cells (benchmarks/measured.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,8 @@ function partsInterval(row) {
   return value("parts_ci95_rel", row);
 }
 
-// The ratio of whole steps to parts of a run, the median of its starts that have measured both, with its interval; 1 for
-// a run that was measured by whole steps alone, and null where no start has measured both.
+// The ratio of whole steps to parts of a run, the median of its starts that have measured both, with its interval.
+// It is 1 for a run that was measured by whole steps alone, and null where no start has measured both.
 function wholeByParts(rows) {
   const partsTime = (row) => value("parts_step_time_s", row);
   if (!rows.some((row) => isPartial(row) || partsTime(row) !== null)) return { ratio: 1, interval: 0 };

@@ -220,8 +220,8 @@ def contradicted_runs(state: SweepState, device: str) -> dict[str, bool]:
     One start that has measured both is not: one of twenty intervals does not hold the true value. A second one decides.
     """
     factor = SHARED_CORES_FACTOR if DEVICE_KINDS[device].shares_host else 1.0
-    found = chain.from_iterable(contradictions for _, contradictions in _contradictions(state, factor))
-    return {contradiction.run_id: contradiction.is_sure for contradiction in found}
+    of_cells = (contradictions for _, contradictions in _contradictions(state, factor))
+    return {run.run_id: run.is_sure for run in chain.from_iterable(of_cells)}
 
 
 class _Contradiction(NamedTuple):
