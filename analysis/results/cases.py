@@ -3,8 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median

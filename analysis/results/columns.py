@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ultrabench.column import (
-    BYTES_PER_S,
     BYTES,
+    BYTES_PER_S,
     BYTES_PER_S_PER_NODE,
     FLOPS_PER_S,
     FRACTION,

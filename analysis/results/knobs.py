@@ -7,8 +7,7 @@ from typing import Any
 import pandas as pd
 
 from ultrabench.analysis.results.numbers import with_unit
-from ultrabench.analysis.results.options import variant_in
-from ultrabench.analysis.results.options import VARIANT
+from ultrabench.analysis.results.options import VARIANT, variant_in
 from ultrabench.layout import AXES, NEUTRAL, USUAL, default_schedule, default_virtual_stages, details_of
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, UNSET, one_line
 

@@ -153,7 +153,9 @@ def _settings_in(text: str, where: str) -> dict[str, Any]:
     except ValueError:
         settings = None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{where}: model_settings={text!r} is not a JSON object", 'write {"rope_theta": 500000}')
+        raise ConfigError(
+            f"{where}: model_settings={text!r} is not a JSON object", 'write {"rope_theta": 500000}'
+        )
     return settings
 
 

@@ -4,11 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ultrabench.analysis.results.columns import RATE, column_of
-from ultrabench.column import Form
-from ultrabench.hardware import GIB
-from ultrabench.column import BYTES
-from ultrabench.column import FRACTION
-from ultrabench.column import Unit
+from ultrabench.column import BYTES, FRACTION, Form, Unit
 
 
 def percent(fraction: float | None) -> str | None:

@@ -8,11 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.results.cells import Cell, layout_words
-from ultrabench.analysis.results.left_out import none_left
-from ultrabench.analysis.results.numbers import rate_text
-from ultrabench.analysis.results.ranking import rank
 from ultrabench.analysis.results.columns import RATE
-from ultrabench.analysis.results.numbers import with_unit
+from ultrabench.analysis.results.left_out import none_left
+from ultrabench.analysis.results.numbers import rate_text, with_unit
+from ultrabench.analysis.results.ranking import rank
 from ultrabench.record import from_dict
 from ultrabench.sweep.config.files import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_model

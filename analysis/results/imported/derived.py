@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -314,7 +315,7 @@ def _impossible_doubts(frame: pd.DataFrame) -> Iterator[tuple[str, pd.Series]]:
         mem_bytes = load_hardware(hardware_name).mem_bytes
         used_bytes = frame.loc[frame["hardware"] == hardware_name, _PEAK_MEM_COLUMNS].max(axis=1)
         excess_bytes = used_bytes[used_bytes > mem_bytes]
-        fill_texts = excess_bytes.map(lambda num_bytes: fill_text(num_bytes, mem_bytes)).astype(object)
+        fill_texts = excess_bytes.map(partial(fill_text, limit_bytes=mem_bytes)).astype(object)
         yield "impossible_memory", "more memory than a GPU has: " + fill_texts
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.imported.scopes import SCOPE_TEXTS, gpus_in_scope, is_of_one_gpu
 from ultrabench.analysis.results.imported.units import UNITS
 from ultrabench.analysis.results.numbers import percent, with_unit
-from ultrabench.analysis.results.columns import column_of
 from ultrabench.column import FLOPS_PER_S
 from ultrabench.errors import counted
 
