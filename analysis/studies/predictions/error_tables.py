@@ -46,7 +46,9 @@ def show_validation(
         share_by_regime = scope_metrics["interval"]["regimes"]
         shares_text = ", ".join(f"{name} {_share_text(share)}" for name, share in share_by_regime.items())
         show(f"{scope} rows inside their 80 % interval, by regime: {shares_text or 'none'}", "")
-    title = f"memory and OOM of all rows, profile {profile_names}"
+    num_by_kind = metrics_by_scope["all"]["memory"]["rows_by_kind"]
+    kinds_text = ", ".join(f"{kind} {num:,}" for kind, num in num_by_kind.items()) or "not measured"
+    title = f"memory ({kinds_text}) and OOM of all rows, profile {profile_names}"
     _show_metrics(title, MEMORY_COLUMNS, metrics_by_scope["all"], _memory_texts)
 
 

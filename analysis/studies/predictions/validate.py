@@ -247,7 +247,8 @@ def _slice_metrics(frame: pd.DataFrame) -> dict[str, Any]:
             "coverage": _mean(is_inside),
             "regimes": {str(name): _mean(flags) for name, flags in is_inside.groupby(timed_rows.regime)},
         },
-        "memory": _error_quantiles(memory_rows.predicted_peak_mem_bytes, memory_rows.peak_mem_bytes),
+        "memory": _error_quantiles(memory_rows.predicted_peak_mem_bytes, memory_rows.peak_mem_bytes)
+        | {"rows_by_kind": memory_rows.memory_kind.value_counts().to_dict()},
         "oom": _oom_metrics(frame[frame.p_oom.notna()]),
         "planning": _planning_metrics(rows_of_cells),
     }

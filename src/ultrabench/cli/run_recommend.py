@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import typer
@@ -261,13 +262,23 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
     if layout_rows:
         layout_table = table("\nbest predicted layouts", *columns, rows=table_rows)
         layout_table.requested_names = extra_keys
-        layout_table.note_by_column = {
+        notes = {
             **layout_notes(config),
             "limited by": "limited by: the main limit of the layout, and the largest part of the step "
             "that is not compute",
         }
+        routings = [*dict.fromkeys(chain.from_iterable(_other_rates(row) for row in layout_rows))]
+        if routings:
+            texts = [f"{routing_text(routing)}: {_SPREAD_BY_ROUTING[routing]}" for routing in routings]
+            notes["note"] = "; ".join(texts)
+        layout_table.note_by_column = notes
         yield layout_table
         yield from group_lines(layout_rows, with_similar=with_similar)
+        if features := dict.fromkeys(text for row in layout_rows for text in row["unmeasured"]):
+            yield (
+                f"extrapolated: beyond the values that profile {config.profile.name} was fitted to (in brackets), "
+                f"which widens intervals: {', '.join(features)}"
+            )
         facts = dict.fromkeys(fact for row in layout_rows for fact in row["unproven"])
         yield from (f"unproven: {fact}" for fact in facts)
     for row, cell in zip(rows, cells, strict=True):
@@ -280,12 +291,24 @@ def _page(config: SweepConfig, rows: Sequence[LayoutRow], *, with_similar: bool)
             yield f"{cell_label(cell, cell_keys)}: {speedup_text} than gbs={cell.gbs} ({faster['layout']})"
 
 
+_SPREAD_BY_ROUTING = {
+    BALANCED_ROUTING: "with tokens that spread equally over the experts",
+    LEARNED_ROUTING: "with tokens that spread unequally over the experts, as a trained router sends them",
+}
+"""Routing -> how a legend describes it."""
+
+
 def _write_lines(config: SweepConfig, has_layouts: bool) -> Iterator[str]:
     """The command that writes the recommended layouts as a sweep, which the user has not asked for yet."""
     if has_layouts:
         yield "\nto measure these layouts, write them as a sweep first:"
         arguments = redact_arguments(sys.argv[1:], config.secrets)
         yield shlex.join(["ultrabench", *arguments, "--write", "best"])
+
+
+def _other_rates(row: LayoutRow) -> Mapping[str, float]:
+    """Routing -> tokens/s/GPU, of the routings that are not that of the kernel, which comes first."""
+    return dict([*(row["rate_by_routing"] or {}).items()][1:])
 
 
 def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
@@ -301,7 +324,7 @@ def _row_texts(row: LayoutRow, extra_keys: Sequence[str]) -> Iterator[str]:
     no_room = row["peak_mem_bytes"] > row["rank_mem_bytes"]
     routing_texts = [
         f"{routing_text(routing)} {with_unit(RATE, rate)} {column_of(RATE).heading}"
-        for routing, rate in [*(row["rate_by_routing"] or {}).items()][1:]
+        for routing, rate in _other_rates(row).items()
     ]
     notes = {
         NO_ROOM: no_room,

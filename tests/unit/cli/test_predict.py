@@ -172,7 +172,7 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     assert code == 0
     assert "9 runs; excluded: none" in err
     assert "step time of healthy rows, profile ultrabench: 9 runs (0 excluded)" in out
-    assert out.count("memory and OOM of all rows") == 1
+    assert out.count("memory (reserved 9) and OOM of all rows") == 1
     written = pq.read_table("r.parquet").to_pylist()
     errors = [row["predicted_step_time_s"] / row["step_time_s"] - 1 for row in written]
     assert [row["step_time_error"] for row in document["rows"]] == pytest.approx(errors)

@@ -50,7 +50,9 @@ def test_a_row_has_the_speeds_of_forced_balance_and_of_a_learned_router(ultraben
     assert rates["balanced"] == row["tokens_per_s_per_gpu"] > 1.1 * rates["learned"]
     (learned,) = as_json(ultrabench, *words, "kernel.routing=learned")["rows"]
     assert learned["rate_by_routing"]["learned"] == pytest.approx(rates["learned"])
-    assert f"routing learned {rates['learned']:,.0f} tokens/s/GPU" in ultrabench(*words)[1]
+    page = ultrabench(*words)[1]
+    assert f"routing learned {rates['learned']:,.0f} tokens/s/GPU" in page
+    assert "\nrouting learned: with tokens that spread unequally over the experts" in page
 
 
 def test_the_groups_are_those_of_a_plan(ultrabench):
@@ -137,6 +139,9 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
     assert "llama3-70b on 1 node: no layout is likely to fit into 79.11 GiB" in out
     assert "; try nodes=2 (" in out, "in the form that the user wrote"
     assert second["layout"] in out
+    assert re.search(
+        r"^extrapolated: .* fitted to \(in brackets\), which widens intervals: nodes=4 \(1\)", out, re.M
+    )
     alone = ("model=llama3-70b", "hardware=h100x8", "sweep.tp=[8]", "sweep.pp=[1]", "sweep.gbs=64")
     codes = [ultrabench(*words[:2], "nodes=1", *layout)[0], ultrabench("sweep", "plan", *alone)[0]]
     assert codes == [2, 2], "a plan and a recommendation without a layout that fits are refused alike"
