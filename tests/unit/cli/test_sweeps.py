@@ -45,6 +45,16 @@ def test_the_list_has_every_sweep_newest_first_with_the_best_run_of_status(ultra
     assert oldest["age_s"] > 1e7 > newest["age_s"]
 
 
+def test_several_links_to_a_sweep_are_one_sweep(ultrabench, sweep, tmp_path):
+    """The list names the folder itself, or the first link to one that is elsewhere."""
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(sweep.path, elsewhere)
+    for name, path in (("a-link", sweep.path), ("far-2", elsewhere), ("far-1", elsewhere)):
+        sweep.path.with_name(name).symlink_to(path)
+    names = sorted(entry["path"].rpartition("/")[2] for entry in as_json(ultrabench, "sweep", "list"))
+    assert names == ["far-1", "quick-cpu"]
+
+
 def test_the_table_shows_the_faster_of_two_cells_and_goes_on_after_a_damaged_sweep(ultrabench, sweep, older):
     other = next(run for run in QUICK.runs if run.nodes != QUICK.runs[0].nodes)
     record(sweep, other, step_times_s=(0.08,) * 6)
