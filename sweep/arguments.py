@@ -241,7 +241,7 @@ def _supported_settings(kernel: KernelConfig, can_run: Callable[[KernelConfig], 
     texts = []
     for name, value in listed_pairs:
         with contextlib.suppress(ConfigError):
-            if can_run(replace(kernel, **{name: value})):
+            if can_run(replace(kernel, **dict[str, Any]({name: value}))):
                 texts.append(f"{name}={value}")
     return f"use {' or '.join(texts)}" if texts else ""
 

@@ -18,8 +18,8 @@ from ultrabench.column import GPU_HOURS
 from ultrabench.errors import counted
 from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder, last_written_s
-from ultrabench.store.journal import JournalReader
 from ultrabench.store.identity import lines_of_new_copy
+from ultrabench.store.journal import JournalReader
 from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
