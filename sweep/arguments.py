@@ -1,7 +1,7 @@
 """Reads a layout from NAME=VALUE arguments, as the commands `kernel`, `predict` and `plot` take them."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +141,9 @@ def knobs_of(arguments: Sequence[str]) -> tuple[str, ...]:
 def config_of(values: Mapping[str, Any], knobs: Collection[str] = ()) -> SweepConfig:
     """What the arguments of a run configure beside its layout: model, hardware, kernel,
     profile, settings of the kernel and the values of its knobs.
+
+    Raises:
+        ConfigError: a value cannot be used; the message names the argument, not the setting that it stands for.
     """
     run_arguments = {*AXES, "nodes", "seq_len", *KERNEL_SETTINGS, *knobs}
     overrides = {key: value for key, value in values.items() if key not in run_arguments}
@@ -148,7 +151,15 @@ def config_of(values: Mapping[str, Any], knobs: Collection[str] = ()) -> SweepCo
     if routing := values.get("routing"):
         overrides["kernel.routing"] = override_value(routing)
     overrides |= {f"+sweep.flags.{knob}": f"[{values[knob]}]" for knob in knobs if knob in values}
-    return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
+    try:
+        return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
+    except ConfigError as error:
+        argument_by_setting = {f"kernel.{name}": name for name in KERNEL_SETTINGS}
+        argument_by_setting |= {f"sweep.flags.{knob}": knob for knob in knobs}
+        if argument := argument_by_setting.get(error.setting or ""):
+            message = str(error).replace(str(error.setting), argument)
+            raise ConfigError(message, setting=argument) from error
+        raise
 
 
 def run_of(values: Mapping[str, Any], config: SweepConfig, *, any_model: bool = False) -> RunSpec:
@@ -208,7 +219,9 @@ def require_possible(
         )
 
     if reason := broken_rule or refusal_of(spec.kernel, spec.layout):
-        advice = "" if refusal_of(spec.kernel, Layout(dp=1)) else "choose another layout"
+        advice = "choose another layout"
+        if refusal_of(spec.kernel, Layout(dp=1)):  # no layout mends it
+            advice = _supported_settings(spec.kernel, lambda kernel: not refusal_of(kernel, spec.layout))
         if not broken_rule and advice and not refusal_of(replace(spec.kernel, precision="bf16"), spec.layout):
             advice = "choose another layout, or precision bf16"
         elif advice:
@@ -219,6 +232,18 @@ def require_possible(
             )
             advice = next((f"add {text}" for text in runnable_texts), advice)
         raise LayoutError(spec.layout.label(), reason, advice)
+
+
+def _supported_settings(kernel: KernelConfig, can_run: Callable[[KernelConfig], bool]) -> str:
+    """Advice to give one setting a value that the kernel lists and with which it can run; empty where none helps."""
+    tables = kernel.flags | kernel.supports
+    listed_pairs = ((name, value) for name in KERNEL_SETTINGS for value in tables.get(name, ()))
+    texts = []
+    for name, value in listed_pairs:
+        with contextlib.suppress(ConfigError):
+            if can_run(replace(kernel, **dict[str, Any]({name: value}))):
+                texts.append(f"{name}={value}")
+    return f"use {' or '.join(texts)}" if texts else ""
 
 
 def _supported_changes(kernel: KernelConfig, layout: Layout) -> Iterator[tuple[str, Layout]]:

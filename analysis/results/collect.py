@@ -50,6 +50,20 @@ def readable_tables(
     return read_each(folders, read, warn, path_of=lambda folder: folder.path, may_be_empty=may_be_empty)
 
 
+def newest_table(results_dir: Path, warn: Warn) -> dict[SweepFolder, pa.Table]:
+    """The newest sweep that can be read -> its result rows; each newer one gives a warning.
+
+    Raises:
+        SweepFolderError: there is no sweep, or none can be read.
+    """
+    find_sweep(None, results_dir)  # raises where there is none
+    folders = [SweepFolder(path.absolute()) for path in newest_first(sweep_dirs(results_dir))]
+    for folder in folders[:-1]:
+        if table_by_folder := readable_tables([folder], warn, may_be_empty=True):
+            return table_by_folder
+    return readable_tables(folders[-1:], warn)
+
+
 def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str, str, pa.Table]:
     """The name of a sweep or a parquet file, how the default paths of its figures begin, and its result table.
 
@@ -75,14 +89,12 @@ def open_results(source: str | None, results_dir: Path, warn: Warn) -> tuple[str
         if source.endswith(_TABLE_SUFFIXES):
             remedy = f"convert it first: ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is not a parquet file", remedy)
-    folders = [find_sweep(source, results_dir)]
-    if source is None:  # one that cannot be read is passed over, so that the others are seen
-        folders = [SweepFolder(path.absolute()) for path in newest_first(sweep_dirs(results_dir))]
-    for folder in folders:
-        table_by_folder = readable_tables([folder], warn, may_be_empty=folder != folders[-1])
-        if table_by_folder:
-            break
-    return _printable(folder.name), f"{folder.path}/", table_by_folder[folder]
+    if source is None:
+        table_by_folder = newest_table(results_dir, warn)
+    else:
+        table_by_folder = readable_tables([find_sweep(source, results_dir)], warn)
+    ((folder, table),) = table_by_folder.items()
+    return _printable(folder.name), f"{folder.path}/", table
 
 
 def _printable(name: str) -> str:

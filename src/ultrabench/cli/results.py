@@ -36,12 +36,15 @@ Sweeps = Annotated[
 def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the results of sweeps in one parquet file."""
     from ultrabench.analysis.results.cells import caveats
-    from ultrabench.analysis.results.collect import merged, parquet, readable_tables
+    from ultrabench.analysis.results.collect import merged, newest_table, parquet, readable_tables
     from ultrabench.cli.tables import say, warn
 
-    given_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
-    folders = [*{folder.path.resolve(): folder for folder in given_folders}.values()]
-    table_by_folder = readable_tables(folders, warn)
+    if sweeps:
+        folders = [find_sweep(name, results_dir) for name in sweeps]
+        distinct_folders = {folder.path.resolve(): folder for folder in folders}.values()
+        table_by_folder = readable_tables(distinct_folders, warn)
+    else:
+        table_by_folder = newest_table(results_dir, warn)
     folders, result_table = [*table_by_folder], merged(table_by_folder.values())
     output_path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     write_result(output_path, parquet(result_table))

@@ -190,10 +190,15 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
 
 
 def sweep_dirs(results_dir: Path) -> list[Path]:
-    """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed
-    and does not count.
+    """The folders of all sweeps in `results_dir`, sorted by name; of several links to one folder, only the first.
+
+    A folder whose name begins with a dot is being removed and does not count.
     """
-    return [folder for folder in sorted(results_dir.glob("[!.]*")) if _may_be_sweep(folder)]
+    folders = [folder for folder in results_dir.glob("[!.]*") if _may_be_sweep(folder)]
+    folder_by_real_path: dict[Path, Path] = {}
+    for folder in sorted(folders, key=lambda folder: (folder.is_symlink(), folder)):
+        folder_by_real_path.setdefault(folder.resolve(), folder)
+    return sorted(folder_by_real_path.values())
 
 
 def _may_be_sweep(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ultrabench.errors import SweepFolderError, may_pass
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.claim import claim, claim_content
-from ultrabench.store.events import Copied
+from ultrabench.store.events import Copied, Line
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
@@ -52,8 +52,8 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
         if original is not None:
             fact = f"{folder.path} is a copy of {original}"
             say(f"{fact}: it becomes a sweep of its own, without the jobs of {original}")
-            copy_of = sweep_json.id or OLD_COPY
-            copied_event = Copied(copy_of=copy_of, allocations=_allocation_names(folder))
+            copied_event = _copied_event(folder, sweep_json)
+            copy_of = copied_event.copy_of
             JournalWriter(folder.journal, "copy").write(copied_event)
             for lease_path in folder.leases.glob("*.json"):  # of launchers that follow the original
                 lease_path.unlink(missing_ok=True)
@@ -72,6 +72,26 @@ def ensure_identity(folder: SweepFolder, say: Callable[[str], None] = lambda mes
         failure = f"cannot write {folder.sweep_json}: {error.strerror}; make it writable or free space"
         raise (error if may_pass(error) else SweepFolderError(failure)) from error
     return sweep_json
+
+
+def lines_of_new_copy(folder: SweepFolder) -> tuple[Line, ...]:
+    """The line that `ensure_identity` would write into the journal of a copy; none for other folders.
+
+    With it, commands that only read count no jobs of the original as those of a copy.
+
+    Raises:
+        SweepFolderError: sweep.json cannot be read.
+    """
+    sweep_json, location = read_sweep_json(folder), location_of(folder)
+    has_identity = sweep_json.id and sweep_json.place == location
+    if has_identity or _original_of(folder, sweep_json, location) is None:
+        return ()
+    return (Line(event=_copied_event(folder, sweep_json), writer="copy", seq=0, time=0.0),)
+
+
+def _copied_event(folder: SweepFolder, sweep_json: SweepJson) -> Copied:
+    """The line by which a copy gives up the jobs of its original."""
+    return Copied(copy_of=sweep_json.id or OLD_COPY, allocations=_allocation_names(folder))
 
 
 def _allocation_names(folder: SweepFolder) -> tuple[str, ...]:

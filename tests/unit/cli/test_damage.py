@@ -150,6 +150,10 @@ def test_the_newest_sweep_that_can_be_read_is_shown_by_default(ultrabench, sweep
     code, out, err = ultrabench("sweep", "top")
     assert (code, "quick-cpu" in out) == (0, True)
     assert err.startswith("warning: bad: ")
+    code, _, err = ultrabench("collect")
+    damage_line, result_line = err.splitlines()[:2]
+    assert (code, damage_line.startswith("warning: bad: ")) == (0, True)
+    assert f"of quick-cpu to {sweep.path}/runs.parquet" in result_line
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o600], ids=oct)

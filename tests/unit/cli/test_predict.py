@@ -15,7 +15,7 @@ from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
-from ultrabench.errors import LayoutError
+from ultrabench.errors import ConfigError, LayoutError
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.sweep.arguments import PREDICTION_DEFAULTS, read_run
@@ -290,8 +290,22 @@ def test_the_rows_of_a_prediction_have_all_parameters(ultrabench):
     [
         ("kernel=torchtitan zero_stage=0", "add zero_stage=3"), ("kernel=nanotron zero_stage=3", "add zero_stage=0"),
         ("kernel=megatron cp=8 seq_len=4", "choose another layout"),
+        ("kernel=megatron model=qwen3-30b-a3b zero_stage=1 routing=skew=2", "use routing=balanced or routing=learned"),
     ],
 )  # fmt: skip
 def test_a_refused_value_names_one_that_the_program_supports(arguments, advice):
     with pytest.raises(LayoutError, match=f"; {advice}$"):
+        read_run(arguments.split(), PREDICTION_DEFAULTS, any_model=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("kernel=megatron cuda_graph=xx", "unknown value of cuda_graph: 'xx'"),
+        ("precision=fp9", "precision='fp9'; must be"), ("compile=xx", "compile='xx'; must be"),
+        ("routing=xx", "routing='xx'; must be"),
+    ],
+)  # fmt: skip
+def test_a_refused_value_is_named_as_it_was_typed(arguments, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         read_run(arguments.split(), PREDICTION_DEFAULTS, any_model=True)

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sweep_folder import events_of, make_folder, write
+from tests.sweep_folder import attempted, events_of, make_folder, write
 from tests.unit.allocations import first_allocations, open_sweep
 from tests.unit.cli.conftest import HEAD, QUICK, as_json, content, one_line, record
 from ultrabench.processes import own_name
-from ultrabench.store.events import AllocationPlanned
+from ultrabench.store.events import AllocationPlanned, AllocationStarted, LeadingAgent
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.identity import ensure_identity
 from ultrabench.store.lease import Lease
@@ -43,6 +43,38 @@ def test_the_list_has_every_sweep_newest_first_with_the_best_run_of_status(ultra
     assert newest["best"][0]["run_id"] == QUICK.runs[0].run_id
     assert (newest["cells"], newest["activity"], oldest["best"]) == (2, "stopped", [])
     assert oldest["age_s"] > 1e7 > newest["age_s"]
+
+
+def test_several_links_to_a_sweep_are_one_sweep(ultrabench, sweep, tmp_path):
+    """The list names the folder itself, or the first link to one that is elsewhere."""
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(sweep.path, elsewhere)
+    for name, path in (("a-link", sweep.path), ("far-2", elsewhere), ("far-1", elsewhere)):
+        sweep.path.with_name(name).symlink_to(path)
+    names = sorted(entry["path"].rpartition("/")[2] for entry in as_json(ultrabench, "sweep", "list"))
+    assert names == ["far-1", "quick-cpu"]
+
+
+def test_a_copy_has_no_jobs_and_no_launcher_of_its_original(ultrabench, sweep):
+    """Its journal has an attempt that runs in the original, and its lease is that of the original's launcher."""
+    ensure_identity(sweep)
+    planned(sweep, name="n1")
+    write(sweep, AllocationStarted(allocation="n1", agent=LeadingAgent(host="a", pid=1)))
+    write(sweep, *attempted(QUICK.runs[-1].spec, allocation="n1"))
+    lease = Lease(sweep, "launcher-a")
+    copy = sweep.path.with_name("copy")
+    shutil.copytree(sweep.path, copy)
+    files = sorted(path for path in copy.rglob("*"))
+    activity_by_name = {
+        entry["path"].rpartition("/")[2]: entry["activity"] for entry in as_json(ultrabench, "sweep", "list")
+    }
+    original_status, copy_status = (as_json(ultrabench, "sweep", "status", n) for n in ("quick-cpu", "copy"))
+    lease.release()
+    assert activity_by_name == {"quick-cpu": "followed", "copy": "stopped"}
+    assert [len(status["running"]) for status in (original_status, copy_status)] == [1, 0]
+    assert copy_status["by_status"].get("running", 0) == 0
+    assert copy_status["standing"].startswith("Nothing is running.")
+    assert sorted(path for path in copy.rglob("*")) == files
 
 
 def test_the_table_shows_the_faster_of_two_cells_and_goes_on_after_a_damaged_sweep(ultrabench, sweep, older):

@@ -18,6 +18,7 @@ from ultrabench.column import GPU_HOURS
 from ultrabench.errors import counted
 from ultrabench.store.events import EndCode
 from ultrabench.store.folder import SweepFolder, last_written_s
+from ultrabench.store.identity import lines_of_new_copy
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import Fold, SweepState
@@ -124,6 +125,7 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
     Each look reads only new lines of the journal, and the plan if it changed.
     """
     sweep_json, journal_reader, fold = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
+    fold.add(lines_of_new_copy(folder))
     read_plan_ns, runs, priced_at, prices = -1, list[Candidate](), (-1, -1), None
     while True:
         state = fold.add(journal_reader.poll())
@@ -156,7 +158,7 @@ def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) ->
         return "done"
     if state.paused or state.cancelled:
         return "paused" if state.paused else "cancelled"
-    if living_launchers(folder):
+    if living_launchers(folder) and not lines_of_new_copy(folder):  # a copy has the leases of its original
         if disk_problem(folder.path):
             return "disk"
         return "waiting" if _refusal(state) else "followed"

@@ -24,7 +24,7 @@ from ultrabench.standing import Standing
 from ultrabench.store.allocation import read_allocation
 from ultrabench.store.damage import one_line_if_damaged, read_each
 from ultrabench.store.folder import SweepFolder, last_written_s, newest_first, sweep_dirs
-from ultrabench.store.identity import ensure_identity
+from ultrabench.store.identity import ensure_identity, lines_of_new_copy
 from ultrabench.store.journal import read_journal
 from ultrabench.store.lease import living_launchers
 from ultrabench.store.state import SweepState, fold
@@ -99,7 +99,8 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
 
 def _sweep_summary(folder: SweepFolder) -> SweepSummary:
     """Reads a sweep and summarizes it."""
-    sweep_json, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
+    sweep_json, lines = read_sweep_json(folder), read_journal(folder.journal, warn)
+    state = fold([*lines, *lines_of_new_copy(folder)])
     runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True, warn=warn), state)]
     progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
     return SweepSummary(
