@@ -118,7 +118,7 @@ def stable(text: str, scratch: str = "/tmp") -> str:
         text = text.replace(value, example)
     text = text.replace(f"ultrabench {__version__}", "ultrabench X.Y.Z")
     text = re.sub(rf"process \d+ on {re.escape(socket.gethostname())}", "process 4711 on login1", text)
-    text = re.sub(r"this machine has [\d,]+ GiB", "this machine has 16 GiB", text)
+    text = re.sub(r"this machine has [\d,.]+ GiB", "this machine has 16 GiB", text)
     text = re.sub(r"\b20\d\d-\d\d-\d\d\b", "2026-01-31", text)
     text = re.sub(r"(?<=-)(?=[a-f]*\d)[0-9a-f]{8}\b", "0123abcd", text)
     return re.sub(r"\(known: [^()]*\)", "(known: ...)", text)

@@ -16,6 +16,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from ultrabench.agent.disk_retry import log_line
+from ultrabench.column import BYTES
 from ultrabench.processes import RunningClock
 
 LIST_TIMEOUT_S = 10.0
@@ -256,8 +257,8 @@ class GpuGauge:
             memory = ask_nvml("nvmlDeviceGetMemoryInfo", handle)
             if baseline and memory and memory.used > baseline.used + DRIVER_GROWTH_SHARE * memory.total:
                 users_text = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
-                excess_gib = (memory.used - baseline.used) / 2**30
-                return f"GPU {number} still has {excess_gib:.1f} GiB in use after the run: {users_text}"
+                excess_text = BYTES.text(memory.used - baseline.used)
+                return f"GPU {number} still has {excess_text} in use after the run: {users_text}"
         return None
 
 

@@ -22,7 +22,7 @@ from ultrabench.analysis.results.cells import Cell, formula_of_cells, layout_wor
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.results.ranking import DEFAULT_RANK_BY
-from ultrabench.column import Form, memory_axis
+from ultrabench.column import NUMBER, Form, memory_axis
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import peak_suffix
 from ultrabench.result import Status
@@ -275,7 +275,7 @@ def _draw_colour_bar(axes: Axes, grid: Grid, scale_max: float) -> None:
         unit_name, factor = memory_axis(scale_max)
         unit_suffix = f" ({unit_name})"
     ticks = np.array(MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(0, scale_max * factor)) / factor
-    tick_label = FuncFormatter(lambda value, _: f"{value * factor:,.4g}" if is_in_bytes else count(value))
+    tick_label = FuncFormatter(lambda value, _: NUMBER.text(value * factor) if is_in_bytes else count(value))
     colour_bar = axes.figure.colorbar(
         colour_scale, cax=axes, ticks=ticks[ticks <= scale_max], format=tick_label
     )

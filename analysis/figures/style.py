@@ -51,8 +51,7 @@ def axis_title(name: str, title: str = "") -> str:
 
 def drawn(name: str, values: Any) -> Any:
     """Numbers of a column, such as a pandas Series, in the unit in which figures draw them."""
-    factor = column_of(name).unit.axis.factor
-    return values if factor == 1 else values * factor
+    return column_of(name).unit.drawn(values)
 
 
 class Panel(Axes):

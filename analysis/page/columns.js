@@ -46,6 +46,10 @@ function counted(number, noun) {
   return `${grouped(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+function groupedInUnit(number, symbol, { factor }) {
+  return grouped(number * factor);
+}
+
 // A number with three digits and a metric prefix, such as 1.34 G.
 function withPrefix(number, unit = "") {
   for (const [size, prefix] of [
@@ -79,13 +83,14 @@ function chance(fraction) {
   return fraction < 0.01 ? "<1 %" : `${(100 * fraction).toFixed(0)} %`;
 }
 
-// A number with four digits and its unit.
-function plain(number, symbol) {
-  return `${Number.isInteger(number) ? number : Number(number.toPrecision(4))} ${symbol}`.trim();
+// A number with four digits and the unit in which figures draw it.
+function plain(number, symbol = "", { axis, factor } = NO_UNIT) {
+  const shown = number * factor;
+  return `${Number.isInteger(shown) ? shown : Number(shown.toPrecision(4))} ${axis}`.trim();
 }
 
 // The form of a unit -> how texts show its numbers; the table of columns says which form and symbol a column has.
-const TEXT_BY_FORM = { plain, grouped, percent, chance, memory, prefixed: withPrefix };
+const TEXT_BY_FORM = { plain, grouped: groupedInUnit, percent, chance, memory, prefixed: withPrefix };
 const NO_UNIT = { form: "plain", symbol: "", axis: "", factor: 1, title: "", texts: {} };
 
 function unitOf(name) {
@@ -98,7 +103,13 @@ function text(name, cellValue) {
   if (typeof cellValue === "boolean") return cellValue ? "True" : "False";
   if (typeof cellValue !== "number") return String(cellValue);
   const { form, symbol, texts } = unitOf(name);
-  return texts[cellValue] ?? TEXT_BY_FORM[form](cellValue, symbol);
+  return texts[cellValue] ?? TEXT_BY_FORM[form](cellValue, symbol, unitOf(name));
+}
+
+// A number of a column without its unit, with three digits or as a whole number from 100 on.
+function bareText(name, number) {
+  const shown = drawn(name, number);
+  return shown >= 100 ? grouped(shown) : String(Number(shown.toPrecision(3)));
 }
 
 // A number of a column in the unit in which figures draw it.

@@ -394,7 +394,7 @@ function fillNumbers(figure, content = figure.contentOf(shownRows())) {
   const tableRows = content.points.map(({ series, x, y, row }) => [
     String(series),
     String(x),
-    String(Number(y.toPrecision(4))),
+    plain(y),
     value("layout", row ?? -1) ?? "",
   ]);
   const numbersTable = table(

@@ -107,7 +107,7 @@ function fillCell(button, cell, runs) {
   button.replaceChildren(
     ...textLines.map(([content, className]) => element("span", { class: className }, content)),
   );
-  const colour = bestRow < 0 || mfu === null ? null : viridis((100 * mfu) / pageData.mfu_end);
+  const colour = bestRow < 0 || mfu === null ? null : viridis(drawn("mfu", mfu) / pageData.mfu_end);
   button.style.backgroundColor = colour ? `rgb(${colour})` : "";
   button.style.color = colour ? (isDark(colour) ? "#fff" : "#111") : "";
   button.classList.toggle("empty", bestRow < 0);

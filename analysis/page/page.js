@@ -184,7 +184,7 @@ function drawHours(selectedRows) {
         ? [
             status,
             grouped(numAttempts),
-            hours?.toPrecision(3) ?? "unknown",
+            hours === null ? "unknown" : bareText("gpu_hours", hours),
             hours === null ? "" : percent(hours / (totalHours || 1)),
           ]
         : [status, grouped(numAttempts)],
@@ -246,7 +246,7 @@ function howToRead() {
       "the interval of its step time if that is wider than its target, its peak memory, " +
       "then the outcomes of all layouts";
   const sentences = [`Each cell shows ${cellText}.`];
-  if (hasMfu) sentences.push(`Colours show the ${speedName}, from purple (0 %) to yellow (${pageData.mfu_end} %).`);
+  if (hasMfu) sentences.push(`Colours show the ${speedName}, from purple (0) to yellow (${pageData.mfu_end} ${unitOf("mfu").axis}).`);
   sentences.push("Select a cell to list its layouts.");
   if (pageData.formula) sentences.push(`${pageData.formula}.`);
   return sentences.join(" ");

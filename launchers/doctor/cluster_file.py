@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ultrabench.batch_system import NO_CLUSTER
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.doctor.site_checks import partition_text
 from ultrabench.launchers.slurm.site import Limits, Site
@@ -25,8 +26,10 @@ def write_cluster_file(
             cannot be written.
     """
     path = folder / f"{cluster_name}.yaml"
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", cluster_name, re.ASCII) or cluster_name == "local":
-        raise ConfigError(f"--name {cluster_name}; use letters, digits, _ and -, but not the name local")
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", cluster_name, re.ASCII) or cluster_name == NO_CLUSTER:
+        raise ConfigError(
+            f"--name {cluster_name}; use letters, digits, _ and -, but not the name {NO_CLUSTER}"
+        )
     if path.exists() and not force:
         raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
     try:

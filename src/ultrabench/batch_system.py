@@ -32,6 +32,8 @@ class BatchSystem:
     """The line that says that the memory of the node, or of the job on it, was exhausted."""
 
 
+NO_CLUSTER = "local"
+"""The name of the cluster of a sweep whose configuration names none."""
 SLURM = BatchSystem(
     job_variable="SLURM_JOB_ID",
     task_prefixes=("SLURM_", "SBATCH_"),

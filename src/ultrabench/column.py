@@ -75,11 +75,19 @@ class Form(StrEnum):
 
 
 class AxisUnit(NamedTuple):
-    """The unit in which figures draw the numbers of a column."""
+    """The unit in which texts and figures show the numbers of a column."""
 
     symbol: str = ""
     factor: float = 1.0
     """What the numbers of results are multiplied with."""
+
+    def bare_text(self, number: float, decimals: int = 2) -> str:
+        """A number in this unit, without the symbol, for tables whose numbers have equally many decimals."""
+        return f"{number * self.factor:,.{decimals}f}"
+
+    def text(self, number: float, decimals: int = 2) -> str:
+        """What `bare_text` returns, with the symbol of the unit, such as `24.50 GiB`."""
+        return f"{self.bare_text(number, decimals)} {self.symbol}".rstrip()
 
 
 class Unit(NamedTuple):
@@ -91,6 +99,10 @@ class Unit(NamedTuple):
     axis: AxisUnit = AxisUnit()
     short: str = ""
     """A shorter symbol for places with little room, such as the cells of a heatmap."""
+
+    def drawn(self, numbers: Any) -> Any:
+        """A number of results, or many such as a pandas Series, in the unit `axis_symbol` of texts and figures."""
+        return numbers if self.axis.factor == 1 else numbers * self.axis.factor
 
     @property
     def is_share(self) -> bool:
@@ -107,21 +119,23 @@ class Unit(NamedTuple):
             case Form.MEMORY:
                 return _memory(number)
             case Form.GROUPED:
-                return f"{number:,.0f}"
+                return f"{self.drawn(number):,.0f}"
             case Form.PREFIXED:
                 return _prefixed(number, self.symbol)
             case Form.PLAIN:
-                number_text = str(number) if isinstance(number, int) else f"{number:.4g}"
-                return f"{number_text} {self.symbol}".rstrip()
+                shown = self.drawn(number)
+                number_text = str(shown) if isinstance(shown, int) else f"{shown:.4g}"
+                return f"{number_text} {self.axis_symbol}".rstrip()
 
     def bare_text(self, number: float) -> str:
         """A number without the symbol, for tables that name `axis_symbol` in the heading, such as `24.5` or `2.31`.
 
         It has three digits, or is a whole number from 100 on, never with an exponent; memory has one decimal.
         """
+        shown = self.drawn(number)
         if self.form == Form.MEMORY:
-            return f"{number * self.axis.factor:,.1f}"
-        return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+            return f"{shown:,.1f}"
+        return f"{shown:,.0f}" if shown >= 100 else f"{shown:.3g}"
 
     def brief_text(self, number: float) -> str:
         """What `bare_text` returns, with the symbol of the unit, such as `24.5 GiB` or `2.31 s`."""
@@ -129,7 +143,7 @@ class Unit(NamedTuple):
 
     def exact_text(self, number: float) -> str:
         """A number with at most six digits and the symbol of figures, such as `24.5012 GiB` or `43.2105 %`."""
-        return f"{number * self.axis.factor:.6g} {self.axis_symbol}".rstrip()
+        return f"{self.drawn(number):.6g} {self.axis_symbol}".rstrip()
 
     @property
     def short_symbol(self) -> str:
@@ -138,7 +152,7 @@ class Unit(NamedTuple):
 
     @property
     def axis_symbol(self) -> str:
-        """What stands in brackets behind the title of an axis: the unit in which it is drawn."""
+        """The unit of what `drawn` returns; it stands in brackets behind the title of an axis."""
         return self.symbol if self.axis.factor == 1 else self.axis.symbol
 
 
@@ -173,10 +187,13 @@ CHANCE = Unit("fraction", Form.CHANCE, AxisUnit("%", 100.0))
 PEAK_FRACTION = Unit("fraction", Form.PERCENT, AxisUnit("% of peak", 100.0))
 LOST_STEPS = Unit("", axis=AxisUnit("steps lost"))
 BYTES = Unit("B", Form.MEMORY, AxisUnit("GiB", 2.0**-30))
+KIBIBYTES = AxisUnit("KiB", 2.0**-10)
 MEBIBYTES = AxisUnit("MiB", 2.0**-20)
+MILLISECONDS = AxisUnit("ms", 1e3)
 BYTES_PER_S = Unit("B/s", Form.PREFIXED, AxisUnit("GB/s", 1e-9))
 BYTES_PER_S_PER_NODE = Unit("B/s", Form.PREFIXED, AxisUnit("GB/s per node", 1e-9))
 FLOPS_PER_S = Unit("FLOP/s", Form.PREFIXED)
+FLOPS = Unit("FLOP", Form.PREFIXED, AxisUnit("TFLOP", 1e-12))
 HERTZ = Unit("Hz", Form.PREFIXED)
 WATTS = Unit("W", Form.PREFIXED)
 JOULES = Unit("J", Form.PREFIXED)
@@ -185,8 +202,9 @@ TOKENS_PER_S = Unit("tokens/s", Form.GROUPED, short="tok/s")
 
 
 def capacity_text(num_bytes: float) -> str:
-    """The memory that a device has, such as `79.11 GiB`."""
-    return f"{num_bytes * BYTES.axis.factor:,.4g} {BYTES.axis.symbol}"
+    """The memory that a device or a machine has, such as `79.11 GiB` or `12,288 GiB`."""
+    gib = BYTES.drawn(num_bytes)
+    return f"{gib:,.0f} {BYTES.axis.symbol}" if gib >= 1000 else f"{gib:.4g} {BYTES.axis.symbol}"
 
 
 def memory_axis(max_bytes: float) -> AxisUnit:

@@ -99,12 +99,22 @@ class DeviceKind:
     max_foreign_load: float
     """measure.max_foreign_load where that is auto: the share of a node's cores that other programs may use during the
     steps. Other programs of a laptop always use some cores, which slows control runs down as well."""
+    allocation_start_s: float
+    """Expected seconds from the start of an allocation to its first run; used until measured."""
+    rank_start_s: float
+    """Seconds from the start of a run to its first step; where ranks share their host, for each rank of the host."""
 
 
 DEVICE_KINDS = {
-    "cuda": DeviceKind(has_gpus=True, is_rated=True, shares_host=False, max_foreign_load=0.1),
-    "cpu": DeviceKind(has_gpus=False, is_rated=False, shares_host=True, max_foreign_load=0.5),
-}
+    "cuda": DeviceKind(
+        has_gpus=True, is_rated=True, shares_host=False, max_foreign_load=0.1,
+        allocation_start_s=60.0, rank_start_s=20.0,
+    ),
+    "cpu": DeviceKind(
+        has_gpus=False, is_rated=False, shares_host=True, max_foreign_load=0.5,
+        allocation_start_s=20.0, rank_start_s=0.6,
+    ),
+}  # fmt: skip
 """The torch device types, which are the values of hardware.device -> their properties."""
 USUAL_DEVICE = "cuda"
 """The type of device of hardware whose configuration gives none; AMD GPUs are also called cuda."""

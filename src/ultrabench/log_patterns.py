@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from ultrabench.column import NUMBER, TOKENS_PER_S
+from ultrabench.column import BYTES, NUMBER, TOKENS_PER_S, capacity_text
 from ultrabench.errors import ConfigError, nearest_name
 from ultrabench.log_lines import bar_step, split_log, without_escapes
 from ultrabench.log_numbers import (
@@ -368,8 +368,7 @@ def misread_reason(option: str, values: Mapping[str, float], device_bytes: float
         )
     peak_bytes = max(values.get("reserved_bytes", 0.0), values.get("allocated_bytes", 0.0))
     if option == "memory_line" and peak_bytes > device_bytes:
-        peak_gib, device_gib = (size / _BYTES_BY_UNIT["gib"] for size in (peak_bytes, device_bytes))
-        sizes_text = f"{peak_gib:.5g} GiB exceeds the {device_gib:.4g} GiB of the device"
+        sizes_text = f"{BYTES.exact_text(peak_bytes)} exceeds the {capacity_text(device_bytes)} of the device"
         return f"{sizes_text}; check the unit in the name of the group"
     return None
 

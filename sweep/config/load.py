@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ultrabench.allowed import Count
+from ultrabench.batch_system import NO_CLUSTER
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import DEVICE_KINDS, Hardware
 from ultrabench.kernel_config import EMBEDDED, KERNEL_KINDS, KernelConfig
@@ -172,7 +173,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
         **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in selection_keys},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
-        "cluster": str(cluster.get("name") or names.get("cluster", "local")),
+        "cluster": str(cluster.get("name") or names.get("cluster", NO_CLUSTER)),
         "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
         "hardware": hardware,
         "kernel": kernel_config,

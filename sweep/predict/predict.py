@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
-from ultrabench.hardware import Hardware, Peak
+from ultrabench.hardware import DEVICE_KINDS, Hardware, Peak
 from ultrabench.layout import INDEPENDENT
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
@@ -40,8 +40,6 @@ from ultrabench.variant import Value
 
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's bandwidth that the collectives of a probe reach."""
-RANK_START_S = {"cuda": 20.0, "cpu": 0.6}
-"""Device type -> seconds from the start of a run to its first step; on CPUs, for each rank of the host."""
 LIKELY_OOM = 0.5
 """P(OOM) above which a run is predicted not to fit into memory."""
 ADVISED_P_OOM = 0.1
@@ -359,7 +357,7 @@ def largest_loss(step_time: StepTime) -> tuple[str, float]:
 def start_s(hardware: Hardware, nodes: int) -> float:
     """Seconds from the start of a run to its first step; on CPUs they grow with the ranks of a host."""
     ranks_on_host = hardware.gpus_per_node * (nodes if hardware.simulated else 1)
-    return RANK_START_S[hardware.device] * (ranks_on_host if hardware.shares_host else 1)
+    return DEVICE_KINDS[hardware.device].rank_start_s * (ranks_on_host if hardware.shares_host else 1)
 
 
 def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings) -> float:

@@ -22,7 +22,7 @@ import msgspec
 from ultrabench.device_digest import differences
 from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
-from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
+from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS, USUAL_DEVICE
 from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
 from ultrabench.result import RESULT_COLUMNS, SLOWER, Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -85,7 +85,9 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
     return {key: all_doubts for key, all_doubts in doubts_by_attempt.items() if all_doubts}
 
 
-def rate_doubts(mfu: float | None, device: str = "cuda", gemm_share: float | None = None) -> list[Doubt]:
+def rate_doubts(
+    mfu: float | None, device: str = USUAL_DEVICE, gemm_share: float | None = None
+) -> list[Doubt]:
     """The doubts about a measurement with a rate that its devices cannot have; empty where it is possible or unknown.
 
     Args:
@@ -119,7 +121,8 @@ def foreign_load_line(loads: Iterable[float | None]) -> str | None:
         loads: the field `foreign_load` of the results.
     """
     shares = [share for share in loads if share is not None]
-    if max(shares, default=0.0) <= DEVICE_KINDS["cuda"].max_foreign_load:
+    least_limit = min(kind.max_foreign_load for kind in DEVICE_KINDS.values())
+    if max(shares, default=0.0) <= least_limit:
         return None
     median_text, max_text = map(RESULT_COLUMNS["foreign_load"].text, (median(shares), max(shares)))
     runs_text = counted(len(shares), "run")

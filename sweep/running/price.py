@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE
+from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE, DEVICE_KINDS
 from ultrabench.measure import Measure
 from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey
@@ -46,8 +46,6 @@ CONTROL_SHARE = 0.2
 CONTROL_SPACING = 5
 """Number of runs after which the control run is repeated where other programs share the devices,
 whose load changes from minute to minute. With a control run every 5 runs a sweep takes about a fifth longer."""
-ALLOCATION_START_S = {"cuda": 60.0, "cpu": 20.0}
-"""Device type -> expected seconds from the start of an allocation to its first run; used until measured."""
 TIME_LIMIT = "time_limit"
 """The rule of runs for which no job may be long enough."""
 SAFE_MEMORY_SHARE = 0.7
@@ -198,7 +196,9 @@ def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
     It holds the start, the runs, and the time before the limit at which the allocation is told to end,
     perhaps too early.
     """
-    needed_s = ALLOCATION_START_S[config.hardware.device] + predicted_s + config.launcher.signal_lead_s
+    needed_s = (
+        DEVICE_KINDS[config.hardware.device].allocation_start_s + predicted_s + config.launcher.signal_lead_s
+    )
     return needed_s + min(90.0, needed_s / 3)
 
 
@@ -402,7 +402,7 @@ def _allocation_start_s(plan: Plan, state: SweepState, held_s: Mapping[str, floa
     """Seconds for which an allocation holds its nodes without running anything: a median over this sweep.
 
     The median is over allocations that are over. While there are none, it is over open allocations that have
-    ended a run, with `held_s`. While no run has ended, the value is ALLOCATION_START_S.
+    ended a run, with `held_s`. While no run has ended, the value is `allocation_start_s` of the device.
     """
     all_run_s: dict[str, float] = {}
     for attempt in state.attempts.values():
@@ -413,7 +413,7 @@ def _allocation_start_s(plan: Plan, state: SweepState, held_s: Mapping[str, floa
     all_held_s = {allocation.name: allocation.held_s for allocation in ended}
     all_held_s = all_held_s or {name: seconds for name, seconds in held_s.items() if all_run_s.get(name)}
     if not all_held_s:
-        return ALLOCATION_START_S[plan.config.hardware.device]
+        return DEVICE_KINDS[plan.config.hardware.device].allocation_start_s
     return median(max(0.0, seconds - all_run_s.get(name, 0.0)) for name, seconds in all_held_s.items())
 
 

@@ -19,6 +19,7 @@ from ultrabench.analysis.figures.runs import final_rows, noun_of
 from ultrabench.analysis.figures.style import COLOURS, PALE, Panel, panel_grid
 from ultrabench.analysis.results.cases import profile_and_hardware
 from ultrabench.analysis.results.cells import notes
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.knobs import in_order
 from ultrabench.analysis.results.left_out import none_left
 from ultrabench.analysis.results.measured import MeasuredRun, measured_runs
@@ -161,13 +162,14 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     squares_by_group = dict(iter(points.groupby([_PANEL_AXIS, "panel"])))
     group_keys = filter(squares_by_group.__contains__, product(recomputes, points["panel"].unique()))
     panel_keys = product(group_keys, ("predicted", "measured"))
+    oom_column = column_of("p_oom")
     caption = (
         "Squares: the largest mbs that fits with any tried layout of these degrees, "
         "at most gbs / dp; oom: the smallest larger"
     )
     caption += (
         " mbs that did not fit; ?: unknown. Predicted to fit: "
-        f"P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
+        f"{oom_column.heading} of at most {oom_column.text(LIKELY_OOM)}. Framed: contradicted by"
     )
     caption += (
         f" measured runs ({int(points['contradicted'].sum())} of "

@@ -14,7 +14,7 @@ from ultrabench.analysis.figures.runs import final_rows
 from ultrabench.analysis.figures.style import COLOURS, WIDTH_INCHES, Panel, panel_grid
 from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.planned import is_predicted
-from ultrabench.column import capacity_text, memory_axis
+from ultrabench.column import NUMBER, capacity_text, memory_axis
 from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.layout import (
     ADDED_LATER,
@@ -330,8 +330,7 @@ def _label_bars(axes: Panel, points: pd.DataFrame, bars: pd.DataFrame, y_max: fl
         oom_text = f"\n{oom_column.heading}\n{oom_column.text(oom_chance)}" if has_oom_text else ""
         is_close = (marks["value"] == bar_name) & ((marks["bytes"] - peak).abs() < 0.08 * y_max)
         text_height = min(marks["bytes"][is_close].max() + 0.03 * y_max, 0.84 * y_max)
-        digits = 2 if peak < 10 else 1 if peak < 100 else 0
-        label = f"{peak:,.{digits}f}{oom_text}"
+        label = f"{NUMBER.bare_text(peak)}{oom_text}"
         axes.text(x, text_height, label, ha="center", va="bottom", fontsize=7.5, zorder=3, bbox=text_box)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.imported.readings import TOLERANCE, Reading, column_doubts, readings_of
 from ultrabench.analysis.results.imported.table_map import TableMap
 from ultrabench.analysis.results.numbers import with_unit
@@ -253,7 +254,7 @@ def _sentence(
 
 def _text(column: str, value: float) -> str:
     if column == "step_time_s":
-        return f"{value:.6g} s"
+        return column_of(column).unit.exact_text(value)
     return str(with_unit(column, value))
 
 

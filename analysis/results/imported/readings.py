@@ -231,10 +231,10 @@ def _mfu_text(mfu: float) -> str:
 
 
 def _speed_text(speed: float) -> str:
-    return f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}"
+    return column_of("tokens_per_s").unit.bare_text(speed)
 
 
 def _number_text(column: str, value: float) -> str:
     if column == "step_time_s":
-        return f"{value:.6g} s"
+        return column_of(column).unit.exact_text(value)
     return _speed_text(value) if column.startswith("tokens_per_s") else str(with_unit(column, value))

@@ -94,11 +94,15 @@ def _print_history(history: "History") -> None:
 def _table_row(history: "History", series: "Series") -> tuple[object, ...]:
     """The table row of one run: its first and last rate, and its last change with the night of that change."""
     from ultrabench.analysis.results.columns import RATE, column_of
+    from ultrabench.column import NUMBER
 
     nights, last_change = series.counted_nights, max(series.changes, default=None)
-    rates = [f"{series.rates[night]:,.4g}" for night in (nights[0], nights[-1])] if nights else [None, None]
+    rate_unit = NUMBER if series.control else column_of(RATE).unit
+    rates = [series.rates[night] for night in (nights[0], nights[-1])] if nights else [None, None]
+    rate_texts = [rate and rate_unit.text(rate) for rate in rates]
     change_texts: tuple[str | None, ...] = (None, None)
     if last_change is not None:
         change_texts = f"{series.changes[last_change]:+.1%}", history.nights[last_change].name
     unit = f"x {series.control}" if series.control else column_of(RATE).heading
-    return series.cell["model"], series.cell["nodes"], series.layout, len(nights), *rates, unit, *change_texts
+    run_texts = series.cell["model"], series.cell["nodes"], series.layout
+    return *run_texts, len(nights), *rate_texts, unit, *change_texts

@@ -10,7 +10,6 @@ from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import candidate_runs, final_rows, ok_runs, runs_note
 from ultrabench.analysis.figures.style import LookByValue, Panel, axis_title, drawn, panel_grid, series_looks
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB
 from ultrabench.result import Status
 
 _TIME_COLUMNS, _MEMORY_COLUMNS = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predicted_gib")
@@ -65,8 +64,11 @@ def validation_figure(rows: pd.DataFrame, profile_name: str) -> Figure:
     """The figure of the healthy runs that `predict validate` has predicted with a profile."""
     runs = rows[rows.healthy & (rows.status == Status.OK) & rows.step_time_s.notna()]
     runs = runs.sort_values(["num_params", "model", "run_id", "step_time_s"])
-    peaks_gib = runs[["peak_mem_bytes", "predicted_peak_mem_bytes"]].astype(float) / GIB
-    runs = runs.assign(panel=runs.model, memory_gib=peaks_gib.iloc[:, 0], predicted_gib=peaks_gib.iloc[:, 1])
+    memory_gib, predicted_gib = (
+        drawn("predicted_peak_mem_bytes", runs[name].astype(float))
+        for name in ("peak_mem_bytes", "predicted_peak_mem_bytes")
+    )
+    runs = runs.assign(panel=runs.model, memory_gib=memory_gib, predicted_gib=predicted_gib)
     note = f"Drawn: {len(runs):,} of {counted(len(rows), 'row')}, which are ok, healthy and have a step time."
     return figure(runs, title=f"profile {profile_name}", notes=note)
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 import typer
 
 from ultrabench.analysis.results.collect import collect
+from ultrabench.analysis.results.columns import column_of
 from ultrabench.analysis.results.numbers import rate_text, with_unit
 from ultrabench.analysis.results.published import PublishedRate, beside_published, published_rates
 from ultrabench.analysis.results.rows import Row
@@ -187,7 +188,7 @@ def check_equal(rows: Sequence[Row], quantity: str) -> Check:
     worst_row = layout_rows[relative_diffs.index(max(relative_diffs))]
     return first_problem(
         f"{len(layout_rows) - num_differing} of {len(layout_rows)} layouts match the {quantity} of one GPU: "
-        f"{expected_value:.6f}; largest "
+        f"{column_of(column).unit.exact_text(expected_value)}; largest "
         f"difference {max(relative_diffs):.1g}, allowed {allowed_diff:g}",
         (num_differing, FAIL, "a GPU or a link is faulty, or torch has a bug: "
         f"compare the hosts in {worst_row['show']}",

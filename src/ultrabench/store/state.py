@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ultrabench.batch_system import NO_CLUSTER
 from ultrabench.device_digest import DatedDigest, dated_digests
 from ultrabench.record import T, canonical_json, raw_json, to_dict
 from ultrabench.result import STOPPED, RunResult, Status
@@ -131,7 +132,7 @@ class AllocationState:
 
     def cluster(self, sweep_cluster: str | None) -> str | None:
         """The cluster that its sweep names, or the name that Slurm has for it where the sweep names none (`local`)."""
-        return self.by.get("cluster") or sweep_cluster if sweep_cluster == "local" else sweep_cluster
+        return self.by.get("cluster") or sweep_cluster if sweep_cluster == NO_CLUSTER else sweep_cluster
 
     @property
     def timed(self) -> bool:

@@ -136,7 +136,7 @@ LOGS = {
         r"time (?P<seconds>[\d.,]+) s loss (?P<loss>[\d.,]+)",
         "time 1,25 s loss 3,5\ntime 0,750 s loss 3,125\n",
         "1  1.25 s  3.5\n 2  0.75 s  3.125",
-        "median 1 s a step, from 0.75 to 1.25 s",
+        "median 1 s a step, from 0.75 s to 1.25 s",
     ),
     "nan": (
         r"time (?P<seconds>\S+) loss (?P<loss>\S+)",

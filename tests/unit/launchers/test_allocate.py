@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.allocations import PLAN, jobs_of, key_of, open_sweep, todo_of, told
 from tests.unit.allocations import made_of as allocations_of
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.launchers.allocate import array_groups
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
@@ -19,7 +20,7 @@ from ultrabench.sweep.running.attempts import AttemptsLeft
 
 ONE, TWO = sorted(price.controls(PLAN).values(), key=lambda run: run.nodes)
 HOUR = 3600.0
-START_S = price.ALLOCATION_START_S["cpu"]
+START_S = DEVICE_KINDS["cpu"].allocation_start_s
 
 
 def others(nodes, count):

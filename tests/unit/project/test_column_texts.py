@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ultrabench import column as column_module
 from ultrabench.analysis.results.columns import RESULT_TABLE, column_of
-from ultrabench.column import GPU_HOURS, NUMBER, Better, ColumnType, Source
+from ultrabench.column import GPU_HOURS, MILLISECONDS, NUMBER, Better, ColumnType, Form, Source, Unit
 from ultrabench.result import RESULT_COLUMNS
 from ultrabench.sweep.predict.predict import PREDICTION_COLUMNS
 
@@ -19,8 +20,11 @@ HOMES = {"src/ultrabench/column.py", "analysis/results/columns.py", "analysis/pa
 EXCEPTIONS = {
     "agent/diagnose/families.py": "units in lines of libraries",
     "agent/diagnose/findings.py": "units in lines of libraries",
+    "agent/health_sources.py": "GiB of a check, in a process that imports little, to start fast",
     "analysis/results/imported/units.py": "units in tables of other programs",
+    "src/ultrabench/log_patterns.py": "an MFU above 1 as a fraction, since a group that is in percent causes it",
     "src/ultrabench/quantity.py": "units that a user may write behind a setting",
+    "sweep/recommend.py": "a P(OOM) beside the limit max_p_oom, which a user sets as a plain number",
     "sweep/running/outliers.py": "an impossible MFU as a factor of the peak, since 162,853 % says less",
 }
 """File -> why it has a unit or a format of its own."""
@@ -48,8 +52,17 @@ RATE = re.compile("|".join(map(re.escape, sorted(symbol for symbol in SYMBOLS if
 SCALES = {100, 1e3, 1e6, 1e9, 1e12, 2**10, 2**20, 2**30, 1024}
 DIRECTIONS = {str(better) for better in Better if better != Better.NONE}
 DIRECTION = re.compile(rf"\b(?:{'|'.join(sorted(DIRECTIONS))}) is better\b")
-AGGREGATES = {"abs", "float", "fmean", "max", "mean", "median", "min", "round", "sorted", "sum"}
+AGGREGATES = {"abs", "astype", "float", "fmean", "max", "mean", "median", "min", "round", "sorted", "sum"}
 """Functions and methods whose result has the unit of their argument."""
+UNITS = {name: unit for name, unit in vars(column_module).items() if isinstance(unit, Unit)}
+"""Name of a constant -> the unit."""
+PRECISION = re.compile(r"\.\d+[efg]$")
+"""The end of a format that rounds, as that of a measured number does."""
+WRITTEN_SYMBOL = re.compile(
+    rf" (?:{'|'.join(map(re.escape, sorted(SYMBOLS | {'KiB', 'ms', 'TFLOP'})))})(?!\w)"
+)
+"""The symbol of a unit behind a number."""
+RATE_NAME = re.compile(r"(?:^|_)rates?$")
 FORMAT = re.compile(r"\{\w*:[^}]+\}")
 """A template of `str.format` that formats a number."""
 
@@ -69,15 +82,29 @@ def is_scale(node):
     return value in SCALES or (isinstance(node, ast.Name) and node.id in ("GIB", "unit_bytes"))
 
 
+def is_binary_scale(node):
+    return is_scale(node) and not (isinstance(node, ast.Constant) and node.value != 1024)
+
+
+def rounds(spec):
+    """Whether a format rounds to some digits."""
+    end = spec.values[-1] if spec and spec.values else None
+    return isinstance(end, ast.Constant) and PRECISION.search(end.value) is not None
+
+
 class Scope:
     """A function, or a module outside its functions, and which of its local names hold numbers of a column."""
 
     def __init__(self, nodes: list[ast.AST]) -> None:
         self.nodes = nodes
         self.column_by_name: dict[str, str] = {}
+        self.value_by_name: dict[str, ast.AST] = {}
         for _ in range(2):  # a name may follow from a name that is assigned below it, in a loop
             for target, value in self._assignments():
-                if isinstance(target, ast.Name) and (name := self.column_in(value)):
+                if not isinstance(target, ast.Name):
+                    continue
+                self.value_by_name[target.id] = value
+                if name := self.column_in(value):
                     self.column_by_name[target.id] = name
 
     def _assignments(self) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -97,7 +124,8 @@ class Scope:
             case ast.Attribute():
                 return node.attr if node.attr in NUMBERS else None
             case ast.Subscript():
-                key = node.slice.values[-1] if isinstance(node.slice, ast.JoinedStr) else node.slice
+                keys = getattr(node.slice, "values", None) or getattr(node.slice, "elts", None)
+                key = keys[-1] if keys else node.slice
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     return key.value if key.value in NUMBERS else None
                 return self.column_in(node.value)
@@ -129,11 +157,21 @@ class Scope:
             match node:
                 case ast.FormattedValue(value=value, format_spec=ast.AST()) if name := self.column_in(value):
                     yield node.lineno, f"format of {name}"
+                case ast.FormattedValue(value=value, format_spec=ast.AST() as spec) if rounds(spec):
+                    if name := self._measured_name(value):
+                        yield node.lineno, f"format of {name}"
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=unit), attr=method), args=[value, *_]) if (
+                    unit in UNITS and method.endswith("text")
+                ):
+                    if (name := self.column_in(value)) and NUMBERS[name].unit != UNITS[unit]:
+                        yield node.lineno, f"unit {unit} of {name}"
                 case ast.Call(func=function, args=args):
                     templates = [part for part in (function, *args) if self._is_format(part)]
                     owner = function.value if isinstance(function, ast.Attribute) else None
                     if templates and (name := first(map(self.column_in, filter(None, (owner, *args))))):
                         yield node.lineno, f"format of {name}"
+                case ast.BinOp(right=divisor, op=ast.Div()) if is_binary_scale(divisor):
+                    yield node.lineno, "unit of bytes"
                 case ast.BinOp(left=left, right=right, op=ast.Mult() | ast.Div()):
                     for operand, factor in ((left, right), (right, left)):
                         if is_scale(factor) and (name := self.column_in(operand) or bytes_in(operand)):
@@ -142,6 +180,29 @@ class Scope:
                     for part, text in pairwise(parts):
                         if isinstance(part, ast.FormattedValue) and isinstance(text, ast.Constant):
                             yield from self._written_units(part, text)
+                            if rounds(part.format_spec) and WRITTEN_SYMBOL.match(text.value):
+                                yield part.lineno, f"unit in {text.value!r}"
+
+    def _measured_name(self, node):
+        """What a rounded number is, if its name or a factor says that it is measured; None for other numbers."""
+        match node:
+            case ast.BinOp(left=left, right=right, op=ast.Mult()):
+                names = {getattr(part, "id", "") for part in (left, right)}
+                return first(sorted(names & {"factor", "scale"})) or first(
+                    map(self._measured_name, (left, right))
+                )
+            case ast.Subscript(slice=ast.Name(id="column")):
+                return "a column"
+            case ast.Subscript(value=value):
+                return self._measured_name(value)
+            case ast.Call(func=ast.Name(id=name), args=args) if name in AGGREGATES:
+                return first(map(self._measured_name, args))
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                value = self.value_by_name.get(name)
+                if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Name):
+                    return self._measured_name(value)
+                is_measured = name.endswith(("_bytes", "_gib", "_mib", "times_s")) or RATE_NAME.search(name)
+                return name if is_measured else None
 
     @staticmethod
     def _is_format(node):
@@ -207,12 +268,14 @@ def own_texts(text):
 
 
 def own_texts_of_script(text):
-    """(line, reason) of each line of a script that has a unit or a heading of a column, or that makes GiB of bytes."""
+    """(line, reason) of each line of a script that has a unit or a heading of a column, makes GiB, or rounds."""
     shown_words = sorted(SYMBOLS | HEADINGS | {GPU_HOURS.symbol})
     words = re.compile("|".join(rf"(?<![\w/]){re.escape(word)}(?![\w/])" for word in shown_words))
     for line_no, line in enumerate(text.splitlines(), start=1):
         code = line.partition("//")[0]
-        if words.search(code) or "GIB" in code or "2 ** 30" in code:
+        has_format = re.search(r"\.to(?:Precision|Fixed)\(|\b100 \*|\} %", code)
+        is_shown = has_format and "style:" not in code and "width:" not in code
+        if words.search(code) or "GIB" in code or "2 ** 30" in code or is_shown:
             yield line_no, line.strip()
 
 
@@ -255,6 +318,12 @@ def test_no_script_of_the_page_has_one():
         "def texts(frame):\n    return frame['source_mfu'].map('{:.4g}'.format)",
         "FIRST = ('run', 'MFU', 'peak GiB')", "LOOK = {'label': 'area: tokens/s of all GPUs'}",
         "NOTE = 'step_time_s (lower is better)'",
+        "def peaks(runs):\n    return runs[['peak_mem_bytes', 'predicted_peak_mem_bytes']].astype(float) / GIB",
+        "def part(size, factor):\n    return f'{size * factor:.2f}'", "def ram(pages):\n    return pages / 2**30",
+        "def note(times_s):\n    return f'median {median(times_s):.4g} s a step'",
+        "def loss(row, column):\n    expected = row[column]\n    return f'{expected:.6f}'",
+        "def first(series):\n    return f'{series.rates[0]:,.4g}'",
+        "def chance(run):\n    return NUMBER.bare_text(run.p_oom)", "def work(n):\n    return f'{n / 1e12:.4g} TFLOP'",
     ],
 )  # fmt: skip
 def test_a_text_made_by_hand_is_seen(text):
@@ -275,6 +344,7 @@ def test_texts_of_a_column_are_not_seen():
 
 def test_a_unit_in_a_script_is_seen():
     lines = ("const name = 'tokens/s/GPU';", "text = `${x} GiB`;", "title = 'MFU';", "bytes / 2 ** 30")
+    lines += ("hours.toPrecision(3)", "100 * mfu", "`to ${pageData.mfu_end} %`")
     for line in (*lines, "head = ['status', 'GPU hours'];"):
         assert [*own_texts_of_script(line)], line
     assert not [*own_texts_of_script("const name = headingOf(RATE); // tokens/s/GPU")]
@@ -296,3 +366,16 @@ def test_the_home_makes_the_texts(name, value, text, bare_text, bare_heading):
     assert column.text(value) == text
     assert bare_text in (None, column.unit.bare_text(value))
     assert bare_heading in (None, column.bare_heading)
+
+
+@pytest.mark.parametrize("form", Form)
+def test_a_factor_serves_all_texts_and_figures(form):
+    unit = Unit("s", form, MILLISECONDS)
+    assert (unit.drawn(0.25), unit.axis_symbol, unit.brief_text(0.25)) == (
+        250,
+        "ms",
+        "250.0 ms" if form == Form.MEMORY else "250 ms",
+    )
+    assert (unit.exact_text(0.2501234), MILLISECONDS.text(0.25)) == ("250.123 ms", "250.00 ms")
+    if form in (Form.PLAIN, Form.GROUPED):
+        assert unit.text(0.25) == {Form.PLAIN: "250 ms", Form.GROUPED: "250"}[form]

@@ -19,9 +19,7 @@ HOMES = {"src/ultrabench/kernel_config.py", "src/ultrabench/hardware.py", "sweep
 REASONS = {
     "agent/ranks/node.py": "the event probe of a report",
     "agent/ranks/rank_progress.py": "the event probe of a report",
-    "launchers/doctor/cluster_file.py": "the name of the cluster that stands for no cluster",
     "src/ultrabench/rank_report.py": "the event probe of a report",
-    "src/ultrabench/store/state.py": "the name of the cluster that stands for no cluster",
 }
 """File -> what it compares with a text that is also the name of a kind."""
 KIND = re.compile(r"(kernel|program|launcher|hardware|device)\w*\.(kind|name|device|type)$")

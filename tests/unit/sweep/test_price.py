@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.configs import refused
 from tests.unit import allocations
 from tests.unit.allocations import PLAN, first_allocations, predicted, todo_of, told, with_launcher
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
@@ -29,7 +30,7 @@ def lasts(todo):
 def test_the_price_is_that_of_every_task_and_of_every_start():
     whole = price.price_of(BIG)
     tasks = [t for job in whole.jobs for t in job.attempts]
-    starts = sum(price.ALLOCATION_START_S["cuda"] * job.nodes * 8 / 3600 for job in whole.jobs)
+    starts = sum(DEVICE_KINDS["cuda"].allocation_start_s * job.nodes * 8 / 3600 for job in whole.jobs)
     assert whole.gpu_hours == pytest.approx(sum(t.candidate.gpu_hours for t in tasks) + starts)
     parts = [*whole.runs.values(), *whole.extra.values()]
     assert sum(cost for _, cost in parts) == pytest.approx(whole.gpu_hours)
@@ -211,7 +212,9 @@ def test_all_runs_of_a_job_begin_within_its_time_limit(limits):
         limit_s = price.least_limit_s(runs_s, plan.config)
         assert limit_s <= 3600
         ends_s = limit_s - replace(allocation, limit_s=limit_s).warning_s
-        signal_s = 60.0 + price.ALLOCATION_START_S["cuda"] + runs_s  # Slurm may send it a minute too early
+        signal_s = (
+            60.0 + DEVICE_KINDS["cuda"].allocation_start_s + runs_s
+        )  # Slurm may send it a minute too early
         assert ends_s == pytest.approx(signal_s)
 
 

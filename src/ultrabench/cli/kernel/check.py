@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.cli.tables import print_json, say, show, table, warn
+from ultrabench.column import capacity_text
 from ultrabench.errors import ConfigError, SweepFolderError, counted
-from ultrabench.hardware import DEVICE_KINDS, GIB
+from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.kernel.requests import TINY, CheckSpec, check
 from ultrabench.record import to_dict
 from ultrabench.sweep.arguments import layout_of, read_arguments, require_possible
@@ -29,7 +30,9 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     num_ranks, num_cores = spec.layout.world_size, len(os.sched_getaffinity(0))
     shares_host = DEVICE_KINDS[spec.device].shares_host
     if shares_host and num_ranks > max(num_cores, 8):
-        memory_text = f"{num_ranks} processes need about {num_ranks * RANK_MEM_BYTES / GIB:.0f} GiB of memory"
+        memory_text = (
+            f"{num_ranks} processes need about {capacity_text(num_ranks * RANK_MEM_BYTES)} of memory"
+        )
         warn(f"{memory_text}, and take minutes on {counted(num_cores, 'core')}")
     ranks_text = f"{counted(num_ranks, 'process' if shares_host else 'GPU')} in {spec.precision}"
     say(f"comparing {spec.layout.label()} on {ranks_text} with one process in fp64")
@@ -73,15 +76,17 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     if layout.world_size > MAX_RANKS:
         fact = f"{layout.label()} needs {layout.world_size} processes"
         raise ConfigError(f"{fact}; the check runs at most {MAX_RANKS}: choose smaller degrees")
-    needed_gib = 2 * PARAM_STATE_BYTES * shape.num_params / GIB
-    ram_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    if needed_gib > ram_gib:
+    needed_bytes = 2 * PARAM_STATE_BYTES * shape.num_params
+    ram_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > ram_bytes:
         state_text = (
             f"{shape.num_params:,} parameters, {PARAM_STATE_BYTES} bytes each, "
             "in the layout and in one process"
         )
-        fact = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_text})"
-        raise ConfigError(f"{fact}; this machine has {ram_gib:,.0f} GiB: use a smaller model, such as tiny")
+        fact = f"model={shape.name} needs at least {capacity_text(needed_bytes)} ({state_text})"
+        raise ConfigError(
+            f"{fact}; this machine has {capacity_text(ram_bytes)}: use a smaller model, such as tiny"
+        )
     return spec
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from ultrabench.cli.tables import print_json, say, show, table
-from ultrabench.column import BYTES, MEBIBYTES, memory_axis
+from ultrabench.column import BYTES, FLOPS, MEBIBYTES, memory_axis
 from ultrabench.errors import counted
 from ultrabench.hardware import Hardware
 from ultrabench.kernel.requests import RankCost, dry_run
@@ -81,14 +81,15 @@ def _cost_document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> 
 def _show_costs(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
     """Prints memory and FLOPs of the first rank of each pipeline stage, the collectives, and whether the step fits."""
     max_cost = max(costs, key=lambda cost: cost.peak_bytes)
-    unit_name, factor = memory_axis(max_cost.peak_bytes)
-    title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {unit_name}"
+    memory_unit = memory_axis(max_cost.peak_bytes)
+    title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {memory_unit.symbol}"
     rows = []
     for cost in costs:
-        memory_texts = (f"{getattr(cost, f'{kind}_bytes') * factor:.2f}" for kind in MEMORY_KINDS)
-        flop_texts = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
+        memory_texts = (memory_unit.bare_text(getattr(cost, f"{kind}_bytes")) for kind in MEMORY_KINDS)
+        flop_texts = map(FLOPS.bare_text, (_model_flops(spec, cost), cost.hardware_flops))
         rows.append((cost.pp_rank, *memory_texts, *flop_texts))
-    number_columns = (f">{kind}" for kind in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
+    flop_names = (f"{kind} {FLOPS.axis_symbol}" for kind in ("model", "hardware"))
+    number_columns = (f">{name}" for name in (*MEMORY_KINDS, *flop_names))
     fits_text = "fits" if max_cost.peak_bytes <= hardware.mem_bytes else "does NOT fit"
     peak_text = f"largest peak {BYTES.text(max_cost.peak_bytes)} (stage {max_cost.pp_rank}) {fits_text}"
     device_text = f"{BYTES.brief_text(hardware.mem_bytes)} of {hardware.gpu}"

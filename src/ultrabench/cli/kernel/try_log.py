@@ -9,7 +9,7 @@ from typing import Any
 
 from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.cli.tables import print_json, say, show, table
-from ultrabench.column import BYTES, FRACTION
+from ultrabench.column import BYTES, FRACTION, SECONDS
 from ultrabench.errors import ConfigError, counted, nearest_name
 from ultrabench.kernel_config import SIZE_OPTIONS
 from ultrabench.log_lines import LogLine, Sighting, split_log
@@ -168,11 +168,13 @@ def _step_notes(
         yield f"a run computes the time of a step from {name}: {TIME_BY_RATE[name]} / {name}"
     times_s = [line.values["seconds"] for line in step_lines if "seconds" in line.values]
     if times_s:
-        yield f"median {median(times_s):.4g} s a step, from {min(times_s):.4g} to {max(times_s):.4g} s"
+        median_text, min_text, max_text = map(SECONDS.text, (median(times_s), min(times_s), max(times_s)))
+        yield f"median {median_text} a step, from {min_text} to {max_text}"
     if reader.divided_by:
+        undivided_text = SECONDS.text(median(times_s) * reader.divided_by)
         yield (
             f"a line is for {reader.divided_by} steps, so its time is divided by {reader.divided_by}; if it prints the "
-            f"time of one step, a step takes {median(times_s) * reader.divided_by:.4g} s: leave out the group step. A "
+            f"time of one step, a step takes {undivided_text}: leave out the group step. A "
             "run decides this by the arrival of the lines"
         )
     elif any(line.num_steps > 1 for line in step_lines) and times_s:

@@ -16,7 +16,7 @@ from ultrabench.analysis.results.columns import RATE, column_of
 from ultrabench.analysis.results.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.results.numbers import count, formula_text, params_text, rate_text, with_unit
 from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, warn
-from ultrabench.column import FLOPS_PER_S, capacity_text, memory_axis
+from ultrabench.column import FLOPS_PER_S, KIBIBYTES, MILLISECONDS, AxisUnit, capacity_text, memory_axis
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
 from ultrabench.kernel_config import ELEMENT_BYTES
@@ -162,7 +162,7 @@ def _type_table(prediction: dict[str, Any], spec: RunSpec) -> RenderableType:
             layer_type["name"],
             "" if layer_type["num_layers"] is None else layer_type["num_layers"],
             *(count(layer_type[key]) for key in ("num_params", "num_active_params", "flops_per_token")),
-            f"{layer_type['kept_bytes_per_token'] / 1024:,.1f} KiB",
+            KIBIBYTES.text(layer_type["kept_bytes_per_token"], decimals=1),
         )
         for layer_type in prediction["layer_types"]
     ]
@@ -180,7 +180,7 @@ def _published_text(spec: RunSpec, config: SweepConfig, step_time_s: float, peak
 
 def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
     """The tables of a prediction."""
-    unit_name, factor = memory_axis(prediction["peak_mem_bytes"])
+    memory_unit = memory_axis(prediction["peak_mem_bytes"])
     stages, limit_text = prediction["stages"], capacity_text(prediction["rank_mem_bytes"])
     peak_stage = max(stages, key=lambda stage: stage["peak_bytes"])
     rank_text = f"pipeline rank {peak_stage['pp_rank']}, " if len(stages) > 1 else ""
@@ -197,24 +197,21 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
             f"left out: {counted(num_modules, 'module')} for multi-token prediction in this config.json; "
             "to include such modules, set num_nextn_predict_layers in a YAML file"
         )
-    yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], factor)
+    yield _bar_table(f"\npeak memory ({peak_text})", prediction["memory"], memory_unit)
     if len(stages) > 1:
         rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
         for (phase, *sizes_bytes), equal_stages in groupby(stages, itemgetter(*stage_keys)):
             ranks = [stage["pp_rank"] for stage in equal_stages]
             ranks_text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
-            rows.append((ranks_text, phase, *(f"{num_bytes * factor:.2f}" for num_bytes in sizes_bytes)))
+            rows.append((ranks_text, phase, *map(memory_unit.bare_text, sizes_bytes)))
         columns = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
-        yield table(f"\nmemory of each pipeline rank, {unit_name}", *columns, rows=rows)
+        yield table(f"\nmemory of each pipeline rank, {memory_unit.symbol}", *columns, rows=rows)
     fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
         fit_text += ", but the allocator must release its reserve and wait"
-    peak_bytes = prediction["peak_mem_bytes"]
-    yield (
-        f"peak {peak_bytes * factor:.2f} {unit_name} of {limit_text}: "
-        f"{fit_text}, {oom_text(prediction['p_oom'])}"
-    )
-    yield _bar_table("\nstep time, ms", prediction["time"], 1e3)
+    peak_text = f"peak {memory_unit.text(prediction['peak_mem_bytes'])} of {limit_text}"
+    yield f"{peak_text}: {fit_text}, {oom_text(prediction['p_oom'])}"
+    yield _bar_table("\nstep time", prediction["time"], MILLISECONDS)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios, spec.layout.dp_overlap)
     mfu, mfu_text = prediction["mfu"], ""
@@ -274,18 +271,21 @@ def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
     return line
 
 
-def _bar_table(title: str, parts: dict[str, float], scale: float) -> RenderableType:
+def _bar_table(title: str, parts: dict[str, float], unit: AxisUnit) -> RenderableType:
     """A table with a bar for each part above 0.01 % of the sum; the largest part has the longest bar.
 
     Args:
         parts: name of a part -> its bytes or seconds.
-        scale: factor from these to the unit of `title`.
+        unit: the unit in which the table shows these.
     """
     total, max_value = sum(parts.values()), max(parts.values())
     visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * total}
     bars = {name: BAR_CHAR * round(BAR_WIDTH * value / max_value) for name, value in visible_parts.items()}
-    rows = [(n, f"{v * scale:,.2f}", f"{100 * v / total:.0f} %", bars[n]) for n, v in visible_parts.items()]
-    return table(title, "part", ">amount", ">share", "", rows=rows)
+    rows = [
+        (name, unit.bare_text(value), f"{100 * value / total:.0f} %", bars[name])
+        for name, value in visible_parts.items()
+    ]
+    return table(f"{title}, {unit.symbol}", "part", ">amount", ">share", "", rows=rows)
 
 
 def _nearest_runs(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[dict[str, Any]]:
