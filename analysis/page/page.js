@@ -246,7 +246,10 @@ function howToRead() {
       "the interval of its step time if that is wider than its target, its peak memory, " +
       "then the outcomes of all layouts";
   const sentences = [`Each cell shows ${cellText}.`];
-  if (hasMfu) sentences.push(`Colours show the ${speedName}, from purple (0) to yellow (${pageData.mfu_end} ${unitOf("mfu").axis}).`);
+  if (hasMfu) {
+    const endText = `${pageData.mfu_end} ${unitOf("mfu").axis}`;
+    sentences.push(`Colours show the ${speedName}, from purple (0) to yellow (${endText}).`);
+  }
   sentences.push("Select a cell to list its layouts.");
   if (pageData.formula) sentences.push(`${pageData.formula}.`);
   return sentences.join(" ");
