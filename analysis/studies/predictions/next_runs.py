@@ -40,7 +40,7 @@ SUBJECTS: Mapping[str, tuple[str, ...]] = {
     "rate of matrix products": ("gemm_",),
     "rate of the products of experts": ("expert_",),
     "rate and casts of fp8": ("fp8_",),
-    "rate of attention": ("attention_",),
+    "rate of attention": ("attention_", "score_"),
     "exposed tp calls": ("tp_calls", "tp_end_calls", "tp_recompute_calls"),
     "rate and latency of tp and cp calls": ("tp_",),
     "pipeline exchanges": ("pp_",),
@@ -72,8 +72,15 @@ class NextRun(NamedTuple):
 
 
 def subject_of(constant: str) -> str:
-    """What a constant of the step time is about."""
-    return next(subject for subject, prefixes in SUBJECTS.items() if constant.startswith(prefixes))
+    """What a constant of the step time is about.
+
+    Raises:
+        LookupError: SUBJECTS has no beginning of its name.
+    """
+    for subject, prefixes in SUBJECTS.items():
+        if constant.startswith(prefixes):
+            return subject
+    raise LookupError(f"no subject of {constant}")
 
 
 def candidates_of(config: SweepConfig) -> dict[CellKey, list[Candidate]]:
