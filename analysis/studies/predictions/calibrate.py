@@ -31,6 +31,8 @@ from ultrabench.sweep.predict.time_constants import TimeConstants, with_changes
 
 MIN_RUNS = 5
 """Smallest number of runs with which a fit can be checked on runs left out of it."""
+MAX_CHANCE = 0.06
+"""Largest probability of a sign test that speaks for new constants: 5 of 5 runs, or 8 of 10, have smaller errors."""
 MAX_MEDIAN_ERROR = 0.5
 """Largest median error, on runs left out of the fit, of a profile that is worth writing."""
 NOTABLE_CHANGE = 0.1
@@ -59,10 +61,9 @@ class Calibration:
 def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
     """The profile that fits the healthy runs best, starting from `base`.
 
-    Constants of the step time are those of `base` unless the loss of new ones on runs left out is smaller by the factor
-    1 + (MIN_RUNS / runs)**2: chance makes 5 runs agree more often than 20. Those
-    of memory are fitted for nanotron only, to at least 5 runs. The intervals of the runs left out are mixed with
-    those of `base`.
+    Constants of the step time are those of `base` unless new ones are clearly better on runs left out; see
+    `are_clearly_better`. Those of memory are fitted for nanotron only, to at least 5 runs. The intervals of the runs
+    left out are mixed with those of `base`.
 
     Raises:
         ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.
@@ -79,7 +80,7 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     fit = fit_time(timed_cases, base_time, level_sd_of(timed_cases, base))
     new_errors = fit.left_out_errors
     old_quality, new_quality = quality_of(old_errors), quality_of(new_errors)
-    is_better = soft_loss(new_errors) < soft_loss(old_errors) / (1 + (MIN_RUNS / num_timed) ** 2)
+    is_better = are_clearly_better(new_errors, old_errors)
     _require_close(old_errors, new_errors, base)
     memory, mem_quality, num_memory_runs = _better_memory([case.run for case in cases], base)
     num_fitted = {"step_time": is_better * num_timed, "memory": num_memory_runs}
@@ -98,6 +99,21 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         profile=profile, runs=num_timed, before=old_quality, after=new_quality, fitted=num_fitted,
         memory=mem_quality,
     )  # fmt: skip
+
+
+def are_clearly_better(new_errors: Sequence[float], old_errors: Sequence[float]) -> bool:
+    """Whether errors of the same runs are smaller than before by more than chance.
+
+    Either their loss is smaller by the factor 1 + (MIN_RUNS / runs)**2, since chance makes 5 runs agree more often than
+    20; or so many of them are smaller that chance alone would do it with a probability of at most MAX_CHANCE (sign
+    test): the first asks too much where one run that is unlike all others decides the loss.
+    """
+    num_runs = len(new_errors)
+    if soft_loss(new_errors) < soft_loss(old_errors) / (1 + 2 * (MIN_RUNS / num_runs) ** 3):
+        return True
+    num_smaller = sum(abs(new) < abs(old) for new, old in zip(new_errors, old_errors, strict=True))
+    chance = sum(math.comb(num_runs, n) for n in range(num_smaller, num_runs + 1)) / 2**num_runs
+    return chance <= MAX_CHANCE
 
 
 def level_sd_of(timed_cases: Sequence[Case], base: Profile) -> float:

@@ -19,6 +19,7 @@ from ultrabench.analysis.results.cases import cases, default_profile, exclusions
 from ultrabench.analysis.results.measured import MeasuredRun
 from ultrabench.analysis.results.nanotron_version import nanotron_version
 from ultrabench.analysis.studies.predictions.calibrate import (
+    are_clearly_better,
     calibrate,
     level_sd_of,
     moved_constants,
@@ -208,6 +209,20 @@ def test_noise_alone_does_not_make_a_profile_worse():
     calibration = fit(measured(BASE.time, 8, noise=0.05))
     assert (calibration.fitted["step_time"], calibration.profile.time) == (0, BASE.time)
     assert calibration.profile.source.startswith("step time from profile ultrabench, ")
+
+
+@pytest.mark.parametrize(
+    ("new_errors", "old_errors", "is_better"),
+    [
+        ([0.06] * 9 + [1.5], [0.24] * 10, True),  # one run that is unlike all others
+        ([0.06] * 7 + [1.5] * 3, [0.24] * 10, False),
+        ([0.05] * 5, [0.06] * 5, True),
+        ([0.05] * 4 + [0.07], [0.06] * 5, False),
+        ([0.01] * 4 + [0.2], [0.6] * 4 + [0.1], True),  # the loss of all
+    ],
+)
+def test_new_constants_are_better_than_chance_would_make_them(new_errors, old_errors, is_better):
+    assert are_clearly_better(new_errors, old_errors) == is_better
 
 
 def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
