@@ -112,7 +112,7 @@ def are_clearly_better(new_errors: Sequence[float], old_errors: Sequence[float])
     if soft_loss(new_errors) < soft_loss(old_errors) / (1 + 2 * (MIN_RUNS / num_runs) ** 3):
         return True
     num_smaller = sum(abs(new) < abs(old) for new, old in zip(new_errors, old_errors, strict=True))
-    chance = sum(math.comb(num_runs, n) for n in range(num_smaller, num_runs + 1)) / 2**num_runs
+    chance: float = sum(math.comb(num_runs, n) for n in range(num_smaller, num_runs + 1)) / 2**num_runs
     return chance <= MAX_CHANCE
 
 
