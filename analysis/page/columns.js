@@ -102,8 +102,8 @@ function text(name, cellValue) {
   if (cellValue === null || cellValue === undefined) return "";
   if (typeof cellValue === "boolean") return cellValue ? "True" : "False";
   if (typeof cellValue !== "number") return String(cellValue);
-  const { form, symbol, texts } = unitOf(name);
-  return texts[cellValue] ?? TEXT_BY_FORM[form](cellValue, symbol, unitOf(name));
+  const unit = unitOf(name);
+  return unit.texts[cellValue] ?? TEXT_BY_FORM[unit.form](cellValue, unit.symbol, unit);
 }
 
 // A number of a column without its unit, with three digits or as a whole number from 100 on.

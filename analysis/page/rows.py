@@ -192,7 +192,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "columns": columns,
         "cells": _cells_json(cells),
         "formula": formula_of_cells(cells),
-        "mfu_end": scale_end(cell.mfu and cell.mfu * PEAK_FRACTION.axis.factor for cell in cells),
+        "mfu_end": scale_end(cell.mfu and PEAK_FRACTION.drawn(cell.mfu) for cell in cells),
         "axes": [*AXES, *values_by_option],
         "orders": {name: _words_in_order(name, valid_table[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},

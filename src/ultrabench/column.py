@@ -166,7 +166,7 @@ def _percent(fraction: float) -> str:
 
 def _memory(num_bytes: float) -> str:
     """Memory in MiB or GiB, such as `512 MiB`, `9.54 GiB` or `24.5 GiB`."""
-    gib = num_bytes * BYTES.axis.factor
+    gib = BYTES.drawn(num_bytes)
     if round(gib * 1024) < 1024:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if round(gib, 2) >= 10 else f"{gib:.2f} GiB"
@@ -209,12 +209,12 @@ def capacity_text(num_bytes: float) -> str:
 
 def memory_axis(max_bytes: float) -> AxisUnit:
     """The unit of a table or figure of memory whose largest number is `max_bytes`: GiB, or MiB below one GiB."""
-    return BYTES.axis if max_bytes * BYTES.axis.factor >= 1 else MEBIBYTES
+    return BYTES.axis if BYTES.drawn(max_bytes) >= 1 else MEBIBYTES
 
 
 def fill_text(num_bytes: float, limit_bytes: float) -> str:
     """Memory that is needed beside the memory that there is, such as `668 GiB of 80`."""
-    needed, limit = (size * BYTES.axis.factor for size in (num_bytes, limit_bytes))
+    needed, limit = map(BYTES.drawn, (num_bytes, limit_bytes))
     needed_text = f"{needed:,.0f}" if needed >= 10 else f"{needed:.2f}"
     return f"{needed_text} {BYTES.axis.symbol} of {limit:.4g}"
 

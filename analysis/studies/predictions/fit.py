@@ -41,12 +41,13 @@ LEVEL_SD = 0.15
 """Standard deviation of log(constant / prior) of the other constants of the step time, where the errors of the profile
 add nothing to it."""
 ORDER_SD = 2.4
-"""The same of the constants of ORDER_NAMES."""
+"""Standard deviation of log(constant / prior) of the constants of ORDER_NAMES."""
 RUN_ERROR = 0.05
 """Error of the step time of a run, as a logarithm, that no constants explain: it pulls a fit of the step time less than
 in proportion from there on."""
 ERROR_SCALE = 0.1
-"""The same of a few constants that are fitted to many runs of several programs."""
+"""Error of the step time of a run, as a logarithm, from which it pulls a fit of a few constants to many runs of several
+programs less than in proportion."""
 MIN_EFFECT = 0.002
 """Change of the logarithm of a step time below which a constant does not matter for a run."""
 SHARE_NAMES = frozenset(name for name, hint in field_types(TimeConstants).items() if hint == Share)
@@ -258,7 +259,7 @@ def fit_with_errors(
         errors_of: returns log(measured / predicted) of each run with these values.
         scale: error from which a run pulls the fit less than in proportion.
         ridge: standard deviation of log(constant / prior), of all keys or of each one.
-        name_of: the name of the constant of a key, whose end says which values it may have.
+        name_of: the name of the constant of a key, which says what values it may have.
         tolerance: relative change of the loss at which the fit ends.
     """
     from scipy.optimize import least_squares  # it takes a second to import
