@@ -10,6 +10,7 @@ steps contradict would be measured whole; that is not simulated.
 
 import csv
 import math
+import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.result import Status
 from ultrabench.run import RunSpec, Workload
 from ultrabench.standing import NEAR_BEST, Repeat, near_best, open_contenders, standings
+from ultrabench.step_time import MIN_SAMPLES
 from ultrabench.sweep.candidate import PARTS_COST, Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.partial_steps import auto_slice
@@ -50,6 +52,13 @@ WHOLE_NOISE = 0.01
 """Standard deviation of what starts of a run differ in."""
 TURNS_NOISE = 0.005
 """Standard deviation of the time by the turns of one start, half the target of the interval of `measure=default`."""
+STEP_NOISE = 0.01
+"""Standard deviation of whole steps of one start, relative to their time. Published rows do not show it."""
+FEW_NOISE = 1.25 * STEP_NOISE / math.sqrt(MIN_SAMPLES)
+"""Standard deviation of the median of as few whole steps as have an interval: 1.25 times that of their mean."""
+FEW_INTERVAL = 1.27 * STEP_NOISE
+"""Half the expected distance between the extremes of six normal numbers, which is their interval."""
+FEW_COST = float(os.environ.get("FEW_COST", "1"))
 CONFIRMS = (3, 1)
 """Values of measure.confirm; the bars are about the first one, its default."""
 DRAWS = 10
@@ -73,6 +82,10 @@ class SimulatedRun(ReplayedRun):
     """Seconds of one turn of g1 and g2 in those of a whole step; None where whole steps are measured."""
     third_share: float = 0.0
     """The same for the third size, which the first run of a kind measures, too."""
+    few: bool = False
+    """Whether few whole steps are measured."""
+    few_noise: float = 0.0
+    """Error of the first time by few whole steps, relative to `whole_s`."""
 
     @property
     def is_partial(self) -> bool:
@@ -83,11 +96,12 @@ class SimulatedRun(ReplayedRun):
         """Seconds of the steps of one measurement, when the best step time before it was `best_s`."""
         if self.step_time_s is None:
             return 0.0
+        measure = self.measure.few_steps if self.few else self.measure
         share = 1.0 if self.pair_share is None else self.pair_share + self.third_share * has_third
         turn_s = share * self.whole_s
         if self.step_time_s > RACE_STEP_TIME_RATIO * best_s:
-            return max(self.measure.warmup_steps * turn_s, self.measure.warmup_s) + RACED_STEPS * turn_s
-        return self.measure.priced_s(turn_s)
+            return max(measure.warmup_steps * turn_s, measure.warmup_s) + RACED_STEPS * turn_s
+        return measure.priced_s(turn_s)
 
     def cost_gpu_s(self, best_s: float = math.inf) -> float:
         """GPU seconds of the run without a third size."""
@@ -98,8 +112,17 @@ class SimulatedRun(ReplayedRun):
         step_time_s = None if self.step_time_s is None else self.whole_s * (1 + self.whole_noise)
         return replace(self, pair_share=None, step_time_s=step_time_s, search_cost=1.0)
 
-    def beside_parts_s(self) -> float:
-        """Seconds of the steps of a start that measures whole steps and then parts."""
+    def screened(self) -> "SimulatedRun":
+        """The run measured by parts, or by few whole steps where no part stands for it."""
+        if self.is_partial or self.step_time_s is None:
+            return self
+        step_time_s = self.whole_s * (1 + self.few_noise)
+        return replace(self, few=True, step_time_s=step_time_s, search_cost=FEW_COST)
+
+    def confirming_s(self) -> float:
+        """Seconds of the steps of the start that confirms a screened run: few whole steps and parts, or all steps."""
+        if self.few:
+            return self.measure.priced_s(self.whole_s)
         return self.measure.priced_beside_parts_s(self.whole_s, (self.pair_share or 0.0) * self.whole_s)
 
 
@@ -144,8 +167,7 @@ def search(
         strategy: exhaustive, adaptive or partial; the first two measure whole steps.
         confirm: number of measurements of each contender.
     """
-    if strategy != "partial":
-        runs = [run.whole() for run in runs]
+    runs = [run.screened() if strategy == "partial" else run.whole() for run in runs]
     cell, bill, kinds = Replay(runs, max_p_oom), Bill(), set[tuple[str, int]]()
 
     def make(run: SimulatedRun) -> None:
@@ -182,19 +204,24 @@ def confirmed_winner(
         starts = list[tuple[SimulatedRun, bool]]()
         for contender in open_contenders(near_best(ranking, MAX_CONTENDERS)):
             run, num_starts = run_by_id[contender.run_id], len(repeats_by_id[contender.run_id])
-            starts += [(run, contender.partial)] * (1 if contender.partial else confirm - num_starts)
+            starts += [(run, contender.screened)] * (1 if contender.screened else confirm - num_starts)
         if not starts:
             return run_by_id[ranking[0].run_id] if ranking and ranking[0].best else None
-        for run, has_both in starts:
-            seconds = run.beside_parts_s() if has_both else run.steps_s()
+        for run, is_confirming in starts:
+            seconds = run.confirming_s() if is_confirming else run.steps_s()
             bill.confirm_step_h += seconds * run.layout.world_size / 3600
             bill.confirm_start_h += run.start_s * run.layout.world_size / 3600
             whole_s = run.whole_s * math.exp(draw.gauss(0, WHOLE_NOISE))
-            parts_s = (run.step_time_s or 0.0) / run.whole_s * whole_s * math.exp(draw.gauss(0, TURNS_NOISE))
-            if has_both:
-                repeats_by_id[run.run_id].append(_repeat(run.whole(), whole_s, parts_s))
+            if run.is_partial:
+                parts_s = (
+                    (run.step_time_s or 0.0) / run.whole_s * whole_s * math.exp(draw.gauss(0, TURNS_NOISE))
+                )
+                repeat = _repeat(run.whole(), whole_s, parts_s) if is_confirming else _repeat(run, parts_s)
+            elif run.few and not is_confirming:
+                repeat = _repeat(run, whole_s * math.exp(draw.gauss(0, FEW_NOISE)))
             else:
-                repeats_by_id[run.run_id].append(_repeat(run, parts_s if run.is_partial else whole_s))
+                repeat = _repeat(replace(run, few=False), whole_s)
+            repeats_by_id[run.run_id].append(repeat)
 
 
 CELL = "cell"
@@ -203,8 +230,9 @@ CELL = "cell"
 def _repeat(run: SimulatedRun, step_time_s: float, parts_s: float | None = None) -> Repeat:
     """A measurement of a run; `parts_s` is its time by parts in a start with whole steps."""
     return Repeat(
-        run_id=run.run_id, cell=CELL, status=Status.OK, rate=1 / step_time_s, ci95_rel=2 * TURNS_NOISE,
-        partial=run.is_partial, parts_ci95_rel=2 * TURNS_NOISE,
+        run_id=run.run_id, cell=CELL, status=Status.OK, rate=1 / step_time_s,
+        ci95_rel=FEW_INTERVAL if run.few else 2 * TURNS_NOISE,
+        partial=run.is_partial, screened=run.is_partial or run.few, parts_ci95_rel=2 * TURNS_NOISE,
         parts_ratio=None if parts_s is None else parts_s / step_time_s,
     )  # fmt: skip
 
@@ -226,6 +254,7 @@ def simulated(
         priced_s = run.priced_s(measure, run.prediction.step_time_s) if run.fits else 0.0
         slice_, pair_share, third_share = run.slice, None, 0.0
         whole_noise = draw.gauss(0, WHOLE_NOISE)
+        few_noise = whole_noise + draw.gauss(0, FEW_NOISE)
         error = draw.choice(errors) if slice_ else whole_noise
         if slice_:
             pair_share = run.turn_share * (slice_.g1 + slice_.g2) / sum(slice_.sizes)
@@ -233,7 +262,7 @@ def simulated(
         simulated_runs.append(
             SimulatedRun(
                 run_id=run.run_id, layout=run.layout, prediction=run.prediction, oom=oom, whole_s=whole_s,
-                whole_noise=whole_noise, search_cost=run.search_cost,
+                whole_noise=whole_noise, few_noise=few_noise, search_cost=run.search_cost,
                 step_time_s=None if oom else whole_s * max(0.05, 1 + error), measure=measure,
                 start_s=run.prediction.duration_s - priced_s, kind=run.spec.linearity_kind,
                 pair_share=pair_share, third_share=third_share,
@@ -242,7 +271,9 @@ def simulated(
     return simulated_runs
 
 
-def replayed(case: Case, run: ReplayedRun, profile: Profile, measure: Measure, error: float) -> SimulatedRun:
+def replayed(
+    case: Case, run: ReplayedRun, profile: Profile, measure: Measure, error: float, few_noise: float
+) -> SimulatedRun:
     """A measured run of a table, whose parts have the predicted share of a step and this error."""
     shares = shares_of(run.layout, lambda gas: _case_s(case, profile, gas))
     whole_s = run.step_time_s or run.prediction.step_time_s
@@ -251,9 +282,15 @@ def replayed(case: Case, run: ReplayedRun, profile: Profile, measure: Measure, e
     return SimulatedRun(
         run_id=run.run_id, layout=run.layout, prediction=run.prediction, oom=run.oom, whole_s=whole_s,
         step_time_s=step_time_s, measure=measure, start_s=STARTUP_S, kind=case.run.spec.linearity_kind,
+        few_noise=few_noise,
         search_cost=PARTS_COST if shares else 1.0,
         pair_share=pair_share, third_share=third_share,
     )  # fmt: skip
+
+
+def _few_noise(draw: random.Random) -> float:
+    """Error of the time by few whole steps of one start, relative to a published time."""
+    return draw.gauss(0, math.hypot(WHOLE_NOISE, FEW_NOISE))
 
 
 def shares_of(layout: Layout, seconds_of: Callable[[int], float]) -> tuple[float, float] | None:
@@ -278,7 +315,10 @@ def playbook_cells(
     cases, profile = open_cases([str(path)], None, Path("results"), say, warn)
     case_by_id = {case.run.spec.run_id: case for case in cases}
     for runs in cells_of(cases, profile).values():
-        yield [replayed(case_by_id[run.run_id], run, profile, measure, draw.choice(errors)) for run in runs]
+        yield [
+            replayed(case_by_id[r.run_id], r, profile, measure, draw.choice(errors), _few_noise(draw))
+            for r in runs
+        ]
 
 
 def bloom_cell(
@@ -321,6 +361,7 @@ def bloom_cell(
                 run_id=spec.run_id, layout=layout, prediction=replace(prediction, p_oom=min(0.1, prediction.p_oom)),
                 oom=False, whole_s=median(times_s), step_time_s=median(times_s) * max(0.05, 1 + error),
                 measure=measure, start_s=STARTUP_S, kind=spec.linearity_kind,
+                few_noise=_few_noise(draw),
                 search_cost=PARTS_COST if shares else 1.0, pair_share=pair_share, third_share=third_share,
             )
         )  # fmt: skip

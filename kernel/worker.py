@@ -59,11 +59,11 @@ class Timing:
 
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
-        self.has_both = task.slice is not None and task.slice.has_whole_steps
+        self.has_both = task.slice is not None and task.few_steps
         """Whether whole steps are measured, and then parts of a step."""
         self.slice = None if self.has_both else task.slice
         """The parts of a step that are measured in turns; None: whole steps are measured, for now or for good."""
-        self.limits = task.measure.beside_parts if self.has_both else task.measure
+        self.limits = task.measure.few_steps if task.few_steps else task.measure
         """How many steps and seconds to warm up and to measure."""
         self.device = trainer.device
         self.is_measuring = False

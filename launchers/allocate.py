@@ -91,6 +91,7 @@ def _task(plan: Plan, folder: SweepFolder, sweep_id: str, attempt: PlannedAttemp
         best_control_ratio=best_run.control_ratio if best_run and has_same_control else None,
         traced=config.trace,
         slice=run.slice,
+        few_steps=run.few_steps,
         checkpoint=str(folder.checkpoint(save_folder, sweep_id, attempt.key))
         if config.measure.checkpoint
         else None,

@@ -10,7 +10,7 @@ from ultrabench.layout import Layout
 from ultrabench.measure import Measure
 from ultrabench.model_flops import ModelFlops, model_flops
 from ultrabench.model_shape import ModelShape
-from ultrabench.partial_step import Slice
+from ultrabench.partial_step import Slice, only_screens
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, LIKELY_OOM, Prediction
@@ -42,6 +42,9 @@ PARTS_COST = 0.12
 """What a measurement by parts of steps costs beside one by whole steps, as the search weighs it. Turns take 5 to 25 %
 of a whole step; with this value the search ends within 2 % in 96 % of simulated cells (benchmarks/measured.md)."""
 
+FEW_STEPS_COST = 1.0
+"""What a measurement by few whole steps costs beside one by all, as the search weighs it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -69,6 +72,8 @@ class Candidate:
 
     slice: Slice | None = None
     """The parts of a step by which the run is measured; None: whole steps are measured."""
+    few_steps: bool = False
+    """Whether few whole steps are measured: alone where no part stands for the run, before parts to confirm them."""
     whole_reason: str | None = None
     """Why whole steps are measured although measure.partial_steps asks for parts; None where it does not, and where
     parts are measured."""
@@ -137,7 +142,17 @@ class Candidate:
     @property
     def search_cost(self) -> float:
         """What a measurement costs beside one of whole steps, for the search."""
-        return PARTS_COST if self.slice else 1.0
+        return PARTS_COST if self.slice else FEW_STEPS_COST if self.few_steps else 1.0
+
+    @property
+    def is_screened(self) -> bool:
+        """Whether what is measured only chooses whether the run is measured again."""
+        return only_screens(self.slice, self.few_steps)
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether whole steps are measured, alone or before parts."""
+        return self.slice is None or self.few_steps
 
     @property
     def duration_s(self) -> float:
@@ -152,25 +167,24 @@ class Candidate:
     def priced_s(self, measure: Measure, step_time_s: float) -> float:
         """Seconds of all steps of a run for its price, if a whole step takes `step_time_s`."""
         turn_s = self.turn_share * step_time_s
-        if self.slice and self.slice.has_whole_steps:
+        if self.slice and self.few_steps:
             return measure.priced_beside_parts_s(step_time_s, turn_s)
-        return measure.priced_s(turn_s)
+        return (measure.few_steps if self.few_steps else measure).priced_s(turn_s)
 
-    def in_parts(self, slice_: Slice, turn_share: float, measure: Measure) -> "Candidate":
-        """The run measured by parts of a step, with its price."""
-        return self._priced_with(measure, slice=slice_, turn_share=turn_share)
-
-    def beside_parts(self, measure: Measure) -> "Candidate":
-        """The run measured by few whole steps and then by its parts in one start, with its price."""
+    def by_few_steps(self, measure: Measure) -> "Candidate":
+        """The run screened by few whole steps, with its price; itself if no parts were to be measured."""
         if self.slice is None:
             return self
-        return self._priced_with(measure, slice=replace(self.slice, has_whole_steps=True))
+        return self.measured_by(measure, slice=None, turn_share=1.0, few_steps=True)
 
-    def as_whole(self, measure: Measure) -> "Candidate":
-        """The run measured by whole steps alone, with its price."""
-        return self._priced_with(measure, slice=None, turn_share=1.0) if self.slice else self
+    def in_full(self, measure: Measure) -> "Candidate":
+        """The run measured in a way that confirms it, with its price: by few whole steps and then by its parts in one
+        start, or by all whole steps where it has no parts.
+        """
+        return self.measured_by(measure, few_steps=self.slice is not None) if self.is_screened else self
 
-    def _priced_with(self, measure: Measure, **changes: Any) -> "Candidate":
+    def measured_by(self, measure: Measure, **changes: Any) -> "Candidate":
+        """The run with `changes` in what is measured, such as `slice`, and with its price."""
         run, prediction = replace(self, **changes), self.prediction
         step_time_s = prediction.step_time_s
         saved_s = self.priced_s(measure, step_time_s) - run.priced_s(measure, step_time_s)

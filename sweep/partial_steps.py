@@ -1,4 +1,4 @@
-"""Which runs of a sweep are measured by parts of a step, and with how many micro-batches: `measure.partial_steps`."""
+"""Which runs of a sweep are screened by parts of a step, and with how many micro-batches: `measure.partial_steps`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +17,8 @@ MEMORY_TOLERANCE = 0.01
 alone, which all are on the device."""
 
 
-def slice_or_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> Slice | str:
-    """The slice by which a run is measured, or why its steps are measured whole.
+def whole_steps_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False) -> str | None:
+    """Why all whole steps of a run are measured, whatever its layout; None where its layout decides.
 
     Args:
         is_traced: whether steps are traced after the measured ones.
@@ -31,9 +31,14 @@ def slice_or_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = False)
         return "measure.checkpoint=true, which saves during whole steps"
     if is_traced:
         return "trace=true, which shows a whole step"
+    return None
+
+
+def slice_or_reason(layout: Layout, measure: Measure) -> Slice | str:
+    """The slice by which a layout is screened, or why no part of a step stands for it."""
     if isinstance(measure.partial_steps, str):
-        return auto_slice(spec.layout)
-    return listed_slice(spec.layout, *measure.partial_steps)
+        return auto_slice(layout)
+    return listed_slice(layout, *measure.partial_steps)
 
 
 def auto_slice(layout: Layout) -> Slice | str:

@@ -32,7 +32,7 @@ from ultrabench.sweep.candidate import (
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import WEAK, Axes, ListedLayout, SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
-from ultrabench.sweep.partial_steps import MEMORY_TOLERANCE, slice_or_reason
+from ultrabench.sweep.partial_steps import MEMORY_TOLERANCE, slice_or_reason, whole_steps_reason
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.predict import Predictor, too_large_text
@@ -428,13 +428,15 @@ class CellPlan:
         return self._with_slice(candidate) if candidate.runs else candidate
 
     def _with_slice(self, run: Candidate) -> Candidate:
-        """The run with the parts of a step by which measure.partial_steps measures it."""
+        """The run with the parts of a step, or the few whole steps, by which measure.partial_steps screens it."""
         measure = self.config.measure
         if measure.partial_steps == "off":
             return run
-        slice_ = slice_or_reason(run.spec, measure, is_traced=self.config.trace)
+        if reason := whole_steps_reason(run.spec, measure, is_traced=self.config.trace):
+            return replace(run, whole_reason=reason)
+        slice_ = slice_or_reason(run.layout, measure)
         if isinstance(slice_, str):
-            return replace(run, whole_reason=slice_)
+            return run.measured_by(measure, few_steps=True, whole_reason=slice_)
         largest_part, *smaller_parts = (
             self.predictor.predict(run.spec.with_gas(size)) for size in reversed(slice_.sizes)
         )
@@ -442,7 +444,7 @@ class CellPlan:
         turn_s = sum(part.step_time_s for part in (largest_part, *smaller_parts))
         peak_ratio = prediction.peak_mem_bytes / largest_part.peak_mem_bytes
         slice_ = replace(slice_, keeps_memory=peak_ratio <= 1 + MEMORY_TOLERANCE)
-        return run.in_parts(slice_, turn_s / prediction.step_time_s, measure)
+        return run.measured_by(measure, slice=slice_, turn_share=turn_s / prediction.step_time_s)
 
 
 def _candidates(cell_plan_and_layouts: tuple[CellPlan, list[Layout]]) -> list[Candidate]:

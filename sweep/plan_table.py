@@ -36,8 +36,8 @@ Warn = Callable[[str], None]
 _COLUMN_BY_FIELD = {field: column.name for field, column in PREDICTION_COLUMNS.items()}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 SLICE_COLUMNS = ("slice", "whole_reason")
-"""Columns of a plan whose runs are measured by parts of steps, as far as they can: the parts as JSON, or why whole
-steps are measured. Other plans lack them."""
+"""Columns of a plan whose runs are screened: by which parts or how few whole steps, as JSON, and why no parts are
+measured. Other plans lack them."""
 RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
     *_COLUMN_BY_FIELD.values(), *SLICE_COLUMNS,
@@ -69,27 +69,28 @@ def columns_of_run(spec: RunSpec) -> Row:
 class _PlannedSlice(msgspec.Struct):
     """The column `slice` of a plan."""
 
-    slice: Slice
-    turn_share: float
+    slice: Slice | None = None
+    turn_share: float = 1.0
+    few_steps: bool = False
 
 
 def _slice_columns(candidate: Candidate) -> Row:
     """The columns of SLICE_COLUMNS."""
     text = None
-    if candidate.slice:
-        planned = _PlannedSlice(candidate.slice, candidate.turn_share)
+    if candidate.is_screened:
+        planned = _PlannedSlice(candidate.slice, candidate.turn_share, candidate.few_steps)
         text = msgspec.json.encode(planned).decode()
     return dict(zip(SLICE_COLUMNS, (text, candidate.whole_reason), strict=True))
 
 
 @functools.lru_cache(maxsize=256)  # many runs have equal ones
-def _planned_slice(text: str | None) -> _PlannedSlice | None:
-    """The column `slice` of a run; None where whole steps are measured.
+def _planned_slice(text: str | None) -> _PlannedSlice:
+    """The column `slice` of a run, which is null where all whole steps are measured.
 
     Raises:
         ConfigError, msgspec.DecodeError: the text is damaged.
     """
-    return msgspec.json.decode(text, type=_PlannedSlice) if text else None
+    return msgspec.json.decode(text, type=_PlannedSlice) if text else _PlannedSlice()
 
 
 def _decision(candidate: Candidate) -> str:
@@ -102,7 +103,7 @@ def _decision(candidate: Candidate) -> str:
 def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     """The candidates as a table, in the order given."""
     candidates = [*candidates]
-    has_slices = any(c.slice or c.whole_reason for c in candidates)
+    has_slices = any(c.is_screened or c.whole_reason for c in candidates)
     rows = [
         {
             "order": position,
@@ -405,7 +406,8 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             peak_flops_per_s=peak.flops_per_s if peak else None,
             mfu_problem=peak.mfu_problem if peak else None,
             flops_formula=formula,
-            slice=planned_slice.slice if planned_slice else None,
+            slice=planned_slice.slice,
+            few_steps=planned_slice.few_steps,
             whole_reason=row.get("whole_reason"),
-            turn_share=planned_slice.turn_share if planned_slice else 1.0,
+            turn_share=planned_slice.turn_share,
         )

@@ -88,6 +88,7 @@ def classify(
     step_time_ci95_rel = RunResult(
         status=result.status,
         step_times_s=tuple(step_times_s),
+        screened=True if task.is_screened else None,
         arrival_error_s=arrival_error_s,
         **columns_of_parts,
     ).step_time_ci95_rel
@@ -108,6 +109,7 @@ def classify(
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if step_time_ci95_rel is None else step_time_ci95_rel <= measure.target_ci95_rel,
         step_times_s=tuple(step_times_s),
+        screened=True if task.is_screened else None,
         rank_step_times_s=extreme_medians_s([rank.measured_seconds(measure) for rank in progress.ranks]),
         loss_final=_compared_loss(reporter, measure),
         loss_step=measure.loss_step,
@@ -132,7 +134,7 @@ def without_unlike(result: RunResult, task: Task) -> RunResult:
     Losses and gradients of another batch are not compared, the mean power of a part has another share of waiting, and
     the peak of the memory stays only where the formulas say that it is that of whole steps.
     """
-    if task.slice is None or task.slice.has_whole_steps:
+    if task.slice is None or task.few_steps:
         return result
     blanks: Columns = dict.fromkeys(("loss_final", "gradient_norm", "power_w_mean"))
     if not task.slice.keeps_memory:
@@ -151,7 +153,7 @@ def _part_columns(reporter: RankProgress, task: Task) -> Columns:
     whole_step_times_s = parts.whole_step_times_s
     beside_whole: Columns = {"parts_step_time_s": median(whole_step_times_s)}
     return {
-        **(beside_whole if task.slice.has_whole_steps else {"measured_gas": parts.slice.text}),
+        **(beside_whole if task.few_steps else {"measured_gas": parts.slice.text}),
         "parts_ci95_rel": ci95_rel(whole_step_times_s),
         "departure": parts.departure,
         "extrapolation_error_rel": extrapolation_error_rel(

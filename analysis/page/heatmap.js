@@ -43,7 +43,7 @@ function tally(runs) {
       [count(({ row }) => isOom(row)), oomWord],
       [count(({ row }) => tierOf(row) === 1 && !isOom(row)), "failed"],
       [count(({ row }) => isSuspect(row)), "suspect"],
-      [count(({ row }) => isOk(row) && isPartial(row)), "in parts"],
+      [count(({ row }) => screening(row) !== null), "screened"],
       [count(({ row }) => tierOf(row) === 2), "pending"],
       [count(({ row }) => tierOf(row) === 3), "skipped"],
     ];

@@ -26,8 +26,8 @@ from ultrabench.analysis.results.cells import (
     made_with,
     mfu_problems,
     nodes_text,
-    parts_of_steps,
     repeats_failed,
+    screened_rows,
     set_apart,
 )
 from ultrabench.analysis.results.columns import BOOL, GROUPS, RESULT_TABLE
@@ -182,7 +182,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "made_with": ". ".join(
             (
                 *(() if public else mfu_problems(table)),
-                *parts_of_steps(table),
+                *screened_rows(table),
                 *foreign_load(table),
                 *Environments(table).notes,
                 made_with(table),

@@ -38,9 +38,8 @@ function shownText(name, row, numberOf = value) {
   if (name === "memory") return memoryOf(row);
   if (name === "place") {
     const isSlower = value("stopped", row) === pageData.names.slower,
-      mark = isSlower ? "slower" : isSuspect(row) ? "suspect" : null,
-      inParts = isOk(row) && isPartial(row) ? "in parts" : null;
-    return [mark, inParts].filter(Boolean).join(", ") || value("state", row);
+      mark = isSlower ? "slower" : isSuspect(row) ? "suspect" : null;
+    return [mark, screening(row)].filter(Boolean).join(", ") || value("state", row);
   }
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const valueText = text(name, numberOf(name, row)),

@@ -35,9 +35,15 @@ function mayWin(row) {
   return isMeasured(row) && value("suspect", row) === null;
 }
 
-// Whether parts of steps were measured, which choose contenders, but do not say which one is the best.
+// Whether parts of steps alone were measured.
 function isPartial(row) {
   return value("measured_gas", row) !== null;
+}
+
+// How an ok row was screened, which chooses contenders, but does not say which one is the best; null if in full.
+function screening(row) {
+  if (!isOk(row) || !value("screened", row)) return null;
+  return isPartial(row) ? "in parts" : "few steps";
 }
 
 // Half the interval of the time of a whole step by the turns of parts alone; null where it is unknown.
@@ -111,34 +117,38 @@ function standings(cell, isShown) {
       ? 0
       : (value("control_ci95_rel", row) ?? controlInterval.get(allocationOf(row)) ?? 0);
   const measuredByContender = Map.groupBy(competing, (row) => value("contender", row));
-  // The value and interval of each repeat by parts of a run with whole steps, as if its start had measured these, too.
+  const start = (repeat) => ({
+    number: comparedValue(repeat),
+    width: Math.hypot(relativeInterval(repeat), controlWidth(repeat)),
+  });
+  // The value and interval of each repeat that screened a run which was measured in full, as if whole steps had been
+  // measured in its start.
   const otherStarts = (repeats) => {
-    const byParts = repeats.filter(isPartial);
-    if (byParts.length === repeats.length) return [];
+    const screened = repeats.filter(screening),
+      byFewSteps = screened.filter((row) => !isPartial(row)).map(start);
+    if (screened.length === repeats.length) return [];
     const own = wholeByParts(repeats),
       contender = value("contender", repeats[0]),
       environment = contender.slice(value("run_id", repeats[0]).length),
       controlRows = measuredByContender.get(`${value("control", repeats[0])}${environment}`),
       ofControl =
         comparedColumn === RATE ? { ratio: 1, interval: 0 } : controlRows && wholeByParts(controlRows);
-    if (!own || !ofControl) return [];
-    return byParts
-      .filter((row) => partsInterval(row) !== null)
-      .map((row) => ({
-        number: (comparedValue(row) * ofControl.ratio) / own.ratio,
-        width: Math.hypot(partsInterval(row), own.interval, ofControl.interval, controlWidth(row)),
-      }));
+    if (!own || !ofControl) return byFewSteps;
+    return byFewSteps.concat(
+      screened
+        .filter((row) => isPartial(row) && partsInterval(row) !== null)
+        .map((row) => ({
+          number: (comparedValue(row) * ofControl.ratio) / own.ratio,
+          width: Math.hypot(partsInterval(row), own.interval, ofControl.interval, controlWidth(row)),
+        })),
+    );
   };
   const runs = [...rowByContender].map(([contender, row]) => {
     const measuredRepeats = measuredByContender.get(contender) ?? [],
-      wholeRepeats = measuredRepeats.filter((repeat) => !isPartial(repeat)),
-      repeats = wholeRepeats.length ? wholeRepeats : measuredRepeats,
+      fullRepeats = measuredRepeats.filter((repeat) => !screening(repeat)),
+      repeats = fullRepeats.length ? fullRepeats : measuredRepeats,
       comparedValues = repeats.map(comparedValue);
-    const starts = repeats.map((repeat, n) => ({
-      number: comparedValues[n],
-      width: Math.hypot(relativeInterval(repeat), controlWidth(repeat)),
-    }));
-    starts.push(...otherStarts(measuredRepeats));
+    const starts = repeats.map(start).concat(otherStarts(measuredRepeats));
     const medianValue = comparedValues.length ? median(comparedValues) : comparedValue(row);
     const interval = comparedValues.length
       ? [
@@ -152,16 +162,16 @@ function standings(cell, isShown) {
       run: value("run_id", row),
       value: medianValue ?? -Infinity,
       interval,
-      partial: repeats.length > 0 && !wholeRepeats.length,
+      screened: repeats.length > 0 && !fullRepeats.length,
       tier: tierOf(row),
     };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);
-  const [best] = runs.filter(({ interval, partial }) => interval && !partial).sort(byValue);
+  const [best] = runs.filter(({ interval, screened }) => interval && !screened).sort(byValue);
   for (const run of runs) {
     run.best = run === best;
     run.asGood =
-      !run.best && !run.partial && run.interval !== null && run.interval[1] >= best.interval[0];
+      !run.best && !run.screened && run.interval !== null && run.interval[1] >= best.interval[0];
     if (run.best || run.asGood) run.tier = -1;
   }
   return runs.sort((a, b) => a.tier - b.tier || byValue(a, b));

@@ -373,17 +373,20 @@ def caveats(table: pa.Table) -> list[str]:
         for examples, description in examples_by_text
         if examples
     ]
-    other_lines = (parts_of_steps(table), left_out(table), mfu_problems(table), foreign_load(table))
+    other_lines = (screened_rows(table), left_out(table), mfu_problems(table), foreign_load(table))
     return [*example_lines, *chain(*other_lines), *Environments(table).notes]
 
 
-def parts_of_steps(table: pa.Table) -> list[str]:
-    """A line that counts the rows that were measured by parts of steps."""
-    num_partial = len(table) - table["measured_gas"].null_count
-    if not num_partial:
+def screened_rows(table: pa.Table) -> list[str]:
+    """A line that counts the rows that only screened their runs."""
+    num_screened = len(table) - table["screened"].null_count
+    if not num_screened:
         return []
-    fact = f"{num_partial:,} of {counted(len(table), 'row')} measured by parts of steps (measured_gas)"
-    return [f"{fact}; only whole steps decide which run is the best, and heatmaps show only their numbers"]
+    num_partial = len(table) - table["measured_gas"].null_count
+    counts = (num_partial, "by parts of steps"), (num_screened - num_partial, "by few whole steps")
+    how_text = ", ".join(f"{count:,} {how}" for count, how in counts if count)
+    fact = f"{num_screened:,} of {counted(len(table), 'row')} screened ({how_text})"
+    return [f"{fact}; only runs measured in full can be the best, and heatmaps show only their numbers"]
 
 
 def foreign_load(table: pa.Table) -> list[str]:
@@ -426,7 +429,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         text[:1].upper() + text[1:]
         for text in (
             f"Layouts: {layouts_text}",
-            *parts_of_steps(table),
+            *screened_rows(table),
             *left_out(table),
             *mfu_problems(table),
             *foreign_load(table),

@@ -137,6 +137,7 @@ _GROUPS: dict[str, tuple[Column, ...]] = {
         better=Better.LOWER),
         Column("num_steps_measured", INT, "Length of step_times_s."),
         RESULT_COLUMNS["measured_gas"],
+        RESULT_COLUMNS["screened"],
         RESULT_COLUMNS["extrapolation_error_rel"],
         RESULT_COLUMNS["parts_step_time_s"],
         RESULT_COLUMNS["parts_ci95_rel"],

@@ -25,16 +25,16 @@ def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigE
     """The refusal of runs that are all left out.
 
     Args:
-        runs: one row for each run, with the columns status, suspect, suspect_codes, stopped and measured_gas.
+        runs: one row for each run, with the columns status, suspect, suspect_codes, stopped and screened.
         conclusion: what no run can do, such as `none can win`.
         noun: what a row is, such as `repeat`.
     """
     is_ok = runs["status"] == Status.OK
     suspect_runs = runs[is_ok & runs["suspect"].notna()]
     is_stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
-    is_partial = is_ok & runs["suspect"].isna() & ~is_stopped & runs["measured_gas"].notna()
+    is_screened = is_ok & runs["suspect"].isna() & ~is_stopped & runs["screened"].notna()
     reasons = [(len(suspect_runs), "suspect"), (int(is_stopped.sum()), "stopped early as slower")]
-    reasons += [(int(is_partial.sum()), "measured by parts of steps alone")]
+    reasons += [(int(is_screened.sum()), "only screened, by parts of steps or few whole steps")]
     reasons += [(n, str(status)) for status, n in runs.loc[~is_ok, "status"].value_counts().items()]
     texts = [f"{n:,} {reason}" for n, reason in reasons if n]
     if len(suspect_runs):
@@ -44,8 +44,8 @@ def none_left(runs: pd.DataFrame, conclusion: str, noun: str = "run") -> ConfigE
         return ConfigError(fact, _remedy(suspect_runs["suspect_codes"]))
     if is_stopped.any():
         return ConfigError(fact, f"to measure every run in full, launch under another name= with {IN_FULL}")
-    if is_partial.any():
-        return ConfigError(fact, "launch the sweep again: it measures the best ones by whole steps")
+    if is_screened.any():
+        return ConfigError(fact, "launch the sweep again: it measures the best ones in full")
     todo = "see why: ultrabench plot failures" if len(runs) else "launch a sweep: ultrabench sweep launch"
     return ConfigError(fact, todo)
 

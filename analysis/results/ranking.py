@@ -64,11 +64,11 @@ def _why_unranked(rows: Sequence[Row]) -> str:
         "without a value to rank by",
         "but stopped early as slower than the best",
         "but suspect",
-        "by parts of steps, which no whole step has confirmed yet",
+        "only screened, by parts of steps or few whole steps",
     )
 
     def code(row: Row) -> int:
-        if row["stopped"] != SLOWER and row["measured_gas"]:
+        if row["stopped"] != SLOWER and row["screened"]:
             return 3
         return 2 if row["suspect"] else 1 if row["stopped"] == SLOWER else 0
 
@@ -122,14 +122,14 @@ _WINNER_COLUMNS = (
 _FURTHER_COLUMNS = (
     "run_id", "status", "rule", "reason", "suspect", "suspect_codes", "stopped", "sweep", "allocation",
     "control", "control_ratio", "control_ci95_rel", "repeat", "attempt", "source", "step_time_s",
-    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom", "measured_gas", "parts_step_time_s",
+    "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom", "measured_gas", "screened", "parts_step_time_s",
     "parts_ci95_rel",
 )  # fmt: skip
 """Further columns that rankings need."""
 _REPEAT_COLUMNS = (
     "run_id", "cell", "competes_in", "allocation_key", "control", "status", "stopped", "suspect", "rate",
     "control_ratio", "width",
-    "ci_reached", "control_ci95_rel", "is_partial", "parts_ci95_rel", "parts_ratio",
+    "ci_reached", "control_ci95_rel", "is_partial", "is_screened", "parts_ci95_rel", "parts_ratio",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
 
@@ -348,6 +348,7 @@ class Ranking:
             allocation_key=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rank_values,
             is_partial=frame["measured_gas"].notna(),
+            is_screened=frame["screened"].eq(other=True),
             width=frame["step_time_ci95_rel"] if follows_step_time else None,
             parts_ratio=frame["parts_step_time_s"] / frame["step_time_s"] if follows_step_time else None,
         )

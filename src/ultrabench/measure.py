@@ -15,8 +15,8 @@ PARAM_STATE_BYTES = 12
 WRITE_BYTES_PER_S = 1e9
 """Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
 
-WARMUP_BESIDE_PARTS = 2
-"""Most whole steps before the measured ones in a start that also measures parts, unless the loss is compared later."""
+FEW_WARMUP_STEPS = 2
+"""Most steps before the measured ones in a start with few whole steps, unless the loss is compared later."""
 
 
 PartialSteps = Annotated[
@@ -88,21 +88,19 @@ class Measure:
         return max(self.warmup_steps * step_time_s, self.warmup_s) + measured_s
 
     @property
-    def beside_parts(self) -> "Measure":
-        """How whole steps are measured that parts follow in the same start: by the fewest steps with an interval.
+    def few_steps(self) -> "Measure":
+        """How few whole steps are measured: the fewest that have an interval.
 
         Each of them is the mean of many micro-batches, so that its noise is small, and the start is as warm after the
         first ones as after as many seconds of others. They reach the step whose loss is compared.
         """
-        warmup_steps = max(min(self.warmup_steps, WARMUP_BESIDE_PARTS), self.loss_step - MIN_SAMPLES)
-        return replace(self, warmup_steps=warmup_steps, min_steps=MIN_SAMPLES)
+        warmup_steps = max(min(self.warmup_steps, FEW_WARMUP_STEPS), self.loss_step - MIN_SAMPLES)
+        return replace(self, warmup_steps=warmup_steps, min_steps=MIN_SAMPLES, max_steps=MIN_SAMPLES)
 
     def priced_beside_parts_s(self, step_time_s: float, turn_s: float) -> float:
-        """Seconds of all steps of a run for its price, if a start measures whole steps and then turns of parts."""
-        few = self.beside_parts
-        warmup_s = max(few.warmup_steps * step_time_s, self.warmup_s)
-        turns_s = (self.min_steps + self.max_steps) // 2 * turn_s
-        return warmup_s + max(few.min_steps * step_time_s, self.min_s) + turns_s
+        """Seconds of all steps of a run for its price, if a start measures few whole steps and then turns of parts."""
+        num_turns = (self.min_steps + self.max_steps) // 2
+        return self.few_steps.priced_s(step_time_s) + num_turns * turn_s
 
     def checkpoint_s(self, num_params: int, nodes: int) -> float:
         """Seconds of two saves and a load of the state for the price of a run."""

@@ -4,8 +4,11 @@ All micro-batches of a step are alike, so that its time is a constant (bubble, r
 a multiple of their number. A run measures steps of two sizes g1 < g2 in turns (g1, g2, g2, g1, ...), in which what
 drifts cancels. Each turn gives a time of the whole step. These times are moved together so that their median, which is
 the step time of any run, is their mean: that of many micro-batches, like a whole step. What the turns cannot show is
-that the time is no straight line: a third size shows it as the departure. A run that may be the best of its cell
-measures a few whole steps first, and then parts, in one start.
+that the time is no straight line: a third size shows it as the departure.
+
+A start that *screens* a run chooses whether the run is measured again, but does not say that it is the best: it
+measures parts alone or, where no part stands for the run, few whole steps. The start that confirms a run measures few
+whole steps before its parts, or all whole steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +35,6 @@ class Slice:
     """The departure of the same schedule and ZeRO stage as another run has measured it; None where none has."""
     wider: int | None = None
     """The number that replaces g2 where the interval misses its target; None: g2 stays."""
-    has_whole_steps: bool = False
-    """Whether whole steps are measured first in the same start, as those of a run that may be the best of its cell."""
     keeps_memory: bool = True
     """Whether whole steps need as much memory as these, by the formulas of the prediction."""
 
@@ -59,6 +60,16 @@ class Slice:
     def order(self, turn: int) -> tuple[int, ...]:
         """The sizes in the order of turn number `turn`, counted from 0: every other turn goes backwards."""
         return self.sizes if turn % 2 == 0 else self.sizes[::-1]
+
+
+def only_screens(slice_: Slice | None, few_steps: bool) -> bool:
+    """Whether a start only chooses runs to measure again, by parts alone or by few whole steps alone.
+
+    Args:
+        slice_: the parts that are measured; None: whole steps alone are.
+        few_steps: whether few whole steps are measured, before the parts if there are any.
+    """
+    return (slice_ is not None) != few_steps
 
 
 def step_s(slice_: Slice, turn: Turn, num_microbatches: int) -> float:

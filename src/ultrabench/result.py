@@ -249,6 +249,10 @@ class RunResult:
         "Micro-batches of the measured steps, such as 4,8, if the time of a whole step follows from them; "
         "null: whole steps were measured."
     )
+    screened: bool | None = column(
+        "Whether the number only chose which runs to measure again, by parts of steps or by few whole steps: "
+        "such a row is not the best of its cell. null: it was measured in full."
+    )
     extrapolation_error_rel: float | None = column(
         "How much the time of a whole step may differ from the straight line through the measured parts, "
         "relative to it; step_time_ci95_rel of a run without whole steps holds it. null: no parts.",
@@ -398,6 +402,11 @@ class RunResult:
     def is_partial(self) -> bool:
         """Whether parts of steps were measured, and no whole step."""
         return self.measured_gas is not None
+
+    @property
+    def is_screened(self) -> bool:
+        """Whether its number only chose whether the run was measured again, so that it is not the best of its cell."""
+        return bool(self.screened)
 
     @property
     def parts_interval_rel(self) -> float | None:

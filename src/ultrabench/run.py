@@ -17,7 +17,7 @@ from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.model_words import FIELDS_BY_WORD, model_words, pipeline_words
-from ultrabench.partial_step import Slice
+from ultrabench.partial_step import Slice, only_screens
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
@@ -195,6 +195,8 @@ class Task(AttemptRecord):
     another name is invalid."""
     slice: Slice | None = None
     """The parts of a step that are measured for whole steps of `spec`; None: whole steps are measured."""
+    few_steps: bool = False
+    """Whether few whole steps are measured, before the parts if there are any."""
     probe: bool = False
     """Whether devices and links of the allocation are measured instead of training."""
     traced: bool = False
@@ -211,9 +213,14 @@ class Task(AttemptRecord):
     @property
     def largest_spec(self) -> RunSpec:
         """The run with the largest steps that its ranks run: `spec`, or that of the largest part."""
-        if self.slice is None or self.slice.has_whole_steps:
+        if self.slice is None or self.few_steps:
             return self.spec
         return self.spec.with_gas(max(self.slice.all_sizes))
+
+    @property
+    def is_screened(self) -> bool:
+        """Whether what it measures only chooses whether its run is measured again."""
+        return only_screens(self.slice, self.few_steps)
 
     @property
     def forked(self) -> bool:

@@ -8,9 +8,10 @@ where all of a cell are suspect, these compete. If all that compete were measure
 in one environment, their ratios to the control are compared, since allocations differ; else their rates. A run counts,
 and is shown, with the median of the repeats that compete, which lies between two of an even number.
 The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their 95 %
-intervals overlap. A run that was measured by parts of steps alone is neither the best nor as good, and repeats by parts
-do not count beside whole steps. Only the interval holds them, if one start has measured both: the ratio in it makes
-whole steps of the parts of other starts, which show what starts differ in.
+intervals overlap. A run that was only screened, by parts of steps or by few whole steps, is neither the best nor as
+good, and repeats that screened a run do not count beside those that measured it in full. Only the interval holds them,
+since they show what starts differ in: few whole steps as they are, and parts if one start has measured both, with the
+ratio of whole steps to parts in it.
 """
 
 import math
@@ -54,7 +55,9 @@ class Repeat(NamedTuple):
     """Half the 95 % interval of the step time of the control layout beside it, relative to that; None in tables of
     earlier versions: that of the control runs of its allocation."""
     partial: bool = False
-    """Whether parts of steps were measured, which choose contenders, but do not say which one is the best."""
+    """Whether parts of steps alone were measured."""
+    screened: bool = False
+    """Whether it chooses contenders, but does not say which one is the best: by parts alone, or by few whole steps."""
     parts_ci95_rel: float | None = None
     """Half the 95 % interval of the step time by the turns of parts alone, relative to it; None where it is unknown."""
     parts_ratio: float | None = None
@@ -94,8 +97,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the intervals of all these repeats met the target of the measurement; None where this is unknown."""
     suspect: str | None = None
     """Why the measurement is suspect; None if it is not."""
-    partial: bool = False
-    """Whether it was measured by parts of steps alone, so that it is neither the best nor as good."""
+    screened: bool = False
+    """Whether it was only screened, so that it is neither the best nor as good."""
     by_control: bool = False
     """Whether ratios to the control are compared in this cell."""
     best: bool = False
@@ -169,17 +172,17 @@ START_SD = 0.01
 def open_contenders(contenders: Sequence[Standing]) -> list[Standing]:
     """Those of the contenders of a cell that may still be the best one, or as good, and need more measurements.
 
-    A contender needs no more if whole steps of it were measured and are slower than those of the best one by more than
-    the joint interval of both. Steps do not show what starts differ in, so that the half-width of a run with n starts
+    A contender needs no more if it was measured in full and is slower than the best one by more than the joint
+    interval of both. Steps do not show what starts differ in, so that the half-width of a run with n starts
     is at least 2 START_SD / sqrt(n), and that of a single start holds both.
     """
-    whole = [s for s in contenders if s.may_win and not s.partial and s.value]
-    best = min(whole, key=_value_key, default=None)
+    full = [s for s in contenders if s.may_win and not s.screened and s.value]
+    best = min(full, key=_value_key, default=None)
     if best is None:
         return [*contenders]
 
     def is_behind(standing: Standing) -> bool:
-        if standing.partial or not standing.value or not best.value:
+        if standing.screened or not standing.value or not best.value:
             return False
         gap = abs(math.log(best.value / standing.value))
         return gap > math.hypot(_half_width(best), _half_width(standing))
@@ -207,7 +210,7 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
     control_cis = _control_cis(repeat for _, repeat in competing) if by_control else {}
     pairs_by_run = _group_by_run(competing)
     whole_by_parts = {run: _whole_by_parts(pairs) for run, pairs in pairs_by_run.items()}
-    competing_by_run = {run: _whole_ones(pairs) for run, pairs in pairs_by_run.items()}
+    competing_by_run = {run: _full_ones(pairs) for run, pairs in pairs_by_run.items()}
     other_starts_by_run = {
         run: _other_starts(pairs, whole_by_parts, by_control) for run, pairs in pairs_by_run.items()
     }
@@ -221,10 +224,10 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
         )
         for run, repeats_of_run in _group_by_run(repeats).items()
     ]
-    whole_drafts = [s for s in drafts if s.interval is not None and not s.partial]
-    best = min(whole_drafts, key=_value_key, default=None)
+    full_drafts = [s for s in drafts if s.interval is not None and not s.screened]
+    best = min(full_drafts, key=_value_key, default=None)
     best_low = best.interval[0] if best and best.interval else math.inf  # lower end of its interval
-    as_good_ids = {id(s) for s in whole_drafts if s is not best and s.interval and s.interval[1] >= best_low}
+    as_good_ids = {id(s) for s in full_drafts if s is not best and s.interval and s.interval[1] >= best_low}
     flagged_standings = [(s, s is best, id(s) in as_good_ids) for s in drafts]
     flagged_standings.sort(key=lambda entry: _place_key(entry[0], entry[1] or entry[2]))
     return [
@@ -255,9 +258,9 @@ def _whole_by_parts(repeats: Sequence[_IndexedRepeat]) -> _Ratio | None:
     return _Ratio(median(1 / (r.parts_ratio or 1.0) for r in both), median(cis))
 
 
-def _whole_ones(repeats: Sequence[_IndexedRepeat]) -> list[_IndexedRepeat]:
-    """The repeats of a run that were measured by whole steps; all if none was."""
-    return [pair for pair in repeats if not pair[1].partial] or [*repeats]
+def _full_ones(repeats: Sequence[_IndexedRepeat]) -> list[_IndexedRepeat]:
+    """The repeats of a run that measured it in full; all if none did."""
+    return [pair for pair in repeats if not pair[1].screened] or [*repeats]
 
 
 def _other_starts(
@@ -265,20 +268,23 @@ def _other_starts(
     whole_by_parts: Mapping[tuple[str, str | None], _Ratio | None],
     by_control: bool,
 ) -> list[Repeat]:
-    """The repeats by parts of a run with whole steps, as if whole steps had been measured in their starts, too.
+    """The repeats that screened a run which was measured in full, as if whole steps had been measured in their starts.
 
     Args:
         whole_by_parts: run_id and environment of each run -> the ratio of its whole steps to its parts.
         by_control: whether ratios to the control layout are compared, whose parts differ from its whole steps, too.
     """
-    by_parts, first = [repeat for _, repeat in repeats if repeat.partial], repeats[0][1]
-    if len(by_parts) == len(repeats):
+    screened, first = [repeat for _, repeat in repeats if repeat.screened], repeats[0][1]
+    if len(screened) == len(repeats):
         return []
+    by_parts = [repeat for repeat in screened if repeat.partial]
+    by_few_steps = [repeat for repeat in screened if not repeat.partial]
     ratio, control_ratio = whole_by_parts[first.run_id, first.environment], None
     if by_control and first.control:
         control_ratio = whole_by_parts.get((first.control, first.environment))
         ratio = ratio if control_ratio else None
-    return [*filter(None, (_as_whole(repeat, ratio, control_ratio) for repeat in by_parts))]
+    as_whole = (_as_whole(repeat, ratio, control_ratio) for repeat in by_parts)
+    return [*by_few_steps, *filter(None, as_whole)]
 
 
 def _as_whole(repeat: Repeat, ratio: _Ratio | None, control_ratio: _Ratio | None) -> Repeat | None:
@@ -372,7 +378,7 @@ def _standing(
         rate_interval=rate_interval,
         ci_reached=False if False in reached else True if reached == {True} else None,
         suspect=representative.suspect,
-        partial=representative.partial,
+        screened=representative.screened,
         by_control=by_control,
         competing=tuple([index for index, _ in competing]),
         num_repeats=len(ended_statuses),

@@ -224,7 +224,7 @@ def next_attempts(
     is_sure_by_run = outliers.contradicted_runs(state, config.hardware.device)
     contradicted_cells = {run.cell for run in plan.runs if is_sure_by_run.get(run.run_id)}
     open_runs = [
-        run.as_whole(config.measure) if run.cell in contradicted_cells else run
+        run.by_few_steps(config.measure) if run.cell in contradicted_cells else run
         for run in plan.runs
         if run.run_id not in oom_id_by_run
     ]
@@ -232,21 +232,21 @@ def next_attempts(
         queued_ids = {key.run_id for key in keys_under_way if key.repeat < config.repeats}
         open_runs = _begun_and_proposed(config, finder, open_runs, queued_ids)
     todo = finder.todo_of(open_runs, range(config.repeats))
-    if config.measure.confirm > config.repeats or any(run.slice for run in open_runs):
+    if config.measure.confirm > config.repeats or any(run.is_screened for run in open_runs):
         unsettled_cells = {attempt.candidate.cell for attempt in todo}
         settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
         best_ids = contender_ids(settled_runs, state, config.hardware.device) | is_sure_by_run.keys()
         best_runs = [run for run in settled_runs if run.run_id in best_ids]
-        # Whole steps in one start say which run is the best, in a second one if they contradict parts.
+        # A start that measures a run in full says which run is the best, a second one if it contradicts parts.
         for num_starts in (1, 2):
-            runs_in_parts = [
-                r for r in best_runs if r.slice and num_starts <= 1 + (r.run_id in is_sure_by_run)
+            screened_runs = [
+                r for r in best_runs if r.is_screened and num_starts <= 1 + (r.run_id in is_sure_by_run)
             ]
-            beside_parts = [run.beside_parts(config.measure) for run in runs_in_parts]
-            todo += finder.todo_of(beside_parts, range(num_starts - 1, num_starts))
-        whole_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_partial}
-        whole_ids -= {attempt.key.run_id for attempt in todo}
-        confirmed_runs = [run for run in best_runs if run.run_id in whole_ids]
+            in_full = [run.in_full(config.measure) for run in screened_runs]
+            todo += finder.todo_of(in_full, range(num_starts - 1, num_starts))
+        full_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_screened}
+        full_ids -= {attempt.key.run_id for attempt in todo}
+        confirmed_runs = [run for run in best_runs if run.run_id in full_ids]
         todo += finder.todo_of(confirmed_runs, range(config.repeats, config.measure.confirm))
     todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
     untried_node_counts = frozenset[int]()
@@ -266,8 +266,8 @@ def next_attempts(
 
 
 def num_starts(run: Candidate, config: SweepConfig) -> int:
-    """Number of starts in which a contender is measured: one of a run with parts has whole steps, too."""
-    return max(config.measure.confirm, config.repeats + (run.slice is not None))
+    """Number of starts in which a contender is measured: one of a screened run measures it in full."""
+    return max(config.measure.confirm, config.repeats + run.is_screened)
 
 
 def attempts_after(
@@ -361,6 +361,14 @@ def _is_read_in_log(result: RunResult) -> bool:
     return result.cause in (UNMEASURED, "non_finite_loss", "bad_report") and result.measured_by != "report"
 
 
+def _stands_for(run: Candidate, result: RunResult) -> bool:
+    """Whether an ok result has measured as much as is asked of the run: whole steps if not parts alone, and in full
+    unless the run is only screened.
+    """
+    is_enough = run.is_screened or not result.is_screened
+    return is_enough and not (run.has_whole_steps and result.is_partial)
+
+
 @dataclass(frozen=True, slots=True)
 class _AttemptFinder:
     """Finds the next attempts of runs from the retry policy and the state of the whole sweep."""
@@ -400,9 +408,8 @@ class _AttemptFinder:
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            needs_whole_steps = run.slice is None or run.slice.has_whole_steps
-            if oks and needs_whole_steps and all(ok.is_partial for ok in oks.values()):
-                continue  # parts of steps stand for no whole step
+            if oks and not any(_stands_for(run, ok) for ok in oks.values()):
+                continue
             # Control runs of one allocation are not independent, so that they count as one repeat.
             allocations = {attempt.allocation for attempt in attempts if attempt.ok}
             if allocations & control_allocations:

@@ -103,7 +103,7 @@ def with_measured_times(plan: Plan, state: SweepState) -> Plan:
         if departure is not None and run.slice and run.slice.third:
             slice_ = replace(run.slice, third=None, departure=departure)
             turn_share = run.turn_share * sum(slice_.sizes) / sum(run.slice.sizes)
-            run = run.in_parts(slice_, turn_share, measure)
+            run = run.measured_by(measure, slice=slice_, turn_share=turn_share)
         factor = factor_by_cell.get(run.cell, usual_factor) if factor_by_cell and run.fits else 1.0
         start_excess_s = excess_s[run.nodes]
         if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
@@ -358,14 +358,12 @@ def planned_jobs(
         priced_nodes.add(nodes)
         control = control_by_key.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
-        if control and not all(_is_in_parts(attempt.candidate) for attempt in group):
-            # Whole steps are compared with whole steps of the control layout, and parts with its parts.
-            control = control.beside_parts(config.measure)
+        if control:
+            control = _beside(control, [attempt.candidate for attempt in group], config.measure)
             group = [
                 replace(attempt, candidate=control) if attempt.key.run_id == control_id else attempt
                 for attempt in group
             ]
-        if control:
             other_attempts = [attempt for attempt in group if attempt.key.run_id != control_id]
             first_controls = [attempt for attempt in group if attempt.key.run_id == control_id]
             num_repeats = _num_control_repeats(len(other_attempts), config)
@@ -384,8 +382,13 @@ def planned_jobs(
         )
 
 
-def _is_in_parts(run: Candidate) -> bool:
-    return run.slice is not None and not run.slice.has_whole_steps
+def _beside(control: Candidate, runs: Iterable[Candidate], measure: Measure) -> Candidate:
+    """The control run of an allocation with these runs: in full beside a run in full, else as it is screened.
+
+    Whole steps are compared with whole steps of the control layout, and parts with its parts.
+    """
+    is_compared = any(run.has_whole_steps if control.slice else not run.is_screened for run in runs)
+    return control.in_full(measure) if is_compared else control
 
 
 def _with_controls_between(
@@ -564,8 +567,8 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     end_repeat = {run.run_id: num_starts(run, plan.config) for run in contenders}
     return [
         PlannedAttempt(
-            # The first further start has whole steps, too.
-            candidate=run.beside_parts(plan.config.measure) if repeat == repeats else run,
+            # The first further start measures a screened run in full.
+            candidate=run.in_full(plan.config.measure) if repeat == repeats else run,
             key=AttemptKey(run.run_id, repeat, 0),
         )
         for repeat in range(repeats, max(end_repeat.values(), default=0))
@@ -593,8 +596,8 @@ def committed_gpu_hours(
         run = run_by_id.get(key.run_id)
         if run is None:
             return 0.0
-        # Later repeats of a run that is measured by parts may have whole steps, too, which cost more.
-        return (run if key.repeat < plan.config.repeats else run.beside_parts(measure)).gpu_hours
+        # Later repeats of a run that is screened may measure it in full, which costs more.
+        return (run if key.repeat < plan.config.repeats else run.in_full(measure)).gpu_hours
 
     start_s, total_gpu_hours = _allocation_start_s(plan, state, held_s), 0.0
     for name, allocation in state.allocations.items():

@@ -83,7 +83,7 @@ class SweepProgress:
     best: tuple[tuple[Candidate, Standing], ...]
     """The best run of each cell so far, sorted by cell."""
     unconfirmed: int
-    """Number of cells in which a run is the fastest by parts of steps alone, so that it is not called the best."""
+    """Number of cells in which a run is the fastest that was only screened, so that it is not called the best."""
     result_by_run: dict[str, RunResult]
     """run_id -> the result of its standing attempt, for ok runs."""
     node_warnings: tuple[str, ...]
@@ -231,7 +231,7 @@ def progress_of(
         eta_s=eta_s,
         runs_per_hour=_runs_per_hour(state),
         best=tuple((run_by_id[standing.run_id], standing) for standing in best.values()),
-        unconfirmed=sum(leader.partial for leader in leaders),
+        unconfirmed=sum(leader.screened for leader in leaders),
         result_by_run={run_id: a.ok for run_id, a in attempt_by_run.items() if a.ok},
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         nodes_not_used=blame.node_lines,

@@ -3,7 +3,7 @@
 import msgspec
 
 from tests.parity.fault import planted
-from ultrabench import result, standing
+from ultrabench import result, run, standing
 from ultrabench.agent.ranks import rank_progress
 from ultrabench.kernel import step, worker
 from ultrabench.kernel.rank import clock
@@ -52,10 +52,22 @@ def certain_line(right, own_ci95_rel, error_rel):
     return own_ci95_rel
 
 
-@planted(standing, "_standing", unit="words.test_partial_step.test_no_part_is_the_best")
+@planted(standing, "_standing", unit="words.test_partial_step.test_no_screened_run_is_the_best")
 def unconfirmed_winner(right, *args):
-    """A run that is measured by parts alone may be the best."""
-    return msgspec.structs.replace(right(*args), partial=False)
+    """A run that was only screened, by parts or by few whole steps, may be the best."""
+    return msgspec.structs.replace(right(*args), screened=False)
+
+
+@planted(run, "only_screens", unit="words.test_partial_step.test_what_only_screens_a_run")
+def few_steps_in_full(right, slice_, few_steps):
+    """A number of few whole steps passes for one that was measured in full, so that it wins unconfirmed."""
+    return slice_ is not None and not few_steps
+
+
+@planted(standing, "_full_ones", unit="words.test_partial_step.test_no_screened_run_is_the_best")
+def lucky_screening(right, repeats):
+    """The number that chose a run counts beside the one that confirms it."""
+    return [*repeats]
 
 
 @planted(

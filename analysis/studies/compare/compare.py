@@ -232,13 +232,13 @@ def _rows_by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[R
 
 
 def _measured_alike(rows_a: Sequence[Row], rows_b: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The rows of a layout in A and B that are compared: without those of parts of steps if both have whole steps."""
+    """The rows of a layout in A and B that are compared: without screened ones if both were measured in full."""
 
-    def without_parts(rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if row["measured_gas"] is None]
+    def in_full(rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if not row["screened"]]
 
-    whole_a, whole_b = without_parts(rows_a), without_parts(rows_b)
-    return (whole_a, whole_b) if run_times_s(whole_a) and run_times_s(whole_b) else (rows_a, rows_b)
+    full_a, full_b = in_full(rows_a), in_full(rows_b)
+    return (full_a, full_b) if run_times_s(full_a) and run_times_s(full_b) else (rows_a, rows_b)
 
 
 def _part_sentences(layouts: pd.DataFrame) -> Iterator[str]:

@@ -37,16 +37,17 @@ CELLS = {
 }  # fmt: skip
 """Number of nodes -> the runs of a cell, the control first."""
 RESULTS = st.builds(
-    lambda status, ticks, stopped, throttled, driver, environment, parts, beside: replace(
+    lambda status, ticks, stopped, throttled, driver, environment, parts, few, beside: replace(
         OK, status=Status(status), step_times_s=tuple(ticks / 100 + extra for extra in (0.0, 0.001, -0.001)),
         stopped=stopped, throttled=throttled, driver_version=driver, env_id=f"{environment}{driver}" * 8,
         kernel_digest=environment, measured_gas=parts, extrapolation_error_rel=0.02 if parts else None,
-        parts_step_time_s=beside if not parts else None, parts_ci95_rel=0.01 if parts or beside else None,
+        screened=True if parts or few else None, parts_step_time_s=beside if not (parts or few) else None,
+        parts_ci95_rel=0.01 if parts or (beside and not few) else None,
     ),
     st.sampled_from(["ok", "ok", "ok", "ok", "crash", "oom"]), st.integers(20, 40),
     st.sampled_from([None, None, None, SLOWER]), st.sampled_from([None, None, None, "power"]),
     st.sampled_from("12"), st.sampled_from("aaab"),
-    st.sampled_from([None, None, "2,4"]), st.sampled_from([None, 0.25, 0.33]),
+    st.sampled_from([None, None, "2,4"]), st.sampled_from([False, False, True]), st.sampled_from([None, 0.25, 0.33]),
 )  # fmt: skip
 REPEATS = st.tuples(
     st.sampled_from([1, 2]), st.integers(0, 3), st.integers(0, 1), st.sampled_from("xyz"), RESULTS
@@ -103,11 +104,11 @@ def best_by_answer(folder):
     columns_of_a = {"run_id": "run_id_a", "step_time_s": "step_time_a_s"}
     rows_of_a = [row | {name: row[name_in_a] for name, name_in_a in columns_of_a.items()} for row in compared]
     times = {(row["run_id"], row["nodes"]): row for row in rows_of_a}
-    # Parts of steps that are faster than the best are measured whole before it is repeated.
-    led_by_parts = {
+    # Screened runs that are faster than the best are measured in full before it is repeated.
+    led_by_screened = {
         board[0]["nodes"]
         for board in boards
-        if any(row["measured_gas"] and (row["ranked_value"] or 0) > board[0]["ranked_value"] for row in board)
+        if any(row["screened"] and (row["ranked_value"] or 0) > board[0]["ranked_value"] for row in board)
     }
     return {
         "heatmap": best,
@@ -117,7 +118,7 @@ def best_by_answer(folder):
         },
         "page": {row["nodes"]: numbers_of(row) for row in page_rows(table) if row["nodes"] in best},
         "notebook": {row["nodes"]: numbers_of(row) for row in notebook.to_dict("records")},
-        "repeated": {n: run for n, run in best.items() if run["run_id"] in near or n in led_by_parts},
+        "repeated": {n: run for n, run in best.items() if run["run_id"] in near or n in led_by_screened},
         "compare": {
             board[0]["nodes"]: numbers_of(times[board[0]["run_id"], board[0]["nodes"]], "step_time_s")
             for board in compared_boards

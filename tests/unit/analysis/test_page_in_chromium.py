@@ -282,6 +282,7 @@ def drawn_cell(seed):
     for n, repeat in itertools.product(range(draw.randint(2, 7)), range(3)):
         job, ok = draw.choice("abc"), draw.random() < 0.75
         gas = draw.choice((None, None, "2,4")) if ok else None
+        screened = True if ok and (gas or draw.random() < 0.25) else None
         yield run(
             9 * seed + n, repeat=repeat, allocation=job, control=allocations[job], model=f"m{seed:03}",
             num_params=seed + 1,
@@ -292,8 +293,8 @@ def drawn_cell(seed):
             step_time_ci95_rel=draw.choice((None, 0.01, 0.04, 0.2, 1.2)) if ok else None,
             suspect=draw.choice((None, None, None, "hot")) if ok else None,
             stopped=draw.choice((None, None, "slower_than_best")) if ok else None,
-            step_time_s=10.0 if ok else None, measured_gas=gas,
-            parts_step_time_s=draw.choice((None, 9.0, 10.5)) if ok and not gas else None,
+            step_time_s=10.0 if ok else None, measured_gas=gas, screened=screened,
+            parts_step_time_s=draw.choice((None, 9.0, 10.5)) if ok and not screened else None,
             parts_ci95_rel=draw.choice((None, 0.01, 0.03)) if ok else None,
             env_id=draw.choice("aab" if seed % 4 == 0 else "a") * 16 if ok else None, kernel_digest="x",
         )  # fmt: skip

@@ -57,23 +57,26 @@ def test_the_title_of_a_table_names_what_sets_its_cell_apart(ultrabench, tmp_pat
 
 
 def test_top_says_which_numbers_follow_from_parts_of_steps(ultrabench, tmp_path):
-    parts = {"measured_gas": "2,4"}
+    parts, few = {"measured_gas": "2,4", "screened": True}, {"screened": True}
     rows = [
         row("a" * 16, 90.0, suspect="hot", **parts), row("b" * 16, 80.0, **parts), row("c" * 16, 70.0),
-        row("d" * 16, 60.0, stopped="slower_than_best", **parts),
+        row("d" * 16, 60.0, stopped="slower_than_best", **parts), row("e" * 16, 85.0, **few),
     ]  # fmt: skip
     parquet.write_table(table_of(*rows), tmp_path / "runs.parquet")
     code, out, err = ultrabench("sweep", "top", str(tmp_path / "runs.parquet"))
     assert code == 0, err
-    marks = {line.split()[-1][0]: line for line in out.splitlines() if re.search(r"([abcd])\1{15}", line)}
+    marks = {line.split()[-1][0]: line for line in out.splitlines() if re.search(r"([abcde])\1{15}", line)}
     for run, mark in {
         "a": "suspect, in parts",
         "b": "in parts",
         "c": "best",
         "d": "slower, in parts",
+        "e": "few steps",
     }.items():
         assert f" {mark} " in marks[run]
-    assert "3 of 4 rows measured by parts of steps (measured_gas); only whole steps decide" in err
+    assert (
+        "4 of 5 rows screened (3 by parts of steps, 1 by few whole steps); only runs measured in full" in err
+    )
 
 
 def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results):

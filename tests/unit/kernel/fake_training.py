@@ -252,7 +252,13 @@ class TrainedRun:
         )
         self.spec = replace(spec, kernel=replace(spec.kernel, attention="flash"))
         task = SimpleNamespace(
-            spec=self.spec, largest_spec=self.spec, measure=limits, slice=None, traced=False, checkpoint=None
+            spec=self.spec,
+            largest_spec=self.spec,
+            measure=limits,
+            slice=None,
+            few_steps=False,
+            traced=False,
+            checkpoint=None,
         )
         report = SimpleNamespace(
             enter_part=lambda part, _: calls.append(f"part {part}"), phase=lambda _: None, microbatch=None,

@@ -40,7 +40,7 @@ class Compiling(Timing):
 
     def __init__(self, last=0):
         trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(num_graphs=0))
-        super().__init__(SimpleNamespace(measure=MEASURE, slice=None), trainer, None)
+        super().__init__(SimpleNamespace(measure=MEASURE, slice=None, few_steps=False), trainer, None)
         self.last = last
         self._value_of_rank_0 = float
 
@@ -106,7 +106,9 @@ STEP_CALLS = ["batch", "synchronize", "passes", "update", "synchronize"]
 class MeasuredRun:
     """A run that has been built and measured on the first of two ranks, each with a GPU."""
 
-    def __init__(self, recompute="none", compiles=False, measure=MEASURE, slice_=None, pace=None):
+    def __init__(
+        self, recompute="none", compiles=False, measure=MEASURE, slice_=None, few_steps=False, pace=None
+    ):
         self.gpu, self.reports, self.collects_garbage = FakeGpu(), [], []
         self.trainer = FakeTrainer(self.gpu)
         if pace:
@@ -120,7 +122,13 @@ class MeasuredRun:
         layout = SimpleNamespace(recompute=recompute, gas=WHOLE_GAS)
         spec = SimpleNamespace(layout=layout, compiles=compiles, tokens_per_step=WHOLE_GAS)
         task = SimpleNamespace(
-            spec=spec, largest_spec=spec, measure=measure, slice=slice_, traced=False, checkpoint=None
+            spec=spec,
+            largest_spec=spec,
+            measure=measure,
+            slice=slice_,
+            few_steps=few_steps,
+            traced=False,
+            checkpoint=None,
         )
         fakes = {
             "TrainStep": self.trainer.build, "build_mesh": mock.Mock(), "device_progress": mock.Mock(),
@@ -173,9 +181,7 @@ def test_parts_of_a_step_are_measured_in_turns():
 
 def test_few_whole_steps_come_before_their_parts():
     """They are those of a whole run, with its loss, and stand alone for the step time."""
-    run = MeasuredRun(
-        slice_=Slice(g1=2, g2=4, has_whole_steps=True), measure=replace(MEASURE, warmup_steps=5)
-    )
+    run = MeasuredRun(slice_=Slice(g1=2, g2=4), few_steps=True, measure=replace(MEASURE, warmup_steps=5))
     steps = run.events("step")
     whole, parts = [s for s in steps if "gas" not in s], [s for s in steps if "gas" in s]
     assert [step["measured"] for step in whole] == [False] * 2 + [True] * 6
@@ -187,6 +193,15 @@ def test_few_whole_steps_come_before_their_parts():
     assert progress.part_times(MEASURE).whole_step_times_s == pytest.approx(
         [WHOLE_GAS * PASSES_S + UPDATE_S + LAUNCH_S] * 6
     )
+
+
+def test_few_whole_steps_end_after_the_fewest_with_an_interval():
+    uneven = [1.0, 1.5, 0.7, 1.2, 0.9, 1.3]
+    run = MeasuredRun(
+        few_steps=True, measure=replace(MEASURE, max_steps=50, target_ci95_rel=1e-9), pace=uneven
+    )
+    assert [step["measured"] for step in run.events("step")] == [False] * 2 + [True] * 6
+    assert run.events("done")[0]["stopped"] == "max_steps"
 
 
 def test_a_wider_slice_follows_an_interval_that_misses_its_target():

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from partial_replay import CONFIRMS, SimulatedRun, search, shares_of
+from partial_replay import SimulatedRun, search, shares_of
 
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_config
@@ -45,13 +45,14 @@ def test_the_first_run_of_a_kind_pays_for_its_third_size_and_no_other_does():
     assert bill.step_h == pytest.approx(gpu_s / 3600)
 
 
-@pytest.mark.parametrize("confirm", CONFIRMS)
-def test_runs_without_a_slice_cost_as_much_as_those_of_the_adaptive_search(confirm):
+def test_runs_without_a_slice_are_screened_by_few_whole_steps():
     runs = [run("a", 100.0, 100.0, 1, share=None), run("b", 99.0, 99.0, 2, share=None)]
-    partial, adaptive = (
-        search(runs, name, confirm, 1.0, random.Random(0)) for name in ("partial", "adaptive")
-    )
-    assert partial.all_h == adaptive.all_h > 0
+    partial, adaptive = (search(runs, name, 1, 1.0, random.Random(0)) for name in ("partial", "adaptive"))
+    assert partial.runs == adaptive.runs == 2
+    assert adaptive.confirm_step_h == 0
+    in_full_s = 8 * MEASURE.priced_s(100.0) + 16 * MEASURE.priced_s(99.0)
+    assert partial.confirm_step_h == pytest.approx(in_full_s / 3600), "contenders in full"
+    assert partial.step_h < 0.5 * adaptive.step_h
 
 
 def test_the_shares_of_parts_follow_their_times_and_none_are_where_steps_are_short():

@@ -103,7 +103,7 @@ def next_of(state, plan=PARTS):
 
 def measured(state, run, step_s, *, parts, repeat=0, **words):
     """Adds an ok attempt with steps of this length, by parts or by whole steps."""
-    of_parts = {"measured_gas": "2,4", "extrapolation_error_rel": 0.02} if parts else {}
+    of_parts = {"measured_gas": "2,4", "extrapolation_error_rel": 0.02, "screened": True} if parts else {}
     of_parts |= {"parts_ci95_rel": 0.0} if parts else {}
     return told(state, run, Status.OK, repeat, step_times_s=(step_s,) * 6, **{**of_parts, **words})
 
@@ -118,7 +118,7 @@ def planned(state, plan):
     """The attempts to make: the number of the run, the repeat, and whether whole steps are measured, too."""
     return [
         (RUNS.index(next(r for r in RUNS if r.run_id == t.key.run_id)), t.key.repeat,
-         t.candidate.slice.has_whole_steps)
+         t.candidate.has_whole_steps)
         for t in next_of(state, plan)
     ]  # fmt: skip
 
@@ -165,6 +165,45 @@ def test_a_whole_sweep_reuses_no_partial_attempt_but_parts_reuse_whole_ones():
     for n, run in enumerate(RUNS):
         measured(state, run, STEP_S + n, parts=False)
     assert next_of(state) == ()
+
+
+FEW = replace(PARTS, candidates=tuple(run.by_few_steps(PARTS.config.measure) for run in RUNS))
+"""The same runs, as if their steps were too short for parts."""
+
+
+def test_few_whole_steps_choose_and_all_confirm():
+    """One start in full among `measure.confirm`; the others screen the contenders again."""
+    measure = replace(FEW.config.measure, confirm=3)
+    plan, state = replace(FEW, config=replace(FEW.config, measure=measure)), SweepState()
+
+    def todo():
+        return [(t.key.run_id, t.key.repeat, t.candidate.few_steps) for t in next_of(state, plan)]
+
+    assert todo() == [(run.run_id, 0, True) for run in RUNS]
+    for n, run in enumerate(RUNS):
+        measured(state, run, 1.0 + n / 2, parts=False, screened=True)
+    first = RUNS[0].run_id
+    assert (best_of(state), todo()) == ([], [(first, 1, False)])
+    measured(state, RUNS[0], 1.01, parts=False, repeat=1)
+    assert (best_of(state), todo()) == ([first], [(first, 2, True)])
+    measured(state, RUNS[0], 1.02, parts=False, repeat=2, screened=True)
+    (ranking,) = standings_of(RUNS, state, "cpu").values()
+    assert (todo(), ranking[0].num_competing) == ([], 1)
+    rate = RUNS[0].spec.tokens_per_step / 1.01 / RUNS[0].layout.world_size
+    assert ranking[0].rate == pytest.approx(rate), "the number that confirmed it counts alone"
+    whole = replace(plan, candidates=make_plan(load_config(IN_PARTS)).candidates)
+    whole_runs = {t.key.run_id for t in next_of(state, whole) if not t.candidate.is_screened}
+    assert whole_runs == {run.run_id for run in RUNS} - {first}, "a sweep in full reuses no screened run"
+
+
+def test_a_screened_run_is_priced_by_its_few_steps():
+    measure, step_s = FEW.config.measure, RUNS[0].prediction.step_time_s
+    few, full = FEW.runs[0], FEW.runs[0].in_full(FEW.config.measure)
+    assert (few.is_screened, full.is_screened, few.in_full(measure).in_full(measure)) == (True, False, full)
+    assert full.duration_s - few.duration_s == pytest.approx(
+        measure.priced_s(step_s) - measure.few_steps.priced_s(step_s)
+    )
+    assert measure.few_steps.min_steps == measure.few_steps.max_steps == 6
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3])
@@ -250,7 +289,7 @@ def test_parts_cost_less_and_the_whole_steps_of_contenders_are_in_the_price():
     assert num_whole == num_parts
     assert parts_hours < 0.6 * whole_hours
     candidates = [t.candidate for job in parts.jobs for t in job.attempts]
-    (confirming,) = [run for run in candidates if run.slice.has_whole_steps]
+    (confirming,) = [run for run in candidates if run.has_whole_steps]
     run = next(run for run in RUNS if run.run_id == confirming.run_id)
     step_s = run.prediction.step_time_s
     assert confirming.duration_s - run.duration_s == pytest.approx(
@@ -273,11 +312,14 @@ def test_the_control_is_whole_beside_whole_steps():
     other = RUNS[1]
     config = with_launcher(PARTS.config, control=True)
     plan = replace(PARTS, config=config)
-    for runs, is_whole in ((RUNS[1:3], False), ([other.beside_parts(config.measure), RUNS[2]], True)):
+    few = RUNS[2].by_few_steps(config.measure)
+    for runs, is_whole in (
+        (RUNS[1:3], False), ([other.in_full(config.measure), RUNS[2]], True), ([other, few], True),
+    ):  # fmt: skip
         todo = tuple(PlannedAttempt(candidate=run, key=key_of(run, 1)) for run in runs)
         (job,) = planned_jobs(plan, AttemptsLeft(todo=todo, num_waiting=0), SweepState())
         controls = [t.candidate for t in job.attempts if t.key.run_id == job.control]
-        assert {run.slice.has_whole_steps for run in controls} == {is_whole}
+        assert {run.has_whole_steps for run in controls} == {is_whole}
 
 
 def test_the_plan_file_keeps_the_parts(tmp_path):
@@ -289,20 +331,24 @@ def test_the_plan_file_keeps_the_parts(tmp_path):
     assert [(r.slice, r.turn_share, r.whole_reason) for r in read] == [
         (r.slice, r.turn_share, r.whole_reason) for r in RUNS
     ]
+    few = [run.by_few_steps(PARTS.config.measure) for run in RUNS]
+    write_plan(few, tmp_path / "few.parquet")
+    rows = read_rows(tmp_path / "few.parquet", runs_only=True)
+    assert all(r.few_steps and not r.slice for r in runs_of(read_sweep_json(folder), rows, SweepState()))
     write_plan(make_plan(load_config(IN_PARTS)).candidates, tmp_path / "whole.parquet")
     assert "slice" not in pq.read_schema(tmp_path / "whole.parquet").names
 
 
 def test_what_parts_measure_is_blank_where_whole_steps_differ():
     result = ended(loss_final=3.0, gradient_norm=1.0, power_w_mean=500.0, peak_mem_reserved_bytes=7)
-    task = SimpleNamespace(slice=RUNS[0].slice)
+    task = SimpleNamespace(slice=RUNS[0].slice, few_steps=False)
     alike = without_unlike(result, task)
     assert (alike.loss_final, alike.gradient_norm, alike.power_w_mean, alike.peak_mem_reserved_bytes) == (
         None, None, None, 7,
     )  # fmt: skip
-    unlike = SimpleNamespace(slice=replace(RUNS[0].slice, keeps_memory=False))
+    unlike = SimpleNamespace(slice=replace(RUNS[0].slice, keeps_memory=False), few_steps=False)
     assert without_unlike(result, unlike).peak_mem_reserved_bytes is None
-    beside_whole = SimpleNamespace(slice=replace(RUNS[0].slice, has_whole_steps=True))
+    beside_whole = SimpleNamespace(slice=RUNS[0].slice, few_steps=True)
     assert (
         without_unlike(result, SimpleNamespace(slice=None)) == without_unlike(result, beside_whole) == result
     )
@@ -315,9 +361,10 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     first, *reasons = partial_step_lines(mixed)
     num_parts = len(mixed.runs) - num_small
     assert first.startswith(
-        f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are measured by parts"
+        f"measure.partial_steps=auto: {num_parts} of {len(mixed.runs)} runs are screened by parts"
     )
-    assert reasons == [f"{num_small} are measured by whole steps: gas=8 is less than 3 * 4 micro-batches"]
+    assert reasons == [f"{num_small} are screened by 6 whole steps: gas=8 is less than 3 * 4 micro-batches"]
+    assert {run.is_screened for run in mixed.runs} == {True}
     assert [*partial_step_lines(make_plan(load_config(IN_PARTS)))] == []
     for setting, reason in (
         ("trace=true", "trace=true"),
@@ -325,3 +372,4 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
     ):
         plan = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", setting]))
         assert all(reason in run.whole_reason and run.slice is None for run in plan.runs)
+        assert not any(run.is_screened for run in plan.runs), "no part chooses in such a sweep"

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from random import Random
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from ultrabench.partial_step import (
     whole_step_times_s,
 )
 from ultrabench.result import RunResult, Status
+from ultrabench.run import Task
 from ultrabench.standing import Repeat, near_best, open_contenders, standings
 from ultrabench.step_time import ci95_rel
 
@@ -90,11 +92,26 @@ def test_the_interval_of_a_result_holds_the_error_of_the_line():
     assert replace(partial, extrapolation_error_rel=None).step_time_ci95_rel is None
 
 
-def test_no_part_is_the_best():
-    """Not even the fastest, nor as good as the best; whole steps of a run count in place of its parts."""
+@pytest.mark.parametrize(("slice_", "few_steps", "is_screened"), [
+    (None, False, False), (None, True, True), (Slice(g1=2, g2=4), False, True), (Slice(g1=2, g2=4), True, False),
+])  # fmt: skip
+def test_what_only_screens_a_run(slice_, few_steps, is_screened):
+    """Parts alone and few whole steps alone; together, or by all whole steps, they measure it in full."""
+    task = SimpleNamespace(slice=slice_, few_steps=few_steps)
+    assert Task.is_screened.fget(task) == is_screened
+
+
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_no_screened_run_is_the_best(is_partial):
+    """Not even the fastest, nor as good as the best; a run that was measured in full counts by that alone."""
 
     def place(*repeats):
-        rows = (Repeat(run, "cell", status=Status.OK, rate=rate, partial=part) for run, rate, part in repeats)
+        rows = (
+            Repeat(
+                run, "cell", status=Status.OK, rate=rate, partial=is_partial and screened, screened=screened
+            )
+            for run, rate, screened in repeats
+        )
         return [(s.run_id, s.rate, s.best, s.as_good) for s in standings(rows)["cell"]]
 
     assert place(("a", 9.0, True), ("b", 8.0, True)) == [("a", 9.0, False, False), ("b", 8.0, False, False)]
@@ -112,12 +129,26 @@ def test_parts_of_other_starts_show_what_starts_differ_in():
     whole = Repeat(
         "a", "cell", status=Status.OK, rate=90.0, ci95_rel=0.01, parts_ratio=0.9, parts_ci95_rel=0.0
     )
-    part = Repeat("a", "cell", status=Status.OK, rate=104.0, partial=True, parts_ci95_rel=0.02, ci95_rel=0.5)
+    part = Repeat(
+        "a",
+        "cell",
+        status=Status.OK,
+        rate=104.0,
+        partial=True,
+        screened=True,
+        parts_ci95_rel=0.02,
+        ci95_rel=0.5,
+    )
     ((alone,), (both,)) = (standings(repeats)["cell"] for repeats in ([whole], [whole, part]))
     assert (both.rate, both.competing) == (90.0, (0,)), "whole steps alone are shown"
     assert both.interval == (alone.interval[0], pytest.approx(93.6 / (1 - math.hypot(0.02, 0.01))))
     unknown = whole._replace(parts_ratio=None)
     assert standings([unknown, part])["cell"][0].interval == alone.interval
+    few = part._replace(partial=False, rate=93.6, ci95_rel=0.02)
+    (screened_first,) = standings([few, unknown])["cell"]
+    assert (screened_first.rate, screened_first.interval[1]) == (90.0, pytest.approx(93.6 / 0.98)), (
+        "as they are"
+    )
 
 
 def test_a_single_start_decides_only_beyond_what_starts_differ_in():

@@ -168,6 +168,8 @@ def _result_text(run: Candidate, result: RunResult) -> str:
     speed_text = f"{rate_text(rate)}, step {step_text}"
     if result.is_partial:
         speed_text += f" by parts of {result.measured_gas} micro-batches"
+    elif result.is_screened:
+        speed_text += " by few whole steps"
     return ", ".join(
         filter(
             None,
@@ -281,7 +283,9 @@ def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool
             yield Text(formula_text(formulas, has_experts=True))
     if progress.unconfirmed:
         cells_text = counted(progress.unconfirmed, "cell")
-        yield Text(f"{cells_text} led by parts of steps: whole steps are measured before a run is the best")
+        yield Text(
+            f"{cells_text} led by a screened run, which is measured in full before it is called the best"
+        )
     if progress.failures:
         yield Text("last failures and OOMs")
     for run, attempt in progress.failures:

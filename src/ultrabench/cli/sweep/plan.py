@@ -370,19 +370,20 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
 
 
 def partial_step_lines(plan: Plan) -> Iterator[str]:
-    """Lines about the runs that are measured by parts of steps, and why others are measured whole."""
+    """Lines about the runs that are screened by parts of steps, and why others are not."""
     setting = plan.config.measure.partial_steps
     if setting == "off":
         return
     num_parts = sum(run.slice is not None for run in plan.runs)
     setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
     fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
-    yield f"{fact} are measured by parts of steps; the best of each cell and those near it by whole steps, too"
-    num_by_reason = Counter(run.whole_reason for run in plan.runs if run.whole_reason)
-    for reason, count in num_by_reason.most_common(MAX_WHOLE_REASONS):
-        yield f"{count:,} are measured by whole steps: {reason}"
+    yield f"{fact} are screened by parts of steps; the best of each cell and those near it are measured in full, too"
+    few_text = f"screened by {counted(plan.config.measure.few_steps.min_steps, 'whole step')}"
+    num_by_reason = Counter((run.few_steps, run.whole_reason) for run in plan.runs if run.whole_reason)
+    for (few_steps, reason), count in num_by_reason.most_common(MAX_WHOLE_REASONS):
+        yield f"{count:,} are {few_text if few_steps else 'measured in full'}: {reason}"
     if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
-        yield f"{num_others:,} more are measured by whole steps; -o FILE.parquet names the reasons (whole_reason)"
+        yield f"{num_others:,} more have no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
 
 
 def _extrapolation_lines(

@@ -37,8 +37,8 @@ SHOWN_AS = {
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
 COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
-IN_PARTS = "in parts"
-"""Further mark of an ok run whose numbers follow from parts of steps; all other numbers are those of whole steps."""
+IN_PARTS, FEW_STEPS = "in parts", "few steps"
+"""Further marks of an ok run that was only screened: its numbers are those of parts of steps, or of few whole steps."""
 _TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
 CELL_COLUMNS = [*(name for name in PANEL_COLUMNS if name != "routing"), "num_params"]
@@ -149,8 +149,9 @@ def _status_text(row: Row) -> Text:
     width_text = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label_text == "best" else ""
     if status == Status.OK and row["suspect"] and label_text in ("best", "as good"):
         label_text = f"{label_text}, suspect"
-    if status == Status.OK and row["measured_gas"]:
-        label_text = IN_PARTS if label_text == str(Status.OK) else f"{label_text}, {IN_PARTS}"
+    if status == Status.OK and row["screened"]:
+        mark = IN_PARTS if row["measured_gas"] else FEW_STEPS
+        label_text = mark if label_text == str(Status.OK) else f"{label_text}, {mark}"
     style = style_of(
         status, has_caveat=bool(width_text) or "suspect" in label_text or label_text.startswith("slower")
     )
