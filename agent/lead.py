@@ -23,7 +23,7 @@ from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.column import SECONDS
 from ultrabench.device_digest import dated_digests, differences
-from ultrabench.errors import ClusterError, DiskError
+from ultrabench.errors import ClusterError, DiskError, counted
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
@@ -337,7 +337,8 @@ class Leader:
         best_s = best_step_time_s(task, self._task_results, self._allocation.control)
         if best_s is None or min(step_times_s) <= measure.race * best_s:
             return None
-        reason = f"the fastest of {len(step_times_s)} steps took {SECONDS.text(min(step_times_s))}"
+        steps_text = counted(len(step_times_s), "step" if task.slice is None or task.few_steps else "turn")
+        reason = f"the fastest of {steps_text} took {SECONDS.text(min(step_times_s))}"
         reason += f"; the best of its cell takes {SECONDS.text(best_s)}"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 

@@ -4,13 +4,12 @@
 start, warm-up and measured steps, of which two where a layout is 1.3 times slower than the best so far. Then
 contenders are measured again, by the rules of the program, until each that may still win has `measure.confirm` starts.
 With parts, layouts that `measure.partial_steps=auto` slices give their time with an error drawn from those measured on
-CPUs, and one start of a contender has whole steps, too. The winner is the best by whole steps. A cell whose parts whole
-steps contradict would be measured whole; that is not simulated.
+CPUs, others by few whole steps, and one start of a contender measures it in full. The winner is the best of these. A
+cell whose parts whole steps contradict would be screened by whole steps; that is not simulated.
 """
 
 import csv
 import math
-import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from ultrabench.result import Status
 from ultrabench.run import RunSpec, Workload
 from ultrabench.standing import NEAR_BEST, Repeat, near_best, open_contenders, standings
 from ultrabench.step_time import MIN_SAMPLES
-from ultrabench.sweep.candidate import PARTS_COST, Candidate
+from ultrabench.sweep.candidate import FEW_STEPS_COST, PARTS_COST, Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.partial_steps import auto_slice
 from ultrabench.sweep.plan import Plan, make_plan, predictor
@@ -58,7 +57,6 @@ FEW_NOISE = 1.25 * STEP_NOISE / math.sqrt(MIN_SAMPLES)
 """Standard deviation of the median of as few whole steps as have an interval: 1.25 times that of their mean."""
 FEW_INTERVAL = 1.27 * STEP_NOISE
 """Half the expected distance between the extremes of six normal numbers, which is their interval."""
-FEW_COST = float(os.environ.get("FEW_COST", "1"))
 CONFIRMS = (3, 1)
 """Values of measure.confirm; the bars are about the first one, its default."""
 DRAWS = 10
@@ -117,7 +115,7 @@ class SimulatedRun(ReplayedRun):
         if self.is_partial or self.step_time_s is None:
             return self
         step_time_s = self.whole_s * (1 + self.few_noise)
-        return replace(self, few=True, step_time_s=step_time_s, search_cost=FEW_COST)
+        return replace(self, few=True, step_time_s=step_time_s, search_cost=FEW_STEPS_COST)
 
     def confirming_s(self) -> float:
         """Seconds of the steps of the start that confirms a screened run: few whole steps and parts, or all steps."""
@@ -434,7 +432,8 @@ def print_paper(errors: Sequence[float], playbook: Path | None, bloom: Path | No
     share = bill.near / len(cells)
     say_verdict(f"winners within {REGRET:.0%}: {share:.0%}", f"{WINNER_SHARE:.0%}", share >= WINNER_SHARE)
     if playbook:
-        compare("playbook", [*playbook_cells(playbook, measure, errors, draw)], max_p_oom, draw)
+        cells = [runs for _ in range(DRAWS) for runs in playbook_cells(playbook, measure, errors, draw)]
+        compare(f"playbook, mean of {DRAWS} draws of errors", cells, max_p_oom, draw, DRAWS)
     if bloom:
         draws = [bloom_cell(bloom, measure, errors, draw) for _ in range(DRAWS)]
         compare(f"BLOOM, mean of {DRAWS} draws of errors", draws, max_p_oom, draw, DRAWS)

@@ -290,14 +290,16 @@ class Ranking:
         return rows
 
     def run_numbers(self, standing: Standing) -> Row:
-        """Column -> number of a run of which several repeats compete; empty for other runs,
-        whose row has their numbers.
+        """Column -> number of a run that its row does not have; empty for a run of a single start.
 
-        Speeds, step times and the column to rank by are medians of these repeats; the interval covers those of all.
+        Speeds, step times and the column to rank by are medians of the repeats that compete; the interval covers those
+        of all, and of the starts that screened the run.
         """
-        if standing.num_competing < 2:
-            return {}
         follows_step_time = column_of(self._rank_by).follows_step_time
+        if standing.num_competing < 2:
+            has_other_starts = standing.num_competing < standing.num_repeats - standing.num_repeats_failed
+            is_known = has_other_starts and follows_step_time and standing.ci95_rel is not None
+            return {"step_time_ci95_rel": standing.ci95_rel} if is_known else {}
         step_time_columns = [
             c.name for c in RESULT_TABLE.values() if c.follows_step_time and c.name in self.frame
         ]
