@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from random import Random
 from statistics import median
 from types import SimpleNamespace
@@ -87,25 +88,22 @@ def test_a_slice_has_two_sizes(g1, g2):
 
 def test_the_interval_of_a_result_holds_the_error_of_the_line():
     own = RunResult(status=Status.OK, step_times_s=(1.0, 1.01, 0.99, 1.0, 1.02, 0.98))
-    partial = replace(own, measured_gas="2,4", extrapolation_error_rel=0.3)
-    assert partial.step_time_ci95_rel == pytest.approx(math.hypot(own.step_time_ci95_rel, 0.3))
-    assert replace(partial, extrapolation_error_rel=None).step_time_ci95_rel is None
+    by_parts = replace(own, measured_gas="2,4", extrapolation_error_rel=0.3)
+    assert by_parts.step_time_ci95_rel == pytest.approx(math.hypot(own.step_time_ci95_rel, 0.3))
+    assert replace(by_parts, extrapolation_error_rel=None).step_time_ci95_rel is None
 
 
-@pytest.mark.parametrize(("slice_", "few_steps", "is_screened"), [
-    (None, False, False), (None, True, True), (Slice(g1=2, g2=4), False, True), (Slice(g1=2, g2=4), True, False),
-])  # fmt: skip
-def test_what_only_screens_a_run(slice_, few_steps, is_screened):
+def test_what_only_screens_a_run():
     """Parts alone and few whole steps alone; together, or by all whole steps, they measure it in full."""
-    task = SimpleNamespace(slice=slice_, few_steps=few_steps)
-    assert Task.is_screened.fget(task) == is_screened
+    pair = Slice(g1=2, g2=4)
+    tasks = (SimpleNamespace(slice=s, few_steps=few) for s in (None, pair) for few in (False, True))
+    assert [Task.is_screened.fget(task) for task in tasks] == [False, True, True, False]
 
 
-@pytest.mark.parametrize("is_partial", [True, False])
-def test_no_screened_run_is_the_best(is_partial):
+def test_no_screened_run_is_the_best():
     """Not even the fastest, nor as good as the best; a run that was measured in full counts by that alone."""
 
-    def place(*repeats):
+    def place(*repeats, is_partial):
         rows = (
             Repeat(
                 run, "cell", status=Status.OK, rate=rate, partial=is_partial and screened, screened=screened
@@ -114,14 +112,16 @@ def test_no_screened_run_is_the_best(is_partial):
         )
         return [(s.run_id, s.rate, s.best, s.as_good) for s in standings(rows)["cell"]]
 
-    assert place(("a", 9.0, True), ("b", 8.0, True)) == [("a", 9.0, False, False), ("b", 8.0, False, False)]
-    parts = [("a", 9.0, True), ("b", 8.0, True), ("c", 7.0, True)]
-    assert place(*parts, ("b", 8.5, False)) == [
-        ("b", 8.5, True, False), ("a", 9.0, False, False), ("c", 7.0, False, False),
-    ]  # fmt: skip
-    assert place(*parts, ("b", 8.5, False), ("a", 8.5, False))[:2] == [
-        ("a", 8.5, True, False), ("b", 8.5, False, True),
-    ]  # fmt: skip
+    screened = [("a", 9.0, True), ("b", 8.0, True), ("c", 7.0, True)]
+    for is_partial in (True, False):
+        placed = partial(place, is_partial=is_partial)
+        assert placed(*screened[:2]) == [("a", 9.0, False, False), ("b", 8.0, False, False)]
+        assert placed(*screened, ("b", 8.5, False)) == [
+            ("b", 8.5, True, False), ("a", 9.0, False, False), ("c", 7.0, False, False),
+        ]  # fmt: skip
+        assert placed(*screened, ("b", 8.5, False), ("a", 8.5, False))[:2] == [
+            ("a", 8.5, True, False), ("b", 8.5, False, True),
+        ]  # fmt: skip
 
 
 def test_parts_of_other_starts_show_what_starts_differ_in():
