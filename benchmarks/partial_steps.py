@@ -11,6 +11,7 @@ two layouts of each cell.
 """
 
 import argparse
+import faulthandler
 import gc
 import hashlib
 import json
@@ -98,6 +99,7 @@ def measure_rank(
     spec: RunSpec, slice_: Slice, store_path: str, rank: int
 ) -> list[tuple[str, int, float, float]]:
     """Runs in a rank: the steps in their order, each with its kind, size, seconds and CPU seconds."""
+    faulthandler.enable()  # a crash of native code leaves its stacks
     torch.set_num_threads(1)
     # A rank that moves to another core loses its caches, and two on one core wait for each other.
     cores = sorted(os.sched_getaffinity(0))
