@@ -148,3 +148,15 @@ def test_allocations_that_differ_are_compared_by_their_controls():
     repeats = [(*key, replace(OK, step_times_s=(time_s,) * 3)) for *key, time_s in times]
     answers = best_by_answer(sweep_of(repeats, (True, True, True)))
     assert [best[1]["run_id"] for best in answers.values()] == [CELLS[1][1].run_id] * len(answers)
+
+
+def test_the_interval_of_a_winner_holds_the_starts_that_screened_it_in_every_answer():
+    """Few whole steps took 0.40 s in one start, all of them 0.30 s in another."""
+    few, full = (replace(OK, step_times_s=(time_s,) * 6) for time_s in (0.4, 0.3))
+    repeats = [(1, 0, 0, "x", replace(few, screened=True)), (1, 0, 1, "y", full)]
+    answers = best_by_answer(sweep_of(repeats, (False, False, False)))
+    widths = {name: best[1].get("step_time_ci95_rel") for name, best in answers.items()}
+    known = {name: width for name, width in widths.items() if width is not None}
+    assert known.keys() >= {"top", "heatmap", "page", "notebook"}
+    assert [*known.values()] == pytest.approx([1 / 3] * len(known), rel=1e-5), widths
+    assert answers["top"][1]["step_time_s"] == pytest.approx(0.3)
