@@ -126,7 +126,7 @@ def best_by_answer(folder):
     }
 
 
-@settings(max_examples=12)  # each is a sweep of its own
+@settings(max_examples=10)  # each is a sweep of its own
 @given(st.lists(REPEATS, min_size=1, max_size=14), st.tuples(st.booleans(), st.booleans(), st.booleans()))
 def test_all_answers_name_one_winner_for_each_cell_with_the_same_numbers(repeats, with_controls):
     answers = best_by_answer(sweep_of(repeats, with_controls))
