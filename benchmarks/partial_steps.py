@@ -24,8 +24,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist, mean, median, quantiles
+from statistics import NormalDist, mean, median, quantiles, stdev
 from typing import Any
 
 import torch
@@ -199,20 +200,32 @@ def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], float], clock: str 
     """The error of a layout's parts, their interval, and their seconds beside those of as many whole steps."""
     slice_, gas, turns, _ = parts = parts_of_row(row, clock)
     line_departure = departure_by_kind.get(tuple(row["kind"]))
-    whole_s = [step[clock] for step in row["steps"] if step["kind"] == "whole"]
+    whole_s = whole_steps_beside(row, slice_, clock)
     by_turn_s = parts.whole_step_times_s
     g1, g2 = (median(turn[size] for turn in turns) for size in (slice_.g1, slice_.g2))
     pair_s = g1 + g2
     return {
         "model": row["model"], "kind": row["kind"], "gas": gas, "layout": row["layout"], "load": row["load"],
-        # Whole steps are among all blocks, so that their mean holds the same states of the machine.
         "error": median(by_turn_s) / mean(whole_s) - 1,
         "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / mean(whole_s) - 1,
         "interval": whole_step_ci95_rel(slice_, turns, gas, line_departure),
         "own_interval": ci95_rel(by_turn_s),
         "line_error": extrapolation_error_rel(slice_, turns, gas, line_departure),
         "whole_s": mean(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1, "turn_s": pair_s,
+        "whole_error": stdev(whole_s) / math.sqrt(len(whole_s)) / mean(whole_s) if len(whole_s) > 1 else math.nan,
     }  # fmt: skip
+
+
+def whole_steps_beside(row: Row, slice_: Slice, clock: str) -> list[float]:
+    """For each block of turns of this slice the mean of the whole steps before and after it, which have seen the same
+    states of the machine."""
+    steps = [step for step in row["steps"] if step["kind"] != "warmup"]
+    whole_places = [place for place, step in enumerate(steps) if step["kind"] == "whole"]
+    return [
+        (steps[before][clock] + steps[after][clock]) / 2
+        for before, after in pairwise(whole_places)
+        if sorted({step["gas"] for step in steps[before + 1 : after]})[:2] == [slice_.g1, slice_.g2]
+    ]
 
 
 def quantile_90(values: Sequence[float]) -> float:
@@ -247,6 +260,7 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
         "median_interval": median([row["interval"] for row in with_interval] or [math.nan]),
         "intervals": len(with_interval),
         "whole_spread": median(row["whole_spread"] for row in judged),
+        "whole_error": median(row["whole_error"] for row in judged),
         "step_share": turn_s / whole_s,
         "step_share_confirmed": (turn_s + confirm_s) / whole_s,
         "load": [min(row["load"] for row in judged), max(row["load"] for row in judged)],
@@ -317,6 +331,7 @@ def show(rows: Sequence[Row]) -> bool:
         ("half-width of the interval", "median_interval"),
         ("coverage without the line's error", "coverage_without_line_error"),
         ("slowest / fastest whole step of a layout - 1", "whole_spread"),
+        ("standard error of the mean of whole steps", "whole_error"),
     ):
         print(f"{name:46}{by_wall[key]:>8.1%}  by CPU time {by_cpu[key]:>7.1%}")
     return all(is_met for *_, is_met in verdicts)
