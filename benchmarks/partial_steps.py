@@ -1,11 +1,12 @@
 """Steps of few micro-batches stand for whole steps: how exact that is on CPUs, and what it saves on paper.
 
 `nice -n -15 python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128
-micro-batches a step, about 40 minutes on two cores. Each layout is measured in one set of forked ranks, each bound to a
+micro-batches a step, about 70 minutes on two cores. Each layout is measured in one set of forked ranks, each bound to a
 core: whole steps on both sides of blocks of turns of parts (whole, g1, g2, g2, g1, ..., whole, ...), so that a machine
-that slows down changes both. After the first block g2 is 3 * g1, as it becomes in runs whose interval misses its
-target. ROWS.jsonl gets a line for each layout; the same command continues after an interruption. `--quick` measures
-two layouts of each cell.
+that slows down changes both. Micro-batches are as short as they can be, so that a block takes a second or two: the
+speed of a VM's core changes within seconds. After the first block g2 is 3 * g1, as it becomes in runs whose interval
+misses its target. ROWS.jsonl gets a line for each layout; the same command continues after an interruption. `--quick`
+measures two layouts of each cell.
 
 `--paper` takes the errors of these rows and computes GPU hours of searches; see partial_replay.py.
 """
@@ -24,8 +25,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist, mean, median, quantiles
+from statistics import NormalDist, mean, median, quantiles, stdev
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ from ultrabench.partial_step import (
 )
 from ultrabench.run import RunSpec
 from ultrabench.standing import NEAR_BEST
-from ultrabench.step_time import ci95_rel
+from ultrabench.step_time import MIN_SAMPLES, ci95_rel
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
@@ -56,20 +58,20 @@ from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 CELLS = ("tiny", "tiny-gqa", "tiny-moe")
 """The models; each has one cell, of two ranks."""
 GRID = (
-    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=128", "sweep.gbs=128",
+    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=32", "sweep.gbs=128",
     "sweep.gas=[32,64,128]", "sweep.mbs=[1,2,4]", "sweep.recompute=[none,full]",
     "sweep.pp_schedule=[1f1b,interleaved,zbv]", "measure.partial_steps=auto",
 )  # fmt: skip
 LAYOUTS, QUICK_LAYOUTS = 20, 2
 """Layouts of each cell."""
-BLOCKS, BLOCK_TURNS = 7, 6
-"""Most blocks of `whole, g1, g2, g2, g1, ..., whole`, of which neighbours share a whole step, and turns of parts in
-each; 6 turns are the fewest with an interval. The first block has the first g2."""
+BLOCK_SHARE = 1.5
+"""Micro-batches of the parts of a block, `whole, g1, g2, g2, g1, ..., whole`, in those of a whole step: a straight line
+through parts is less certain than as long a whole step."""
 TARGET = 0.01
 """Half-width of the interval by the turns at which no more blocks are measured, as in `measure=default`."""
-MEASURED_S = 40.0
-"""Seconds after which no further block of a layout begins."""
-TIMEOUT_S = 300.0
+MEASURED_S = 60.0
+"""Seconds after which no further block of a layout begins; `--seconds` gives others."""
+TIMEOUT_S = 400.0
 """Longest seconds of one layout; its ranks are then ended, and it is left out."""
 NORMAL_ERRORS = 100
 """Number of errors of --error-sd, at equal steps of probability."""
@@ -96,7 +98,7 @@ def _draw(run: Candidate) -> bytes:
 
 
 def measure_rank(
-    spec: RunSpec, slice_: Slice, store_path: str, rank: int
+    spec: RunSpec, slice_: Slice, store_path: str, seconds: float, rank: int
 ) -> list[tuple[str, int, float, float]]:
     """Runs in a rank: the steps in their order, each with its kind, size, seconds and CPU seconds."""
     faulthandler.enable()  # a crash of native code leaves its stacks
@@ -125,19 +127,19 @@ def measure_rank(
     gc.collect()
     gc.freeze()
     gc.disable()
-    start_s, needs_more = time.monotonic(), torch.ones(1)
+    start_s, needs_more, num_turns = time.monotonic(), torch.ones(1), 0
     step("whole", spec.layout.gas)
-    for block in range(BLOCKS):
-        for turn in range(block * BLOCK_TURNS, (block + 1) * BLOCK_TURNS):
+    while needs_more:
+        block_turns = max(MIN_SAMPLES, round(BLOCK_SHARE * spec.layout.gas / sum(slice_.sizes)))
+        for turn in range(num_turns, num_turns + block_turns):
             for size in slice_.order(turn):
                 step(f"turn {turn}", size)
+        num_turns += block_turns
         step("whole", spec.layout.gas)
         interval = ci95_rel(parts_of(steps, spec.layout.gas).whole_step_times_s)
         is_wide = interval is None or interval > TARGET
-        needs_more.fill_(float(is_wide and time.monotonic() - start_s < MEASURED_S))
+        needs_more.fill_(float(is_wide and time.monotonic() - start_s < seconds))
         dist.broadcast(needs_more, src=0)
-        if not needs_more:
-            break
         if slice_.wider:
             slice_ = replace(slice_, g2=slice_.wider, third=None, wider=None)
     dist.destroy_process_group()
@@ -152,7 +154,7 @@ def parts_of(steps: Iterable[tuple[str, int, float, float]], gas: int) -> PartTi
     return times
 
 
-def measure(run: Candidate, known_departure: float | None) -> Row:
+def measure(run: Candidate, known_departure: float | None, seconds: float) -> Row:
     """The row of a layout; it has a third size only if no layout of its kind has shown the departure before."""
     slice_, spec = run.slice, run.spec
     assert slice_
@@ -161,7 +163,9 @@ def measure(run: Candidate, known_departure: float | None) -> Row:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ultrabench-parts-") as folder:
         ranks = range(spec.layout.world_size)
-        functions = {str(r): partial(measure_rank, spec, slice_, f"{folder}/store", r) for r in ranks}
+        functions = {
+            str(r): partial(measure_rank, spec, slice_, f"{folder}/store", seconds, r) for r in ranks
+        }
         steps_by_rank = list(run_forked(functions, TIMEOUT_S).values())
     # A step ends when its slowest rank does.
     steps = [
@@ -200,20 +204,32 @@ def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], float], clock: str 
     """The error of a layout's parts, their interval, and their seconds beside those of as many whole steps."""
     slice_, gas, turns, _ = parts = parts_of_row(row, clock)
     line_departure = departure_by_kind.get(tuple(row["kind"]))
-    whole_s = [step[clock] for step in row["steps"] if step["kind"] == "whole"]
+    whole_s = whole_steps_beside(row, slice_, clock)
     by_turn_s = parts.whole_step_times_s
     g1, g2 = (median(turn[size] for turn in turns) for size in (slice_.g1, slice_.g2))
     pair_s = g1 + g2
     return {
         "model": row["model"], "kind": row["kind"], "gas": gas, "layout": row["layout"], "load": row["load"],
-        # Whole steps are among all blocks, so that their mean holds the same states of the machine.
         "error": median(by_turn_s) / mean(whole_s) - 1,
         "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / mean(whole_s) - 1,
         "interval": whole_step_ci95_rel(slice_, turns, gas, line_departure),
         "own_interval": ci95_rel(by_turn_s),
         "line_error": extrapolation_error_rel(slice_, turns, gas, line_departure),
         "whole_s": mean(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1, "turn_s": pair_s,
+        "whole_error": stdev(whole_s) / math.sqrt(len(whole_s)) / mean(whole_s) if len(whole_s) > 1 else math.nan,
     }  # fmt: skip
+
+
+def whole_steps_beside(row: Row, slice_: Slice, clock: str) -> list[float]:
+    """For each block of turns of this slice the mean of the whole steps before and after it, which have seen the same
+    states of the machine."""
+    steps = [step for step in row["steps"] if step["kind"] != "warmup"]
+    whole_places = [place for place, step in enumerate(steps) if step["kind"] == "whole"]
+    return [
+        (steps[before][clock] + steps[after][clock]) / 2
+        for before, after in pairwise(whole_places)
+        if sorted({step["gas"] for step in steps[before + 1 : after]})[:2] == [slice_.g1, slice_.g2]
+    ]
 
 
 def quantile_90(values: Sequence[float]) -> float:
@@ -248,6 +264,7 @@ def summary(rows: Sequence[Row], clock: str = "s") -> Row:
         "median_interval": median([row["interval"] for row in with_interval] or [math.nan]),
         "intervals": len(with_interval),
         "whole_spread": median(row["whole_spread"] for row in judged),
+        "whole_error": median(row["whole_error"] for row in judged),
         "step_share": turn_s / whole_s,
         "step_share_confirmed": (turn_s + confirm_s) / whole_s,
         "load": [min(row["load"] for row in judged), max(row["load"] for row in judged)],
@@ -266,7 +283,7 @@ def contenders(judged: Sequence[Row]) -> Iterator[Row]:
         yield from near[:MAX_CONTENDERS]
 
 
-def measure_all(path: Path, count: int, say: Callable[[str], None]) -> None:
+def measure_all(path: Path, count: int, seconds: float, say: Callable[[str], None]) -> None:
     """Measures the layouts that the file has no row of; a layout that fails is said and left out."""
     rows = read(path)
     done_ids = {row["run_id"] for row in rows}
@@ -278,7 +295,7 @@ def measure_all(path: Path, count: int, say: Callable[[str], None]) -> None:
             continue
         known = departures(rows).get(run.spec.linearity_kind)
         try:
-            row = measure(run, known)
+            row = measure(run, known, seconds)
         except ChildError as error:
             say(f"{run.spec.shape.name} {run.spec.label()}: {error}")
             continue
@@ -318,6 +335,7 @@ def show(rows: Sequence[Row]) -> bool:
         ("half-width of the interval", "median_interval"),
         ("coverage without the line's error", "coverage_without_line_error"),
         ("slowest / fastest whole step of a layout - 1", "whole_spread"),
+        ("standard error of the mean of whole steps", "whole_error"),
     ):
         print(f"{name:46}{by_wall[key]:>8.1%}  by CPU time {by_cpu[key]:>7.1%}")
     return all(is_met for *_, is_met in verdicts)
@@ -329,6 +347,9 @@ def main() -> int:
         "rows", type=Path, help="file of the rows, a JSON line each; what it has is not measured again"
     )
     cli.add_argument("--quick", action="store_true", help=f"{QUICK_LAYOUTS} layouts of each cell")
+    cli.add_argument(
+        "--seconds", type=float, default=MEASURED_S, help="seconds of each layout (default: %(default)s)"
+    )
     cli.add_argument("--report", action="store_true", help="measure nothing")
     cli.add_argument("--paper", action="store_true", help="GPU hours of searches with the errors of the rows")
     cli.add_argument(
@@ -354,7 +375,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SINGLE_THREAD_ENV)
     if not (args.report or args.paper):
         say = partial(print, file=sys.stderr, flush=True)
-        measure_all(args.rows, QUICK_LAYOUTS if args.quick else LAYOUTS, say)
+        measure_all(args.rows, QUICK_LAYOUTS if args.quick else LAYOUTS, args.seconds, say)
     rows = read(args.rows)
     if not rows:
         print(f"{args.rows} has no rows; run without --report and --paper first", file=sys.stderr)

@@ -2,8 +2,8 @@
 
 All micro-batches of a step are alike, so that its time is a constant (bubble, reduction of gradients, optimizer) and
 a multiple of their number. A run measures steps of two sizes g1 < g2 in turns (g1, g2, g2, g1, ...), in which what
-drifts cancels. Each turn gives a time of the whole step. These times are moved together so that their median, which is
-the step time of any run, is their mean: that of many micro-batches, like a whole step. What the turns cannot show is
+drifts cancels. The mean times of both sizes give the time of the whole step. Each turn gives one, too; these are moved
+together so that their median, which is the step time of any run, is that of the means. What the turns cannot show is
 that the time is no straight line: a third size shows it as the departure.
 
 A start that *screens* a run chooses whether the run is measured again, but does not say that it is the best: it
@@ -13,7 +13,7 @@ whole steps before its parts, or all whole steps.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
@@ -82,33 +82,49 @@ def step_s(slice_: Slice, turn: Turn, num_microbatches: int) -> float:
     return turn[slice_.g2] + (num_microbatches - slice_.g2) * slope_s
 
 
-TRIMMED_SHARE = 0.1
-"""Share of the turns that are left out at each end, since a turn multiplies an accident by many micro-batches."""
+ACCIDENT_SPREADS = 10.0
+"""A time that lies further than so many interquartile ranges beyond the quartiles is an accident of a step."""
 
 
-def whole_step_times_s(slice_: Slice, turns: Iterable[Turn], gas: int) -> list[float]:
-    """Seconds of the whole step of `gas` micro-batches by each turn, moved so that their median is the time of the run.
+def mean_s(times_s: Sequence[float]) -> float:
+    """The mean of the seconds of steps of one size, but those of accidents.
 
-    A whole step is the sum of many micro-batches, of which some are slow, so that its time follows the mean of the
-    turns. The median of turns whose times are skewed is less. The mean is that without TRIMMED_SHARE at each end.
+    A whole step is the sum of many micro-batches, of which some are slow, so that its time follows the mean; the
+    median of steps of few micro-batches is less where their times are skewed. What happens once in a while, such as a
+    pause of a second, hardly moves the median of whole steps, but a line through two sizes would multiply it.
+    """
+    if len(times_s) < 3:
+        return fmean(times_s)
+    first, _, third = quantiles(times_s, n=4, method="inclusive")
+    margin_s = ACCIDENT_SPREADS * (third - first)
+    return fmean([seconds for seconds in times_s if first - margin_s <= seconds <= third + margin_s])
+
+
+def mean_turn(turns: Sequence[Turn], sizes: Iterable[int]) -> Turn:
+    """For each of these sizes the mean of its seconds."""
+    return {size: mean_s([turn[size] for turn in turns]) for size in sizes}
+
+
+def whole_step_times_s(slice_: Slice, turns: Sequence[Turn], gas: int) -> list[float]:
+    """Seconds of the whole step of `gas` micro-batches by each turn, moved so that their median is that of `mean_turn`,
+    which is the time of the run.
     """
     times_s = [step_s(slice_, turn, gas) for turn in turns]
     if len(times_s) < 3:
         return times_s
-    num_trimmed, sorted_s = max(1, int(TRIMMED_SHARE * len(times_s))), sorted(times_s)
-    factor = fmean(sorted_s[num_trimmed:-num_trimmed]) / median(times_s)
+    factor = step_s(slice_, mean_turn(turns, (slice_.g1, slice_.g2)), gas) / median(times_s)
     return [factor * seconds for seconds in times_s]
 
 
 def departure(slice_: Slice, turns: Sequence[Turn]) -> float | None:
     """How much more time a further micro-batch takes from g2 to the third size than from g1 to g2, as a fraction.
 
-    It is `((T(g3)-T(g2))/(g3-g2)) / ((T(g2)-T(g1))/(g2-g1)) - 1` of the median times, 0 on a straight line. The result
+    It is `((T(g3)-T(g2))/(g3-g2)) / ((T(g2)-T(g1))/(g2-g1)) - 1` of the mean times, 0 on a straight line. The result
     is None without a third size or turns, and where the larger of g1 and g2 is not the slower one.
     """
     if slice_.third is None or not turns:
         return None
-    first_s, second_s, third_s = (median(turn[size] for turn in turns) for size in slice_.sizes)
+    first_s, second_s, third_s = mean_turn(turns, slice_.sizes).values()
     slope_s = (second_s - first_s) / (slice_.g2 - slice_.g1)
     return (third_s - second_s) / (slice_.third - slice_.g2) / slope_s - 1 if slope_s > 0 else None
 
@@ -123,7 +139,7 @@ def extrapolation_error_rel(
     if departure is None or not turns:
         return None
     whole_s = median(whole_step_times_s(slice_, turns, gas))
-    g2_s = median(turn[slice_.g2] for turn in turns)
+    g2_s = mean_s([turn[slice_.g2] for turn in turns])
     return abs(departure) * max(0.0, whole_s - g2_s) / whole_s
 
 
