@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from operator import le, mul
 from typing import NamedTuple
 
 from ultrabench.layer_products import COLUMNS, ROWS, Product, Vector
@@ -213,21 +213,23 @@ def params_of_ranks(
 def _ranks(shape: ModelShape, pipeline: Pipeline, rank_set: str) -> list[tuple[int, tuple[StageLayers, ...]]]:
     """The ranks that `rank_set` asks for, each with its stages.
 
-    An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
-    1f1b, where that has more micro-batches in flight, since it sends no gradients.
+    An inner rank without the head holds no more than an earlier one with at least as many layers of each type in each
+    stage; than the first one only under 1f1b, where that has more micro-batches in flight, since it sends no gradients.
     """
     pp, virtual_stages, pp_layout, pp_schedule, full_every = pipeline
     layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule, pp_layout=pp_layout)
-    is_uniform, ranks, seen_counts = full_every < 2, [], set[tuple[int, ...]]()
+    # Where each n-th layer is computed again, equally many layers may keep different numbers of bytes.
+    compares_ranks = rank_set != EVERY and pp_schedule != "zbv" and full_every < 2
+    ranks, earlier_counts = list[tuple[int, tuple[StageLayers, ...]]](), set[tuple[int, ...]]()
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
-        layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
-        if shape.layer_types:
-            layer_counts = tuple(num for stage in stages for num in stage.num_by_kind(shape))
-        is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
-        if not is_inner or rank_set == EVERY or (rank_set != ENDS and not is_like_earlier):
-            ranks.append((rank, tuple(_stage_layers(shape, stage, full_every) for stage in stages)))
+        layer_counts = tuple([num for stage in stages for num in stage.num_by_kind(shape)])
+        is_inner, has_head = 0 < rank < pp - 1, any(stage.has_norm or stage.has_head for stage in stages)
+        is_smaller = any(all(map(le, layer_counts, counts)) for counts in earlier_counts)
+        is_left_out = rank_set == ENDS or (compares_ranks and is_smaller and not has_head)
+        if not (is_inner and is_left_out):
+            ranks.append((rank, tuple([_stage_layers(shape, stage, full_every) for stage in stages])))
         if is_inner or pp_schedule == "1f1b":
-            seen_counts.add(layer_counts)
+            earlier_counts.add(layer_counts)
     return ranks
 
 
