@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat, zip_longest
-from operator import mul
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
+from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.pipeline import Load, Work, loads
@@ -118,13 +119,47 @@ class RankBytes(NamedTuple):
     """The works among which is that of the peak."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class ParamDivision:
+    """How the ranks of a layout divide parameters and gradients, whatever the model."""
+
+    pipeline: Pipeline
+    degrees: Degrees
+    handling: ParamHandling
+
+
+_shared_division = lru_cache(maxsize=16384)(ParamDivision)
+"""Makes one object of equal divisions, such as those of layouts without ZeRO on different numbers of nodes."""
+_DIVIDING_AXES = (
+    "dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_shard", "pp_schedule", "virtual_stages", "pp_layout", "recompute",
+    "dp_overlap",
+)  # fmt: skip
+"""The axes that decide a `ParamDivision`."""
+_dividing_axes_of = attrgetter(*_DIVIDING_AXES)
+
+
+@lru_cache(maxsize=16384)  # 1,069 of the playbook's 6,576 layouts differ in it
+def _division(axis_values: tuple[int | str, ...], element: int) -> ParamDivision:
+    """How layouts with these values of `_DIVIDING_AXES` divide parameters whose numbers have `element` bytes."""
+    layout = Layout(**dict(zip(_DIVIDING_AXES, axis_values, strict=True)))
+    degrees, zero_stage = Degrees.of(layout), layout.zero_stage
+    handling = ParamHandling(
+        in_pipeline=layout.pp > 1,
+        halves_backward=layout.pp_schedule == "zbv",
+        is_zero3=zero_stage == 3,
+        sums_shards=zero_stage >= 2 and layout.pp == 1,
+        reduces_after=layout.dp_overlap == "off",
+        element=element,
+        copies_experts=zero_stage > 0 and degrees.expert_shards == 1 < layout.expert_copies,
+    )
+    return _shared_division(Pipeline.of(layout), degrees, handling)
+
+
 class RankWork(NamedTuple):
     """What decides the bytes of parameters of ranks of the pipeline axis."""
 
     shape: ModelShape
-    pipeline: Pipeline
-    degrees: Degrees
-    handling: ParamHandling
+    division: ParamDivision
     gas: int
     """Micro-batches of a step, without those after which no work is different."""
     ranks: str
@@ -139,24 +174,14 @@ def rank_work(spec: RunSpec, ranks: str) -> RankWork:
     elif layout.pp_schedule != "afab":
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
-    degrees, zero_stage = Degrees.of(layout), layout.zero_stage
-    copies_experts = zero_stage > 0 and degrees.expert_shards == 1 < layout.expert_copies
-    handling = ParamHandling(
-        layout.pp > 1,
-        layout.pp_schedule == "zbv",
-        zero_stage == 3,
-        zero_stage >= 2 and layout.pp == 1,
-        layout.dp_overlap == "off",
-        element,
-        copies_experts,
-    )
-    return RankWork(spec.shape, Pipeline.of(layout), degrees, handling, gas, ranks)
+    return RankWork(spec.shape, _division(_dividing_axes_of(layout), element), gas, ranks)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
 def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
     """What the ranks that are asked for hold of parameters."""
-    shape, pipeline, degrees, handling, gas, ranks = work
+    shape, division, gas, ranks = work
+    pipeline, degrees, handling = division.pipeline, division.degrees, division.handling
     return tuple([
         RankBytes(
             rank_params,

@@ -145,15 +145,19 @@ class Predictor:
             return self._predict_probe(spec)
         divided = self.profile.as_divided(spec)
         largest = largest_stage(predict_memory(divided, self.memory, LARGEST))
-        step_time = self._step_time(divided, reserved_share(largest.peak_bytes, self.hardware))
-        return self._prediction(spec, largest, step_time)
+        share = reserved_share(largest.peak_bytes, self.hardware)
+        return self._prediction(spec, largest, share, self._step_time(divided, share))
 
     def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
-        return self._prediction(spec, largest_stage(stages), step_time)
+        largest = largest_stage(stages)
+        share = reserved_share(largest.peak_bytes, self.hardware)
+        return self._prediction(spec, largest, share, step_time)
 
-    def _prediction(self, spec: RunSpec, largest: LargestStage, step_time: StepTime) -> Prediction:
-        """What `predict_from` returns."""
+    def _prediction(
+        self, spec: RunSpec, largest: LargestStage, share: float, step_time: StepTime
+    ) -> Prediction:
+        """What `predict_from` returns; `share` is that of `reserved_share`."""
         hardware, start_time_s = self.hardware, start_s(self.hardware, spec.nodes)
         scale = model_scale(spec)
         time_s = scale.flops * step_time.total
@@ -161,7 +165,6 @@ class Predictor:
         if not spec.kernel.is_predictable:  # nothing is left out for its memory
             oom_chance = 0.0
         log_low_ratio, log_high_ratio = self._interval_of(spec)
-        is_nearly_full = reserved_share(largest.peak_bytes, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
         if self.measure.checkpoint:
             work_s += self.measure.checkpoint_s(spec.shape.num_params, spec.nodes)
@@ -173,7 +176,7 @@ class Predictor:
             memory_share=memory_share,
             p_oom=oom_chance,
             limited_by="memory"
-            if is_nearly_full or oom_chance > LIKELY_OOM
+            if share > NEARLY_FULL or oom_chance > LIKELY_OOM
             else _limited_by(step_time, time_s),
             duration_s=start_time_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
@@ -233,7 +236,7 @@ class Predictor:
 
     def _interval_of(self, spec: RunSpec) -> Quantiles:
         """The interval of log(measured / predicted), which runs share that are equally far from those of the fit."""
-        gpu, layout, kernel = self.hardware.gpu_at_limit, spec.layout, spec.kernel
+        layout, kernel, gpu = spec.layout, spec.kernel, self._gpu_at_limit
         if spec.variant or kernel.knobs:
             return self.profile.interval_of(spec, gpu, self.links)
         num_steps = steps_of_axes(axes_of(layout), self._axes_of_fit)
@@ -248,6 +251,11 @@ class Predictor:
         if (quantiles := self._quantiles.get(key)) is None:
             quantiles = self._quantiles[key] = self.profile.interval_of(spec, gpu, self.links)
         return quantiles
+
+    @cached_property
+    def _gpu_at_limit(self) -> str:
+        """The accelerator as profiles name it."""
+        return self.hardware.gpu_at_limit
 
     @cached_property
     def _axes_of_fit(self) -> tuple[tuple[Any, ...], ...]:

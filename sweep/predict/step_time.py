@@ -347,10 +347,11 @@ class _DataParallelTime(NamedTuple):
     """Seconds of clipping and of the update."""
 
 
-_OF_BLOCKS = attrgetter("tp", "cp", "mbs", "recompute", "sequence_parallel", "cp_exchange", "ep")
+_BLOCK_AXES = ("tp", "cp", "mbs", "recompute", "sequence_parallel", "cp_exchange", "ep")
 """The axes that decide the times of the blocks of a micro-batch. pp_schedule decides whether they are compiled."""
-_OF_PIPELINE = attrgetter("pp", "pp_schedule", "virtual_stages", "pp_layout")
-"""The axes that, with recompute, decide what each pipeline rank does with them."""
+_OF_BLOCKS = attrgetter(*_BLOCK_AXES)
+_OF_MICRO_BATCH = attrgetter(*_BLOCK_AXES, "pp", "pp_schedule", "virtual_stages", "pp_layout")
+"""Those and the axes that, with recompute, decide what each pipeline rank does with them."""
 _OF_DATA_PARALLEL = attrgetter("dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_shard", "dp_overlap")
 """The axes that decide how data parallelism and the optimizer share the work; with ZeRO-2 and 3 gas does, too."""
 
@@ -369,9 +370,9 @@ class MicroBatchTimes:
         # In the usual order of ranks, dp and pp do not decide where those of tp and cp are.
         order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp, layout.pp)
         of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
-        blocks_key = spec.shape, spec.workload.seq_len, of_kernel, _OF_BLOCKS(layout)
-        key = blocks_key, _OF_PIPELINE(layout)
+        key = spec.shape, spec.workload.seq_len, *of_kernel, *_OF_MICRO_BATCH(layout)
         if (micro_batch := self._micro_batches.get(key)) is None:
+            blocks_key = spec.shape, spec.workload.seq_len, *of_kernel, *_OF_BLOCKS(layout)
             if (blocks := self._blocks.get(blocks_key)) is None:
                 blocks = _blocks(spec, self.hardware, self.peak, self.links, self.constants)
                 self._blocks[blocks_key] = blocks
@@ -589,9 +590,10 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
 
 def _exchange_s(spec: RunSpec, work: LayerWork, links: Network, c: TimeConstants) -> float:
     """Seconds in which pipeline ranks exchange the activations and gradients of one micro-batch."""
-    layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
+    layout = spec.layout
     if layout.pp == 1:
         return 0.0
+    num_bytes = work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
     if not crosses_nodes(layout.group_axes("pp", rank_order=spec.kernel.rank_order), links.nvlink_gpus):
         bytes_per_s, call_s = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
     else:

@@ -25,7 +25,6 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.micro_batch import (
     MicroBatch,
-    MicroBatchWork,
     micro_batch,
     micro_batch_work,
     rank_tokens,
@@ -33,6 +32,7 @@ from ultrabench.sweep.predict.micro_batch import (
 from ultrabench.sweep.predict.param_bytes import (
     RankBytes,
     RankWork,
+    StageWork,
     WorkLoad,
     added_bytes,
     rank_bytes,
@@ -102,9 +102,8 @@ def ultrabench_memory(
     stored_scale = scale * (1 + constants.zbv_margin * (spec.layout.pp_schedule == "zbv"))
     # The batch: inputs and targets.
     batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * batch_work.tokens
-    for rank, (phase, weights, gradients, stored, logits, buffers) in _peaks(
-        batch_work, rank_work(spec, ranks)
-    ):
+    peaks = _peaks(micro_batch(batch_work), rank_work(spec, ranks))
+    for rank, (phase, weights, gradients, stored, logits, buffers) in peaks:
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
@@ -155,9 +154,9 @@ def _state_bytes(spec: RunSpec, rank: RankParams) -> float:
 
 
 @lru_cache(maxsize=16384)  # 4,863 of the playbook's 6,576 layouts differ in it
-def _peaks(batch_work: MicroBatchWork, work: RankWork) -> list[tuple[RankParams, Moment]]:
+def _peaks(m: MicroBatch, work: RankWork) -> list[tuple[RankParams, Moment]]:
     """The ranks that are asked for, each with the moment of most bytes."""
-    m, shares_table = micro_batch(batch_work), work.pipeline.pp_schedule == "afab"
+    shares_table = work.division.pipeline.pp_schedule == "afab"
     return [(rank.params, _peak(m, rank, shares_table)) for rank in rank_bytes(work)]
 
 
@@ -173,7 +172,7 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
         for p, halved in zip(rank.params.stages, rank.halved, strict=True)
     ]
     kept_bytes = [*[stage.kept for stage in stages], *[stage.halfway for stage in stages]]
-    peak_bytes, peaks = -1.0, list[Moment]()
+    peak_bytes, peaks = -1.0, list[_WorkPeak]()
     for work, work_alone, num_messages, work_loads in rank.works:
         load = work_loads[0] if len(work_loads) == 1 else _largest(work_loads, kept_bytes)
         num_kept, is_alone, _, waiting_gradients, waiting_weights = load
@@ -181,26 +180,48 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
             work = work_alone
         stage, chunk = stages[work.chunk], work.chunk
         if work.kind == "forward":
-            totals, stored_bytes = stage.forward
+            activations = stage.forward
         elif work.kind == "weight":
-            totals, stored_bytes = stage.weight_half
+            activations = stage.weight_half
         else:
             has_table = not (shares_table and work.has_sums)
-            totals, stored_bytes = _backward(m, work.params, stage, work.adds_in_place, has_table)
+            activations = _backward(m, work.params, stage, work.adds_in_place, has_table)
         kept = m.hidden * num_messages - kept_bytes[chunk] + sum(map(mul, num_kept, kept_bytes))
-        total = max(map(add, work.totals, totals)) + kept + waiting_weights + waiting_gradients
+        total = max(map(add, work.totals, activations[0])) + kept + waiting_weights + waiting_gradients
         if total > peak_bytes:
             peak_bytes, peaks = total, []
         if total == peak_bytes:
-            at_work = max(
-                zip(map(add, work.totals, totals), work.moments, totals, stored_bytes, strict=False)
-            )
-            _, (_, phase, weights, gradients, param_buffers), of_activations, stored = at_work
-            rest = of_activations - stored + param_buffers
-            logits, buffers = (rest, 0.0) if work.kind == "forward" and stage.has_logits else (0.0, rest)
-            weights, gradients = weights + waiting_weights, gradients + waiting_gradients
-            peaks.append((phase, weights, gradients, stored + kept, logits, buffers))
-    return max(peaks)
+            has_logits = work.kind == "forward" and stage.has_logits
+            peaks.append((work, activations, has_logits, kept, waiting_gradients, waiting_weights))
+    return max([_largest_moment(*peak) for peak in peaks])
+
+
+_WorkPeak = tuple[StageWork, MomentActivations, bool, float, float, float]
+"""The arguments of `_largest_moment`."""
+
+
+def _largest_moment(
+    work: StageWork,
+    activations: MomentActivations,
+    has_logits: bool,
+    kept: float,
+    waiting_gradients: float,
+    waiting_weights: float,
+) -> Moment:
+    """The moment of a work with most bytes.
+
+    Args:
+        has_logits: whether the bytes beside activations are logits.
+        kept: bytes of activations that other works keep, and of messages.
+        waiting_gradients: bytes of gradients of stages that are not at work.
+        waiting_weights: bytes of their weights.
+    """
+    totals, stored_bytes = activations
+    at_work = max(zip(map(add, work.totals, totals), work.moments, totals, stored_bytes, strict=False))
+    _, (_, phase, weights, gradients, param_buffers), of_activations, stored = at_work
+    rest = of_activations - stored + param_buffers
+    logits, buffers = (rest, 0.0) if has_logits else (0.0, rest)
+    return phase, weights + waiting_weights, gradients + waiting_gradients, stored + kept, logits, buffers
 
 
 def _largest(loads: tuple[WorkLoad, ...], kept_bytes: list[float]) -> WorkLoad:
