@@ -26,7 +26,15 @@ from ultrabench.sweep.predict.memory import (
     predict_memory,
 )
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.profile import DividedRun, Profile, Quantiles, axes_of, steps_of_axes
+from ultrabench.sweep.predict.profile import (
+    DividedRun,
+    FittedAxes,
+    Profile,
+    Quantiles,
+    axes_of,
+    fitted_axes,
+    steps_of_axes,
+)
 from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
 from ultrabench.sweep.predict.step_time import (
     NEARLY_FULL,
@@ -239,15 +247,15 @@ class Predictor:
         layout, kernel, gpu = spec.layout, spec.kernel, self._gpu_at_limit
         if spec.variant or kernel.knobs:
             return self.profile.interval_of(spec, gpu, self.links)
-        num_steps = steps_of_axes(axes_of(layout), self._axes_of_fit)
-        of_kind = (
+        key = (
+            steps_of_axes(axes_of(layout), self._axes_of_fit),
             kernel.precision,
             spec.shape.num_experts > 0,
             spec.workload.seq_len,
             layout.pp > 1,
             layout.ep,
+            spec.nodes,
         )
-        key = of_kind, spec.nodes, num_steps
         if (quantiles := self._quantiles.get(key)) is None:
             quantiles = self._quantiles[key] = self.profile.interval_of(spec, gpu, self.links)
         return quantiles
@@ -258,9 +266,9 @@ class Predictor:
         return self.hardware.gpu_at_limit
 
     @cached_property
-    def _axes_of_fit(self) -> tuple[tuple[Any, ...], ...]:
-        """For each axis of INDEPENDENT its values in the runs of the fit; empty where they are not known."""
-        return tuple([self.profile.measured.get(axis, ()) for axis in INDEPENDENT])
+    def _axes_of_fit(self) -> FittedAxes:
+        """The values of axes in the runs of the fit."""
+        return fitted_axes(tuple([self.profile.measured.get(axis, ()) for axis in INDEPENDENT]))
 
     @cached_property
     def _quantiles(self) -> dict[tuple[object, ...], Quantiles]:
@@ -309,9 +317,9 @@ def model_scale(spec: RunSpec) -> ModelScale:
     """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token;
     1 where they have none.
     """
-    num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
-    if not num_params and not flops:
+    if spec.kernel.params is None and spec.kernel.flops_per_token is None:
         return _SAME_SCALE
+    num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
     params_ratio = num_params / spec.shape.num_params if num_params else 1.0
     flops_ratio = flops / spec.shape.flops_per_token(spec.workload.seq_len) if flops else params_ratio
     return ModelScale(flops_ratio, params_ratio)

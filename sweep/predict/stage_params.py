@@ -183,6 +183,8 @@ class RankParams(NamedTuple):
     """What a rank of the pipeline axis holds of parameters."""
 
     rank: int
+    layers: tuple[StageLayers, ...]
+    """Those of each of its stages."""
     stages: tuple[StageParams, ...]
     num_shard: int
     """Parameters of all its stages whose masters it keeps."""
@@ -205,7 +207,7 @@ def params_of_ranks(
             sum([p.size.tensors for p in stages]),
         )
         num_sparse = sum([layers.num_sparse for layers in layers_of_stages])
-        rank_params.append(RankParams(rank, stages, num_shard, num_tensors, num_sparse))
+        rank_params.append(RankParams(rank, layers_of_stages, stages, num_shard, num_tensors, num_sparse))
     return tuple(rank_params)
 
 

@@ -23,12 +23,7 @@ from operator import add, mul
 from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.micro_batch import (
-    MicroBatch,
-    micro_batch,
-    micro_batch_work,
-    rank_tokens,
-)
+from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, micro_batch_work, rank_tokens
 from ultrabench.sweep.predict.param_bytes import (
     RankBytes,
     RankWork,
@@ -166,12 +161,7 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
     Args:
         shares_table: whether the losses of all micro-batches share one gradient of the head's weights.
     """
-    loss = m.whole_hidden if shares_table else m.whole_hidden + m.table
-    stages = [
-        _activations(m, p.layers, loss, halved)
-        for p, halved in zip(rank.params.stages, rank.halved, strict=True)
-    ]
-    kept_bytes = [*[stage.kept for stage in stages], *[stage.halfway for stage in stages]]
+    stages, kept_bytes = _rank_activations(m, rank.params.layers, rank.halved, shares_table)
     peak_bytes, peaks = -1.0, list[_WorkPeak]()
     for work, work_alone, num_messages, work_loads in rank.works:
         load = work_loads[0] if len(work_loads) == 1 else _largest(work_loads, kept_bytes)
@@ -222,6 +212,25 @@ def _largest_moment(
     rest = of_activations - stored + param_buffers
     logits, buffers = (rest, 0.0) if has_logits else (0.0, rest)
     return phase, weights + waiting_weights, gradients + waiting_gradients, stored + kept, logits, buffers
+
+
+@lru_cache(maxsize=16384)  # ranks share it whose parameters have other shards
+def _rank_activations(
+    m: MicroBatch, layers_of_stages: tuple[StageLayers, ...], halved: tuple[bool, ...], shares_table: bool
+) -> tuple[list["_Activations"], list[float]]:
+    """The activations of each stage of a rank, and the bytes of `WorkLoad.num_kept`: what each stage keeps of a
+    micro-batch, whole, and then halfway.
+
+    Args:
+        halved: for each stage whether the gradients of weights are left to another half.
+        shares_table: as for `_peak`.
+    """
+    loss = m.whole_hidden if shares_table else m.whole_hidden + m.table
+    stages = [
+        _activations(m, layers, loss, is_halved)
+        for layers, is_halved in zip(layers_of_stages, halved, strict=True)
+    ]
+    return stages, [*[stage.kept for stage in stages], *[stage.halfway for stage in stages]]
 
 
 def _largest(loads: tuple[WorkLoad, ...], kept_bytes: list[float]) -> WorkLoad:
