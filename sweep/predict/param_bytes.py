@@ -74,8 +74,7 @@ class WorkLoad(NamedTuple):
     weights: float = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageWork:
+class StageWork(NamedTuple):
     """Bytes of parameters of a stage at work."""
 
     params: StageParams
@@ -156,31 +155,28 @@ def _division(axis_values: tuple[int | str, ...], element: int) -> ParamDivision
 
 
 class RankWork(NamedTuple):
-    """What decides the bytes of parameters of ranks of the pipeline axis."""
+    """What decides the bytes of parameters of the ranks of the pipeline axis, beside the model."""
 
-    shape: ModelShape
     division: ParamDivision
     gas: int
     """Micro-batches of a step, without those after which no work is different."""
-    ranks: str
-    """The ranks that are asked for, a word of `stage_memory`."""
 
 
-def rank_work(spec: RunSpec, ranks: str) -> RankWork:
-    """What decides the bytes of parameters of these ranks of a run."""
+def rank_work(spec: RunSpec) -> RankWork:
+    """What decides the bytes of parameters of the ranks of a run, beside its model."""
     layout, gas = spec.layout, spec.layout.gas
     if layout.virtual_stages > 1:
         gas = min(gas, gas % layout.pp + MAX_ROUNDS * layout.pp)
     elif layout.pp_schedule != "afab":
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
-    return RankWork(spec.shape, _division(_dividing_axes_of(layout), element), gas, ranks)
+    return RankWork(_division(_dividing_axes_of(layout), element), gas)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
-def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
-    """What the ranks that are asked for hold of parameters."""
-    shape, division, gas, ranks = work
+def rank_bytes(shape: ModelShape, work: RankWork, ranks: str) -> tuple[RankBytes, ...]:
+    """What the ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for hold of parameters."""
+    division, gas = work
     pipeline, degrees, handling = division.pipeline, division.degrees, division.handling
     return tuple([
         RankBytes(
@@ -341,7 +337,10 @@ def _of_groups(
     if not (work.is_last or handling.sums_shards):
         reduced_by = None
     frees = work.is_last or (is_zero3 and not handling.in_pipeline)
-    begins, ends, laters, copies = (list[ParamMoment]() for _ in range(4))
+    begins: list[ParamMoment] = []
+    ends: list[ParamMoment] = []
+    laters: list[ParamMoment] = []
+    copies: list[ParamMoment] = []
     for group in p.groups:
         kind, _, _, size, reduced, _, _, finished_size, before, following, shared = group
         finished = finished_size.whole

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
@@ -166,8 +166,7 @@ class Predictor:
         self, spec: RunSpec, largest: LargestStage, share: float, step_time: StepTime
     ) -> Prediction:
         """What `predict_from` returns; `share` is that of `reserved_share`."""
-        hardware, start_time_s = self.hardware, start_s(self.hardware, spec.nodes)
-        scale = model_scale(spec)
+        start_time_s, scale = start_s(self.hardware, spec.nodes), model_scale(spec)
         time_s = scale.flops * step_time.total
         peak_bytes, memory_share, oom_chance = self.occupancy(largest, scale.params)
         if not spec.kernel.is_predictable:  # nothing is left out for its memory

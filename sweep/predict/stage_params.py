@@ -199,7 +199,7 @@ def params_of_ranks(
 ) -> tuple[RankParams, ...]:
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for."""
     is_tied, sizes = shape.tie_word_embeddings and pipeline.pp == 1, _block_sizes(shape, degrees)
-    rank_params = list[RankParams]()
+    rank_params: list[RankParams] = []
     for rank, layers_of_stages in _ranks(shape, pipeline, ranks):
         stages = tuple([_stage_params(layers, sizes, is_tied) for layers in layers_of_stages])
         num_shard, num_tensors = (
@@ -384,7 +384,7 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
         for experts, rest in sizes.layers
     ]
     shared_params = [sum(parts) for parts in shared_parts]
-    groups = list[ParamGroup]()
+    groups: list[ParamGroup] = []
     for kind, _, type_number, _, num_finished, type_before, type_following in layers.groups:
         # The parts whose gradients backward reduces first and then.
         expert_size, rest_size = sizes.layers[type_number] if kind == LAYER else (NOTHING, embedding)

@@ -369,7 +369,8 @@ class MicroBatchTimes:
         kernel, layout = spec.kernel, spec.layout
         # In the usual order of ranks, dp and pp do not decide where those of tp and cp are.
         order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp, layout.pp)
-        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
+        compiles = kernel.compiles(layout.pp_schedule)
+        of_kernel = kernel.precision, compiles, kernel.routing, order, modules_of(spec)
         key = spec.shape, spec.workload.seq_len, *of_kernel, *_OF_MICRO_BATCH(layout)
         if (micro_batch := self._micro_batches.get(key)) is None:
             blocks_key = spec.shape, spec.workload.seq_len, *of_kernel, *_OF_BLOCKS(layout)

@@ -91,13 +91,14 @@ def ultrabench_memory(
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    precision, memory = spec.kernel.precision, list[StageMemory]()
+    precision = spec.kernel.precision
+    memory: list[StageMemory] = []
     batch_work = micro_batch_work(spec, constants.whole_logits)
     scale = 2 if precision == "fp64" else 1
     stored_scale = scale * (1 + constants.zbv_margin * (spec.layout.pp_schedule == "zbv"))
     # The batch: inputs and targets.
     batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * batch_work.tokens
-    peaks = _peaks(micro_batch(batch_work), rank_work(spec, ranks))
+    peaks = _peaks(micro_batch(batch_work), rank_work(spec), ranks)
     for rank, (phase, weights, gradients, stored, logits, buffers) in peaks:
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
@@ -149,10 +150,10 @@ def _state_bytes(spec: RunSpec, rank: RankParams) -> float:
 
 
 @lru_cache(maxsize=16384)  # 4,863 of the playbook's 6,576 layouts differ in it
-def _peaks(m: MicroBatch, work: RankWork) -> list[tuple[RankParams, Moment]]:
+def _peaks(m: MicroBatch, work: RankWork, ranks: str) -> list[tuple[RankParams, Moment]]:
     """The ranks that are asked for, each with the moment of most bytes."""
     shares_table = work.division.pipeline.pp_schedule == "afab"
-    return [(rank.params, _peak(m, rank, shares_table)) for rank in rank_bytes(work)]
+    return [(rank.params, _peak(m, rank, shares_table)) for rank in rank_bytes(m.shape, work, ranks)]
 
 
 def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
@@ -162,7 +163,8 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
         shares_table: whether the losses of all micro-batches share one gradient of the head's weights.
     """
     stages, kept_bytes = _rank_activations(m, rank.params.layers, rank.halved, shares_table)
-    peak_bytes, peaks = -1.0, list[_WorkPeak]()
+    peak_bytes = -1.0
+    peaks: list[_WorkPeak] = []
     for work, work_alone, num_messages, work_loads in rank.works:
         load = work_loads[0] if len(work_loads) == 1 else _largest(work_loads, kept_bytes)
         num_kept, is_alone, _, waiting_gradients, waiting_weights = load
@@ -283,7 +285,7 @@ def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) 
     halfway = _halfway(m, layers.all_layers) if halved else m.hidden
     # All modules that predict more tokens keep until the end what they joined.
     joined = num_modules * (JOINED * m.hidden + m.whole_hidden)
-    groups = list[tuple[float, float]]()
+    groups: list[tuple[float, float]] = []
     for kind, remaining, type_number, is_full, *_ in layers.groups:
         if kind == EMBEDDING:
             groups.append((0.0, 0.0))
@@ -325,7 +327,7 @@ def _backward(
         has_table: whether the gradient of the head's weights is of this micro-batch alone and not yet taken.
     """
     layers, w = p.layers, m.element
-    begins = list[float]()
+    begins: list[float] = []
     for (stored, released), group in zip(activations.groups, p.groups, strict=True):
         if group.kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.
