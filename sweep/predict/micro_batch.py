@@ -104,7 +104,7 @@ def micro_batch_work(spec: RunSpec, whole_logits: float = 0.0) -> MicroBatchWork
         layout.cp,
         layout.cp_exchange,
         layout.recompute,
-        spec.compiles,
+        kernel.compiles(layout.pp_schedule),
         kernel.precision == "fp8",
         min(4, ELEMENT_BYTES[kernel.precision]),
         layout.ep,

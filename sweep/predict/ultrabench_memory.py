@@ -170,20 +170,21 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
         num_kept, is_alone, _, waiting_gradients, waiting_weights = load
         if is_alone:
             work = work_alone
-        stage, chunk = stages[work.chunk], work.chunk
-        if work.kind == "forward":
+        params, kind, chunk, has_sums, adds_in_place, _, param_totals = work
+        stage = stages[chunk]
+        if kind == "forward":
             activations = stage.forward
-        elif work.kind == "weight":
+        elif kind == "weight":
             activations = stage.weight_half
         else:
-            has_table = not (shares_table and work.has_sums)
-            activations = _backward(m, work.params, stage, work.adds_in_place, has_table)
+            has_table = not (shares_table and has_sums)
+            activations = _backward(m, params, stage, adds_in_place, has_table)
         kept = m.hidden * num_messages - kept_bytes[chunk] + sum(map(mul, num_kept, kept_bytes))
-        total = max(map(add, work.totals, activations[0])) + kept + waiting_weights + waiting_gradients
+        total = max(map(add, param_totals, activations[0])) + kept + waiting_weights + waiting_gradients
         if total > peak_bytes:
             peak_bytes, peaks = total, []
         if total == peak_bytes:
-            has_logits = work.kind == "forward" and stage.has_logits
+            has_logits = kind == "forward" and stage.has_logits
             peaks.append((work, activations, has_logits, kept, waiting_gradients, waiting_weights))
     return max([_largest_moment(*peak) for peak in peaks])
 
