@@ -166,7 +166,7 @@ class Predictor:
         self, spec: RunSpec, largest: LargestStage, share: float, step_time: StepTime
     ) -> Prediction:
         """What `predict_from` returns; `share` is that of `reserved_share`."""
-        start_time_s, scale = start_s(self.hardware, spec.nodes), model_scale(spec)
+        scale = model_scale(spec)
         time_s = scale.flops * step_time.total
         peak_bytes, memory_share, oom_chance = self.occupancy(largest, scale.params)
         if not spec.kernel.is_predictable:  # nothing is left out for its memory
@@ -185,8 +185,13 @@ class Predictor:
             limited_by="memory"
             if share > NEARLY_FULL or oom_chance > LIKELY_OOM
             else _limited_by(step_time, time_s),
-            duration_s=start_time_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
+            duration_s=self._start_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
+
+    @cached_property
+    def _start_s(self) -> float:
+        """Seconds from the start of a run to its first step."""
+        return start_s(self.hardware, self.links.nodes)
 
     def occupancy(self, largest: LargestStage, scale: float = 1.0) -> Occupancy:
         """How full the rank is that needs most memory.
@@ -195,11 +200,12 @@ class Predictor:
             scale: how many times as much memory it needs as these stages.
         """
         gpu_bytes, peak = self.hardware.mem_bytes, scale * largest.peak_bytes
-        # The limit of a process counts from what it held before its tensors.
-        base_bytes = self.memory.base_bytes if self.hardware.shares_host else 0.0
-        return Occupancy(
-            peak, peak / (gpu_bytes + base_bytes), p_oom_of(largest, gpu_bytes / scale, self.memory)
-        )
+        return Occupancy(peak, peak / self._limit_bytes, p_oom_of(largest, gpu_bytes / scale, self.memory))
+
+    @cached_property
+    def _limit_bytes(self) -> float:
+        """The memory that a rank has; the limit of a process counts from what it held before its tensors."""
+        return self.hardware.mem_bytes + (self.memory.base_bytes if self.hardware.shares_host else 0.0)
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""

@@ -260,17 +260,27 @@ _shared_sizes = lru_cache(maxsize=4096)(BlockSizes)
 def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
     """The sizes of the blocks."""
     h, (tp, shards, ep, expert_shards) = shape.hidden_size, degrees
-    layers = tuple(
-        (
-            _expert_size(expert_shards, *_expert_matrices(kind, h, ep)),
-            _padded_size(shards, *_matrices(kind.products(h), kind.vectors(h), tp)),
-        )
-        for kind in kinds_of_ranks(shape, tp)
-    )
+    layers = tuple([
+        (_expert_size(expert_shards, *of_experts), _padded_size(shards, *of_rest))
+        for of_experts, of_rest in _matrices_of_types(shape, tp, ep)
+    ])  # fmt: skip
     join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
     table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
     norm = _padded_size(shards, (h, 1))
     return _shared_sizes(table, norm, layers, join, shards > 1, expert_shards > 1)
+
+
+_Matrices = tuple[tuple[int, int], ...]
+"""Rows and columns of matrices."""
+
+
+@lru_cache(maxsize=1024)  # it does not depend on the ranks that shard the matrices
+def _matrices_of_types(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[_Matrices, _Matrices], ...]:
+    """The matrices of the experts of each type of layer on a rank, and of the rest of it."""
+    h, kinds = shape.hidden_size, kinds_of_ranks(shape, tp)
+    of_experts = [tuple(_expert_matrices(kind, h, ep)) for kind in kinds]
+    of_rest = [tuple(_matrices(kind.products(h), kind.vectors(h), tp)) for kind in kinds]
+    return tuple(zip(of_experts, of_rest, strict=True))
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:

@@ -204,7 +204,7 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, 
         (n * kind.num_blocks / 2, kind) for n, kind in zip(launches, shape.kinds, strict=True)
     ]
     num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
-    tp_params = sum(stage.num_params(shape) + added_params(shape, stage, tp) for stage in stages)
+    tp_params = sum(_num_tp_params(shape, stage, tp) for stage in stages)
     return _PipelineRank(
         num_stages=len(stages),
         num_layers=len(layers),
@@ -214,6 +214,12 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, 
         num_params=tp_params - num_expert_params,
         num_expert_params=num_expert_params,
     )
+
+
+@lru_cache(maxsize=4096)  # schedules and recomputation share it
+def _num_tp_params(shape: ModelShape, stage: Stage, tp: int) -> int:
+    """Number of parameters of a stage that all ranks of tp together hold."""
+    return stage.num_params(shape) + added_params(shape, stage, tp)
 
 
 class _GradSums(NamedTuple):
