@@ -2,6 +2,9 @@
 
 import math
 import pickle
+import sys
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 
@@ -29,17 +32,39 @@ MAX_COMPUTED = {
 depends on no number of shards, and the fourth on one only where gradients are reduced."""
 
 
+MAX_CALLS = 170
+"""Calls of Python functions for the prediction of one of these layouts on average: a tenth more than there are."""
+
+
+@contextmanager
+def counted_calls(num_by_function):
+    """Counts the calls of each Python function meanwhile."""
+
+    def count(frame, event, _):
+        if event == "call":
+            num_by_function[frame.f_code] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
 def test_layouts_share_what_they_have_in_common():
     for cached in (*CACHED, micro_batch_times, step_times):
         cached.cache_clear()
-    config, layouts = load_config(SWEEP), []
+    config, layouts, num_calls = load_config(SWEEP), [], Counter()
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, None, 1)
         cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
         for layout in cell_plan.layouts():
             (spec,) = cell_plan.specs(layout)
-            cell_plan.predictor.predict(spec)
+            with counted_calls(num_calls):
+                cell_plan.predictor.predict(spec)
             layouts.append(layout)
+    assert num_calls.total() / len(layouts) < MAX_CALLS
     num_computed = {cached.__name__: cached.cache_info().misses for cached in CACHED}
     # Neither nodes, dp and ZeRO nor pp and gas decide the time of a block.
     assert num_computed.pop("block_times") == len({(layout.tp, layout.mbs) for layout in layouts})
