@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat, zip_longest
 from operator import attrgetter, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layout import Layout
@@ -138,7 +138,7 @@ _dividing_axes_of = attrgetter(*_DIVIDING_AXES)
 
 
 @lru_cache(maxsize=16384)  # 388 of the playbook's 6,576 layouts differ in it
-def _division(axis_values: tuple[int | str, ...], element: int) -> ParamDivision:
+def _division(axis_values: tuple[Any, ...], element: int) -> ParamDivision:
     """How layouts with these values of `_DIVIDING_AXES` divide parameters whose numbers have `element` bytes."""
     layout = Layout(**dict(zip(_DIVIDING_AXES, axis_values, strict=True)))
     degrees, zero_stage = Degrees.of(layout), layout.zero_stage
