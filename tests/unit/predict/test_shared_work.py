@@ -16,16 +16,16 @@ from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.param_bytes import _stage_work, rank_bytes
 from ultrabench.sweep.predict.stage_params import _stage_params, params_of_ranks
 from ultrabench.sweep.predict.step_time import micro_batch_times, step_times
-from ultrabench.sweep.predict.ultrabench_memory import _activations, _backward
+from ultrabench.sweep.predict.ultrabench_memory import _backward, _rank_activations
 
 SWEEP = ("sweep=playbook", "model=1B", "sweep.nodes=[1,2,4]", "sweep.tp=[1,2]", "sweep.pp=[1,2]")
-CACHED = (block_times, _stage_params, params_of_ranks, rank_bytes, _stage_work, _activations, _backward)
+CACHED = (block_times, _stage_params, params_of_ranks, rank_bytes, _stage_work, _rank_activations, _backward)
 MAX_COMPUTED = {
     "_stage_params": 15,
     "params_of_ranks": 30,
     "rank_bytes": 60,
     "_stage_work": 130,
-    "_activations": 64,
+    "_rank_activations": 64,
     "_backward": 128,
 }
 """Function -> how often it may compute its value for the layouts of SWEEP: a quarter more often than it does. The first
