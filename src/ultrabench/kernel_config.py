@@ -403,7 +403,7 @@ class KernelConfig:
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""
-        return self.compile and not (self.trains_itself and pp_schedule == "zbv")
+        return self.compile and not (pp_schedule == "zbv" and self.trains_itself)
 
     def digest(self) -> str:
         """First 16 hex digits of a hash of the code that runs.

@@ -47,7 +47,8 @@ def param_groups(
 
 def _split(axes: GroupAxes, num_ranks: int) -> tuple[GroupAxes, GroupAxes]:
     """The axes of a part of a group with its innermost `num_ranks` ranks, and those along which such parts lie."""
-    inner, outer = list[tuple[int, int]](), list[tuple[int, int]]()
+    inner: list[tuple[int, int]] = []
+    outer: list[tuple[int, int]] = []
     for size, stride in axes:
         part = math.gcd(size, num_ranks)
         inner.append((part, stride))

@@ -44,6 +44,7 @@ class LayerBytes(NamedTuple):
 class MicroBatch:
     """Bytes of one micro-batch on a rank."""
 
+    shape: ModelShape
     element: int
     """Bytes of a number in forward and backward: w."""
     hidden: float
@@ -103,7 +104,7 @@ def micro_batch_work(spec: RunSpec, whole_logits: float = 0.0) -> MicroBatchWork
         layout.cp,
         layout.cp_exchange,
         layout.recompute,
-        spec.compiles,
+        kernel.compiles(layout.pp_schedule),
         kernel.precision == "fp8",
         min(4, ELEMENT_BYTES[kernel.precision]),
         layout.ep,
@@ -124,7 +125,7 @@ def micro_batch(work: MicroBatchWork) -> MicroBatch:
     stored, halfway = tuple([layer.stored for layer in layers]), tuple([layer.halfway for layer in layers])
     loss, table = _loss(work)
     loss += whole_hidden * (1 + (tp > 1))
-    return MicroBatch(element, hidden, whole_hidden, layers, stored, halfway, loss, table)
+    return MicroBatch(work.shape, element, hidden, whole_hidden, layers, stored, halfway, loss, table)
 
 
 def rank_tokens(spec: RunSpec) -> int:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat, zip_longest
-from operator import mul
-from typing import NamedTuple
+from operator import attrgetter, mul
+from typing import Any, NamedTuple
 
 from ultrabench.kernel_config import ELEMENT_BYTES
+from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.pipeline import Load, Work, loads
@@ -73,8 +74,7 @@ class WorkLoad(NamedTuple):
     weights: float = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageWork:
+class StageWork(NamedTuple):
     """Bytes of parameters of a stage at work."""
 
     params: StageParams
@@ -118,45 +118,66 @@ class RankBytes(NamedTuple):
     """The works among which is that of the peak."""
 
 
-class RankWork(NamedTuple):
-    """What decides the bytes of parameters of ranks of the pipeline axis."""
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class ParamDivision:
+    """How the ranks of a layout divide parameters and gradients, whatever the model."""
 
-    shape: ModelShape
     pipeline: Pipeline
     degrees: Degrees
     handling: ParamHandling
+
+
+_shared_division = lru_cache(maxsize=16384)(ParamDivision)
+"""Makes one object of equal divisions, such as those of layouts without ZeRO on different numbers of nodes."""
+_DIVIDING_AXES = (
+    "dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_shard", "pp_schedule", "virtual_stages", "pp_layout", "recompute",
+    "dp_overlap",
+)  # fmt: skip
+"""The axes that decide a `ParamDivision`."""
+_dividing_axes_of = attrgetter(*_DIVIDING_AXES)
+
+
+@lru_cache(maxsize=16384)  # 388 of the playbook's 6,576 layouts differ in it
+def _division(axis_values: tuple[Any, ...], element: int) -> ParamDivision:
+    """How layouts with these values of `_DIVIDING_AXES` divide parameters whose numbers have `element` bytes."""
+    layout = Layout(**dict(zip(_DIVIDING_AXES, axis_values, strict=True)))
+    degrees, zero_stage = Degrees.of(layout), layout.zero_stage
+    handling = ParamHandling(
+        in_pipeline=layout.pp > 1,
+        halves_backward=layout.pp_schedule == "zbv",
+        is_zero3=zero_stage == 3,
+        sums_shards=zero_stage >= 2 and layout.pp == 1,
+        reduces_after=layout.dp_overlap == "off",
+        element=element,
+        copies_experts=zero_stage > 0 and degrees.expert_shards == 1 < layout.expert_copies,
+    )
+    return _shared_division(Pipeline.of(layout), degrees, handling)
+
+
+class RankWork(NamedTuple):
+    """What decides the bytes of parameters of the ranks of the pipeline axis, beside the model."""
+
+    division: ParamDivision
     gas: int
     """Micro-batches of a step, without those after which no work is different."""
-    ranks: str
-    """The ranks that are asked for, a word of `stage_memory`."""
 
 
-def rank_work(spec: RunSpec, ranks: str) -> RankWork:
-    """What decides the bytes of parameters of these ranks of a run."""
+def rank_work(spec: RunSpec) -> RankWork:
+    """What decides the bytes of parameters of the ranks of a run, beside its model."""
     layout, gas = spec.layout, spec.layout.gas
     if layout.virtual_stages > 1:
         gas = min(gas, gas % layout.pp + MAX_ROUNDS * layout.pp)
     elif layout.pp_schedule != "afab":
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     element = min(4, ELEMENT_BYTES[spec.kernel.precision])
-    degrees, zero_stage = Degrees.of(layout), layout.zero_stage
-    copies_experts = zero_stage > 0 and degrees.expert_shards == 1 < layout.expert_copies
-    handling = ParamHandling(
-        layout.pp > 1,
-        layout.pp_schedule == "zbv",
-        zero_stage == 3,
-        zero_stage >= 2 and layout.pp == 1,
-        layout.dp_overlap == "off",
-        element,
-        copies_experts,
-    )
-    return RankWork(spec.shape, Pipeline.of(layout), degrees, handling, gas, ranks)
+    return RankWork(_division(_dividing_axes_of(layout), element), gas)
 
 
 @lru_cache(maxsize=16384)  # 1,960 of the playbook's 6,576 layouts differ in it
-def rank_bytes(work: RankWork) -> tuple[RankBytes, ...]:
-    """What the ranks that are asked for hold of parameters."""
-    shape, pipeline, degrees, handling, gas, ranks = work
+def rank_bytes(shape: ModelShape, work: RankWork, ranks: str) -> tuple[RankBytes, ...]:
+    """What the ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for hold of parameters."""
+    division, gas = work
+    pipeline, degrees, handling = division.pipeline, division.degrees, division.handling
     return tuple([
         RankBytes(
             rank_params,
@@ -232,7 +253,7 @@ def _load_bytes(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)  # the playbook's layouts ask for 10,400, of which 4,300 differ
+@lru_cache(maxsize=65536)  # the playbook's layouts ask for 11,000, of which 4,100 differ
 def _stage_work(
     p: StageParams,
     works: tuple[Work, ...],
@@ -259,9 +280,9 @@ def _stage_work(
         new = w * p.size.whole * (not unsummed and (w == 2 or not has_sums))
         moments = [_moment(BACKWARD, w * p.size.whole, grad_bytes) for grad_bytes in (sums, sums + new)]
     else:
-        of_works = [_of_groups(handling, p, work, sums, has_whole_sums, degrees) for work in works]
-        # Only a last backward may reduce its gradients after it, so that it has more moments.
-        moments = [max(filter(None, of_moment)) for of_moment in zip_longest(*of_works)]
+        moments, *more = [_of_groups(handling, p, work, sums, has_whole_sums, degrees) for work in works]
+        if more:  # only a last backward may reduce its gradients after it, so that it has more moments
+            moments = [max(filter(None, of_moment)) for of_moment in zip_longest(moments, *more)]
     totals = tuple([moment[0] for moment in moments])
     return StageWork(p, kind, chunk, has_sums, w == 4 and has_whole_sums, tuple(moments), totals)
 
@@ -316,7 +337,10 @@ def _of_groups(
     if not (work.is_last or handling.sums_shards):
         reduced_by = None
     frees = work.is_last or (is_zero3 and not handling.in_pipeline)
-    begins, ends, laters, copies = (list[ParamMoment]() for _ in range(4))
+    begins: list[ParamMoment] = []
+    ends: list[ParamMoment] = []
+    laters: list[ParamMoment] = []
+    copies: list[ParamMoment] = []
     for group in p.groups:
         kind, _, _, size, reduced, _, _, finished_size, before, following, shared = group
         finished = finished_size.whole

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ultrabench.column import BYTES, CHANCE, FRACTION, SECONDS, Better, Source, column, columns_of, fill_text
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
@@ -26,7 +26,15 @@ from ultrabench.sweep.predict.memory import (
     predict_memory,
 )
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.profile import DividedRun, Profile, Quantiles, axes_of, steps_of_axes
+from ultrabench.sweep.predict.profile import (
+    DividedRun,
+    FittedAxes,
+    Profile,
+    Quantiles,
+    axes_of,
+    fitted_axes,
+    steps_of_axes,
+)
 from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
 from ultrabench.sweep.predict.step_time import (
     NEARLY_FULL,
@@ -145,23 +153,25 @@ class Predictor:
             return self._predict_probe(spec)
         divided = self.profile.as_divided(spec)
         largest = largest_stage(predict_memory(divided, self.memory, LARGEST))
-        step_time = self._step_time(divided, reserved_share(largest.peak_bytes, self.hardware))
-        return self._prediction(spec, largest, step_time)
+        share = reserved_share(largest.peak_bytes, self.hardware)
+        return self._prediction(spec, largest, share, self._step_time(divided, share))
 
     def predict_from(self, spec: RunSpec, stages: Sequence[StageMemory], step_time: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
-        return self._prediction(spec, largest_stage(stages), step_time)
+        largest = largest_stage(stages)
+        share = reserved_share(largest.peak_bytes, self.hardware)
+        return self._prediction(spec, largest, share, step_time)
 
-    def _prediction(self, spec: RunSpec, largest: LargestStage, step_time: StepTime) -> Prediction:
-        """What `predict_from` returns."""
-        hardware, start_time_s = self.hardware, start_s(self.hardware, spec.nodes)
+    def _prediction(
+        self, spec: RunSpec, largest: LargestStage, share: float, step_time: StepTime
+    ) -> Prediction:
+        """What `predict_from` returns; `share` is that of `reserved_share`."""
         scale = model_scale(spec)
         time_s = scale.flops * step_time.total
         peak_bytes, memory_share, oom_chance = self.occupancy(largest, scale.params)
         if not spec.kernel.is_predictable:  # nothing is left out for its memory
             oom_chance = 0.0
         log_low_ratio, log_high_ratio = self._interval_of(spec)
-        is_nearly_full = reserved_share(largest.peak_bytes, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
         if self.measure.checkpoint:
             work_s += self.measure.checkpoint_s(spec.shape.num_params, spec.nodes)
@@ -173,10 +183,15 @@ class Predictor:
             memory_share=memory_share,
             p_oom=oom_chance,
             limited_by="memory"
-            if is_nearly_full or oom_chance > LIKELY_OOM
+            if share > NEARLY_FULL or oom_chance > LIKELY_OOM
             else _limited_by(step_time, time_s),
-            duration_s=start_time_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
+            duration_s=self._start_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
+
+    @cached_property
+    def _start_s(self) -> float:
+        """Seconds from the start of a run to its first step."""
+        return start_s(self.hardware, self.links.nodes)
 
     def occupancy(self, largest: LargestStage, scale: float = 1.0) -> Occupancy:
         """How full the rank is that needs most memory.
@@ -185,11 +200,12 @@ class Predictor:
             scale: how many times as much memory it needs as these stages.
         """
         gpu_bytes, peak = self.hardware.mem_bytes, scale * largest.peak_bytes
-        # The limit of a process counts from what it held before its tensors.
-        base_bytes = self.memory.base_bytes if self.hardware.shares_host else 0.0
-        return Occupancy(
-            peak, peak / (gpu_bytes + base_bytes), p_oom_of(largest, gpu_bytes / scale, self.memory)
-        )
+        return Occupancy(peak, peak / self._limit_bytes, p_oom_of(largest, gpu_bytes / scale, self.memory))
+
+    @cached_property
+    def _limit_bytes(self) -> float:
+        """The memory that a rank has; the limit of a process counts from what it held before its tensors."""
+        return self.hardware.mem_bytes + (self.memory.base_bytes if self.hardware.shares_host else 0.0)
 
     def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
@@ -233,26 +249,31 @@ class Predictor:
 
     def _interval_of(self, spec: RunSpec) -> Quantiles:
         """The interval of log(measured / predicted), which runs share that are equally far from those of the fit."""
-        gpu, layout, kernel = self.hardware.gpu_at_limit, spec.layout, spec.kernel
+        layout, kernel, gpu = spec.layout, spec.kernel, self._gpu_at_limit
         if spec.variant or kernel.knobs:
             return self.profile.interval_of(spec, gpu, self.links)
-        num_steps = steps_of_axes(axes_of(layout), self._axes_of_fit)
-        of_kind = (
+        key = (
+            steps_of_axes(axes_of(layout), self._axes_of_fit),
             kernel.precision,
             spec.shape.num_experts > 0,
             spec.workload.seq_len,
             layout.pp > 1,
             layout.ep,
+            spec.nodes,
         )
-        key = of_kind, spec.nodes, num_steps
         if (quantiles := self._quantiles.get(key)) is None:
             quantiles = self._quantiles[key] = self.profile.interval_of(spec, gpu, self.links)
         return quantiles
 
     @cached_property
-    def _axes_of_fit(self) -> tuple[tuple[Any, ...], ...]:
-        """For each axis of INDEPENDENT its values in the runs of the fit; empty where they are not known."""
-        return tuple([self.profile.measured.get(axis, ()) for axis in INDEPENDENT])
+    def _gpu_at_limit(self) -> str:
+        """The accelerator as profiles name it."""
+        return self.hardware.gpu_at_limit
+
+    @cached_property
+    def _axes_of_fit(self) -> FittedAxes:
+        """The values of axes in the runs of the fit."""
+        return fitted_axes(tuple([self.profile.measured.get(axis, ()) for axis in INDEPENDENT]))
 
     @cached_property
     def _quantiles(self) -> dict[tuple[object, ...], Quantiles]:
@@ -301,9 +322,9 @@ def model_scale(spec: RunSpec) -> ModelScale:
     """The size of a program's model by the numbers of kernel.params and kernel.flops_per_token;
     1 where they have none.
     """
-    num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
-    if not num_params and not flops:
+    if spec.kernel.params is None and spec.kernel.flops_per_token is None:
         return _SAME_SCALE
+    num_params, flops = spec.kernel.number("params"), spec.kernel.number("flops_per_token")
     params_ratio = num_params / spec.shape.num_params if num_params else 1.0
     flops_ratio = flops / spec.shape.flops_per_token(spec.workload.seq_len) if flops else params_ratio
     return ModelScale(flops_ratio, params_ratio)

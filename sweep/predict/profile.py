@@ -240,11 +240,23 @@ def steps_beyond(feature: str, value: int | str, fitted_values: tuple[Any, ...])
     return abs(math.log2(value / nearest_fitted))
 
 
+@dataclass(frozen=True, slots=True, eq=False)  # caches find it by its identity
+class FittedAxes:
+    """The values of axes in the runs of a fit."""
+
+    values: tuple[tuple[Any, ...], ...]
+    """Those of each axis of INDEPENDENT; empty where they are not known."""
+
+
+fitted_axes = lru_cache(maxsize=64)(FittedAxes)
+"""Makes one object of equal values, so that predictors on all numbers of nodes share the steps that follow."""
+
+
 @lru_cache(maxsize=16384)
-def steps_of_axes(values: tuple[int | str, ...], fitted_values: tuple[tuple[Any, ...], ...]) -> float:
+def steps_of_axes(values: tuple[int | str, ...], fitted: FittedAxes) -> float:
     """How far the values of all axes of INDEPENDENT are from those that the runs of a fit had, where they are known."""
-    axes = zip(INDEPENDENT, values, fitted_values, strict=True)
-    return sum([steps_beyond(axis, value, fitted) for axis, value, fitted in axes if fitted])
+    axes = zip(INDEPENDENT, values, fitted.values, strict=True)
+    return sum([steps_beyond(axis, value, of_fit) for axis, value, of_fit in axes if of_fit])
 
 
 def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:

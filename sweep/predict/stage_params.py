@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
+from operator import le, mul
 from typing import NamedTuple
 
 from ultrabench.layer_products import COLUMNS, ROWS, Product, Vector
@@ -183,6 +183,8 @@ class RankParams(NamedTuple):
     """What a rank of the pipeline axis holds of parameters."""
 
     rank: int
+    layers: tuple[StageLayers, ...]
+    """Those of each of its stages."""
     stages: tuple[StageParams, ...]
     num_shard: int
     """Parameters of all its stages whose masters it keeps."""
@@ -197,7 +199,7 @@ def params_of_ranks(
 ) -> tuple[RankParams, ...]:
     """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for."""
     is_tied, sizes = shape.tie_word_embeddings and pipeline.pp == 1, _block_sizes(shape, degrees)
-    rank_params = list[RankParams]()
+    rank_params: list[RankParams] = []
     for rank, layers_of_stages in _ranks(shape, pipeline, ranks):
         stages = tuple([_stage_params(layers, sizes, is_tied) for layers in layers_of_stages])
         num_shard, num_tensors = (
@@ -205,7 +207,7 @@ def params_of_ranks(
             sum([p.size.tensors for p in stages]),
         )
         num_sparse = sum([layers.num_sparse for layers in layers_of_stages])
-        rank_params.append(RankParams(rank, stages, num_shard, num_tensors, num_sparse))
+        rank_params.append(RankParams(rank, layers_of_stages, stages, num_shard, num_tensors, num_sparse))
     return tuple(rank_params)
 
 
@@ -213,21 +215,23 @@ def params_of_ranks(
 def _ranks(shape: ModelShape, pipeline: Pipeline, rank_set: str) -> list[tuple[int, tuple[StageLayers, ...]]]:
     """The ranks that `rank_set` asks for, each with its stages.
 
-    An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
-    1f1b, where that has more micro-batches in flight, since it sends no gradients.
+    An inner rank without the head holds no more than an earlier one with at least as many layers of each type in each
+    stage; than the first one only under 1f1b, where that has more micro-batches in flight, since it sends no gradients.
     """
     pp, virtual_stages, pp_layout, pp_schedule, full_every = pipeline
     layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule, pp_layout=pp_layout)
-    is_uniform, ranks, seen_counts = full_every < 2, [], set[tuple[int, ...]]()
+    # Where each n-th layer is computed again, equally many layers may keep different numbers of bytes.
+    compares_ranks = rank_set != EVERY and pp_schedule != "zbv" and full_every < 2
+    ranks, earlier_counts = list[tuple[int, tuple[StageLayers, ...]]](), set[tuple[int, ...]]()
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
-        layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
-        if shape.layer_types:
-            layer_counts = tuple(num for stage in stages for num in stage.num_by_kind(shape))
-        is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
-        if not is_inner or rank_set == EVERY or (rank_set != ENDS and not is_like_earlier):
-            ranks.append((rank, tuple(_stage_layers(shape, stage, full_every) for stage in stages)))
+        layer_counts = tuple([num for stage in stages for num in stage.num_by_kind(shape)])
+        is_inner, has_head = 0 < rank < pp - 1, any(stage.has_norm or stage.has_head for stage in stages)
+        is_smaller = any(all(map(le, layer_counts, counts)) for counts in earlier_counts)
+        is_left_out = rank_set == ENDS or (compares_ranks and is_smaller and not has_head)
+        if not (is_inner and is_left_out):
+            ranks.append((rank, tuple([_stage_layers(shape, stage, full_every) for stage in stages])))
         if is_inner or pp_schedule == "1f1b":
-            seen_counts.add(layer_counts)
+            earlier_counts.add(layer_counts)
     return ranks
 
 
@@ -256,17 +260,27 @@ _shared_sizes = lru_cache(maxsize=4096)(BlockSizes)
 def _block_sizes(shape: ModelShape, degrees: Degrees) -> BlockSizes:
     """The sizes of the blocks."""
     h, (tp, shards, ep, expert_shards) = shape.hidden_size, degrees
-    layers = tuple(
-        (
-            _expert_size(expert_shards, *_expert_matrices(kind, h, ep)),
-            _padded_size(shards, *_matrices(kind.products(h), kind.vectors(h), tp)),
-        )
-        for kind in kinds_of_ranks(shape, tp)
-    )
+    layers = tuple([
+        (_expert_size(expert_shards, *of_experts), _padded_size(shards, *of_rest))
+        for of_experts, of_rest in _matrices_of_types(shape, tp, ep)
+    ])  # fmt: skip
     join = _padded_size(shards, (h, 2 * h), (h, 1), (h, 1), (h, 1))
     table = _padded_size(shards, (padded_vocab_size(shape.vocab_size, tp) // tp, h))
     norm = _padded_size(shards, (h, 1))
     return _shared_sizes(table, norm, layers, join, shards > 1, expert_shards > 1)
+
+
+_Matrices = tuple[tuple[int, int], ...]
+"""Rows and columns of matrices."""
+
+
+@lru_cache(maxsize=1024)  # it does not depend on the ranks that shard the matrices
+def _matrices_of_types(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[_Matrices, _Matrices], ...]:
+    """The matrices of the experts of each type of layer on a rank, and of the rest of it."""
+    h, kinds = shape.hidden_size, kinds_of_ranks(shape, tp)
+    of_experts = [tuple(_expert_matrices(kind, h, ep)) for kind in kinds]
+    of_rest = [tuple(_matrices(kind.products(h), kind.vectors(h), tp)) for kind in kinds]
+    return tuple(zip(of_experts, of_rest, strict=True))
 
 
 def _matrices(products: Iterable[Product], vectors: Iterable[Vector], tp: int) -> Iterator[tuple[int, int]]:
@@ -380,7 +394,7 @@ def _stage_params(layers: StageLayers, sizes: BlockSizes, is_tied: bool) -> Stag
         for experts, rest in sizes.layers
     ]
     shared_params = [sum(parts) for parts in shared_parts]
-    groups = list[ParamGroup]()
+    groups: list[ParamGroup] = []
     for kind, _, type_number, _, num_finished, type_before, type_following in layers.groups:
         # The parts whose gradients backward reduces first and then.
         expert_size, rest_size = sizes.layers[type_number] if kind == LAYER else (NOTHING, embedding)

@@ -204,7 +204,7 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, 
         (n * kind.num_blocks / 2, kind) for n, kind in zip(launches, shape.kinds, strict=True)
     ]
     num_expert_params = sum(stage.num_expert_params(shape) for stage in stages)
-    tp_params = sum(stage.num_params(shape) + added_params(shape, stage, tp) for stage in stages)
+    tp_params = sum(_num_tp_params(shape, stage, tp) for stage in stages)
     return _PipelineRank(
         num_stages=len(stages),
         num_layers=len(layers),
@@ -214,6 +214,12 @@ def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int, 
         num_params=tp_params - num_expert_params,
         num_expert_params=num_expert_params,
     )
+
+
+@lru_cache(maxsize=4096)  # schedules and recomputation share it
+def _num_tp_params(shape: ModelShape, stage: Stage, tp: int) -> int:
+    """Number of parameters of a stage that all ranks of tp together hold."""
+    return stage.num_params(shape) + added_params(shape, stage, tp)
 
 
 class _GradSums(NamedTuple):
@@ -335,7 +341,7 @@ class _MicroBatch(NamedTuple):
 
 
 class _DataParallelTime(NamedTuple):
-    """The times of a step that depend on the parameters of a rank and on who shares them."""
+    """What of a step depends on the parameters of a rank, and on which ranks share them."""
 
     total_s: float
     num_passes: float
@@ -345,12 +351,15 @@ class _DataParallelTime(NamedTuple):
     """Reductions and gatherings of each layer under ZeRO."""
     update_s: float
     """Seconds of clipping and of the update."""
+    pp_crosses_nodes: bool
+    """Whether a pipeline leaves an NVLink domain."""
 
 
-_OF_BLOCKS = attrgetter("tp", "cp", "mbs", "recompute", "sequence_parallel", "cp_exchange", "ep")
+_BLOCK_AXES = ("tp", "cp", "mbs", "recompute", "sequence_parallel", "cp_exchange", "ep")
 """The axes that decide the times of the blocks of a micro-batch. pp_schedule decides whether they are compiled."""
-_OF_PIPELINE = attrgetter("pp", "pp_schedule", "virtual_stages", "pp_layout")
-"""The axes that, with recompute, decide what each pipeline rank does with them."""
+_OF_BLOCKS = attrgetter(*_BLOCK_AXES)
+_OF_MICRO_BATCH = attrgetter(*_BLOCK_AXES, "pp", "pp_schedule", "virtual_stages", "pp_layout")
+"""Those and the axes that, with recompute, decide what each pipeline rank does with them."""
 _OF_DATA_PARALLEL = attrgetter("dp", "tp", "pp", "cp", "ep", "zero_stage", "dp_shard", "dp_overlap")
 """The axes that decide how data parallelism and the optimizer share the work; with ZeRO-2 and 3 gas does, too."""
 
@@ -368,10 +377,11 @@ class MicroBatchTimes:
         kernel, layout = spec.kernel, spec.layout
         # In the usual order of ranks, dp and pp do not decide where those of tp and cp are.
         order = () if kernel.rank_order == RANK_ORDER else (*kernel.rank_order, layout.dp, layout.pp)
-        of_kernel = kernel.precision, spec.compiles, kernel.routing, order, modules_of(spec)
-        blocks_key = spec.shape, spec.workload.seq_len, of_kernel, _OF_BLOCKS(layout)
-        key = blocks_key, _OF_PIPELINE(layout)
+        compiles = kernel.compiles(layout.pp_schedule)
+        of_kernel = kernel.precision, compiles, kernel.routing, order, modules_of(spec)
+        key = spec.shape, spec.workload.seq_len, *of_kernel, *_OF_MICRO_BATCH(layout)
         if (micro_batch := self._micro_batches.get(key)) is None:
+            blocks_key = spec.shape, spec.workload.seq_len, *of_kernel, *_OF_BLOCKS(layout)
             if (blocks := self._blocks.get(blocks_key)) is None:
                 blocks = _blocks(spec, self.hardware, self.peak, self.links, self.constants)
                 self._blocks[blocks_key] = blocks
@@ -423,10 +433,11 @@ class StepTimes:
         # `num_busy_passes` passes of the slowest rank last as long as its GPU is busy; the others wait `waits_s` on
         # average, and pipeline ranks exchange meanwhile.
         blocks, pipeline = micro_batch.blocks, micro_batch.pipeline
-        exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, blocks.work, self.links, c)
+        dp = self._data_parallel(spec, micro_batch)
+        exchange_s = _exchange_s(layout, blocks.work, dp.pp_crosses_nodes, self.links, c)
+        exchanges_s = (gas + layout.pp - 1) * exchange_s
         waits_s = num_busy_passes * slowest_s - gas * mean_rank_s
         gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = micro_batch.parts_s
-        dp = self._data_parallel(spec, micro_batch)
         dp_s = max(dp.total_s - dp.hidden_share * dp.num_passes * slowest_s, c.dp_exposed * dp.total_s)
         zero_host_s = c.zero_layer_s * pipeline.num_layers * dp.num_calls / 2
         pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
@@ -478,6 +489,7 @@ class StepTimes:
                 *dp_time_and_overlap(layout, groups, element_bytes, self.links, self.constants),
                 sum(num_reduces_and_gathers(layout)),
                 self._update_s(groups),
+                _pp_crosses_nodes(spec, self.links),
             )
         return times
 
@@ -553,7 +565,7 @@ def communication_ratios(
     return CommunicationRatios(
         dp=dp_s / (num_passes * compute_s),
         tp=tp_s / gemm_s,
-        pp=_exchange_s(spec, work, links, constants) / compute_s,
+        pp=_exchange_s(spec.layout, work, _pp_crosses_nodes(spec, links), links, constants) / compute_s,
         cp=cp_s / core_s if core_s else 0.0,
         ep=ep_s / gemm_s,
     )
@@ -587,12 +599,19 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops_s)
 
 
-def _exchange_s(spec: RunSpec, work: LayerWork, links: Network, c: TimeConstants) -> float:
+def _pp_crosses_nodes(spec: RunSpec, links: Network) -> bool:
+    """Whether a pipeline leaves an NVLink domain."""
+    return crosses_nodes(spec.layout.group_axes("pp", rank_order=spec.kernel.rank_order), links.nvlink_gpus)
+
+
+def _exchange_s(
+    layout: Layout, work: LayerWork, pp_crosses_nodes: bool, links: Network, c: TimeConstants
+) -> float:
     """Seconds in which pipeline ranks exchange the activations and gradients of one micro-batch."""
-    layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.element_bytes / work.tp
     if layout.pp == 1:
         return 0.0
-    if not crosses_nodes(layout.group_axes("pp", rank_order=spec.kernel.rank_order), links.nvlink_gpus):
+    num_bytes = work.tokens * work.shape.hidden_size * work.element_bytes / work.tp
+    if not pp_crosses_nodes:
         bytes_per_s, call_s = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
     else:
         bytes_per_s = links.node_link_bytes_per_s * c.pp_node_link_efficiency

@@ -23,16 +23,11 @@ from operator import add, mul
 from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.micro_batch import (
-    MicroBatch,
-    MicroBatchWork,
-    micro_batch,
-    micro_batch_work,
-    rank_tokens,
-)
+from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, micro_batch_work, rank_tokens
 from ultrabench.sweep.predict.param_bytes import (
     RankBytes,
     RankWork,
+    StageWork,
     WorkLoad,
     added_bytes,
     rank_bytes,
@@ -96,15 +91,15 @@ def ultrabench_memory(
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    precision, memory = spec.kernel.precision, list[StageMemory]()
+    precision = spec.kernel.precision
+    memory: list[StageMemory] = []
     batch_work = micro_batch_work(spec, constants.whole_logits)
     scale = 2 if precision == "fp64" else 1
     stored_scale = scale * (1 + constants.zbv_margin * (spec.layout.pp_schedule == "zbv"))
     # The batch: inputs and targets.
     batch_bytes = 8 * (2 + spec.shape.num_nextn_predict_layers) * spec.layout.gas * batch_work.tokens
-    for rank, (phase, weights, gradients, stored, logits, buffers) in _peaks(
-        batch_work, rank_work(spec, ranks)
-    ):
+    peaks = _peaks(micro_batch(batch_work), rank_work(spec), ranks)
+    for rank, (phase, weights, gradients, stored, logits, buffers) in peaks:
         buffers = scale * buffers + batch_bytes
         stored, logits = stored_scale * stored, scale * logits
         reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
@@ -155,10 +150,10 @@ def _state_bytes(spec: RunSpec, rank: RankParams) -> float:
 
 
 @lru_cache(maxsize=16384)  # 4,863 of the playbook's 6,576 layouts differ in it
-def _peaks(batch_work: MicroBatchWork, work: RankWork) -> list[tuple[RankParams, Moment]]:
+def _peaks(m: MicroBatch, work: RankWork, ranks: str) -> list[tuple[RankParams, Moment]]:
     """The ranks that are asked for, each with the moment of most bytes."""
-    m, shares_table = micro_batch(batch_work), work.pipeline.pp_schedule == "afab"
-    return [(rank.params, _peak(m, rank, shares_table)) for rank in rank_bytes(work)]
+    shares_table = work.division.pipeline.pp_schedule == "afab"
+    return [(rank.params, _peak(m, rank, shares_table)) for rank in rank_bytes(m.shape, work, ranks)]
 
 
 def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
@@ -167,40 +162,78 @@ def _peak(m: MicroBatch, rank: RankBytes, shares_table: bool) -> Moment:
     Args:
         shares_table: whether the losses of all micro-batches share one gradient of the head's weights.
     """
-    loss = m.whole_hidden if shares_table else m.whole_hidden + m.table
-    stages = [
-        _activations(m, p.layers, loss, halved)
-        for p, halved in zip(rank.params.stages, rank.halved, strict=True)
-    ]
-    kept_bytes = [*[stage.kept for stage in stages], *[stage.halfway for stage in stages]]
-    peak_bytes, peaks = -1.0, list[Moment]()
+    stages, kept_bytes = _rank_activations(m, rank.params.layers, rank.halved, shares_table)
+    peak_bytes = -1.0
+    peaks: list[_WorkPeak] = []
     for work, work_alone, num_messages, work_loads in rank.works:
         load = work_loads[0] if len(work_loads) == 1 else _largest(work_loads, kept_bytes)
         num_kept, is_alone, _, waiting_gradients, waiting_weights = load
         if is_alone:
             work = work_alone
-        stage, chunk = stages[work.chunk], work.chunk
-        if work.kind == "forward":
-            totals, stored_bytes = stage.forward
-        elif work.kind == "weight":
-            totals, stored_bytes = stage.weight_half
+        params, kind, chunk, has_sums, adds_in_place, _, param_totals = work
+        stage = stages[chunk]
+        if kind == "forward":
+            activations = stage.forward
+        elif kind == "weight":
+            activations = stage.weight_half
         else:
-            has_table = not (shares_table and work.has_sums)
-            totals, stored_bytes = _backward(m, work.params, stage, work.adds_in_place, has_table)
+            has_table = not (shares_table and has_sums)
+            activations = _backward(m, params, stage, adds_in_place, has_table)
         kept = m.hidden * num_messages - kept_bytes[chunk] + sum(map(mul, num_kept, kept_bytes))
-        total = max(map(add, work.totals, totals)) + kept + waiting_weights + waiting_gradients
+        total = max(map(add, param_totals, activations[0])) + kept + waiting_weights + waiting_gradients
         if total > peak_bytes:
             peak_bytes, peaks = total, []
         if total == peak_bytes:
-            at_work = max(
-                zip(map(add, work.totals, totals), work.moments, totals, stored_bytes, strict=False)
-            )
-            _, (_, phase, weights, gradients, param_buffers), of_activations, stored = at_work
-            rest = of_activations - stored + param_buffers
-            logits, buffers = (rest, 0.0) if work.kind == "forward" and stage.has_logits else (0.0, rest)
-            weights, gradients = weights + waiting_weights, gradients + waiting_gradients
-            peaks.append((phase, weights, gradients, stored + kept, logits, buffers))
-    return max(peaks)
+            has_logits = kind == "forward" and stage.has_logits
+            peaks.append((work, activations, has_logits, kept, waiting_gradients, waiting_weights))
+    return max([_largest_moment(*peak) for peak in peaks])
+
+
+_WorkPeak = tuple[StageWork, MomentActivations, bool, float, float, float]
+"""The arguments of `_largest_moment`."""
+
+
+def _largest_moment(
+    work: StageWork,
+    activations: MomentActivations,
+    has_logits: bool,
+    kept: float,
+    waiting_gradients: float,
+    waiting_weights: float,
+) -> Moment:
+    """The moment of a work with most bytes.
+
+    Args:
+        has_logits: whether the bytes beside activations are logits.
+        kept: bytes of activations that other works keep, and of messages.
+        waiting_gradients: bytes of gradients of stages that are not at work.
+        waiting_weights: bytes of their weights.
+    """
+    totals, stored_bytes = activations
+    at_work = max(zip(map(add, work.totals, totals), work.moments, totals, stored_bytes, strict=False))
+    _, (_, phase, weights, gradients, param_buffers), of_activations, stored = at_work
+    rest = of_activations - stored + param_buffers
+    logits, buffers = (rest, 0.0) if has_logits else (0.0, rest)
+    return phase, weights + waiting_weights, gradients + waiting_gradients, stored + kept, logits, buffers
+
+
+@lru_cache(maxsize=16384)  # ranks share it whose parameters have other shards: 2,362 of 8,664 differ
+def _rank_activations(
+    m: MicroBatch, layers_of_stages: tuple[StageLayers, ...], halved: tuple[bool, ...], shares_table: bool
+) -> tuple[list["_Activations"], list[float]]:
+    """The activations of each stage of a rank, and the bytes of `WorkLoad.num_kept`: what each stage keeps of a
+    micro-batch, whole, and then halfway.
+
+    Args:
+        halved: for each stage whether the gradients of weights are left to another half.
+        shares_table: as for `_peak`.
+    """
+    loss = m.whole_hidden if shares_table else m.whole_hidden + m.table
+    stages = [
+        _activations(m, layers, loss, is_halved)
+        for layers, is_halved in zip(layers_of_stages, halved, strict=True)
+    ]
+    return stages, [*[stage.kept for stage in stages], *[stage.halfway for stage in stages]]
 
 
 def _largest(loads: tuple[WorkLoad, ...], kept_bytes: list[float]) -> WorkLoad:
@@ -240,7 +273,6 @@ class _Activations:
     """Those at the begin and the end of a weight half, for which its input half has kept all activations."""
 
 
-@lru_cache(maxsize=16384)
 def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) -> _Activations:
     """The activations of a stage.
 
@@ -253,7 +285,7 @@ def _activations(m: MicroBatch, layers: StageLayers, loss: float, halved: bool) 
     halfway = _halfway(m, layers.all_layers) if halved else m.hidden
     # All modules that predict more tokens keep until the end what they joined.
     joined = num_modules * (JOINED * m.hidden + m.whole_hidden)
-    groups = list[tuple[float, float]]()
+    groups: list[tuple[float, float]] = []
     for kind, remaining, type_number, is_full, *_ in layers.groups:
         if kind == EMBEDDING:
             groups.append((0.0, 0.0))
@@ -295,7 +327,7 @@ def _backward(
         has_table: whether the gradient of the head's weights is of this micro-batch alone and not yet taken.
     """
     layers, w = p.layers, m.element
-    begins = list[float]()
+    begins: list[float] = []
     for (stored, released), group in zip(activations.groups, p.groups, strict=True):
         if group.kind == HEAD:
             # The gradients of the loss, and those of the norm with three copies in fp32.

@@ -18,7 +18,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model
-from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.memory import largest_stage, memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.micro_batch import micro_batch, micro_batch_work
 from ultrabench.sweep.predict.stage_memory import ENDS, EVERY, LARGEST
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
@@ -46,6 +46,21 @@ def test_nanotron_reserves_what_published_runs_did(version, model, layout, measu
     stages = predict_memory(spec_of(layout, model), constants("nanotron", version=version))
     assert stages[0].peak_bytes / GIB == pytest.approx(measured, rel=0.12)
     assert p_oom(stages, GPUS.mem_bytes, constants("nanotron")) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("layout", "width"),
+    [
+        (Layout(dp=1, tp=2, pp=4, gas=4, pp_schedule="1f1b", pp_layout="even"), 1024),
+        (Layout(dp=2, tp=8, pp=8, gas=2, mbs=8, zero_stage=2, pp_schedule="1f1b"), 64),
+    ],
+)
+def test_a_plan_computes_inner_ranks_with_experts_or_the_head(layout, width):
+    """The first layer of the model is dense; with more stages than blocks the head is on an inner rank."""
+    spec, of_profile = spec_of(layout, "tiny-moe"), constants("ultrabench")
+    spec = replace(spec, shape=replace(spec.shape, moe_intermediate_size=width))
+    largest, every = (largest_stage(predict_memory(spec, of_profile, ranks)) for ranks in (LARGEST, EVERY))
+    assert largest == every
 
 
 @pytest.mark.parametrize("words", [{"gas": 32, "zero_stage": 1, "dp": 2}, {"gas": 4}, {"gas": 8, "tp": 4}])
