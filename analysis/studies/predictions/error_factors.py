@@ -205,9 +205,9 @@ def with_errors(
 
 def _knob_values(rows: Sequence[ErrorRow], profile: Profile) -> dict[str, tuple[str, ...]]:
     """Knob -> its values in these runs for which the profile has no constants."""
-    values_by_knob = dict[str, set[str]]()
+    values_by_knob, without_errors = dict[str, set[str]](), replace(profile, errors=None)
     for row in rows:
-        for feature, (value, _) in profile.unmeasured(row.case.run.spec, row.kind.gpu).items():
+        for feature, (value, _) in without_errors.unmeasured(row.case.run.spec, row.kind.gpu).items():
             group, _, knob = feature.partition(".")
             if group == FLAGS:
                 values_by_knob.setdefault(knob, set()).add(str(value))

@@ -71,7 +71,7 @@ def test_a_value_adds_what_the_errors_of_its_runs_have_more_than_those_of_others
         variance = effects.variance + sum(effects.variances[key] for key in factors)
         errors = [row.log_error for row in rows if (row.kind, row.profile) == (kind, "gamma")]
         assert math.sqrt(variance) == pytest.approx(math.hypot(*errors) / math.sqrt(len(errors)), abs=0.06)
-    assert effects.over_values("gpu") ** 2 == max(effects.variance, effects.variances["gpu", "B200"])
+    assert effects.over_values("gpu") == math.sqrt(max(effects.variance, effects.variances["gpu", "B200"]))
 
 
 def test_runs_of_one_setting_count_as_two_at_most():
@@ -110,6 +110,19 @@ def test_intervals_hold_for_other_settings_and_are_wider_for_other_programs():
     ]
     assert widths[0] > 1.5 * widths[1]
     assert new.errors.unproven(row.kind) == "no measurement of JAX"
+
+
+def test_knobs_of_measured_runs_stay_known_where_errors_are_estimated_again():
+    case = runs(7, num_settings=1)[0].case
+    spec = replace(case.run.spec, variant={"flags.cuda_graph": "local"})
+    with_knob = SimpleNamespace(run=SimpleNamespace(spec=spec), hardware=case.hardware, links=case.links)
+    rows, profile = (
+        [row._replace(profile="alpha", case=with_knob) for row in runs(7, num_settings=1)],
+        PROFILES[0],
+    )
+    for _ in range(2):
+        profile = with_errors(profile, fit_effects(rows), rows, program="Alpha", date="2026-11-29")
+        assert profile.errors.knobs == {"cuda_graph": ("local",)}
 
 
 def test_a_profile_with_an_interval_of_its_own_keeps_it():
