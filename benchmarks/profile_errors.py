@@ -3,7 +3,8 @@
     python benchmarks/profile_errors.py published.parquet benchmarks/h100/unseen.parquet
 
 Give it all imported tables and results at once, since what programs have in common is estimated from all of them.
-The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each.
+The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each,
+and without its source where intervals without sources are checked.
 Profiles with the quality of a fit keep their interval; a program without runs gets the spread over programs. It prints
 the errors by factor, and how many runs are inside their interval, also if the runs of their setting, or of their
 source, are left out.
