@@ -3,7 +3,8 @@
     python benchmarks/profile_errors.py published.parquet benchmarks/h100/unseen.parquet
 
 Give it all imported tables and results at once, since what programs have in common is estimated from all of them.
-The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each.
+The constants that are fitted to published rows (benchmarks/published.py) are fitted again without the setting of each,
+and without its source where intervals without sources are checked.
 Profiles with the quality of a fit keep their interval; a program without runs gets the spread over programs. It prints
 the errors by factor, and how many runs are inside their interval, also if the runs of their setting, or of their
 source, are left out.
@@ -12,7 +13,6 @@ source, are left out.
 import argparse
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,6 +40,7 @@ PROGRAMS = {
     "megatron": "Megatron",
     "megatron-perf": "Megatron (NVIDIA's recipes)",
     "megatron-deepspeed": "Megatron-DeepSpeed",
+    "internevo": "InternEvo",
     "torchtitan": "torchtitan",
     "llm-foundry": "LLM Foundry",
     "jax": "JAX",
@@ -69,7 +70,8 @@ def write(profile: Profile) -> None:
 
 
 def left_out_rows(groups: Sequence[tuple[Sequence[Case], Profile]]) -> Iterator[ErrorRow]:
-    """The errors of runs, each with constants that were fitted without its setting where they are fitted to such runs.
+    """The errors of runs, each with constants that were fitted without its setting, or without its source, where they
+    are fitted to such runs.
 
     Args:
         groups: runs and the profile that predicts them.
@@ -77,14 +79,18 @@ def left_out_rows(groups: Sequence[tuple[Sequence[Case], Profile]]) -> Iterator[
     for family in dict.fromkeys(family_of(profile) for _, profile in groups):
         members = [(cases, profile) for cases, profile in groups if family_of(profile) == family]
         family_cases = [case for cases, _ in members for case in cases]
-        parts = part_by_group(family_cases, "setting")
-        values_by_part = values_left_out(members, family, "setting") if family in FITTED else {}
+        parts = {kind: part_by_group(family_cases, kind) for kind in GROUPS}
+        values_by_part = {
+            kind: values_left_out(members, family, kind) if family in FITTED else {} for kind in GROUPS
+        }
+
         for cases, profile in members:
             for case in cases:
-                values = values_by_part.get(parts[GROUPS["setting"](case)], {})
-                used = with_values(profile, values)
-                factors = tuple(used.gpu_factors.get(case.hardware.gpu, {}).items())
-                yield error_row(replace(case, gpu_factors=factors), used)
+                values = [
+                    values_by_part[kind].get(parts[kind][group_of(case)], {})
+                    for kind, group_of in GROUPS.items()
+                ]
+                yield error_row(case, *(with_values(profile, of_kind) for of_kind in values))
 
 
 def main() -> None:

@@ -32,6 +32,9 @@ NUM_PARTS = 8
 """Parts of the settings, each of which is left out once."""
 RIDGE = 0.5
 """Standard deviation of log(constant / start) of these fits, which have few constants and many rows."""
+LAUNCH_RIDGE = 0.15
+"""The same of the times of launches, which only small models have: rows of other programs and clusters than theirs have
+few of them, and a wide one moved launches to twice what a source that was left out shows."""
 MAX_SOURCE_ROWS = 40
 """Rows of a source from which each of its rows weighs less, so that a source weighs as much as so many rows."""
 
@@ -44,14 +47,16 @@ class Place(NamedTuple):
     name: str
     start: float
     """Its value before a fit: an estimate, or that of a program without this term."""
+    ridge: float = RIDGE
+    """Standard deviation of log(value / start)."""
 
 
 _A100, _H100_96 = ("A100-SXM-80GB", "A100-SXM-40GB"), "H100-SXM-96GB"
 FITTED: Mapping[str, tuple[Place, ...]] = {
     "megatron": (
         Place("time", "gemm_efficiency", 0.7),
-        Place("time", "layer_launch_s", 0.002),
-        Place("time", "layer_launch_tp_s", 0.002),
+        Place("time", "layer_launch_s", 0.002, LAUNCH_RIDGE),
+        Place("time", "layer_launch_tp_s", 0.002, LAUNCH_RIDGE),
         Place("time", "expert_efficiency", 0.7),
         Place("B200", "gemm_efficiency", 0.8),
     ),
@@ -86,7 +91,8 @@ def fit_family(groups: CasesByProfile, places: Sequence[Place]) -> Mapping[Place
     known_sections = {"time", *(case.hardware.gpu for case in cases)}
     known_sections |= {f"{k}={v}" for case in cases for k, v in case.run.spec.flag_values.items()}
     start = {place: place.start for place in places if place.section in known_sections}
-    fitted_values = fit_values(start, errors_of, ERROR_SCALE, RIDGE, name_of=lambda place: place.name)
+    ridges = {place: place.ridge for place in start}
+    fitted_values = fit_values(start, errors_of, ERROR_SCALE, ridges, name_of=lambda place: place.name)
     return {place: place.start for place in places} | fitted_values
 
 
@@ -116,7 +122,8 @@ def with_values(profile: Profile, values: Mapping[Place, float]) -> Profile:
 
 def family_of(profile: Profile) -> str:
     """The profile whose fit this one shares: itself, or the one that it builds on."""
-    return {"megatron-deepspeed": "megatron", "llm-foundry": "torchtitan"}.get(profile.name, profile.name)
+    bases = {"megatron-deepspeed": "megatron", "internevo": "megatron", "llm-foundry": "torchtitan"}
+    return bases.get(profile.name, profile.name)
 
 
 GROUPS: Mapping[str, Callable[[Case], Hashable]] = {

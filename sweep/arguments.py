@@ -151,15 +151,11 @@ def config_of(values: Mapping[str, Any], knobs: Collection[str] = ()) -> SweepCo
     if routing := values.get("routing"):
         overrides["kernel.routing"] = override_value(routing)
     overrides |= {f"+sweep.flags.{knob}": f"[{values[knob]}]" for knob in knobs if knob in values}
-    try:
-        return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
-    except ConfigError as error:
-        argument_by_setting = {f"kernel.{name}": name for name in KERNEL_SETTINGS}
-        argument_by_setting |= {f"sweep.flags.{knob}": knob for knob in knobs}
-        if argument := argument_by_setting.get(error.setting or ""):
-            message = str(error).replace(str(error.setting), argument)
-            raise ConfigError(message, setting=argument) from error
-        raise
+    typed_names = {f"kernel.{name}": name for name in KERNEL_SETTINGS}
+    typed_names |= {f"sweep.flags.{knob}": knob for knob in knobs}
+    return load_config(
+        [f"{key}={value}" for key, value in overrides.items() if value is not None], typed_names
+    )
 
 
 def run_of(values: Mapping[str, Any], config: SweepConfig, *, any_model: bool = False) -> RunSpec:

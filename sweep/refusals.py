@@ -82,9 +82,10 @@ def refusal(
         command_refusals = (
             _sequence_refusals(kernel, layout.cp, seq_len),
             _untold_types(kernel, shape),
+            # The nodes refuse such a layout whatever its other axes are, so that this reason comes before theirs.
+            _span_refusals(kernel, layout, hardware, variant) if hardware else (),
             value_refusals(kernel, layout, shape),
             _undeclared_routing(kernel, shape),
-            _span_refusals(kernel, layout, hardware, variant) if hardware else (),
             _no_word_refusals(kernel, layout),
             _step_rank_refusals(kernel, layout),
         )

@@ -32,15 +32,24 @@ class UltrabenchError(Exception):
         self.fact, self.remedy = str(fact), remedy
 
 
+SETTING = "\x1f"
+"""Stands for the name of the setting in a message; nobody types this character."""
+
+
 class ConfigError(UltrabenchError):
     """A name, an override or a value that cannot be used.
 
     Args:
+        fact: what was given, and the rule; SETTING in it stands for `setting`, as in `remedy`.
         setting: dotted name of the setting with that value, such as `sweep.tp`; None where the message names none.
+
+    Attributes:
+        template: the message with SETTING in it, from which the same error of a shorter name is made.
     """
 
     def __init__(self, fact: object, remedy: str = "", setting: str | None = None) -> None:
-        super().__init__(fact, remedy)
+        self.template = f"{fact}; {remedy}" if remedy else str(fact)
+        super().__init__(*(text.replace(SETTING, setting or "") for text in (str(fact), remedy)))
         self.setting = setting
 
 

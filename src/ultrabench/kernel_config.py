@@ -11,7 +11,7 @@ from msgspec import Meta
 
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import SETTING, ConfigError, require_known
 from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS
 from ultrabench.layout import AUTO, DEGREES, RANK_ORDER, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, PRINTED_PARAMS, compile_pattern, times_by_arrival
@@ -238,7 +238,7 @@ class KernelConfig:
                 "kernel.loss_line and the group loss of kernel.step_line read the same; give one of them"
             )
         if self.forks and self.precision not in EMBEDDED_PRECISIONS:
-            fact = f"kernel.precision={self.precision} with kernel={self.name}"
+            fact = f"{SETTING}={self.precision} with kernel={self.name}"
             remedy = f"choose {', '.join(EMBEDDED_PRECISIONS)} or a program of your own"
             raise ConfigError(fact, remedy, setting="kernel.precision")
         require_known("degree in kernel.spans:", (*DEGREES, "ep"), *self.spans, setting="kernel.spans")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.errors import MAX_NAMES, ConfigError, most_similar, require_known
+from ultrabench.errors import MAX_NAMES, SETTING, ConfigError, most_similar, require_known
 from ultrabench.quantity import parsed_number, quantity_of
 
 T = TypeVar("T")
@@ -208,13 +208,13 @@ _EXPECTED = {
 
 
 def _refusal_text(cls: Any, rule: str, value: Any, where: str) -> str:
-    """One line that says why a value cannot be used."""
+    """One line that says why a value cannot be used, with SETTING in place of `where`."""
     value_text = reprlib.repr(value) if isinstance(value, int) else repr(value)  # it shortens long integers
-    given_text, type_origin = f"{where}={value_text}", typing.get_origin(cls)
+    given_text, type_origin = f"{SETTING}={value_text}", typing.get_origin(cls)
     if rule and (cls not in _EXPECTED or type(value) is cls or (cls, type(value)) == (float, int)):
         return f"{given_text}; must be {rule}"
     if type_origin is dict:
-        return f"{given_text} is not a mapping; give {where}.NAME=VALUE"
+        return f"{given_text} is not a mapping; give {SETTING}.NAME=VALUE"
     if type_origin is tuple:
         return f"{given_text} is not a list; write [A,B]"
     if cls in (int, float) and not isinstance(value, list) and (quantity := quantity_of(where)):

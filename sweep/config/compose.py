@@ -14,7 +14,7 @@ from typing import Any, get_origin
 
 import yaml
 
-from ultrabench.errors import ConfigError, nearest_name, require_once, unknown_name
+from ultrabench.errors import SETTING, ConfigError, nearest_name, require_once, unknown_name
 from ultrabench.hardware import DEVICE_KINDS, Hardware
 from ultrabench.kernel_config import EMBEDDED, KernelConfig, kind_by_name
 from ultrabench.layout import AXES
@@ -32,7 +32,7 @@ from ultrabench.sweep.config.launcher_config import CLUSTER_KEYS
 from ultrabench.sweep.config.options import EXAMPLES, SWEEP_KEYS
 from ultrabench.sweep.config.references import wrong_reference
 from ultrabench.sweep.config.sweep_config import LAYOUTS_SETTING, LIST_LAYOUTS_REMEDY
-from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
+from ultrabench.variant import CELL_OPTIONS, FLAGS, KERNEL_OPTIONS
 
 Sentence = Callable[..., str]
 """Makes one line from the named parts of a mistake."""
@@ -88,7 +88,7 @@ def _several_values(key: str, value: str, **_: str) -> str:
     if key not in _options_by_setting() and key[0] != "+":
         return unknown_override(key, value)
     if re.match(r"\+?(launcher|kernel)\b", key):  # such as two partitions, or a list of nodes
-        return f"{key}={value}: a value with a comma needs quotes: '{key}=\"{value}\"'"
+        return f"{SETTING}={value}: a value with a comma needs quotes: '{SETTING}=\"{value}\"'"
     overrides = [f"{key}={single_value}" for single_value in as_hydra_list(value)[1:-1].split(",")]
     return f"{key}={value}: a sweep has one {key}; run the command once for each: {', '.join(overrides)}"
 
@@ -157,7 +157,7 @@ _HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
      "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, "
      "as in the files that ultrabench configs lists".format),
     (r"Sweep parameters '(?P<key>[^'=]+)=(?P<value>[^']*)' requires",
-     "{key}={value} is not a list of values; write {key}=[A,B]".format),
+     f"{SETTING}={{value}} is not a list of values; write {SETTING}=[A,B]".format),
 )  # fmt: skip
 """Pattern in a message of Hydra -> function that makes one line of its groups and of the values of the overrides."""
 
@@ -328,6 +328,10 @@ def _absent_setting(key: str, values: Mapping[str, str]) -> str | None:
     return f"{key} is not set by the chosen {group}; add it: {_override_text(f'+{key}', values.get(key))}"
 
 
+_KNOBS = "kernel.knobs."
+"""How the settings begin that say what a knob is."""
+
+
 def unknown_override(key: str, value: object = None) -> str:
     """One line for an override whose key does not exist; it names the setting that was probably meant.
 
@@ -350,6 +354,8 @@ def unknown_override(key: str, value: object = None) -> str:
         group_settings = [name for name in settings if name.startswith(f"{group}.")]
         return unknown_name("override", key, group_settings or [name for name in settings if "." not in name])
     options = settings.get(probable_key, []) if probable_key.startswith(("kernel.", "launcher.")) else []
+    if group != "kernel" and probable_key.startswith(_KNOBS):  # a sweep lists the values of a knob
+        probable_key = f"+sweep.{FLAGS}.{probable_key.removeprefix(_KNOBS)}"
     hint = f", with {options[0]}" if len(options) == 1 else ""
     return (
         f"unknown override {key!r}; "

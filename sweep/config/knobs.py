@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import SETTING, ConfigError, require_known
 from ultrabench.kernel_config import ANY, ROUTING, KernelConfig
 from ultrabench.layout import AXES, Layout, choice_text
 from ultrabench.model_shape import ModelShape
@@ -117,11 +117,11 @@ def read_values(kernel: KernelConfig, knob: str, listed: list[Any]) -> tuple[Val
         for value in listed
     )
     if not values:
-        raise ConfigError(f"{setting} is empty; list at least one value", setting=setting)
+        raise ConfigError(f"{SETTING} is empty; list at least one value", setting=setting)
     for value in values:
         _require_value(kernel, knob, value, setting)
         if [*map(str, values)].count(str(value)) > 1:
-            raise ConfigError(f"{setting} lists {value} twice", "leave one out", setting=setting)
+            raise ConfigError(f"{SETTING} lists {value} twice", "leave one out", setting=setting)
     return values
 
 
@@ -133,7 +133,7 @@ def _require_value(kernel: KernelConfig, knob: str, value: Value, setting: str) 
     if text in choices:
         return
     if ANY not in kernel.flags[knob]:
-        require_known(f"value of {setting}:", choices, text, setting=setting)
+        require_known(f"value of {SETTING}:", choices, text, setting=setting)
     problem = None
     if not text.strip():
         problem = "is empty"
@@ -142,7 +142,7 @@ def _require_value(kernel: KernelConfig, knob: str, value: Value, setting: str) 
     elif text.startswith("-") and isinstance(value, str) and not _is_number(text):
         problem = "would be an option of its own"
     if problem:
-        fact = f"{setting}={text!r} {problem}"
+        fact = f"{SETTING}={text!r} {problem}"
         remedy = f"give a number or one word, which becomes part of an argument for {knob}"
         raise ConfigError(fact, remedy, setting=setting)
 

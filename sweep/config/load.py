@@ -4,13 +4,14 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from ultrabench.allowed import Count
 from ultrabench.batch_system import NO_CLUSTER
-from ultrabench.errors import ConfigError, require_known, unknown_name
+from ultrabench.errors import SETTING, ConfigError, require_known, unknown_name
 from ultrabench.hardware import DEVICE_KINDS, Hardware
 from ultrabench.kernel_config import EMBEDDED, KERNEL_KINDS, KernelConfig
 from ultrabench.layout import (
@@ -73,8 +74,13 @@ _OWN_PATHS = ("name", "results_dir")
 """Settings that name the folder of a sweep, which may be no UTF-8."""
 
 
-def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
+def load_config(
+    overrides: Sequence[str] = (), typed_names: Mapping[str, str] = MappingProxyType({})
+) -> SweepConfig:
     """The sweep that Hydra `overrides` describe; `model=NAME` means `sweep.models=[NAME]`.
+
+    Args:
+        typed_names: dotted name of a setting -> the short one that was typed, which messages have in its place.
 
     Raises:
         ConfigError: a name, a value or a file cannot be used; the message is one line.
@@ -96,7 +102,8 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
         return config_from_tree(tree)
     except ConfigError as error:
         file_prefix = _file_of(error.setting, options, overrides) if error.setting else ""
-        raise ConfigError(f"{file_prefix}{error}", setting=error.setting) from error
+        name = typed_names.get(error.setting or "", error.setting)
+        raise ConfigError(f"{file_prefix}{error.template}", setting=name) from error
 
 
 def _require_different_values(tree: Mapping[str, Any]) -> None:
@@ -113,7 +120,7 @@ def _require_different_values(tree: Mapping[str, Any]) -> None:
             listed = values_in(settings.get(key))
             values = axis_texts(key, listed) if key in TEXT_AXES else [*map(str, listed)]
             if repeated := next((value for value in values if values.count(value) > 1), None):
-                fact = f"{group}.{key}=[{','.join(values)}] lists {repeated} twice"
+                fact = f"{SETTING}=[{','.join(values)}] lists {repeated} twice"
                 raise ConfigError(fact, "leave one out", setting=f"{group}.{key}")
 
 
@@ -240,7 +247,7 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
         listed_values = dict.fromkeys(read_list(values.get(option), type_by_option[option] | None, setting))
         if len(listed_values) > 1 and option != "precision" and not takes_lists:
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
-            problem = f"kernel.{option} lists several values, which only ultrabench's own kernel supports"
+            problem = f"{SETTING} lists several values, which only ultrabench's own kernel supports"
             raise ConfigError(problem, remedy, setting=setting)
         options[option] = tuple(dict.fromkeys(meaning.get(value, value) for value in listed_values))
     return options

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from ultrabench.allowed import Line, Size
-from ultrabench.errors import ConfigError, nearest_name, require_known
+from ultrabench.errors import SETTING, ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig, auto_attention
 from ultrabench.layout import AUTO, AXES, TEXT_AXES, choice_text
@@ -123,7 +123,7 @@ def read_list(values: Any, value_type: Any, setting: str) -> tuple[Any, ...]:
     """
     if value_list := values_in(values):
         return tuple(value_from(value_type, value, setting) for value in value_list)
-    raise ConfigError(f"{setting} is empty; list at least one value", setting=setting)
+    raise ConfigError(f"{SETTING} is empty; list at least one value", setting=setting)
 
 
 def read_options(

@@ -440,6 +440,8 @@ class StepTimes:
         gemm_s, attention_s, memory_bound_s, tp_s, cp_s, ep_s = micro_batch.parts_s
         dp_s = max(dp.total_s - dp.hidden_share * dp.num_passes * slowest_s, c.dp_exposed * dp.total_s)
         zero_host_s = c.zero_layer_s * pipeline.num_layers * dp.num_calls / 2
+        if c.zero_rank_s:  # nothing hides the broadcasts, which follow the optimizer
+            zero_host_s += c.zero_rank_s * layout.zero_shards
         pipeline_idle_s = (1 - c.wait_shared) * (all_ranks_s - slowest_s) * idle_micro_batches(layout)
         copied_s = 0.0
         if blocks.copies_heads:

@@ -126,6 +126,9 @@ class TimeConstants:
     """Seconds of the host for each layer of a rank in the optimizer."""
     rest_s: NonNegative
     """Seconds of a step outside all of this."""
+    zero_rank_s: NonNegative = 0.0
+    """Seconds in a step for each rank among which a ZeRO stage shards, in programs whose ranks broadcast their
+    parameters one after the other."""
     score_bytes: NonNegative = 0.0
     """Memory traffic of each score of attention in forward, in programs that write scores to memory; 0: flash attention
     keeps them on the chip."""

@@ -19,22 +19,18 @@ from ultrabench.variant import FLAGS
 
 PROGRAM = "program"
 """The factor that a profile stands for."""
-BIAS_FACTORS = (PROGRAM, "gpu", "experts", "precision")
-"""Factors whose values have a mean error of their own: those that all layouts of a cell share."""
-MAX_LOG_ERROR = 1.0
-"""Larger errors count as this one, so that a single broken run does not set the spread of its kind."""
+MAX_LOG_ERROR = 0.7
+"""Larger errors count as this one, a factor of two, so that a single broken run does not set the spread of its kind."""
 SETTING_CORRELATION = 0.5
 """Correlation of the errors of runs in one setting: n of them count as n / (1 + (n - 1) / 2), so as two at most."""
-BIAS_SHRINKAGE = 3.0
-"""Number of independent runs at which the mean of a value counts as much as the one that it is shrunk to."""
 SPREAD_SHRINKAGE = 4.0
 """Number of independent runs at which the spread of a value counts as much as the one that it is shrunk to."""
+LEFT_OUT_COVERAGE = 0.8
+"""Share of left-out runs that intervals contain."""
 MIN_SPREAD = 0.03
 """Standard deviation below which no program's errors are."""
 NUM_ITERATIONS = 12
 """Number of rounds in which each value is estimated, given those of the others."""
-LEFT_OUT_COVERAGE = 0.82
-"""Share of left-out runs that intervals contain: a little more than they promise."""
 MIN_COUNTED = 10
 """Fewest runs with a value of a factor for which the intervals of this value are checked."""
 LEFT_OUT: Mapping[str, Callable[["ErrorRow"], Hashable]] = {
@@ -42,6 +38,11 @@ LEFT_OUT: Mapping[str, Callable[["ErrorRow"], Hashable]] = {
     "source": lambda row: row.source,
 }
 """What a cross-validation leaves out -> the group of a run."""
+LEFT_OUT_ERRORS: Mapping[str, Callable[["ErrorRow"], float]] = {
+    "setting": lambda row: row.log_error,
+    "source": lambda row: row.source_log_error,
+}
+"""What a cross-validation leaves out -> the error of a run without it."""
 
 
 class ErrorRow(NamedTuple):
@@ -55,7 +56,10 @@ class ErrorRow(NamedTuple):
     source: str
     kind: LayoutKind
     log_error: float
-    """log(measured / predicted) of the step time."""
+    """log(measured / predicted) of the step time, by constants that are fitted without the setting of the run, where
+    they are fitted to such runs."""
+    source_log_error: float
+    """The same by constants that are fitted without the source of the run."""
 
 
 def case_kind(case: Case) -> LayoutKind:
@@ -63,16 +67,28 @@ def case_kind(case: Case) -> LayoutKind:
     return kind_of(case.run.spec, case.hardware.gpu_at_limit, case.links.nvlink_gpus)
 
 
-def error_row(case: Case, profile: Profile) -> ErrorRow:
-    """The error of a run with a step time."""
+def error_row(case: Case, profile: Profile, without_source: Profile | None = None) -> ErrorRow:
+    """The error of a run with a step time.
+
+    Args:
+        profile: its constants are fitted without the setting of the run, or not to such runs.
+        without_source: the same without the source of the run; None where it is `profile`.
+    """
     spec, hardware = case.run.spec, case.hardware
+    log_errors = [
+        replace(case, gpu_factors=tuple(used.gpu_factors.get(hardware.gpu, {}).items())).log_error(
+            used.time, used.flags
+        )
+        for used in (profile, without_source or profile)
+    ]
     return ErrorRow(
         case=case,
         profile=profile.name,
         setting=(spec.shape.name, hardware.gpu_at_limit, spec.layout.world_size),
         source=str(case.run.source),
         kind=case_kind(case),
-        log_error=case.log_error(profile.time, profile.flags),
+        log_error=log_errors[0],
+        source_log_error=log_errors[1],
     )
 
 
@@ -81,19 +97,17 @@ class Effects:
     """What each value of each factor adds to the error of a prediction."""
 
     variance: float
-    """Variance of log(measured / predicted) that all runs have."""
-    means: Mapping[tuple[str, str], float]
-    """(factor, value) -> the mean error that it adds."""
+    """Mean square of log(measured / predicted) that all runs have."""
     variances: Mapping[tuple[str, str], float]
-    """(factor, value) -> the variance that it adds."""
+    """(factor, value) -> the mean square that it adds."""
 
     def over_values(self, factor: str) -> float:
-        """The standard deviation that a value adds of which there is no run: the largest spread of a value, and how
-        much the means differ; no less than what all runs have."""
-        variances = [variance for (name, _), variance in self.variances.items() if name == factor]
-        means = [mean for (name, _), mean in self.means.items() if name == factor]
-        variance = max(variances, default=0.0) + sum(mean**2 for mean in means) / max(1, len(means))
-        return math.sqrt(max(variance, self.variance))
+        """The standard deviation that a value adds of which there is no run: that of the value with the largest errors,
+        and no less than what all runs have."""
+        largest_variance = max(
+            (variance for (name, _), variance in self.variances.items() if name == factor), default=0.0
+        )
+        return math.sqrt(max(largest_variance, self.variance))
 
 
 def _weights(rows: Sequence[ErrorRow]) -> np.ndarray:
@@ -103,67 +117,38 @@ def _weights(rows: Sequence[ErrorRow]) -> np.ndarray:
 
 
 def fit_effects(rows: Sequence[ErrorRow], prior: Effects | None = None) -> Effects:
-    """The effects that explain the errors of these runs.
+    """The variance of the errors of these runs, and what each value of a factor adds to it.
 
-    The mean of a value is the weighted mean of what the other values leave of its runs' errors, shrunk to that of
-    `prior`, or to 0; its variance is the same of squared errors, shrunk to that of `prior`, or of all values of its
-    factor. Both are repeated in turn. Runs of one setting count as SETTING_CORRELATION says.
+    What a value adds is the weighted mean of what all others leave of its runs' squared errors, shrunk to that of
+    `prior` or to 0, and no less than 0; values are estimated in turn. Runs of one setting count as SETTING_CORRELATION
+    says.
     """
-    errors = np.clip([row.log_error for row in rows], -MAX_LOG_ERROR, MAX_LOG_ERROR)
+    squares = np.clip([row.log_error for row in rows], -MAX_LOG_ERROR, MAX_LOG_ERROR) ** 2
     weights = _weights(rows)
-    value_by_factor = {PROGRAM: [row.profile for row in rows]}
-    value_by_factor |= {factor: [getattr(row.kind, factor) for row in rows] for factor in FACTORS}
     has_value = {
-        (factor, value): np.array([other == value for other in values])
-        for factor, values in value_by_factor.items()
-        for value in sorted({*values})
+        (factor, value): np.array([_value(row, factor) == value for row in rows])
+        for factor in (PROGRAM, *FACTORS)
+        for value in sorted({_value(row, factor) for row in rows})
     }
-    prior_means = prior.means if prior else {}
     prior_variances = prior.variances if prior else {}
-    means = {key: prior_means.get(key, 0.0) for key in has_value if key[0] in BIAS_FACTORS}
     variances = {key: prior_variances.get(key, 0.0) for key in has_value}
-    variance = prior.variance if prior else float(np.average(errors**2, weights=weights))
-    mean_of_rows = sum((means[key] * has_value[key] for key in means), np.zeros(len(rows)))
-    variance_of_rows = variance + sum(
-        (variances[key] * has_value[key] for key in variances), np.zeros(len(rows))
+    variance = prior.variance if prior else float(np.average(squares, weights=weights))
+    of_rows = variance + sum(
+        (variances[key] * is_row for key, is_row in has_value.items()), np.zeros(len(rows))
     )
     for _ in range(NUM_ITERATIONS):
-        precision = weights / variance_of_rows * np.median(variance_of_rows)
-        for key in means:
-            is_row = has_value[key]
-            left = (errors - mean_of_rows)[is_row] + means[key]
-            weighted_sum = precision[is_row] @ left + BIAS_SHRINKAGE * prior_means.get(key, 0.0)
-            mean = float(weighted_sum / (precision[is_row].sum() + BIAS_SHRINKAGE))
-            mean_of_rows += (mean - means[key]) * is_row
-            means[key] = mean
-        squares = np.minimum((errors - mean_of_rows) ** 2, MAX_LOG_ERROR**2)
-        for factor in value_by_factor:
-            keys = [key for key in has_value if key[0] == factor]
-            left_by_key = {
-                key: weights[has_value[key]] @ (squares - variance_of_rows + variances[key])[has_value[key]]
-                for key in keys
-            }
-            pooled = max(0.0, float(sum(left_by_key.values()) / weights.sum()))
-            for key in keys:
-                target = prior_variances.get(key, pooled)
-                num_runs = weights[has_value[key]].sum()
-                shrunk = float((left_by_key[key] + SPREAD_SHRINKAGE * target) / (num_runs + SPREAD_SHRINKAGE))
-                new_variance = max(0.0, shrunk)
-                variance_of_rows += (new_variance - variances[key]) * has_value[key]
-                variances[key] = new_variance
-        num_prior = SPREAD_SHRINKAGE if prior else 0.0
-        left = float(weights @ (squares - variance_of_rows + variance))
-        new_variance = (left + num_prior * (prior.variance if prior else 0.0)) / (weights.sum() + num_prior)
-        new_variance = max(MIN_SPREAD**2, new_variance)
-        variance_of_rows += new_variance - variance
+        for key, is_row in has_value.items():
+            left = weights[is_row] @ (squares - of_rows + variances[key])[is_row]
+            target = SPREAD_SHRINKAGE * prior_variances.get(key, 0.0)
+            shrunk = float((left + target) / (weights[is_row].sum() + SPREAD_SHRINKAGE))
+            of_rows += (max(0.0, shrunk) - variances[key]) * is_row
+            variances[key] = max(0.0, shrunk)
+        num_prior, prior_variance = (SPREAD_SHRINKAGE, prior.variance) if prior else (0.0, 0.0)
+        left = weights @ (squares - of_rows + variance) + num_prior * prior_variance
+        new_variance = max(MIN_SPREAD**2, float(left / (weights.sum() + num_prior)))
+        of_rows += new_variance - variance
         variance = new_variance
-        if prior is None:  # what all values of a factor share belongs to all runs
-            for factor in value_by_factor:
-                keys = [key for key in has_value if key[0] == factor]
-                shared = min(variances[key] for key in keys)
-                variance += shared
-                variances |= {key: variances[key] - shared for key in keys}
-    return Effects(variance=variance, means=means, variances=variances)
+    return Effects(variance=variance, variances=variances)
 
 
 def with_errors(
@@ -205,14 +190,8 @@ def with_errors(
         spread = {factor: dict.fromkeys(values, 0.0) for factor, values in measured_values.items()}
         return replace(profile, errors=replace(errors, spread=spread))
     own = fit_effects(own_rows, prior=pooled) if own_rows else pooled
-    program_key = (PROGRAM, profile.name)
-    variance = own.variance + own.variances.get(program_key, pooled.over_values(PROGRAM) ** 2)
-    half_width = SD_80 * widening * math.sqrt(variance)
-    bias = {
-        factor: {value: own.means[factor, value] for value in values}
-        for factor, values in measured_values.items()
-        if factor in BIAS_FACTORS
-    }
+    program_variance = own.variances.get((PROGRAM, profile.name), pooled.over_values(PROGRAM) ** 2)
+    half_width = SD_80 * widening * math.sqrt(own.variance + program_variance)
     spread = {
         factor: {
             value: math.sqrt(widening**2 * own.variances[factor, value] + extra.get((factor, value), 0.0))
@@ -220,15 +199,15 @@ def with_errors(
         }
         for factor, values in measured_values.items()
     }
-    errors = replace(errors, mean=own.means.get(program_key, 0.0), bias=bias, spread=spread)
-    return replace(profile, interval={"all": Quantiles(-half_width, half_width)}, errors=errors)
+    interval = {"all": Quantiles(-half_width, half_width)}
+    return replace(profile, interval=interval, errors=replace(errors, spread=spread))
 
 
 def _knob_values(rows: Sequence[ErrorRow], profile: Profile) -> dict[str, tuple[str, ...]]:
     """Knob -> its values in these runs for which the profile has no constants."""
-    values_by_knob = dict[str, set[str]]()
+    values_by_knob, without_errors = dict[str, set[str]](), replace(profile, errors=None)
     for row in rows:
-        for feature, (value, _) in profile.unmeasured(row.case.run.spec, row.kind.gpu).items():
+        for feature, (value, _) in without_errors.unmeasured(row.case.run.spec, row.kind.gpu).items():
             group, _, knob = feature.partition(".")
             if group == FLAGS:
                 values_by_knob.setdefault(knob, set()).add(str(value))
@@ -244,32 +223,20 @@ class LeftOut(NamedTuple):
     """The error of a run, and the interval that its profile gives without the runs of its group."""
 
     row: ErrorRow
-    bias: float
-    """The error that the profile expects."""
+    log_error: float
+    """The error by constants that do not know its group, either."""
     half_width: float
-    """Half the width of the interval, which begins or ends at 0 where that is farther away."""
-
-    @property
-    def low(self) -> float:
-        """The low end of the interval."""
-        return min(0.0, self.bias - self.half_width)
-
-    @property
-    def high(self) -> float:
-        """The high end of the interval."""
-        return max(0.0, self.bias + self.half_width)
+    """Half the width of the interval."""
 
     @property
     def is_inside(self) -> bool:
         """Whether the interval contains the error."""
-        return self.low <= self.row.log_error <= self.high
+        return self.needed_widening <= 1
 
     @property
     def needed_widening(self) -> float:
-        """The factor of the width with which the interval would end at the error; 0 where it contains it anyway."""
-        error = self.row.log_error
-        is_between = min(0.0, self.bias) <= error <= max(0.0, self.bias)
-        return 0.0 if is_between else abs(error - self.bias) / self.half_width
+        """The factor of the width with which the interval would end at the error."""
+        return abs(self.log_error) / self.half_width
 
     @property
     def missing_variance(self) -> float:
@@ -302,13 +269,11 @@ def left_out(rows: Sequence[ErrorRow], profiles: Collection[Profile], group_kind
         left_rows = [row for row in rows if group_of(row) == group]
         for name in sorted({row.profile for row in left_rows}):
             profile = with_errors(profile_by_name[name], pooled, kept_rows, program=name, date="")
-            assert profile.errors is not None
             for row in left_rows:
                 if row.profile == name:
-                    case, bias = row.case, profile.errors.size_of(row.kind).bias
-                    gpu = case.hardware.gpu_at_limit
-                    low, high = profile.interval_of(case.run.spec, gpu, case.links)
-                    runs.append(LeftOut(row, bias, max(high - bias, bias - low)))
+                    case, log_error = row.case, LEFT_OUT_ERRORS[group_kind](row)
+                    _, high = profile.interval_of(case.run.spec, case.hardware.gpu_at_limit, case.links)
+                    runs.append(LeftOut(row, log_error, high))
     return runs
 
 
@@ -330,16 +295,14 @@ def cross_validated(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> 
     left out; those of a value of a factor with MIN_COUNTED runs or more then grow until as many of its runs are.
     """
     runs_by_group = {kind: left_out(rows, profiles, kind) for kind in LEFT_OUT}
-    needed = {
-        kind: _quantile([run.needed_widening for run in runs], runs) for kind, runs in runs_by_group.items()
-    }
+    needed = {kind: _quantile([run.needed_widening for run in runs]) for kind, runs in runs_by_group.items()}
     factor = max(filter(None, needed.values()), default=1.0)
     runs_by_group = {kind: [run.widened(factor) for run in runs] for kind, runs in runs_by_group.items()}
     extra: dict[tuple[str, str], float] = {}
     for name in FACTORS:
         for value in sorted({_value(run.row, name) for run in runs_by_group["setting"]}):
             runs = [run for run in runs_by_group["setting"] if _value(run.row, name) == value]
-            missing = _quantile([run.missing_variance for run in runs], runs)
+            missing = _quantile([run.missing_variance for run in runs])
             if len(runs) < MIN_COUNTED or missing <= 0:
                 continue
             extra[name, value] = missing
@@ -350,13 +313,9 @@ def cross_validated(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> 
     return CrossValidation(runs_by_group, factor, extra)
 
 
-def _quantile(numbers: Sequence[float], runs: Sequence[LeftOut]) -> float:
-    """The number that LEFT_OUT_COVERAGE of the runs do not exceed, weighted as in the fit; 0 without runs."""
-    if not runs:
-        return 0.0
-    weights, order = _weights([run.row for run in runs]), np.argsort(numbers)
-    share = np.cumsum(weights[order]) / weights.sum()
-    return float(np.array(numbers)[order][np.searchsorted(share, LEFT_OUT_COVERAGE)])
+def _quantile(numbers: Sequence[float]) -> float:
+    """The number that LEFT_OUT_COVERAGE of the runs do not exceed; 0 without runs."""
+    return float(np.quantile(numbers, LEFT_OUT_COVERAGE, method="higher")) if numbers else 0.0
 
 
 def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> dict[str, Any]:
@@ -378,8 +337,7 @@ def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) ->
         for name in (PROGRAM, *FACTORS)
     }
     half_widths = {
-        name: median((run.high - run.low) / 2 for run in runs) if runs else None
-        for name, runs in runs_by_group.items()
+        name: median(run.half_width for run in runs) if runs else None for name, runs in runs_by_group.items()
     }
     return {**_group_errors(rows, is_inside), "log_half_widths": half_widths, "by": by_factor}
 

@@ -22,6 +22,7 @@ from ultrabench.layout import AXES
 from ultrabench.routing import BALANCED_ROUTING, LEARNED_ROUTING, routing_text
 from ultrabench.run import RunSpec
 from ultrabench.store.kernel_secrets import redact_arguments
+from ultrabench.sweep.arguments import knobs_of
 from ultrabench.sweep.best_runs import cell_search, tokens_per_s_per_gpu
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.compose import parts_of
@@ -33,6 +34,7 @@ from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit,
 from ultrabench.sweep.predict.predict import Predictor, largest_loss
 from ultrabench.sweep.recommend import Recommendation, recommendations
 from ultrabench.sweep.similar_layouts import group_column, group_lines, shown_runs
+from ultrabench.variant import FLAGS
 
 LayoutRow = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -68,7 +70,9 @@ def run_recommend(
     """
     path = None if file_name is None else require_writable_name(file_name, force=force)
     full_overrides = with_full_keys(overrides)
-    config = with_fp8(load_config(full_overrides), full_overrides)
+    typed_keys = parts_of(overrides).keys()
+    short_keys = {full_key: key for key, full_key in _full_keys(overrides).items() if key in typed_keys}
+    config = with_fp8(load_config(full_overrides, short_keys), full_overrides)
     if not config.kernel.is_predictable:
         fact = f"kernel.params={config.kernel.params}: the layouts of an unknown model cannot be predicted"
         raise ConfigError(fact, "give the number of its parameters, such as kernel.params=124e6")
@@ -80,7 +84,6 @@ def run_recommend(
         raise ConfigError(problem, f"for example: {command}")
     gpu_hour_price = config.price_per_gpu_hour if gpu_hour_price is None else gpu_hour_price
     extra_overrides = [override for override in full_overrides if not _is_in_row(override)]
-    short_keys = {FULL_KEYS[key]: key for key in parts_of(overrides) if key in FULL_KEYS}
     model = parts_of(full_overrides).get("model")  # maybe a path, which the name of the model does not say
     rows, all_runs = list[LayoutRow](), list[Candidate]()
     advice = recommendations(config, max_groups, short_keys)
@@ -109,9 +112,17 @@ def run_recommend(
 
 def with_full_keys(overrides: Sequence[str]) -> list[str]:
     """The overrides as `sweep plan` takes them, such as sweep.nodes=[1,2] for nodes=[1,2], with the default sweep."""
-    key_parts = (override.partition("=") for override in overrides)
-    overrides = [f"{FULL_KEYS.get(key, key)}{equals_sign}{value}" for key, equals_sign, value in key_parts]
-    return overrides if "sweep" in parts_of(overrides) else ["sweep=recommend", *overrides]
+    full_keys, key_parts = _full_keys(overrides), (override.partition("=") for override in overrides)
+    full_overrides = [
+        f"{'++' * (key in full_keys and key not in FULL_KEYS)}{full_keys.get(key, key)}{equals_sign}{value}"
+        for key, equals_sign, value in key_parts
+    ]
+    return full_overrides if "sweep" in parts_of(full_overrides) else ["sweep=recommend", *full_overrides]
+
+
+def _full_keys(overrides: Sequence[str]) -> dict[str, str]:
+    """Short key of an override -> its full key; the knobs of the kernel that the overrides name are among them."""
+    return {knob: f"sweep.{FLAGS}.{knob}" for knob in knobs_of(overrides)} | FULL_KEYS
 
 
 def with_fp8(config: SweepConfig, overrides: Sequence[str]) -> SweepConfig:

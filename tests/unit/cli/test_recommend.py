@@ -159,6 +159,8 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
         ("model=llama3-8b --write playbook", "sweep=playbook is part of ultrabench"),
         ("model=llama3-8b tp=3", "no candidate: 8 GPUs are not divisible by tp=3; choose divisors"),
         ("model=llama3-8b ep=2", "no layout can run: ep=2 needs a model with experts"),
+        ("model=llama3-8b kernel=megatron cuda_graph=xx", "unknown value of cuda_graph: 'xx'"),
+        ("model=llama3-8b cuda_graph=xx", "did you mean +sweep.flags.cuda_graph=xx, with kernel=megatron?"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(ultrabench, words, line):

@@ -71,6 +71,8 @@ def test_zero_costs_the_host_as_often_as_it_reduces_and_gathers(zero_stage, pp, 
     spec = spec_of(Layout(dp=8, gas=4, zero_stage=zero_stage, pp=pp, pp_schedule=default_schedule(pp, 4)))
     fast, slow = (step_time(spec, "ultrabench-cpu", zero_layer_s=s).dp for s in (1.0, 2.0))
     assert slow - fast == pytest.approx(times * spec.shape.num_hidden_layers)
+    fast, slow = (step_time(spec, "ultrabench-cpu", zero_rank_s=s).dp for s in (1.0, 2.0))
+    assert slow - fast == pytest.approx(8 if zero_stage else 0)
 
 
 @pytest.mark.parametrize("profile", PROFILES)

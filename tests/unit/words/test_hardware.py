@@ -281,7 +281,10 @@ def test_megatron_is_refused_groups_that_its_libraries_cannot_span():
     rack, single_nodes = config.hardware, hardware_of("h100x8")
 
     def reason(hardware, axes, **knobs):
-        layout, variant = Layout(**axes, zero_stage=1), {f"flags.{knob}": v for knob, v in knobs.items()}
+        layout, variant = (
+            Layout(**{"zero_stage": 1} | axes),
+            {f"flags.{knob}": v for knob, v in knobs.items()},
+        )
         return refusal(config.kernel, layout, config.models[0], 4096, "cuda", hardware, variant=variant)
 
     experts, rows = {"dp": 128, "ep": 128}, {"dp": 8, "tp": 16}
@@ -289,6 +292,9 @@ def test_megatron_is_refused_groups_that_its_libraries_cannot_span():
     assert reason(rack, experts, dispatcher="hybridep") == (
         "kernel megatron with dispatcher=hybridep has groups of ep only within an NVLink domain, of 72 GPUs; "
         "those of ep=128 span several"
+    )
+    assert reason(rack, experts | {"zero_stage": 0}, dispatcher="hybridep") == reason(
+        rack, experts, dispatcher="hybridep"
     )
     assert reason(rack, {"dp": 128, "ep": 64}, dispatcher="hybridep") is None
     assert reason(single_nodes, experts, dispatcher="hybridep") is None

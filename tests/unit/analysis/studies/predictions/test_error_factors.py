@@ -53,33 +53,32 @@ def runs(seed, num_settings=60, rows_per_setting=3, correlation=0.5):
         for _ in range(rows_per_setting):
             noise = SD[kind.experts] * (shared + draw.gauss(0, math.sqrt(1 - correlation)))
             case = SimpleNamespace(run=SimpleNamespace(spec=spec), hardware=hardware, links=links)
+            log_error = MEAN[program] + MEAN[hardware.name] + noise
             rows.append(
                 ErrorRow(
                     case=case, profile=program, setting=(f"{model}-{setting}", kind.gpu, 16),
-                    source=f"{program}-{setting % 5}", kind=kind,
-                    log_error=MEAN[program] + MEAN[hardware.name] + noise,
+                    source=f"{program}-{setting % 5}", kind=kind, log_error=log_error, source_log_error=log_error,
                 )
             )  # fmt: skip
     return rows
 
 
-def test_the_bias_and_the_spread_of_each_value_are_found():
+def test_a_value_adds_what_the_errors_of_its_runs_have_more_than_those_of_others():
     rows = runs(1, num_settings=200)
     effects = fit_effects(rows)
-    means = {value: mean for (_, value), mean in effects.means.items()}
-    assert means["alpha"] - means["beta"] == pytest.approx(0.2, abs=0.05)
-    assert means["B200"] - means["H100-SXM"] == pytest.approx(0.3, abs=0.05)
     for kind in {row.kind for row in rows}:
-        factors = [("program", "alpha"), *((factor, getattr(kind, factor)) for factor in FACTORS)]
+        factors = [("program", "gamma"), *((factor, getattr(kind, factor)) for factor in FACTORS)]
         variance = effects.variance + sum(effects.variances[key] for key in factors)
-        assert math.sqrt(variance) == pytest.approx(SD[kind.experts], rel=0.35)
+        errors = [row.log_error for row in rows if (row.kind, row.profile) == (kind, "gamma")]
+        assert math.sqrt(variance) == pytest.approx(math.hypot(*errors) / math.sqrt(len(errors)), abs=0.06)
+    assert effects.over_values("gpu") == math.sqrt(max(effects.variance, effects.variances["gpu", "B200"]))
 
 
 def test_runs_of_one_setting_count_as_two_at_most():
     rows = runs(2, num_settings=1, rows_per_setting=50, correlation=1)
     many, few = (fit_effects([*rows[:n], *runs(3)]) for n in (50, 3))
-    for key, mean in few.means.items():
-        assert many.means[key] == pytest.approx(mean, abs=0.03)
+    for key, variance in few.variances.items():
+        assert many.variances[key] == pytest.approx(variance, abs=0.003)
 
 
 def test_intervals_hold_for_other_settings_and_are_wider_for_other_programs():
@@ -103,7 +102,7 @@ def test_intervals_hold_for_other_settings_and_are_wider_for_other_programs():
             0.72 <= is_inside[experts, True] / (is_inside[experts, True] + is_inside[experts, False]) <= 0.93
         )
     new = with_errors(load_profile("jax"), pooled, rows, program="JAX", date="2026-11-29", check=check)
-    row = next(row for row in rows if row.kind.experts == "none")
+    row = next(row for row in rows if (row.kind.experts, row.kind.gpu) == ("none", "H100-SXM"))
     spec, links = row.case.run.spec, row.case.links
     widths = [
         high - low
@@ -111,6 +110,19 @@ def test_intervals_hold_for_other_settings_and_are_wider_for_other_programs():
     ]
     assert widths[0] > 1.5 * widths[1]
     assert new.errors.unproven(row.kind) == "no measurement of JAX"
+
+
+def test_knobs_of_measured_runs_stay_known_where_errors_are_estimated_again():
+    case = runs(7, num_settings=1)[0].case
+    spec = replace(case.run.spec, variant={"flags.cuda_graph": "local"})
+    with_knob = SimpleNamespace(run=SimpleNamespace(spec=spec), hardware=case.hardware, links=case.links)
+    rows, profile = (
+        [row._replace(profile="alpha", case=with_knob) for row in runs(7, num_settings=1)],
+        PROFILES[0],
+    )
+    for _ in range(2):
+        profile = with_errors(profile, fit_effects(rows), rows, program="Alpha", date="2026-11-29")
+        assert profile.errors.knobs == {"cuda_graph": ("local",)}
 
 
 def test_a_profile_with_an_interval_of_its_own_keeps_it():
