@@ -315,7 +315,7 @@ def cross_validated(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> 
 
 def _quantile(numbers: Sequence[float]) -> float:
     """The number that LEFT_OUT_COVERAGE of the runs do not exceed; 0 without runs."""
-    return float(np.quantile(numbers, LEFT_OUT_COVERAGE, method="higher")) if numbers else 0.0
+    return sorted(numbers)[math.ceil(LEFT_OUT_COVERAGE * (len(numbers) - 1))] if numbers else 0.0
 
 
 def errors_by_factor(rows: Sequence[ErrorRow], profiles: Collection[Profile]) -> dict[str, Any]:
