@@ -16,10 +16,10 @@ REASONS = {
     "src/ultrabench/layout.py": "COMPARABLE_AXES: somebody has to look how an axis changes memory before it joins",
     "sweep/best_runs.py": "the values of recomputation and ZeRO that take least time and least memory",
     "sweep/grid.py": "each of these axes follows from others in its own way",
-    "sweep/predict/param_bytes.py": "the axes that decide how ranks divide parameters: layouts with equal ones share it",
+    "sweep/predict/param_bytes.py": "the axes that decide how ranks divide parameters, which layouts share",
     "sweep/predict/profile_errors.py": "kinds of layouts whose predictions are off alike, as sentences name them",
     "sweep/predict/search.py": "numbers that may be 0 have a distance of their own",
-    "sweep/predict/step_time.py": "the axes that decide a part of a step: layouts with equal ones share its time",
+    "sweep/predict/step_time.py": "the axes that decide the time of a part of a step, which layouts share",
     "sweep/remedy.py": "the values that save memory, in the order in which they are advised",
 }
 """File -> why it lists axes by hand. An axis that is added to Layout has to be looked for in these files only."""
