@@ -18,7 +18,7 @@ PLAYBOOK = "sweep=playbook"
 THREE_TYPES = ("model=nemotron-3", "sweep.ep=[1,8]")
 """Overrides that put a model of three types of layers in place of the playbook's; our kernel does not train it, but its
 predictions have the form of our kernel."""
-TIMES = 5
+TIMES = 9
 CACHED = type(lru_cache(cpu_count))
 
 
@@ -29,15 +29,15 @@ def forget() -> None:
             cached.cache_clear()
 
 
-def cpu_s(work: Callable[[], object]) -> float:
-    """Median CPU seconds of `work` in this process."""
+def cpu_s(work: Callable[[], object]) -> list[float]:
+    """CPU seconds of `work` in this process, the shortest first."""
     seconds = []
     for _ in range(TIMES):
         forget()
         start = time.process_time()
         work()
         seconds.append(time.process_time() - start)
-    return median(seconds)
+    return sorted(seconds)
 
 
 def rate_text(config: SweepConfig, specs: Sequence[RunSpec], what: str) -> str:
@@ -50,8 +50,11 @@ def rate_text(config: SweepConfig, specs: Sequence[RunSpec], what: str) -> str:
             for _ in map_specs(lambda spec: predictors[spec.nodes].predict(spec), specs):
                 pass
 
-    rate = len(specs) / cpu_s(predict_all)
-    return f"{rate:,.0f} layouts/s: memory, P(OOM) and step time of {len(specs):,} {what}"
+    seconds = cpu_s(predict_all)
+    # Other programs, and other VMs on the same core, only ever lengthen a pass.
+    best_rate, median_rate = len(specs) / seconds[0], len(specs) / median(seconds)
+    rates_text = f"{best_rate:,.0f} layouts/s in the fastest of {TIMES} passes, {median_rate:,.0f} in the median one"
+    return f"{rates_text}: memory, P(OOM) and step time of {len(specs):,} {what}"
 
 
 config = load_config([PLAYBOOK])
@@ -61,7 +64,7 @@ typed_config = load_config([PLAYBOOK, *THREE_TYPES])
 predicted = [c.spec for c in make_plan(typed_config).candidates if c.predicted]
 num_types = len(predicted[0].shape.kinds)
 print(rate_text(typed_config, predicted, f"layouts of {predicted[0].shape.name}, {num_types} types of layer"))
-compose_s = cpu_s(lambda: load_config([PLAYBOOK]))
+compose_s = median(cpu_s(lambda: load_config([PLAYBOOK])))
 whole_s = median(costs(ultrabench("sweep", "plan", PLAYBOOK))[0] for _ in range(TIMES))
 ratio_text = f"{whole_s / compose_s:.1f} x one compose ({compose_s:.3f} s)"
 print(f"sweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {ratio_text}")
