@@ -53,7 +53,9 @@ def rate_text(config: SweepConfig, specs: Sequence[RunSpec], what: str) -> str:
     seconds = cpu_s(predict_all)
     # Other programs, and other VMs on the same core, only ever lengthen a pass.
     best_rate, median_rate = len(specs) / seconds[0], len(specs) / median(seconds)
-    rates_text = f"{best_rate:,.0f} layouts/s in the fastest of {TIMES} passes, {median_rate:,.0f} in the median one"
+    rates_text = (
+        f"{best_rate:,.0f} layouts/s in the fastest of {TIMES} passes, {median_rate:,.0f} in the median one"
+    )
     return f"{rates_text}: memory, P(OOM) and step time of {len(specs):,} {what}"
 
 
