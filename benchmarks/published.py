@@ -33,8 +33,9 @@ NUM_PARTS = 8
 RIDGE = 0.5
 """Standard deviation of log(constant / start) of these fits, which have few constants and many rows."""
 LAUNCH_RIDGE = 0.15
-"""The same of the times of launches, which only small models have: rows of other programs and clusters than theirs have
-few of them, and a wide one moved launches to twice what a source that was left out shows."""
+"""Standard deviation of log(constant / start) of the times of launches, which only small models have: rows of other
+programs and clusters than theirs have few of them, and a wide one moved launches to twice what a source that was left
+out shows."""
 MAX_SOURCE_ROWS = 40
 """Rows of a source from which each of its rows weighs less, so that a source weighs as much as so many rows."""
 

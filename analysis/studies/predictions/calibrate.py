@@ -104,8 +104,8 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
 def are_clearly_better(new_errors: Sequence[float], old_errors: Sequence[float]) -> bool:
     """Whether errors of the same runs are smaller than before by more than chance.
 
-    Either their loss is smaller by the factor 1 + (MIN_RUNS / runs)**2, since chance makes 5 runs agree more often than
-    20; or so many of them are smaller that chance alone would do it with a probability of at most MAX_CHANCE (sign
+    Either their loss is smaller by the factor 1 + 2 * (MIN_RUNS / runs)**3, since chance makes 5 runs agree more often
+    than 20; or so many of them are smaller that chance alone would do it with a probability of at most MAX_CHANCE (sign
     test): the first asks too much where one run that is unlike all others decides the loss.
     """
     num_runs = len(new_errors)

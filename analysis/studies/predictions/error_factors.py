@@ -59,7 +59,8 @@ class ErrorRow(NamedTuple):
     """log(measured / predicted) of the step time, by constants that are fitted without the setting of the run, where
     they are fitted to such runs."""
     source_log_error: float
-    """The same by constants that are fitted without the source of the run."""
+    """log(measured / predicted) of the step time, by constants that are fitted without the source of the run, where
+    they are fitted to such runs."""
 
 
 def case_kind(case: Case) -> LayoutKind:
