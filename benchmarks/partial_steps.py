@@ -1,12 +1,12 @@
 """Steps of few micro-batches stand for whole steps: how exact that is on CPUs, and what it saves on paper.
 
 `nice -n -15 python benchmarks/partial_steps.py ROWS.jsonl` measures 60 layouts of three cells with 32 to 128
-micro-batches a step, about 70 minutes on two cores. Each layout is measured in one set of forked ranks, each bound to a
-core: whole steps on both sides of blocks of turns of parts (whole, g1, g2, g2, g1, ..., whole, ...), so that a machine
-that slows down changes both. Micro-batches are as short as they can be, so that a block takes a second or two: the
-speed of a VM's core changes within seconds. After the first block g2 is 3 * g1, as it becomes in runs whose interval
-misses its target. ROWS.jsonl gets a line for each layout; the same command continues after an interruption. `--quick`
-measures two layouts of each cell.
+micro-batches a step, about two hours on two cores. Each layout is started twice. A start is one set of forked ranks,
+each bound to a core, with whole steps on both sides of blocks of turns of parts (whole, g1, g2, g2, g1, ..., whole,
+...), so that a machine that slows down changes both. Micro-batches are as short as they can be, so that a block takes
+seconds: the speed of a VM's core changes as fast. After the first block g2 is 3 * g1, as it becomes in runs whose
+interval misses its target. ROWS.jsonl gets a line for each start, first one of all layouts; the same command continues
+after an interruption. `--quick` measures two layouts of each cell.
 
 `--paper` takes the errors of these rows and computes GPU hours of searches; see partial_replay.py.
 """
@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -58,19 +58,20 @@ from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 CELLS = ("tiny", "tiny-gqa", "tiny-moe")
 """The models; each has one cell, of two ranks."""
 GRID = (
-    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=32", "sweep.gbs=128",
-    "sweep.gas=[32,64,128]", "sweep.mbs=[1,2,4]", "sweep.recompute=[none,full]",
+    "sweep=quick", "sweep.nodes=[1]", "sweep.seq_len=32", "sweep.gbs=256",
+    "sweep.gas=[32,64,128]", "sweep.mbs=[1,2,4,8]",
     "sweep.pp_schedule=[1f1b,interleaved,zbv]", "measure.partial_steps=auto",
 )  # fmt: skip
 LAYOUTS, QUICK_LAYOUTS = 20, 2
 """Layouts of each cell."""
-BLOCK_SHARE = 1.5
+BLOCK_SHARE = 2.0
 """Micro-batches of the parts of a block, `whole, g1, g2, g2, g1, ..., whole`, in those of a whole step: a straight line
 through parts is less certain than as long a whole step."""
 TARGET = 0.01
 """Half-width of the interval by the turns at which no more blocks are measured, as in `measure=default`."""
-MEASURED_S = 60.0
-"""Seconds after which no further block of a layout begins; `--seconds` gives others."""
+MEASURED_S, STARTS = 50.0, 2
+"""Seconds after which no further block of a start begins, and starts of each layout; `--seconds` and `--starts` give
+others."""
 TIMEOUT_S = 400.0
 """Longest seconds of one layout; its ranks are then ended, and it is left out."""
 NORMAL_ERRORS = 100
@@ -190,6 +191,27 @@ def parts_of_row(row: Row, clock: str) -> PartTimes:
     return parts_of(((step["kind"], step["gas"], step[clock], 0.0) for step in row["steps"]), row["gas"])
 
 
+def joined(rows: Iterable[Row]) -> list[Row]:
+    """A row for each layout, with the steps of all its starts."""
+    starts_by_id = defaultdict[str, list[Row]](list)
+    for row in rows:
+        starts_by_id[row["run_id"]].append(row)
+    return [{**starts[0], "steps": _joined_steps(starts)} for starts in starts_by_id.values()]
+
+
+def _joined_steps(starts: Sequence[Row]) -> list[Row]:
+    """The steps of the starts of a layout, whose turns are numbered on from one to the next."""
+    steps, num_turns = list[Row](), 0
+    for start in starts:
+        turns = [int(step["kind"].split()[1]) for step in start["steps"] if step["kind"].startswith("turn")]
+        for step in start["steps"]:
+            is_turn = step["kind"].startswith("turn")
+            kind = f"turn {num_turns + int(step['kind'].split()[1])}" if is_turn else step["kind"]
+            steps.append({**step, "kind": kind})
+        num_turns += max(turns) + 1
+    return steps
+
+
 def departures(rows: Sequence[Row], clock: str = "s") -> dict[tuple[Any, ...], float]:
     """Kind of layout -> the median departure that its layouts with a third size have measured."""
     values = defaultdict[tuple[Any, ...], list[float]](list)
@@ -283,17 +305,16 @@ def contenders(judged: Sequence[Row]) -> Iterator[Row]:
         yield from near[:MAX_CONTENDERS]
 
 
-def measure_all(path: Path, count: int, seconds: float, say: Callable[[str], None]) -> None:
-    """Measures the layouts that the file has no row of; a layout that fails is said and left out."""
+def measure_all(path: Path, count: int, seconds: float, starts: int, say: Callable[[str], None]) -> None:
+    """Measures the starts that the file has no row of; one that fails is said and left out."""
     rows = read(path)
-    done_ids = {row["run_id"] for row in rows}
-    todo = [run for model in CELLS for run in layouts_of(model, count)]
+    num_done = Counter(row["run_id"] for row in rows)
+    layouts = [run for model in CELLS for run in layouts_of(model, count)]
     # Cells take turns, so that an interrupted benchmark has rows of all.
-    todo = [run for place in range(count) for run in todo[place::count]]
+    layouts = [run for place in range(count) for run in layouts[place::count]]
+    todo = [run for start in range(starts) for run in layouts if num_done[run.run_id] <= start]
     for number, run in enumerate(todo, 1):
-        if run.run_id in done_ids:
-            continue
-        known = departures(rows).get(run.spec.linearity_kind)
+        known = departures(joined(rows)).get(run.spec.linearity_kind)
         try:
             row = measure(run, known, seconds)
         except ChildError as error:
@@ -302,7 +323,7 @@ def measure_all(path: Path, count: int, seconds: float, say: Callable[[str], Non
         rows.append(row)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        judged = judge(row, departures(rows))
+        judged = judge(joined(r for r in rows if r["run_id"] == run.run_id)[0], departures(joined(rows)))
         values_text = f"error {judged['error']:+.1%}, interval {judged['interval'] or float('nan'):.1%}"
         say(f"{number}/{len(todo)} {row['model']} {row['layout']}: {values_text}, {row['seconds']:.0f} s")
 
@@ -348,7 +369,10 @@ def main() -> int:
     )
     cli.add_argument("--quick", action="store_true", help=f"{QUICK_LAYOUTS} layouts of each cell")
     cli.add_argument(
-        "--seconds", type=float, default=MEASURED_S, help="seconds of each layout (default: %(default)s)"
+        "--seconds", type=float, default=MEASURED_S, help="seconds of each start (default: %(default)s)"
+    )
+    cli.add_argument(
+        "--starts", type=int, default=STARTS, help="starts of each layout (default: %(default)s)"
     )
     cli.add_argument("--report", action="store_true", help="measure nothing")
     cli.add_argument("--paper", action="store_true", help="GPU hours of searches with the errors of the rows")
@@ -375,8 +399,8 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SINGLE_THREAD_ENV)
     if not (args.report or args.paper):
         say = partial(print, file=sys.stderr, flush=True)
-        measure_all(args.rows, QUICK_LAYOUTS if args.quick else LAYOUTS, args.seconds, say)
-    rows = read(args.rows)
+        measure_all(args.rows, QUICK_LAYOUTS if args.quick else LAYOUTS, args.seconds, args.starts, say)
+    rows = joined(read(args.rows))
     if not rows:
         print(f"{args.rows} has no rows; run without --report and --paper first", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ the profiler and the flight recorder use other private parts.
 
 import datetime
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -66,6 +67,35 @@ def use_timeout(timeout: datetime.timedelta) -> None:
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
+
+
+@functools.cache
+def use_one_gloo_worker() -> None:
+    """Makes each later group of gloo run its collectives in one thread, in the order in which they start.
+
+    By itself torch gives a group two threads, which write the name of the last collective without a lock. A name of
+    more than 15 letters, such as that of the all-gathers here, lies on the heap, and is then freed twice. Goes when
+    torch writes it under a lock (2.13 does not).
+    """
+    gloo = dist.ProcessGroupGloo
+    init = gloo.__init__
+
+    def init_with_one_worker(
+        self: dist.ProcessGroupGloo,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta = GROUP_TIMEOUT,
+    ) -> None:
+        options: Any = gloo._Options()  # type: ignore[attr-defined]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        options._devices = [gloo.create_device(interface=name) for name in interfaces if name]
+        if not options._devices:
+            options._devices = [gloo.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        init(self, store, rank, size, options)
+
+    gloo.__init__ = init_with_one_worker  # type: ignore[method-assign]
 
 
 class ShardState(NamedTuple):

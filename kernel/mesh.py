@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ultrabench.kernel.compat import GROUP_TIMEOUT, use_timeout
+from ultrabench.kernel.compat import GROUP_TIMEOUT, use_one_gloo_worker, use_timeout
 from ultrabench.kernel.device import kind_of
 from ultrabench.layout import Layout
 
@@ -25,6 +25,7 @@ Part = tuple[tuple[int, int, int], ...]
 def join_process_group(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
     """Makes the default process group: NCCL for GPUs, gloo for CPUs; without a store as the environment says."""
     use_timeout(GROUP_TIMEOUT)
+    use_one_gloo_worker()
     backend, bound_device = ("nccl", device) if kind_of(device).has_gpus else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound_device)
 

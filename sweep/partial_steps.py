@@ -10,7 +10,8 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.refusals import schedule_refusals
 
 MIN_STEPS_RATIO = 3
-"""With auto, a step has at least this many times as many micro-batches as g2; fewer would save little."""
+"""With auto, a step has at least this many times as many micro-batches as g2, also as a wider slice has it; fewer
+would save little."""
 
 MEMORY_TOLERANCE = 0.01
 """Relative difference of the predicted peaks up to which parts need as much memory as whole steps: tokens of the batch
@@ -44,16 +45,18 @@ def slice_or_reason(layout: Layout, measure: Measure) -> Slice | str:
 def auto_slice(layout: Layout) -> Slice | str:
     """The slice that `auto` chooses for a layout, or why it is measured whole.
 
-    g1 is the least number of micro-batches from which on the time of a step is a straight line, and g2 twice that.
+    g1 is the least number of micro-batches from which on the time of a step is a straight line, and g2 twice that, or
+    three times that after an interval that misses its target.
     """
     if layout.pp_schedule == "afab":
         return "afab keeps all micro-batches in memory"
     g1 = linear_from(layout)
-    g2, wider = 2 * g1, 3 * g1
+    g2, third = 2 * g1, 3 * g1
     if layout.gas < MIN_STEPS_RATIO * g2:
         return f"gas={layout.gas} is less than {MIN_STEPS_RATIO} * {g2} micro-batches"
-    reason = next((why for size in (g1, g2, wider) if (why := size_refusal(layout, size))), None)
-    return reason or Slice(g1=g1, g2=g2, third=wider, wider=wider)
+    reason = next((why for size in (g1, g2, third) if (why := size_refusal(layout, size))), None)
+    can_widen = layout.gas >= MIN_STEPS_RATIO * third
+    return reason or Slice(g1=g1, g2=g2, third=third, wider=third if can_widen else None)
 
 
 def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
