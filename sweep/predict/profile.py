@@ -177,22 +177,19 @@ class Profile:
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
         """The quantiles of a run on these links.
 
-        They are wider the more steps it is beyond the runs of the fit, and by the errors of its kind, whose bias moves
-        them; they always contain 0.
+        They are wider the more steps it is beyond the runs of the fit, and by the errors of its kind.
         """
         low, high = self.quantiles(regime(spec, links))
-        bias = spread = 0.0
+        spread = 0.0
         compared = self._compared(spec, gpu)
         if self.errors is not None:
-            bias, spread = self.errors.size_of(kind_of(spec, gpu, links.nvlink_gpus))
+            spread = self.errors.spread_of(kind_of(spec, gpu, links.nvlink_gpus))
             compared = (feature for feature in compared if not self.errors.has_feature(*feature[:2]))
         num_steps = sum(steps_beyond(*feature) for feature in compared)
-        if not (num_steps or spread or bias):
+        if not (num_steps or spread):
             return Quantiles(low, high)
         log_width = math.sqrt(LOG_WIDTH_PER_STEP**2 * num_steps + (SD_80 * spread) ** 2)
-        return Quantiles(
-            min(0.0, bias - math.hypot(low, log_width)), max(0.0, bias + math.hypot(high, log_width))
-        )
+        return Quantiles(-math.hypot(low, log_width), math.hypot(high, log_width))
 
     def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, tuple[int | str, str]]:
         """The features of a run that the constants are not for -> its value, and the values that they are for, such as

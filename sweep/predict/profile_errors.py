@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
@@ -68,15 +68,6 @@ def _kind(gpu: str, experts: str, precision: str, pp: str, ep: str, seq_len: str
     return LayoutKind(gpu=gpu, experts=experts, precision=precision, pp=pp, ep=ep, seq_len=seq_len)
 
 
-class ErrorSize(NamedTuple):
-    """The error of log(measured / predicted) that a prediction of some kind is expected to have."""
-
-    bias: float
-    """Its mean."""
-    spread: float
-    """Its standard deviation, beside that of the profile's interval."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileErrors:
     """The errors of a profile by factor, from `errors` of its file, which benchmarks/profile_errors.py writes."""
@@ -91,10 +82,6 @@ class ProfileErrors:
     """The kinds of the measured runs of this program."""
     knobs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Knob -> its values in these runs, whose effect is part of the errors."""
-    mean: float = 0.0
-    """Mean of log(measured / predicted) that all kinds have."""
-    bias: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Factor -> value -> mean of log(measured / predicted) that the value adds."""
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     """Factor -> value -> standard deviation that the value adds, as root of the sum of squares."""
     over_programs: dict[str, float]
@@ -102,8 +89,7 @@ class ProfileErrors:
     values differ over all programs."""
 
     def __post_init__(self) -> None:
-        for name, by_factor in (("bias", self.bias), ("spread", self.spread)):
-            require_known(f"factor of errors.{name}", FACTORS, *by_factor)
+        require_known("factor of errors.spread", FACTORS, *self.spread)
         require_known("factor of errors.over_programs", FACTORS, *self.over_programs)
         if missing := [factor for factor in FACTORS if factor not in self.over_programs]:
             raise ConfigError(f"errors.over_programs lacks {', '.join(missing)}; give each factor a number")
@@ -118,35 +104,26 @@ class ProfileErrors:
         """Number of measured runs."""
         return sum(kind.rows for kind in self.kinds)
 
-    def size_of(self, kind: LayoutKind) -> ErrorSize:
-        """The error of predictions of this kind: the values of its factors add up."""
-        bias, variance = self.mean, 0.0
-        for factor in FACTORS:
-            value = getattr(kind, factor)
-            spread = self.spread.get(factor, {}).get(value)
-            if spread is None:
-                spread = self.over_programs[factor]
-            else:
-                bias += self.bias.get(factor, {}).get(value, 0.0)
-            variance += spread * spread
-        return ErrorSize(bias, math.sqrt(variance))
+    def spread_of(self, kind: LayoutKind) -> float:
+        """The standard deviation of log(measured / predicted) that predictions of this kind have beside the interval of
+        their profile: the variances of the values of its factors add up."""
+        return math.hypot(
+            *(
+                self.spread.get(factor, {}).get(getattr(kind, factor), self.over_programs[factor])
+                for factor in FACTORS
+            )
+        )
 
     def fitted_to(self, kinds: Iterable[LayoutKind]) -> "ProfileErrors":
         """The errors of constants that are fitted to runs of these kinds, whose values then add nothing to the interval
-        of the fit. The mean error of other values is no longer known, so it counts as spread."""
+        of the fit."""
         new_kinds = [*kinds]
         rows = Counter({kind: kind.rows for kind in self.kinds}) + Counter(new_kinds)
-        spread = {
-            factor: {
-                value: math.hypot(sd, self.mean + self.bias.get(factor, {}).get(value, 0.0))
-                for value, sd in by_value.items()
-            }
-            for factor, by_value in self.spread.items()
-        }
+        spread = {factor: dict(by_value) for factor, by_value in self.spread.items()}
         for factor in FACTORS:
             spread.setdefault(factor, {}).update({getattr(kind, factor): 0.0 for kind in new_kinds})
         all_kinds = tuple(replace(kind, rows=num) for kind, num in rows.items())
-        return replace(self, kinds=all_kinds, mean=0.0, bias={}, spread=spread)
+        return replace(self, kinds=all_kinds, spread=spread)
 
     def unproven(self, kind: LayoutKind) -> str | None:
         """What nobody measured of a kind, such as `no measurement of Megatron-LM with experts on H200`; None where

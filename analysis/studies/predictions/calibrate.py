@@ -121,7 +121,7 @@ def level_sd_of(timed_cases: Sequence[Case], base: Profile) -> float:
     for the program, the GPU and other factors of these runs."""
     if base.errors is None or not timed_cases:
         return LEVEL_SD
-    variances = [base.errors.size_of(case_kind(case)).spread ** 2 for case in timed_cases]
+    variances = [base.errors.spread_of(case_kind(case)) ** 2 for case in timed_cases]
     return math.sqrt(LEVEL_SD**2 + fmean(variances))
 
 
@@ -229,26 +229,16 @@ def errors_lines(errors: ProfileErrors) -> Iterator[str]:
     yield "  knobs:  # values in these runs" if errors.knobs else "  knobs: {}"
     for knob, values in errors.knobs.items():
         yield f"    {json.dumps(knob)}: {json.dumps(values)}"
-    yield f"  mean: {_error_text(errors.mean)}"
-    for name, comment in (
-        ("bias", "mean that a value adds"),
-        ("spread", "standard deviation that a value adds"),
-    ):
-        yield f"  {name}:  # {comment}" if fields[name] else f"  {name}: {{}}"
-        for factor, number_by_value in fields[name].items():
-            yield f"    {factor}: {_numbers_text(number_by_value)}"
+    yield "  spread:  # standard deviation that a value adds" if errors.spread else "  spread: {}"
+    for factor, number_by_value in errors.spread.items():
+        yield f"    {factor}: {_numbers_text(number_by_value)}"
     comment = "standard deviation of values that were not measured"
     yield f"  over_programs: {_numbers_text(errors.over_programs)}  # {comment}"
 
 
 def _numbers_text(number_by_value: Mapping[str, float]) -> str:
-    """A YAML map of one line."""
-    return f"{{{', '.join(f'{value}: {_error_text(number)}' for value, number in number_by_value.items())}}}"
-
-
-def _error_text(log_error: float) -> str:
-    """An error as a logarithm, to a thousandth."""
-    return f"{round(log_error, 3) + 0.0:g}"
+    """A YAML map of one line, with numbers to a thousandth."""
+    return f"{{{', '.join(f'{value}: {round(number, 3):g}' for value, number in number_by_value.items())}}}"
 
 
 def _flag_lines(profile: Profile, base: Profile) -> Iterator[str]:

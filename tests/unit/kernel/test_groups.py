@@ -1,7 +1,9 @@
 """Groups of ranks and the copies that they hold, without any other rank."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ultrabench.kernel import replicas
+from ultrabench.kernel.compat import GROUP_TIMEOUT, use_one_gloo_worker
 from ultrabench.kernel.cut import COLUMNS, OF_TOKENS, VOCABULARY
 from ultrabench.kernel.mesh import cp_group, kv_group
 from ultrabench.kernel.rank.failure import ReplicasDifferError
@@ -100,3 +103,15 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
             replicas.require_equal_replicas(trainer)
     else:
         replicas.require_equal_replicas(trainer)
+
+
+def test_a_group_of_gloo_has_one_thread_and_the_long_time_out():
+    """Two threads write the name of the last collective at once, which damages the heap where the name lies on it."""
+    use_one_gloo_worker()
+    store = dist.HashStore()
+    for names in ("", "lo"):
+        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=names):
+            group = dist.ProcessGroupGloo(dist.PrefixStore(names, store), 0, 1)
+        assert group.options._threads == 1
+        assert group.options._timeout == GROUP_TIMEOUT
+        assert len(group.options._devices) == 1

@@ -26,8 +26,6 @@ ERRORS = ProfileErrors(
     date="2026-11-29",
     settings=4,
     kinds=(USUAL, SPARSE),
-    mean=0.02,
-    bias={"gpu": {"H100-SXM": 0.1, "B200": -0.3}, "experts": {"none": -0.04}},
     spread={"gpu": {"H100-SXM": 0.04, "B200": 0.06}, "experts": {"none": 0.03, "some": 0.08},
             "precision": {"bf16": 0.0}, "pp": {"some": 0.0, "none": 0.0}, "ep": {"none": 0.0, "inside": 0.0},
             "seq_len": {"usual": 0.0}},
@@ -36,23 +34,21 @@ ERRORS = ProfileErrors(
 
 
 @pytest.mark.parametrize(
-    ("changes", "bias", "spreads"),
+    ("changes", "spreads"),
     [
-        ({}, 0.08, (0.04, 0.03)),
-        ({"experts": "some"}, 0.12, (0.04, 0.08)),
-        ({"gpu": "H200"}, -0.02, (0.3, 0.03)),
+        ({}, (0.04, 0.03)),
+        ({"experts": "some"}, (0.04, 0.08)),
+        ({"gpu": "H200"}, (0.3, 0.03)),
         (
             {"gpu": "H200", "ep": "across", "precision": "fp8", "seq_len": "long"},
-            -0.02,
             (0.3, 0.03, 0.15, 0.1, 0.12),
         ),
     ],
 )
 def test_the_errors_of_the_values_of_a_kind_add_up_and_unmeasured_ones_differ_as_over_programs(
-    changes, bias, spreads
+    changes, spreads
 ):
-    size = ERRORS.size_of(replace(USUAL, **changes))
-    assert size == pytest.approx((bias, math.hypot(*spreads)))
+    assert ERRORS.spread_of(replace(USUAL, **changes)) == pytest.approx(math.hypot(*spreads))
 
 
 @pytest.mark.parametrize(
@@ -76,16 +72,14 @@ def test_a_kind_is_unproven_where_a_value_or_its_gpu_with_such_a_model_was_not_m
     assert fact == (sentence and f"no measurement of {sentence}")
 
 
-def test_an_interval_has_the_bias_and_the_spread_of_its_kind_and_contains_the_prediction():
+def test_an_interval_has_the_spread_of_its_kind():
     profile = replace(
         load_profile("megatron"), interval={"all": Quantiles(-0.1, 0.2)}, errors=ERRORS, measured={}
     )
     spec, links = spec_of(Layout(dp=4, pp=2, pp_schedule="1f1b", gas=4)), network(H100, 1)
     width = SD_80 * 0.05
-    low, high = profile.interval_of(spec, "H100-SXM", links)
-    assert (low, high) == pytest.approx((0.08 - math.hypot(0.1, width), 0.08 + math.hypot(0.2, width)))
-    far = replace(ERRORS, mean=-0.9)
-    assert replace(profile, errors=far).interval_of(spec, "H100-SXM", links).high == 0
+    quantiles = profile.interval_of(spec, "H100-SXM", links)
+    assert quantiles == pytest.approx((-math.hypot(0.1, width), math.hypot(0.2, width)))
     assert unproven([spec], profile, H100) == []
     assert unproven([spec], profile, load_hardware("h200x8")) == ["no measurement of Megatron on H200-SXM"]
     assert unproven([spec], replace(profile, errors=None), H100) == []
@@ -102,16 +96,15 @@ def test_the_kind_of_a_run_says_where_its_experts_are(ep, nvlink_gpus, value):
 def test_fitted_constants_have_their_errors_in_the_interval_of_the_fit():
     fitted = ERRORS.fitted_to([replace(USUAL, gpu="H200"), USUAL])
     assert fitted.rows == 14
-    assert fitted.size_of(USUAL) == fitted.size_of(replace(USUAL, gpu="H200")) == (0, 0)
-    other = fitted.size_of(replace(USUAL, gpu="B200"))
-    assert other == pytest.approx((0, math.hypot(0.06, 0.02 - 0.3)))
+    assert fitted.spread_of(USUAL) == fitted.spread_of(replace(USUAL, gpu="H200")) == 0
+    assert fitted.spread_of(replace(USUAL, gpu="B200")) == pytest.approx(0.06)
     assert fitted.unproven(replace(USUAL, gpu="H200")) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bias": {"gpus": {"B200": 0.1}}}, "unknown factor of errors.bias 'gpus'"),
+        ({"spread": {"gpus": {"B200": 0.1}}}, "unknown factor of errors.spread 'gpus'"),
         ({"over_programs": {"gpu": 0.3}}, "errors.over_programs lacks experts, precision, pp, ep, seq_len"),
     ],
 )

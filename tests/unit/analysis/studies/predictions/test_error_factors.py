@@ -131,9 +131,9 @@ def test_a_profile_with_an_interval_of_its_own_keeps_it():
     assert cross_validated(rows, [fitted]).runs_by_group == {"setting": [], "source": []}
     changed = with_errors(fitted, fit_effects(runs(4)), rows, program="fitted", date="2026-11-29")
     assert changed.interval == fitted.interval
-    assert {size.spread for size in map(changed.errors.size_of, changed.errors.kinds)} == {0.0}
+    assert {*map(changed.errors.spread_of, changed.errors.kinds)} == {0.0}
     far = replace(changed.errors.kinds[0], gpu="MI300X")
-    assert changed.errors.size_of(far).spread == changed.errors.over_programs["gpu"] > 0.1
+    assert changed.errors.spread_of(far) == changed.errors.over_programs["gpu"] > 0.1
 
 
 def test_errors_by_factor_name_each_value_and_what_is_left_out():
@@ -155,4 +155,4 @@ def test_the_errors_of_a_file_are_those_that_were_written():
     read = from_dict(ProfileErrors, yaml.safe_load(text)["errors"], where="errors")
     assert read.kinds == profile.errors.kinds
     for kind in read.kinds:
-        assert read.size_of(kind) == pytest.approx(profile.errors.size_of(kind), abs=3e-3)
+        assert read.spread_of(kind) == pytest.approx(profile.errors.spread_of(kind), abs=3e-3)
