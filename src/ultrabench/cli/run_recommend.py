@@ -112,11 +112,13 @@ def run_recommend(
 
 def with_full_keys(overrides: Sequence[str]) -> list[str]:
     """The overrides as `sweep plan` takes them, such as sweep.nodes=[1,2] for nodes=[1,2], with the default sweep."""
-    full_keys, key_parts = _full_keys(overrides), (override.partition("=") for override in overrides)
-    full_overrides = [
-        f"{'++' * (key in full_keys and key not in FULL_KEYS)}{full_keys.get(key, key)}{equals_sign}{value}"
-        for key, equals_sign, value in key_parts
-    ]
+    full_keys = _full_keys(overrides)
+    full_overrides = list[str]()
+    for override in overrides:
+        key, equals_sign, value = override.partition("=")
+        is_knob = key in full_keys and key not in FULL_KEYS
+        prefix = "++" if is_knob else ""  # the sweep has no such key yet
+        full_overrides.append(f"{prefix}{full_keys.get(key, key)}{equals_sign}{value}")
     return full_overrides if "sweep" in parts_of(full_overrides) else ["sweep=recommend", *full_overrides]
 
 
