@@ -48,8 +48,11 @@ def test_auto_chooses_the_least_linear_size(axes, sizes):
     least_gas = 3 * g2
     if axes.get("schedule") == "interleaved":
         least_gas = 64
-    assert auto_slice(layout(least_gas, **axes)) == Slice(g1=g1, g2=g2, third=third, wider=third)
+    slice_ = Slice(g1=g1, g2=g2, third=third)
+    assert auto_slice(layout(least_gas, **axes)) == slice_
     assert f"is less than 3 * {g2} micro-batches" in auto_slice(layout(3 * g2 - 4, **axes))
+    # A wider slice saves enough from 3 * third micro-batches on.
+    assert auto_slice(layout(3 * third, **axes)) == replace(slice_, wider=third)
 
 
 def test_layouts_that_auto_measures_whole():
