@@ -109,7 +109,8 @@ class AgentGroup:
         )  # fmt: skip
         port = 0 if task.forked else free_port(address)
         departure = task.slice.departure if task.slice else None
-        self.order("start", task_index=index, address=address, port=port, departure=departure)
+        gas = task.part_start.gas if task.part_start else None
+        self.order("start", task_index=index, address=address, port=port, departure=departure, gas=gas)
 
     def order(self, method_name: str, **arguments: Any) -> Any:
         """Sends an order to all nodes (see `Node.obey`); returns the answer of this node."""

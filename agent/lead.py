@@ -13,7 +13,7 @@ from typing import Any
 from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
-from ultrabench.agent.diagnose.outcome import classify, without_unlike
+from ultrabench.agent.diagnose.outcome import classify, of_both_starts, step_times_of, without_unlike
 from ultrabench.agent.diagnose.rank_cause import SHELL_SIGNAL_BASE
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.diagnose.suspects import evidence_of_ranks
@@ -26,6 +26,7 @@ from ultrabench.device_digest import dated_digests, differences
 from ultrabench.errors import ClusterError, DiskError, counted
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
+from ultrabench.partial_step import PartStart
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import (
@@ -293,7 +294,7 @@ class Leader:
             rank0 = progress.ranks[0]
             if (rank0.phase != last_phase or now_s - written_s >= STATUS_INTERVAL_S) and not task.probe:
                 last_phase, written_s = rank0.phase, now_s
-                self._write_phase(task, rank0, progress.reporter)
+                self._write_phase(task, rank0, step_times_of(progress.reporter, task))
             end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._end_s else None)
             if end_reason:
                 return RunResult(status=Status.CANCELLED, reason=end_reason, cause=STOPPED)
@@ -310,9 +311,8 @@ class Leader:
                 return slow_result
         return None
 
-    def _write_phase(self, task: Task, rank: RankProgress, reporter: RankProgress) -> None:
+    def _write_phase(self, task: Task, rank: RankProgress, step_times_s: Sequence[float]) -> None:
         """Writes the phase of a run and the steps that its reporter has measured into the journal."""
-        step_times_s = reporter.measured_step_times_s(task.measure)
         event_fields = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
         median_step_time_s = median(step_times_s) if step_times_s else None
         phase = Phase(**event_fields, steps=len(step_times_s) or None, step_time_s=median_step_time_s)
@@ -328,7 +328,7 @@ class Leader:
 
         Controls and repeats may be slow. No run is ended before the step at which losses are compared.
         """
-        measure, step_times_s = task.measure, rank.measured_step_times_s(task.measure)
+        measure, step_times_s = task.measure, step_times_of(rank, task)
         is_exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done_line
         min_times = 1 if task.slice else MIN_RACE_STEPS
         has_few_steps = rank.num_steps < measure.loss_step or len(step_times_s) < min_times
@@ -358,10 +358,32 @@ class Leader:
         self._node.disk.retry(partial(self._journal.write, event), free_space=self._node.remove_state)
 
     def _measure(self, task: Task, task_index: int) -> RunResult:
+        """The result of a task, whose ranks start once, or twice for a slice of two starts.
+
+        The first of two starts may take half of the time limit; a failure of either start is that of the attempt.
+        """
+        task = self._with_measured_times(task)
+        if task.slice is None or not task.slice.two_starts:
+            return self._measure_start(task, task_index)
+        begin_s, first_part = time.monotonic(), PartStart(gas=task.slice.g1)
+        first_start = replace(task.in_start(first_part), limit_s=task.limit_s / 2)
+        first = self._measure_start(first_start, task_index)
+        if first.status != Status.OK:
+            return _of_start(first, first_part)
+        first_times_s = tuple(self._group.progress.reporter.measured_seconds(task.measure))
+        self._group.finish(keep_all=False)
+        second_part = PartStart(gas=task.slice.g2, first_times_s=first_times_s)
+        left_s = task.limit_s - (time.monotonic() - begin_s)
+        second = self._measure_start(replace(task.in_start(second_part), limit_s=left_s), task_index)
+        if second.status != Status.OK:
+            return _of_start(second, second_part)
+        return of_both_starts(first, second, task)
+
+    def _measure_start(self, task: Task, task_index: int) -> RunResult:
         """Starts the ranks of a task, watches and kills them, and returns the result."""
         group = self._group
         group.start(task, task_index)
-        forced_end, progress = self.watch(self._with_measured_times(task)), group.progress
+        forced_end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
             result = classify(progress, task, forced_end, group.outage)
@@ -382,6 +404,11 @@ class Leader:
             env_id=env_id(progress.environment, task.spec.kernel, digest, overrides),
         )
         return without_unlike(complete_result, task)
+
+
+def _of_start(result: RunResult, part_start: PartStart) -> RunResult:
+    """The failed result of one of two starts, which says in which of them it failed."""
+    return replace(result, reason=f"{result.reason}; in the start with {part_start.gas} micro-batches a step")
 
 
 def may_fit(task: Task, results: Sequence[TaskResult]) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from ultrabench.column import SECONDS
 from ultrabench.errors import counted
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
@@ -46,6 +47,18 @@ FEW_STEPS_COST = 0.24
 """What a measurement by few whole steps costs beside one by all: 8 of the 33 steps of `measure=default`."""
 
 
+class TwoStartsPrice(NamedTuple):
+    """What a run is predicted to take by parts of steps in two starts, and by all whole steps in one."""
+
+    two_starts_s: float
+    whole_s: float
+
+    @property
+    def text(self) -> str:
+        """Both in words."""
+        return f"{SECONDS.text(self.two_starts_s)} in two starts, {SECONDS.text(self.whole_s)} by whole steps"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One layout of one model on one number of nodes, and whether it runs."""
@@ -79,6 +92,10 @@ class Candidate:
     parts are measured."""
     turn_share: float = 1.0
     """Predicted seconds of the measured parts of one turn, relative to those of a whole step; 1 for whole steps."""
+    second_start_s: float = 0.0
+    """Predicted seconds of the second start of its program, where its slice needs two."""
+    dear_two_starts: TwoStartsPrice | None = None
+    """The price of two starts, if they would take no less than all whole steps, which are measured for that reason."""
 
     @property
     def shape(self) -> ModelShape:
@@ -142,7 +159,15 @@ class Candidate:
     @property
     def search_cost(self) -> float:
         """What a measurement costs beside one of whole steps, for the search."""
+        if self.has_two_starts and self.fits:
+            start_s, duration_s = self.second_start_s, self.prediction.duration_s
+            return duration_s / (start_s + (duration_s - 2 * start_s) / self.turn_share)
         return PARTS_COST if self.slice else FEW_STEPS_COST if self.few_steps else 1.0
+
+    @property
+    def has_two_starts(self) -> bool:
+        """Whether the program starts twice to measure the run, once for each number of micro-batches."""
+        return self.slice is not None and self.slice.two_starts
 
     @property
     def is_screened(self) -> bool:
@@ -157,7 +182,8 @@ class Candidate:
     @property
     def duration_s(self) -> float:
         """Predicted seconds of one run, with the start and the step times that runs before it have measured."""
-        return self.prediction.duration_s + self.start_excess_s + self.steps_excess_s
+        start_excess_s = (1 + self.has_two_starts) * self.start_excess_s
+        return self.prediction.duration_s + start_excess_s + self.steps_excess_s
 
     @property
     def gpu_hours(self) -> float:
@@ -165,23 +191,55 @@ class Candidate:
         return self.duration_s * self.layout.world_size / 3600
 
     def priced_s(self, measure: Measure, step_time_s: float) -> float:
-        """Seconds of all steps of a run for its price, if a whole step takes `step_time_s`."""
+        """Seconds of all steps of a run for its price, and of its second start, if a whole step takes `step_time_s`."""
         turn_s = self.turn_share * step_time_s
+        if self.has_two_starts:
+            return self.second_start_s + measure.priced_s(turn_s)
         if self.slice and self.few_steps:
             return measure.priced_beside_parts_s(step_time_s, turn_s)
         return (measure.few_steps if self.few_steps else measure).priced_s(turn_s)
 
     def by_few_steps(self, measure: Measure) -> "Candidate":
-        """The run screened by few whole steps, with its price; itself if no parts were to be measured."""
+        """The run screened by few whole steps, with its price; itself if no parts were to be measured.
+
+        Only our own kernel measures few steps, so that a program that starts twice measures all.
+        """
         if self.slice is None:
             return self
+        if self.has_two_starts:
+            return self.in_full(measure)
         return self.measured_by(measure, slice=None, turn_share=1.0, few_steps=True)
 
     def in_full(self, measure: Measure) -> "Candidate":
         """The run measured in a way that confirms it, with its price: by few whole steps and then by its parts in one
-        start, or by all whole steps where it has no parts.
+        start, or by all whole steps where it has no parts, or would need two starts for them.
         """
+        if self.has_two_starts:
+            return self.measured_by(measure, slice=None, turn_share=1.0)
         return self.measured_by(measure, few_steps=self.slice is not None) if self.is_screened else self
+
+    def unless_dearer(self, measure: Measure) -> "Candidate":
+        """The run measured in full, with the reason, if two starts are expected to take no less than whole steps.
+
+        Two numbers of micro-batches that the user gives hold in any case.
+        """
+        if not self.has_two_starts or isinstance(measure.partial_steps, tuple):
+            return self
+        whole, step_time_s = self.in_full(measure), self.step_factor * self.prediction.step_time_s
+        start_s = self.second_start_s + self.start_excess_s
+        price = TwoStartsPrice(
+            start_s + self.start_excess_s + self.priced_s(measure, step_time_s),
+            start_s + whole.priced_s(measure, step_time_s),
+        )
+        if price.two_starts_s < price.whole_s:
+            return self
+        return replace(whole, dear_two_starts=price, whole_reason=price.text)
+
+    def after_full(self, measure: Measure) -> "Candidate":
+        """The run as its other starts measure it, beside one in full: screened as before, since the start in full has
+        both whole steps and parts; in full where no start has both.
+        """
+        return self.in_full(measure) if self.has_two_starts else self
 
     def measured_by(self, measure: Measure, **changes: Any) -> "Candidate":
         """The run with `changes` in what is measured, such as `slice`, and with its price."""

@@ -24,10 +24,8 @@ def whole_steps_reason(spec: RunSpec, measure: Measure, *, is_traced: bool = Fal
     Args:
         is_traced: whether steps are traced after the measured ones.
     """
-    if not spec.kernel.trains_itself:
-        return (
-            f"kernel {spec.kernel.name} runs steps of one size, so that parts of steps would need two starts"
-        )
+    if not spec.kernel.trains:
+        return f"kernel {spec.kernel.name} trains nothing"
     if measure.checkpoint:
         return "measure.checkpoint=true, which saves during whole steps"
     if is_traced:
@@ -70,6 +68,15 @@ def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
         return reason
     sizes = (size for size in (2 * g2 - g1, layout.gas) if size <= layout.gas)
     return Slice(g1=g1, g2=g2, third=next(size for size in sizes if not size_refusal(layout, size)))
+
+
+def by_two_starts(slice_: Slice) -> Slice:
+    """The slice for a program whose steps all have the same size, which starts once for g1 and once for g2.
+
+    What starts differ in makes its interval miss the target in any case, so that it is as wide as it may become. A
+    third size would need a third start.
+    """
+    return replace(slice_, g2=slice_.wider or slice_.g2, third=None, wider=None, two_starts=True)
 
 
 def linear_from(layout: Layout) -> int:

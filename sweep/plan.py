@@ -19,6 +19,7 @@ from ultrabench.hardware import PEAK_GUESSED, Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.partial_step import Slice
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, fill_in_files, idle_knobs, words_of
 from ultrabench.sweep.candidate import (
     PRUNED,
@@ -32,10 +33,15 @@ from ultrabench.sweep.candidate import (
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import WEAK, Axes, ListedLayout, SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
-from ultrabench.sweep.partial_steps import MEMORY_TOLERANCE, slice_or_reason, whole_steps_reason
+from ultrabench.sweep.partial_steps import (
+    MEMORY_TOLERANCE,
+    by_two_starts,
+    slice_or_reason,
+    whole_steps_reason,
+)
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
-from ultrabench.sweep.predict.predict import Predictor, too_large_text
+from ultrabench.sweep.predict.predict import Predictor, start_s, too_large_text
 from ultrabench.sweep.refusals import refusal
 from ultrabench.variant import CELL_OPTIONS, FLAGS, KERNEL_OPTIONS, Value, Variant, options_in_group
 
@@ -43,6 +49,8 @@ MIN_PARALLEL_CANDIDATES = 10_000
 """Number of candidates from which a plan is made by one process for each core; fewer take less than five seconds."""
 CANDIDATES_PER_TASK = 250
 """Number of candidates that a process makes at a time."""
+GAS_NOT_LISTED = "gas_not_listed"
+"""The rule of layouts whose gas follows from the batch, but is not among the values of sweep.gas."""
 ReportProgress = Callable[[int, int], None]
 """Called with the number of parts of a work that are done, and of all."""
 
@@ -435,8 +443,12 @@ class CellPlan:
         if reason := whole_steps_reason(run.spec, measure, is_traced=self.config.trace):
             return replace(run, whole_reason=reason)
         slice_ = slice_or_reason(run.layout, measure)
+        if isinstance(slice_, Slice) and not run.spec.kernel.trains_itself:
+            slice_ = by_two_starts(slice_)
+            slice_ = self._unable_to_start(run, slice_) or slice_
         if isinstance(slice_, str):
-            return run.measured_by(measure, few_steps=True, whole_reason=slice_)
+            few_steps = run.spec.kernel.trains_itself
+            return run.measured_by(measure, few_steps=few_steps, whole_reason=slice_)
         largest_part, *smaller_parts = (
             self.predictor.predict(run.spec.with_gas(size)) for size in reversed(slice_.sizes)
         )
@@ -444,7 +456,29 @@ class CellPlan:
         turn_s = sum(part.step_time_s for part in (largest_part, *smaller_parts))
         peak_ratio = prediction.peak_mem_bytes / largest_part.peak_mem_bytes
         slice_ = replace(slice_, keeps_memory=peak_ratio <= 1 + MEMORY_TOLERANCE)
-        return run.measured_by(measure, slice=slice_, turn_share=turn_s / prediction.step_time_s)
+        in_parts = run.measured_by(
+            measure,
+            slice=slice_,
+            turn_share=turn_s / prediction.step_time_s,
+            second_start_s=start_s(self.config.hardware, run.nodes) if slice_.two_starts else 0.0,
+        )
+        return in_parts.unless_dearer(measure)
+
+    def _unable_to_start(self, run: Candidate, slice_: Slice) -> str | None:
+        """Why a program cannot be started with steps of the sizes of a slice; None if it can."""
+        key, measure = AttemptKey(run.run_id, 0, 0), self.config.measure
+
+        def texts_of(spec: RunSpec) -> tuple[list[str], dict[str, str]]:
+            return fill_in(spec, key, measure), fill_in_files(spec, key, measure)
+
+        for size in slice_.sizes:
+            part = run.spec.with_gas(size)
+            refusals = (reason for rule, reason in rejections(self.config, part) if rule != GAS_NOT_LISTED)
+            if reason := next(refusals, None):
+                return f"with gas={size}: {reason}"
+            if texts_of(part) == texts_of(run.spec):
+                return f"the command and the files of kernel {run.spec.kernel.name} are the same with other gas and gbs"
+        return None
 
 
 def _candidates(cell_plan_and_layouts: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
@@ -472,7 +506,7 @@ def rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
     gas_values = config.axes.layout.get("gas", (layout.gas,))
     yield from broken_rules(layout, shape)
     if layout.gas not in gas_values:
-        yield "gas_not_listed", f"gas={layout.gas} is not in sweep.gas={list(gas_values)}"
+        yield GAS_NOT_LISTED, f"gas={layout.gas} is not in sweep.gas={list(gas_values)}"
     value_by_word = words_of(spec) if config.options.rules else {}
     for word_rule in config.options.rules:
         if reason := word_rule.broken(value_by_word):

@@ -72,13 +72,15 @@ class _PlannedSlice(msgspec.Struct):
     slice: Slice | None = None
     turn_share: float = 1.0
     few_steps: bool = False
+    second_start_s: float = 0.0
 
 
 def _slice_columns(candidate: Candidate) -> Row:
     """The columns of SLICE_COLUMNS."""
     text = None
     if candidate.is_screened:
-        planned = _PlannedSlice(candidate.slice, candidate.turn_share, candidate.few_steps)
+        how = candidate.turn_share, candidate.few_steps, candidate.second_start_s
+        planned = _PlannedSlice(candidate.slice, *how)
         text = msgspec.json.encode(planned).decode()
     return dict(zip(SLICE_COLUMNS, (text, candidate.whole_reason), strict=True))
 
@@ -410,4 +412,5 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
             few_steps=planned_slice.few_steps,
             whole_reason=row.get("whole_reason"),
             turn_share=planned_slice.turn_share,
+            second_start_s=planned_slice.second_start_s,
         )

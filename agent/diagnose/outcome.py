@@ -31,11 +31,17 @@ from ultrabench.log_patterns import TRY_LOG, compile_pattern, misread_reason, ne
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.model_flops import nearest_number
-from ultrabench.partial_step import extrapolation_error_rel
+from ultrabench.partial_step import (
+    PRIOR_DEPARTURE,
+    PartTimes,
+    extrapolation_error_rel,
+    two_starts_error_rel,
+    two_starts_times,
+)
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, RESULT_COLUMNS, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
-from ultrabench.step_time import ci95_rel, extreme_medians_s
+from ultrabench.step_time import ci95_rel, extreme_medians_s, with_error
 from ultrabench.store.kernel_secrets import redact_env
 
 MAX_MESSAGE_CHARS = 1000
@@ -79,7 +85,7 @@ def classify(
     gpu_name, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and expected_names and gpu_name not in (None, *expected_names):
         result = _invalid_result("wrong_gpu", f"it ran on {gpu_name!r}, not on {' or '.join(expected_names)}")
-    step_times_s = reporter.measured_step_times_s(measure)
+    step_times_s = step_times_of(reporter, task)
     reported_mfu = median(reporter.mfus[-len(step_times_s) :]) if step_times_s and reporter.mfus else None
     if result.status == Status.OK and (misread_text := _misread_text(progress, task, reported_mfu)):
         result = _invalid_result(UNMEASURED, misread_text)
@@ -103,7 +109,7 @@ def classify(
         measured_by=reporter.steps[-1].get("measured_by", "report") if reporter.steps else None,
         arrival_error_s=arrival_error_s,
         log_doubts=_log_doubts(reporter, task) if result.status == Status.OK else {},
-        source_mfu=reported_mfu,
+        source_mfu=None if task.part_start else reported_mfu,
         source_num_params=_printed_params(progress.ranks, task),
         source_flops_per_token=next(filter(None, (r.flops_per_token for r in progress.ranks)), None),
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
@@ -143,12 +149,59 @@ def without_unlike(result: RunResult, task: Task) -> RunResult:
     return replace(result, **blanks)
 
 
+def step_times_of(rank: RankProgress, task: Task) -> list[float]:
+    """Seconds of the measured steps of a rank; those of the whole step by each turn where parts are measured.
+
+    A program that starts twice has turns from the first measured step of its second start on.
+    """
+    if task.part_start is None:
+        return rank.measured_step_times_s(task.measure)
+    parts = _parts_of(rank, task)
+    return parts.whole_step_times_s if parts else []
+
+
+def _parts_of(rank: RankProgress, task: Task) -> PartTimes | None:
+    """The parts of steps that a rank has measured; None where there are none, and before the first turn."""
+    if task.slice is None or task.part_start is None:
+        return rank.part_times(task.measure) if task.slice else None
+    second_times_s = rank.measured_seconds(task.measure)
+    first_times_s, gas = task.part_start.first_times_s, task.spec.layout.gas
+    return two_starts_times(task.slice, first_times_s, second_times_s, gas) if first_times_s else None
+
+
+def of_both_starts(first: RunResult, second: RunResult, task: Task) -> RunResult:
+    """The result of a program that has started twice, from the ok results of both starts.
+
+    The second one has the times of whole steps, by the steps of both, and the memory of the larger steps.
+    """
+    assert task.slice is not None
+    weight = (task.spec.layout.gas - task.slice.g2) / (task.slice.g2 - task.slice.g1)
+    foreign_loads = [r.foreign_load for r in (first, second) if r.foreign_load is not None]
+    result = replace(
+        second,
+        arrival_error_s=(1 + weight) * second.arrival_error_s + weight * first.arrival_error_s,
+        log_doubts=first.log_doubts | second.log_doubts,
+        started_at=first.started_at,
+        duration_s=(first.duration_s or 0.0) + (second.duration_s or 0.0),
+        throttled=second.throttled or first.throttled,
+        foreign_load=max(foreign_loads, default=None),
+        foreign_gpu_processes=second.foreign_gpu_processes or first.foreign_gpu_processes,
+    )
+    ci95_rel_of_both = result.step_time_ci95_rel
+    is_reached = None if ci95_rel_of_both is None else ci95_rel_of_both <= task.measure.target_ci95_rel
+    return replace(result, ci_reached=is_reached)
+
+
 def _part_columns(reporter: RankProgress, task: Task) -> Columns:
     """The columns of a run of which parts of steps are measured; none where whole steps alone are."""
-    parts = reporter.part_times(task.measure) if task.slice else None
+    parts = _parts_of(reporter, task)
     if task.slice is None or parts is None:
         return {}
     line_departure = task.slice.departure if parts.departure is None else parts.departure
+    starts_error_rel = 0.0
+    if task.slice.two_starts:
+        line_departure = PRIOR_DEPARTURE if line_departure is None else line_departure
+        starts_error_rel = two_starts_error_rel(parts.slice, parts.turns, parts.gas)
     sizes = sorted({size for turn in parts.turns for size in turn})
     whole_step_times_s = parts.whole_step_times_s
     beside_whole: Columns = {"parts_step_time_s": median(whole_step_times_s)}
@@ -156,8 +209,8 @@ def _part_columns(reporter: RankProgress, task: Task) -> Columns:
         **(beside_whole if task.few_steps else {"measured_gas": parts.slice.text}),
         "parts_ci95_rel": ci95_rel(whole_step_times_s),
         "departure": parts.departure,
-        "extrapolation_error_rel": extrapolation_error_rel(
-            parts.slice, parts.turns, parts.gas, line_departure
+        "extrapolation_error_rel": with_error(
+            extrapolation_error_rel(parts.slice, parts.turns, parts.gas, line_departure), starts_error_rel
         ),
         "part_times_s": {
             str(size): median(turn[size] for turn in parts.turns if size in turn) for size in sizes
@@ -298,7 +351,7 @@ def _log_doubts(rank: RankProgress, task: Task) -> dict[str, str]:
     return log_doubts(
         steps,
         by_arrival=task.spec.kernel.times_by_arrival,
-        gas=task.spec.layout.gas,
+        gas=task.started_spec.layout.gas,
         num_lines=rank.num_steps,
         num_unread=rank.num_unread,
         num_steps_asked=steps_asked(task.spec.kernel, task.measure) if is_asked else None,

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -40,6 +40,7 @@ from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
+from ultrabench.partial_step import PartStart
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import FILES_WORD, ProcessWords, Task, fill_in, fill_in_files
@@ -240,13 +241,17 @@ class Node:
         method = {method.__name__: method for method in methods}.get(message.get("do", ""))
         return method and method(**{name: value for name, value in message.items() if name != "do"})
 
-    def start(self, task_index: int, address: str, port: int, departure: float | None = None) -> None:
+    def start(
+        self, task_index: int, address: str, port: int, departure: float | None = None, gas: int | None = None
+    ) -> None:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got.
 
         Args:
             departure: that of parts of steps of this kind from a straight line, if a run before has measured it.
+            gas: micro-batches of all steps of this start, if it is one of two; None: those of the run.
         """
-        task = self._task = self.allocation.task(task_index).with_departure(departure)
+        part_start = None if gas is None else PartStart(gas=gas)
+        task = self._task = self.allocation.task(task_index).with_departure(departure).in_start(part_start)
         run_folder = self._run_folder = self.scratch / str(task.key)
         self.disk.retry(self._prepare, PREPARING_LIMIT_S)
         self._report_sources = report_sources(task, self.ranks, self._run_folder)
@@ -275,7 +280,7 @@ class Node:
             env = with_variant_env(env, variant_env)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             program = {
-                "command": fill_in(task.spec, task.key, task.measure, process),
+                "command": fill_in(task.started_spec, task.key, task.measure, process),
                 "cwd": self._program_folder,
                 "guarded": task.starts_ranks,
             }
@@ -294,11 +299,12 @@ class Node:
     def _prepare(self) -> None:
         """Makes the node-local files of the current run."""
         (self._run_folder / cleanup.EVIDENCE_FOLDER).mkdir(parents=True, exist_ok=True)
-        write_whole(self._run_folder / "spec.json", json.dumps(to_dict(self._task), indent=1))
+        started_task = replace(self._task, spec=self._task.started_spec)
+        write_whole(self._run_folder / "spec.json", json.dumps(to_dict(started_task), indent=1))
         for rank in self._processes:
             self._log_path(rank).touch()
         task, folder = self._task, self._files_folder
-        for name, text in fill_in_files(task.spec, task.key, task.measure, str(folder)).items():
+        for name, text in fill_in_files(task.started_spec, task.key, task.measure, str(folder)).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, text)
 
@@ -566,6 +572,8 @@ class Node:
     def _keep_logs(self, keep_all: bool) -> list[str]:
         """Copies what is kept of a run; returns the names of files that are too large."""
         log_folder = self.folder.log_folder(self._task.key)
+        if self._task.part_start:
+            log_folder /= f"gas{self._task.part_start.gas}"
         if keep_all:
             cleanup.copy_logs(self._run_folder, log_folder, int(self._task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node_index == 0 and not self._task.probe:

@@ -173,7 +173,7 @@ def _log_sources(task: Task, writers: Mapping[int, int], run_folder: Path) -> It
     Args:
         writers: rank of this node -> the rank whose process writes its log.
     """
-    spec = task.spec
+    spec = task.started_spec
     size = StepSize(spec.tokens_per_step, spec.workload.gbs, spec.layout.world_size)
     for option, log_pattern in LOG_PATTERNS.items():
         if pattern_text := spec.kernel.pattern(option):

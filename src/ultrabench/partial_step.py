@@ -11,13 +11,14 @@ measures parts alone or, where no part stands for the run, few whole steps. The 
 whole steps before its parts, or all whole steps.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
-from ultrabench.step_time import ci95_rel, with_error
+from ultrabench.step_time import START_SD, ci95_rel, with_error
 
 Turn = Mapping[int, float]
 """Number of micro-batches of a step -> its seconds, for the steps of one turn."""
@@ -37,6 +38,9 @@ class Slice:
     """The number that replaces g2 where the interval misses its target; None: g2 stays."""
     keeps_memory: bool = True
     """Whether whole steps need as much memory as these, by the formulas of the prediction."""
+    two_starts: bool = False
+    """Whether the program starts twice, with steps of g1 and then of g2 micro-batches, since all steps of a start have
+    the same number."""
 
     def __post_init__(self) -> None:
         if not 0 < self.g1 < self.g2:
@@ -60,6 +64,16 @@ class Slice:
     def order(self, turn: int) -> tuple[int, ...]:
         """The sizes in the order of turn number `turn`, counted from 0: every other turn goes backwards."""
         return self.sizes if turn % 2 == 0 else self.sizes[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartStart:
+    """One of the two starts of a program that runs steps of one size."""
+
+    gas: int
+    """Micro-batches of its steps: g1 of the slice in the first start, g2 in the second."""
+    first_times_s: tuple[float, ...] = ()
+    """Seconds of the measured steps of the first start; empty in that start itself."""
 
 
 def only_screens(slice_: Slice | None, few_steps: bool) -> bool:
@@ -157,6 +171,24 @@ def whole_step_ci95_rel(
     )
 
 
+PRIOR_DEPARTURE = 0.02
+"""The departure that the interval holds where nothing has measured it, since two starts have no third size (assumed;
+the formulas of the prediction have none)."""
+
+
+def two_starts_error_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> float:
+    """How much the time of the whole step may be off because two starts differ, relative to it, at 95 %.
+
+    What makes a start slower or faster, such as the place of memory or a neighbour on the network, does not cancel
+    in the difference of two starts: with a standard deviation e of a start, the line through both is off by
+    `e sqrt((1+w)^2 T(g2)^2 + w^2 T(g1)^2)` seconds, w = (gas-g2)/(g2-g1).
+    """
+    turn = mean_turn(turns, (slice_.g1, slice_.g2))
+    weight = (gas - slice_.g2) / (slice_.g2 - slice_.g1)
+    error_s = 2 * START_SD * math.hypot((1 + weight) * turn[slice_.g2], weight * turn[slice_.g1])
+    return error_s / step_s(slice_, turn, gas)
+
+
 class PartTimes(NamedTuple):
     """The measured parts of the steps of a run."""
 
@@ -173,6 +205,21 @@ class PartTimes(NamedTuple):
     def whole_step_times_s(self) -> list[float]:
         """Seconds of the whole step by each turn."""
         return whole_step_times_s(self.slice, self.turns, self.gas)
+
+
+def two_starts_times(
+    slice_: Slice, first_times_s: Sequence[float], second_times_s: Sequence[float], gas: int
+) -> PartTimes | None:
+    """The steps of two starts as turns: the n-th measured steps of both are one turn; None before the first turn.
+
+    Args:
+        first_times_s: seconds of the measured steps of the start with g1 micro-batches.
+        second_times_s: the same of the start with g2.
+        gas: micro-batches of a whole step.
+    """
+    times_by_size = ((slice_.g1, first_times_s), (slice_.g2, second_times_s))
+    parts = ((n, size, seconds) for size, times_s in times_by_size for n, seconds in enumerate(times_s))
+    return part_times(parts, gas)
 
 
 def part_times(parts: Iterable[tuple[int, int, float]], gas: int) -> PartTimes | None:

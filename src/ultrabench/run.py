@@ -17,7 +17,7 @@ from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.model_words import FIELDS_BY_WORD, model_words, pipeline_words
-from ultrabench.partial_step import Slice, only_screens
+from ultrabench.partial_step import PartStart, Slice, only_screens
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
@@ -197,6 +197,8 @@ class Task(AttemptRecord):
     """The parts of a step that are measured for whole steps of `spec`; None: whole steps are measured."""
     few_steps: bool = False
     """Whether few whole steps are measured, before the parts if there are any."""
+    part_start: PartStart | None = None
+    """The start that measures one size of `slice`, of a program that starts twice; None: one start measures all."""
     probe: bool = False
     """Whether devices and links of the allocation are measured instead of training."""
     traced: bool = False
@@ -209,6 +211,15 @@ class Task(AttemptRecord):
         if departure is None or self.slice is None:
             return self
         return replace(self, slice=replace(self.slice, third=None, departure=departure))
+
+    def in_start(self, part_start: PartStart | None) -> "Task":
+        """The task as one start of its program measures it."""
+        return self if part_start is None else replace(self, part_start=part_start)
+
+    @property
+    def started_spec(self) -> RunSpec:
+        """The run as its ranks start it: `spec`, or a start of two with fewer micro-batches and a smaller batch."""
+        return self.spec if self.part_start is None else self.spec.with_gas(self.part_start.gas)
 
     @property
     def largest_spec(self) -> RunSpec:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from ultrabench.result import NOT_TRIED, SLOWER, Status, outcome_order, tier
+from ultrabench.step_time import START_SD
 
 NEAR_BEST = 1.05
 """A run is near the best of its cell if the best is at most this many times as fast."""
@@ -163,10 +164,6 @@ def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Stan
     competing = sorted((s for s in standings_of_cell if s.interval is not None), key=_value_key)
     min_value = (competing[0].value or 0.0) / NEAR_BEST if competing else 0.0
     return [standing for standing in competing if (standing.value or 0.0) >= min_value][:max_runs]
-
-
-START_SD = 0.01
-"""Standard deviation of the speed of a run between its starts, relative to it, as long as few starts have shown it."""
 
 
 def open_contenders(contenders: Sequence[Standing]) -> list[Standing]:

@@ -8,6 +8,8 @@ from statistics import median
 
 MIN_SAMPLES = 6
 """Smallest number of samples whose extremes enclose the median with 95 % confidence (1 - 2/2**6)."""
+START_SD = 0.01
+"""Standard deviation of the speed of a run between its starts, relative to it, as long as few starts have shown it."""
 
 
 @functools.cache  # most runs measure as many steps, and a rank takes longer than all else here

@@ -247,7 +247,11 @@ def next_attempts(
         full_ids = {key.run_id for key, a in state.attempts.items() if a.ok and not a.ok.is_screened}
         full_ids -= {attempt.key.run_id for attempt in todo}
         confirmed_runs = [run for run in best_runs if run.run_id in full_ids]
-        todo += finder.todo_of(confirmed_runs, range(config.repeats, config.measure.confirm))
+        further = range(config.repeats, config.measure.confirm)
+        todo += finder.todo_of([run for run in confirmed_runs if not run.has_two_starts], further)
+        in_full = [run.in_full(config.measure) for run in confirmed_runs if run.has_two_starts]
+        # Starts by parts do not count among those in full.
+        todo += finder.todo_of(in_full, range(config.measure.confirm - config.repeats))
     todo = [attempt for attempt in todo if attempt.key not in keys_under_way]
     untried_node_counts = frozenset[int]()
     if config.launcher.control:  # one allocation of each number of nodes is tried first

@@ -95,6 +95,7 @@ def with_measured_times(plan: Plan, state: SweepState) -> Plan:
     Parts of steps of a kind whose departure from a straight line is measured need no third size.
     """
     excess_s, factor_by_cell = _start_excess_s(plan, state), _step_factors(plan, state)
+    begun_ids = {key.run_id for key in state.attempts}
     departure_by_kind = _departures(plan, state)
     usual_factor, measure = median(factor_by_cell.values()) if factor_by_cell else 1.0, plan.config.measure
 
@@ -108,7 +109,8 @@ def with_measured_times(plan: Plan, state: SweepState) -> Plan:
         start_excess_s = excess_s[run.nodes]
         if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
             return run
-        return with_step_factor(replace(run, start_excess_s=start_excess_s), factor, measure)
+        run = with_step_factor(replace(run, start_excess_s=start_excess_s), factor, measure)
+        return run if run.run_id in begun_ids else run.unless_dearer(measure)
 
     runs = [repriced(run) for run in plan.runs]
     if all(new is old for new, old in zip(runs, plan.runs, strict=True)):
@@ -552,7 +554,7 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     The best runs are not known yet. Those whose predicted step time is as near to the shortest as contenders are
     to the best stand for them.
     """
-    repeats = plan.config.repeats
+    repeats, measure = plan.config.repeats, plan.config.measure
     unmeasured_cells = {attempt.candidate.cell for attempt in todo if attempt.key.repeat < repeats}
     searched_ids = {attempt.key.run_id for attempt in todo} if plan.config.strategy == "adaptive" else None
     runs_of_cells = (runs for cell, runs in plan.cells.items() if cell in unmeasured_cells)
@@ -568,7 +570,7 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     return [
         PlannedAttempt(
             # The first further start measures a screened run in full.
-            candidate=run.in_full(plan.config.measure) if repeat == repeats else run,
+            candidate=run.in_full(measure) if repeat == repeats else run.after_full(measure),
             key=AttemptKey(run.run_id, repeat, 0),
         )
         for repeat in range(repeats, max(end_repeat.values(), default=0))

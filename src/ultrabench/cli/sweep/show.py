@@ -171,7 +171,7 @@ def _evidence_lines(evidence: dict[str, Any], log_folder: Path) -> Iterator[Rend
     if hang_rows := evidence.get("hang_evidence"):
         rows = [[row.get(column) for column in HANG_COLUMNS] for row in hang_rows]
         yield table("ranks before they were killed", *HANG_COLUMNS, rows=rows)
-    yield from map(str, sorted((log_folder / "hang_evidence").glob("*")))
+    yield from map(str, sorted(log_folder.glob("**/hang_evidence/*")))
     yield f"logs: {log_folder}{'' if log_folder.is_dir() else ' (gone)'}"
 
 
@@ -256,7 +256,10 @@ def show_logs(id_or_rank: str, follow: bool, sweep: str | None, results_dir: Pat
             if is_over and offset_by_log and log_path not in offset_by_log:
                 continue  # the collected log repeats what was printed
             with log_path.open(encoding="utf-8", errors="replace") as log_file:  # \r ends a line, too
-                log_file.seek(offset_by_log.get(log_path, 0))
+                offset = offset_by_log.get(log_path, 0)
+                log_file.seek(
+                    offset if offset <= log_path.stat().st_size else 0
+                )  # a second start begins anew
                 new_text = plain_text(log_file.read())
                 sys.stdout.write(new_text)
                 is_silent = is_silent and not RANK_HEADING.sub("", new_text).strip()
@@ -274,10 +277,13 @@ def show_logs(id_or_rank: str, follow: bool, sweep: str | None, results_dir: Pat
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
     """The saved logs of an attempt, or the logs that its ranks write now on this machine."""
-    saved_logs = sorted(folder.log_folder(attempt.key).glob("*.log"))
-    if saved_logs or attempt.scratch is None:
-        return saved_logs
-    return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
+    # Each of two starts has a folder, with the micro-batches of its steps in its name.
+    saved_logs = sorted(
+        folder.log_folder(attempt.key).glob("**/*.log"), key=lambda path: (len(path.parent.name), path)
+    )
+    live_folder = Path(attempt.scratch) / str(attempt.key) if attempt.scratch else None
+    live_logs = sorted(live_folder.glob("rank*.log")) if live_folder else []
+    return (live_logs or saved_logs) if attempt.result is None else (saved_logs or live_logs)
 
 
 def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
