@@ -467,7 +467,7 @@ def _result_if_hung(group: AgentGroup, task: Task, overdue_result: RunResult) ->
     if not task.forked:
         group.abort_for_stacks()
     ranks = group.progress.ranks
-    layout = None if task.probe else task.spec.layout
+    layout = None if task.probe else task.started_spec.layout
     cause = find_hang_cause(ranks, layout, task.spec.kernel.rank_order)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in ranks]}
     about_hosts = evidence_of_ranks(cause.culprits, ranks)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from ultrabench.agent.diagnose.families import cause_by_text
@@ -177,11 +177,13 @@ def of_both_starts(first: RunResult, second: RunResult, task: Task) -> RunResult
     assert task.slice is not None
     weight = (task.spec.layout.gas - task.slice.g2) / (task.slice.g2 - task.slice.g1)
     foreign_loads = [r.foreign_load for r in (first, second) if r.foreign_load is not None]
+    init_times_s = [r.init_time_s for r in (first, second) if r.init_time_s is not None]
     result = replace(
         second,
         arrival_error_s=(1 + weight) * second.arrival_error_s + weight * first.arrival_error_s,
         log_doubts=first.log_doubts | second.log_doubts,
         started_at=first.started_at,
+        init_time_s=fmean(init_times_s) if init_times_s else None,
         duration_s=(first.duration_s or 0.0) + (second.duration_s or 0.0),
         throttled=second.throttled or first.throttled,
         foreign_load=max(foreign_loads, default=None),
