@@ -15,13 +15,15 @@ from ultrabench.partial_step import (
     departure,
     extrapolation_error_rel,
     step_s,
+    two_starts_error_rel,
+    two_starts_times,
     whole_step_ci95_rel,
     whole_step_times_s,
 )
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
 from ultrabench.standing import Repeat, near_best, open_contenders, standings
-from ultrabench.step_time import ci95_rel
+from ultrabench.step_time import START_SD, ci95_rel
 
 GAS = 64
 PAIR = Slice(g1=4, g2=8, third=12)
@@ -165,3 +167,27 @@ def test_the_time_of_a_step_is_the_mean_of_its_turns_without_accidents():
     pair, slow = Slice(g1=4, g2=8), [False, False, True] * 6
     drawn = [{4: 4.0, 8: 8.0 + 2 * is_slow} for is_slow in slow] + [{4: 4.0, 8: 80.0}, {4: 4.0, 8: 8.0}]
     assert median(whole_step_times_s(pair, drawn, 16)) == pytest.approx((13 * 16 + 6 * 22) / 19)
+
+
+def test_the_steps_of_two_starts_are_turns():
+    """The n-th measured steps of both are one turn; what one start has more of them counts nothing."""
+    both = two_starts_times(PAIR, [5.0] * 7, [7.0] * 6, GAS)
+    assert (both.slice.text, both.departure, both.turns) == ("4,8", None, ({4: 5.0, 8: 7.0},) * 6)
+    assert both.whole_step_times_s == pytest.approx([35.0] * 6)
+    assert two_starts_times(PAIR, [5.0] * 7, [], GAS) is None
+
+
+@pytest.mark.parametrize("pair", [Slice(g1=4, g2=8), Slice(g1=4, g2=12)])
+def test_the_interval_of_two_starts_holds_the_whole_step_in_95_of_100_cases(pair):
+    """Steps of a start are faster or slower together, which their own spread does not show."""
+    random, num_held, num_without = Random(5), 0, 0
+    for _ in range(400):
+        times_s = [[(3.0 + 0.5 * size) * random.gauss(1, START_SD)] * 20 for size in (pair.g1, pair.g2)]
+        noisy_times_s = [[seconds * random.gauss(1, 0.002) for seconds in of_start] for of_start in times_s]
+        both = two_starts_times(pair, *noisy_times_s, GAS)
+        error = abs(median(both.whole_step_times_s) / 35.0 - 1)
+        own = ci95_rel(both.whole_step_times_s)
+        num_held += error <= math.hypot(own, two_starts_error_rel(both.slice, both.turns, GAS))
+        num_without += error <= own
+    assert num_held >= 0.93 * 400, num_held
+    assert num_without < 0.5 * 400, "the spread of the steps alone says little"

@@ -252,14 +252,14 @@ def show_logs(id_or_rank: str, follow: bool, sweep: str | None, results_dir: Pat
         if not attempts and not follow:
             raise SweepFolderError(f"run {run_id} has not been attempted yet; add -f to wait for it")
         is_over = bool(attempts) and attempts[-1].result is not None
+        has_followed = bool(offset_by_log)
         for log_path in _log_files(folder, attempts[-1]) if attempts else []:
-            if is_over and offset_by_log and log_path not in offset_by_log:
+            if is_over and has_followed and log_path not in offset_by_log:
                 continue  # the collected log repeats what was printed
             with log_path.open(encoding="utf-8", errors="replace") as log_file:  # \r ends a line, too
                 offset = offset_by_log.get(log_path, 0)
-                log_file.seek(
-                    offset if offset <= log_path.stat().st_size else 0
-                )  # a second start begins anew
+                is_anew = offset > log_path.stat().st_size  # that of the second start of a program
+                log_file.seek(0 if is_anew else offset)
                 new_text = plain_text(log_file.read())
                 sys.stdout.write(new_text)
                 is_silent = is_silent and not RANK_HEADING.sub("", new_text).strip()
