@@ -26,6 +26,7 @@ from ultrabench.hardware import DEVICE_KINDS, SCALED_PRECISIONS, USUAL_DEVICE
 from ultrabench.kernel_config import KERNEL_KINDS, compares_losses
 from ultrabench.result import RESULT_COLUMNS, SLOWER, Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
+from ultrabench.step_time import START_SD
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, with_lost
 from ultrabench.variant import program_options
 
@@ -316,8 +317,11 @@ def _contradictions_in_cell(
             if not (pair[0] and pair[1] and pair[0].control == pair[1].control != run_id):
                 has_same_nodes = _hosts(part) == _hosts(step)
                 pair = (timed(part, False), timed(step, False)) if has_same_nodes else (None, None)
-            if pair[0] and pair[1] and (ratio := contradicting_ratio(pair[0], pair[1])):
-                yield ratio
+            if pair[0] and pair[1]:
+                # Its own steps do not show how much the start with whole steps differs from others.
+                whole = pair[1]._replace(ci95_rel=math.hypot(pair[1].ci95_rel, 2 * START_SD))
+                if ratio := contradicting_ratio(pair[0], whole):
+                    yield ratio
 
     attempts_by_run = defaultdict[str, list[AttemptState]](list)
     for key, attempt in attempts.items():

@@ -146,6 +146,9 @@ def test_after_a_contradiction_the_other_runs_are_measured_in_full():
         measured(state, run, 1.0, parts=True)
     measured(state, RUNS[0], 2.5, parts=False, repeat=1)
     assert {key.run_id for key in suspect_attempts(state, device="cuda")} == {run.run_id for run in RUNS}
+    within = measured(SweepState(), RUNS[0], 1.0, parts=True)
+    measured(within, RUNS[0], 1.044, parts=False, repeat=1)
+    assert not suspect_attempts(within, device="cuda"), "the start with whole steps may differ, too"
     todo = next_attempts(PLAN, state).todo
     assert [(t.key, t.candidate.is_screened) for t in todo] == [(key_of(RUNS[1], 1), False)]
 
