@@ -4,6 +4,7 @@ import msgspec
 
 from tests.parity.fault import planted
 from ultrabench import result, run, standing
+from ultrabench.agent.diagnose import outcome
 from ultrabench.agent.ranks import rank_progress
 from ultrabench.kernel import step, worker
 from ultrabench.kernel.rank import clock
@@ -99,3 +100,15 @@ def raw_parts(right, repeat, ratio, control_ratio):
 def mixed_steps(right, self, measure):
     """Parts of a step count as whole steps where a start has measured both."""
     return self._all_measured_steps(measure)
+
+
+@planted(outcome, "two_starts_error_rel", unit="agent.test_two_starts.test_both_starts_make_one_result")
+def equal_starts(right, slice_, turns, gas):
+    """What the two starts of a program differ in is not in the interval of its whole steps."""
+    return 0.0
+
+
+@planted(run.Task, "in_start", unit="agent.test_two_starts.test_both_starts_make_one_result")
+def whole_start(right, self, part_start):
+    """A program that starts twice runs whole steps each time."""
+    return self

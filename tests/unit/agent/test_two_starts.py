@@ -22,24 +22,27 @@ WHOLE_S = CONSTANT_S + EACH_S * GAS
 MEASURE = measure(warmup_steps=1, min_steps=6, max_steps=8, loss_step=1, race=1.3)
 
 
-@pytest.fixture
-def two(tmp_path):
+def task_of_two_starts():
     """A task of 64 micro-batches that two starts with 4 and 8 measure."""
     plain = task("x.py", "cpu")
     spec = plain.spec.with_gas(GAS)
-    kernel = replace(spec.kernel, command=("python", "x.py", "{gas}", "{gbs}", "{step_tokens}"),
-                     files={"a.json": '{"gas": {gas}}'})  # fmt: skip
+    kernel = replace(
+        spec.kernel, command=("python", "x.py", "{gas}", "{gbs}", "{step_tokens}"), files={"a.json": '{"gas": {gas}}'}
+    )  # fmt: skip
     spec = replace(spec, kernel=kernel)
     slice_ = Slice(g1=4, g2=8, two_starts=True)
     return replace(plain, spec=spec, run_id=spec.run_id, measure=MEASURE, slice=slice_)
+
+
+TWO = task_of_two_starts()
 
 
 def steps(gas, num=9, factor=1.0):
     return [{"seconds": factor * (CONSTANT_S + EACH_S * gas), "loss": 1.0} for _ in range(num)]
 
 
-def test_each_start_gets_the_values_of_its_part(two, tmp_path, monkeypatch):
-    node = Node(allocation(tmp_path, two), NodeIdentity(node_index=0, host="local-0"))
+def test_each_start_gets_the_values_of_its_part(tmp_path, monkeypatch):
+    node = Node(allocation(tmp_path, TWO), NodeIdentity(node_index=0, host="local-0"))
     commands = []
     monkeypatch.setattr(
         node._fork_server, "fork", lambda *args, **program: commands.append(program["command"])
@@ -51,19 +54,19 @@ def test_each_start_gets_the_values_of_its_part(two, tmp_path, monkeypatch):
             assert commands[-1][2:] == [str(size), str(size), str(64 * size)]
             document = json.loads((node._run_folder / "spec.json").read_text())
             assert (document["spec"]["layout"]["gas"], document["spec"]["workload"]["gbs"]) == (size, size)
-            assert document["run_id"] == two.run_id, "the run stays the same"
+            assert document["run_id"] == TWO.run_id, "the run stays the same"
             assert (node._files_folder / "a.json").read_text() == f'{{"gas": {size}}}'
             (node._run_folder / "rank0.log").write_text("x")
             node.finish(keep_all=True)
-            folder = node.folder.log_folder(two.key)
+            folder = node.folder.log_folder(TWO.key)
             assert (folder / (f"gas{gas}/rank0.log" if gas else "rank0.log")).is_file()
     finally:
         node.close()
 
 
-def test_a_rate_in_a_log_counts_for_the_tokens_of_the_part(two, tmp_path):
-    kernel = replace(two.spec.kernel, step_line=r"tokens/s (?P<tokens_per_s>\S+)")
-    of_log = replace(two, spec=replace(two.spec, kernel=kernel)).in_start(PartStart(gas=4))
+def test_a_rate_in_a_log_counts_for_the_tokens_of_the_part(tmp_path):
+    kernel = replace(TWO.spec.kernel, step_line=r"tokens/s (?P<tokens_per_s>\S+)")
+    of_log = replace(TWO, spec=replace(TWO.spec, kernel=kernel)).in_start(PartStart(gas=4))
     (tmp_path / "rank0.log").write_text("tokens/s 128\ntokens/s 128\n")
     lines = [
         line for source in report_sources(of_log, range(1), tmp_path) for line in source.read(is_last=True)
@@ -84,7 +87,8 @@ class FakeGroup:
     def start(self, started, index):
         self.started.append(started)
         self.progress = AttemptProgress(1, self.hosts)
-        self.progress.ranks = [self.rank_by_gas[started.started_spec.layout.gas]]
+        gas = started.started_spec.layout.gas
+        self.progress.ranks = [self.rank_by_gas.get(gas) or rank(gas)]
         self.progress.first_step_s = 2.0
 
     def end_ranks(self):
@@ -100,13 +104,13 @@ class FakeGroup:
         }
 
 
-def measured(two, rank_by_gas, end=None):
+def measured(rank_by_gas, end=None):
     """The result of the leader of these ranks, and the group of its agents."""
     leader = Leader.__new__(Leader)
     leader._group, leader._task_results = FakeGroup(rank_by_gas), []
-    leader._allocation = allocation("/tmp", two)
-    leader.watch = lambda started: end if started.part_start.first_times_s else None
-    return leader._measure(two, 0), leader._group
+    leader._allocation = allocation("/tmp", TWO)
+    leader.watch = lambda started: end if len(leader._group.started) == 2 else None
+    return leader._measure(TWO, 0), leader._group
 
 
 def rank(gas, **change):
@@ -115,10 +119,10 @@ def rank(gas, **change):
     )
 
 
-def test_both_starts_make_one_result(two):
-    result, group = measured(two, {4: rank(4), 8: rank(8)})
+def test_both_starts_make_one_result():
+    result, group = measured({4: rank(4), 8: rank(8)})
     assert [t.started_spec.layout.gas for t in group.started] == [4, 8]
-    assert all(t.spec == two.spec for t in group.started), "the run stays the same"
+    assert all(t.spec == TWO.spec for t in group.started), "the run stays the same"
     assert (result.status, result.measured_gas, result.screened, result.stopped) == (
         Status.OK, "4,8", True, "program",
     )  # fmt: skip
@@ -135,34 +139,34 @@ def test_both_starts_make_one_result(two):
 
 
 @pytest.mark.parametrize("gas", [4, 8])
-def test_a_start_that_fails_is_the_end_of_the_attempt(two, gas):
+def test_a_start_that_fails_is_the_end_of_the_attempt(gas):
     ranks = {4: rank(4), 8: rank(8)} | {gas: rank(gas, code=1, tail="boom\n", steps=steps(gas, 3))}
-    result, group = measured(two, ranks)
+    result, group = measured(ranks)
     assert (result.status, result.screened, len(group.started)) == (Status.CRASH, True, gas // 4)
     assert result.reason.endswith(f"boom; in the start with {gas} micro-batches a step")
     assert result.step_times_s == () or gas == 8
     assert result.measured_gas is None or gas == 8
 
 
-def test_the_race_begins_with_the_first_turn(two):
+def test_the_race_begins_with_the_first_turn():
     """Step times of the first start say nothing about the whole step; those of the second do with them."""
     first, second = PartStart(gas=4), PartStart(gas=8, first_times_s=(5.0,) * 8)
-    assert step_times_of(rank(4), two.in_start(first)) == []
-    assert step_times_of(rank(8, steps=steps(8, 2)), two.in_start(second)) == pytest.approx([WHOLE_S])
+    assert step_times_of(rank(4), TWO.in_start(first)) == []
+    assert step_times_of(rank(8, steps=steps(8, 2)), TWO.in_start(second)) == pytest.approx([WHOLE_S])
     leader = Leader.__new__(Leader)
-    leader._task_results, leader._allocation = [], allocation("/tmp", two)
+    leader._task_results, leader._allocation = [], allocation("/tmp", TWO)
     for best_s, is_slow in ((WHOLE_S / 1.4, True), (WHOLE_S / 1.2, False)):
-        timed = replace(two, best_step_time_s=best_s)
+        timed = replace(TWO, best_step_time_s=best_s)
         assert leader._result_if_too_slow(timed.in_start(first), rank(4)) is None
         end = leader._result_if_too_slow(timed.in_start(second), rank(8, steps=steps(8, 2)))
         assert (end is not None and end.stopped == SLOWER) == is_slow
-    slow, _ = measured(two, {4: rank(4), 8: rank(8, steps=steps(8, 2), code=None, killed_by_us=True)},
+    slow, _ = measured({4: rank(4), 8: rank(8, steps=steps(8, 2), code=None, killed_by_us=True)},
                        RunResult(status=Status.OK, reason="slow", stopped=SLOWER))  # fmt: skip
     assert (slow.status, slow.stopped, slow.step_times_s) == (Status.OK, SLOWER, pytest.approx((WHOLE_S,)))
 
 
-def test_the_first_start_may_take_half_of_the_time_limit(two, monkeypatch):
+def test_the_first_start_may_take_half_of_the_time_limit(monkeypatch):
     clock = iter((0.0, *(20.0,) * 9))
     monkeypatch.setattr(lead.time, "monotonic", lambda: next(clock))
-    _, group = measured(two, {4: rank(4), 8: rank(8)})
+    _, group = measured({4: rank(4), 8: rank(8)})
     assert [t.limit_s for t in group.started] == [30.0, 40.0]
