@@ -471,12 +471,13 @@ class CellPlan:
         def texts_of(spec: RunSpec) -> tuple[list[str], dict[str, str]]:
             return fill_in(spec, key, measure), fill_in_files(spec, key, measure)
 
+        whole_texts = texts_of(run.spec)
         for size in slice_.sizes:
             part = run.spec.with_gas(size)
             refusals = (reason for rule, reason in rejections(self.config, part) if rule != GAS_NOT_LISTED)
             if reason := next(refusals, None):
                 return f"with gas={size}: {reason}"
-            if texts_of(part) == texts_of(run.spec):
+            if texts_of(part) == whole_texts:
                 return f"the command and the files of kernel {run.spec.kernel.name} are the same with other gas and gbs"
         return None
 
