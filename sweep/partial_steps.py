@@ -62,14 +62,17 @@ def auto_slice(layout: Layout) -> Slice | str:
 def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
     """The slice of two listed sizes for a layout, or why it is measured whole.
 
-    The third size is as far from g2 as g2 is from g1, if the layout can run it, else gas.
+    The third size is as far from g2 as g2 is from g1, or as far as the layout can run it up to that. Where it can run
+    none, the departure is that of other runs of its kind.
     """
     if g2 >= layout.gas:
         return f"gas={layout.gas} is not more than g2={g2}"
     if reason := size_refusal(layout, g1) or size_refusal(layout, g2):
         return reason
-    sizes = (size for size in (2 * g2 - g1, layout.gas) if size <= layout.gas)
-    return Slice(g1=g1, g2=g2, third=next(size for size in sizes if not size_refusal(layout, size)))
+    third_sizes = range(min(2 * g2 - g1, layout.gas), g2, -1)
+    return Slice(
+        g1=g1, g2=g2, third=next((size for size in third_sizes if not size_refusal(layout, size)), None)
+    )
 
 
 def linear_from(layout: Layout) -> int:
@@ -96,8 +99,9 @@ def size_refusal(layout: Layout, size: int) -> str | None:
 def _size_refusals(layout: Layout, size: int) -> Iterator[str]:
     part = replace(layout, gas=size)
     yield from schedule_refusals(part)
-    if layout.pp > 1 and layout.pp_schedule != "afab" and size < linear_from(layout):
-        yield f"{layout.pp_schedule} with pp={layout.pp} needs {linear_from(layout)} micro-batches; {size} given"
+    if size < (least_size := linear_from(layout)):
+        pipeline_text = f"{layout.pp_schedule} with pp={layout.pp}" if layout.pp > 1 else "pp=1"
+        yield f"{pipeline_text} needs {least_size} micro-batches; {size} given"
     if layout.pp_schedule == "interleaved" and round_size(part) != round_size(layout):
         rounds_text = f"rounds of {round_size(part)} micro-batches with gas={size}"
         yield f"interleaved would run {rounds_text}, and of {round_size(layout)} with gas={layout.gas}"

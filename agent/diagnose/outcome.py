@@ -31,11 +31,11 @@ from ultrabench.log_patterns import TRY_LOG, compile_pattern, misread_reason, ne
 from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.model_flops import nearest_number
-from ultrabench.partial_step import extrapolation_error_rel
+from ultrabench.partial_step import extrapolation_error_rel, pooled, turns_ci95_rel
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, RESULT_COLUMNS, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
-from ultrabench.step_time import ci95_rel, extreme_medians_s
+from ultrabench.step_time import extreme_medians_s
 from ultrabench.store.kernel_secrets import redact_env
 
 MAX_MESSAGE_CHARS = 1000
@@ -148,14 +148,14 @@ def _part_columns(reporter: RankProgress, task: Task) -> Columns:
     parts = reporter.part_times(task.measure) if task.slice else None
     if task.slice is None or parts is None:
         return {}
-    line_departure = task.slice.departure if parts.departure is None else parts.departure
+    line_departure = pooled((parts.departure, task.slice.departure))
     sizes = sorted({size for turn in parts.turns for size in turn})
-    whole_step_times_s = parts.whole_step_times_s
-    beside_whole: Columns = {"parts_step_time_s": median(whole_step_times_s)}
+    beside_whole: Columns = {"parts_step_time_s": median(parts.whole_step_times_s)}
     return {
         **(beside_whole if task.few_steps else {"measured_gas": parts.slice.text}),
-        "parts_ci95_rel": ci95_rel(whole_step_times_s),
-        "departure": parts.departure,
+        "parts_ci95_rel": turns_ci95_rel(parts.slice, parts.turns, parts.gas),
+        "departure": parts.departure and parts.departure.value,
+        "departure_error": parts.departure and parts.departure.error,
         "extrapolation_error_rel": extrapolation_error_rel(
             parts.slice, parts.turns, parts.gas, line_departure
         ),

@@ -173,7 +173,7 @@ def test_parts_of_a_step_are_measured_in_turns():
     assert [turn for turn, _, _ in parts] == [n for n in range(6) for _ in range(3)]
     times = part_times(parts, WHOLE_GAS)
     assert times.whole_step_times_s == pytest.approx([WHOLE_GAS * PASSES_S + UPDATE_S + LAUNCH_S] * 6)
-    assert (times.slice.text, times.departure) == ("2,4", pytest.approx(0))
+    assert (times.slice.text, times.departure.value) == ("2,4", pytest.approx(0))
     (done,) = run.events("done")
     assert (done["stopped"], done["loss_final"]) == ("interval", None)
     assert done["hardware_flops_per_step"] == 2 * (WHOLE_GAS * PASSES_FLOPS + UPDATE_FLOPS)
