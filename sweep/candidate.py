@@ -173,16 +173,11 @@ class Candidate:
         if self.slice is None:
             return (measure.few_steps if self.few_steps else measure).priced_s(step_time_s)
         turn_s = self._turn_s(self.slice.sizes if self.has_third else self.slice.pair, step_time_s)
-        further_s = 0.0
-        if self.slice.wider:  # it follows as many turns as a run may take
-            num_turns, wider_s = (
-                measure.priced_steps,
-                self._turn_s((self.slice.g1, self.slice.wider), step_time_s),
-            )
-            further_s = self.p_wider * ((measure.max_steps - num_turns) * turn_s + num_turns * wider_s)
+        wider, p_wider = self.slice.wider, self.p_wider if self.slice.wider else 0.0
+        wider_s = self._turn_s((self.slice.g1, wider), step_time_s) if wider else 0.0
         if self.few_steps:
-            return measure.priced_beside_parts_s(step_time_s, turn_s, further_s)
-        return measure.priced_s(turn_s, further_s)
+            return measure.priced_beside_parts_s(step_time_s, turn_s, wider_s, p_wider)
+        return measure.priced_s(turn_s, wider_s, p_wider)
 
     def _turn_s(self, sizes: Collection[int], step_time_s: float) -> float:
         """Predicted seconds of a step of each of these sizes, by the straight line that the prediction is."""

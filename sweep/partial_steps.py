@@ -62,17 +62,13 @@ def auto_slice(layout: Layout) -> Slice | str:
 def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
     """The slice of two listed sizes for a layout, or why it is measured whole.
 
-    The third size is as far from g2 as g2 is from g1, or as far as the layout can run it up to that. Where it can run
-    none, the departure is that of other runs of its kind.
+    The third size is as far from g2 as g2 is from g1, but at most gas; a layout that runs g1 and g2 runs it, too.
     """
     if g2 >= layout.gas:
         return f"gas={layout.gas} is not more than g2={g2}"
     if reason := size_refusal(layout, g1) or size_refusal(layout, g2):
         return reason
-    third_sizes = range(min(2 * g2 - g1, layout.gas), g2, -1)
-    return Slice(
-        g1=g1, g2=g2, third=next((size for size in third_sizes if not size_refusal(layout, size)), None)
-    )
+    return Slice(g1=g1, g2=g2, third=min(2 * g2 - g1, layout.gas))
 
 
 def linear_from(layout: Layout) -> int:

@@ -25,8 +25,13 @@ from ultrabench.step_time import MIN_SAMPLES, t_quantile, with_error
 Turn = Mapping[int, float]
 """Number of micro-batches of a step -> its seconds, for the steps of one turn."""
 
+NUM_BATCHES = 10
+"""Smallest number of batches into which turns are divided for the error of their mean, if there are twice as many."""
 MAX_DEPARTURES = 3
 """Number of runs of a kind that measure a third size, if fewer leave the departure uncertain."""
+DEPARTURE_SD = 0.05
+"""Standard deviation of the departures that kinds of runs are expected to have. By whole steps beside parts, those of
+layouts on CPUs differed by 0 to 3 % beyond their noise (docs/design/prediction.md); GPUs were not measured."""
 _NORMAL = NormalDist()
 _TWO_SIDED, _ONE_SIDED = _NORMAL.inv_cdf(0.975), _NORMAL.inv_cdf(0.95)
 
@@ -46,6 +51,17 @@ class Departure:
         many runs have measured it as may.
         """
         return self.num_runs >= MAX_DEPARTURES or _TWO_SIDED * self.error <= target_ci95_rel
+
+    @property
+    def expected(self) -> "Departure":
+        """The departure that noise leaves probable: where it says little, 0 within DEPARTURE_SD.
+
+        One that is further from 0 than both its noise and DEPARTURE_SD explain stays as it is.
+        """
+        if abs(self.value) > 2 * math.hypot(DEPARTURE_SD, self.error):
+            return self
+        weight = DEPARTURE_SD**2 / (DEPARTURE_SD**2 + self.error**2)
+        return replace(self, value=weight * self.value, error=math.sqrt(weight) * self.error)
 
 
 def pooled(departures: Iterable[Departure | None]) -> Departure | None:
@@ -210,8 +226,14 @@ def turns_ci95_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> float | No
 
 
 def _mean_half_width(values: Sequence[float]) -> float:
-    """Half-width of the 95 % interval of the mean of independent values."""
-    return t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    """Half-width of the 95 % interval of the mean of values of turns, by the means of NUM_BATCHES or more batches.
+
+    A busy or throttled device is slow for several turns on end, so that turns which follow each other are alike.
+    """
+    batch_size = max(1, len(values) // NUM_BATCHES)
+    starts = range(0, len(values) - batch_size + 1, batch_size)
+    batch_means = [fmean(values[start : start + batch_size]) for start in starts]
+    return t_quantile(len(batch_means) - 1) * stdev(batch_means) * math.sqrt(batch_size / len(values))
 
 
 def departure(slice_: Slice, turns: Sequence[Turn]) -> Departure | None:
@@ -257,9 +279,9 @@ def extrapolation_error_rel(
     line = mean_turn(turns, slice_.pair)
     whole_s = step_s(slice_, line, gas)
     later_share = max(0.0, whole_s - line[slice_.g2]) / whole_s
-    turns_half_width = turns_ci95_rel(slice_, turns, gas) or 0.0
-    error = math.hypot(turns_half_width / _TWO_SIDED, later_share * departure.error)
-    half_width = biased_half_width(later_share * departure.value, error)
+    turns_half_width, expected = turns_ci95_rel(slice_, turns, gas) or 0.0, departure.expected
+    error = math.hypot(turns_half_width / _TWO_SIDED, later_share * expected.error)
+    half_width = biased_half_width(later_share * expected.value, error)
     return math.sqrt(max(0.0, half_width**2 - turns_half_width**2))
 
 

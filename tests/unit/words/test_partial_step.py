@@ -12,6 +12,7 @@ import pytest
 
 from ultrabench.errors import ConfigError
 from ultrabench.partial_step import (
+    DEPARTURE_SD,
     Departure,
     Slice,
     biased_half_width,
@@ -45,7 +46,7 @@ def turns(num, noise=0.0, curvature=0.0, seed=0):
     return [{size: seconds(size) for size in PAIR.order(turn)} for turn in range(num)]
 
 
-def bent_turns(num, noise, bend, random):
+def bent_turns(num, noise, random, bend=0.0):
     """Turns of steps that take 3 s and 0.5 s per micro-batch, of which those after the eighth take more by `bend`."""
 
     def seconds(size):
@@ -55,12 +56,21 @@ def bent_turns(num, noise, bend, random):
 
 
 def slow_now_and_then(num, random):
-    """Turns of steps of which each micro-batch takes 0.3 s, and one of five as much again four times."""
+    """Turns of steps of 35 s if whole, of which each micro-batch takes 0.3 s, and one of six 1.5 s."""
 
     def seconds(size):
-        return 3.0 + sum(0.3 + 1.2 * (random.random() < 0.2) for _ in range(size))
+        return 3.0 + sum(0.3 + 1.2 * (random.random() < 1 / 6) for _ in range(size))
 
     return [{size: seconds(size) for size in PAIR.order(turn)} for turn in range(num)]
+
+
+def slow_for_a_while(num, random):
+    """Turns whose noise is 1 %, half of which they have in common with the turns before."""
+    drawn, noise = [], dict.fromkeys(PAIR.sizes, 0.0)
+    for turn in turns(num):
+        noise = {size: 0.5 * noise[size] + 0.01 * random.gauss(0, 1) for size in turn}
+        drawn.append({size: turn[size] * (1 + noise[size]) for size in turn})
+    return drawn
 
 
 def time_of(drawn: list[dict[int, float]]) -> float:
@@ -68,10 +78,12 @@ def time_of(drawn: list[dict[int, float]]) -> float:
     return median(whole_step_times_s(PAIR, drawn, GAS))
 
 
-def coverage(cases: int, whole_s: float, draw: Callable[[], tuple[list[dict[int, float]], float]]) -> float:
-    """The share of drawn turns and half-widths whose interval holds the whole step."""
+def coverage(cases: int, draw: Callable[[], tuple[float, list[dict[int, float]], float]]) -> float:
+    """The share of cases, each the time of a whole step, turns and a half-width, whose interval holds the time."""
     drawn = [draw() for _ in range(cases)]
-    return sum(abs(whole_s / time_of(these) - 1) <= half_width for these, half_width in drawn) / cases
+    return (
+        sum(abs(whole_s / time_of(these) - 1) <= half_width for whole_s, these, half_width in drawn) / cases
+    )
 
 
 def test_a_straight_line_gives_the_whole_step():
@@ -100,44 +112,47 @@ def test_the_interval_holds_the_departure_from_the_line():
     error = extrapolation_error_rel(PAIR, curved, GAS, third)
     assert error == pytest.approx(third.value * (whole_s - curved[0][8]) / whole_s)
     noisy, five_percent = turns(20, noise=0.01), Departure(value=0.05, error=0.0)
-    own = turns_ci95_rel(PAIR, noisy, GAS)
-    assert whole_step_ci95_rel(PAIR, noisy, GAS, five_percent) > own + 0.03, "a bias does not average out"
+    own, both = turns_ci95_rel(PAIR, noisy, GAS), whole_step_ci95_rel(PAIR, noisy, GAS, five_percent)
+    assert both > max(own, 0.04 + 0.8 * own), "a bias does not average out"
     assert departure(Slice(g1=4, g2=8), curved) is departure(PAIR, []) is departure(PAIR, curved[:5]) is None
     assert whole_step_ci95_rel(PAIR, noisy, GAS, None) is None, "no interval lacks the error of the line"
 
 
-@pytest.mark.parametrize("num_turns", [6, 20])
-def test_the_interval_by_turns_holds_the_mean_in_95_of_100_cases(num_turns):
-    """Whether the noise of steps is even or skewed; a share of 400 cases is uncertain by 1.1 %."""
+@pytest.mark.parametrize(("drawn_turns", "num_turns", "least"), [
+    (partial(bent_turns, noise=0.01), 6, 0.925),
+    (slow_now_and_then, 6, 0.925),
+    (slow_now_and_then, 20, 0.925),
+    (slow_for_a_while, 60, 0.88),  # 0.70 if turns counted as independent
+])  # fmt: skip
+def test_the_interval_by_turns_holds_the_mean_in_95_of_100_cases(drawn_turns, num_turns, least):
+    """Whether the noise of steps is even, skewed or lasting; a share of 300 cases is uncertain by 1.3 %."""
     random = Random(num_turns)
 
-    def even():
-        drawn = bent_turns(num_turns, 0.01, 0.0, random)
+    def draw():
+        drawn = drawn_turns(num_turns, random=random)
         return drawn, turns_ci95_rel(PAIR, drawn, GAS)
 
-    def skewed():
-        drawn = slow_now_and_then(num_turns, random)
-        return drawn, turns_ci95_rel(PAIR, drawn, GAS)
-
-    assert coverage(400, 35.0, even) == pytest.approx(0.95, abs=0.025)
-    assert coverage(400, 3.0 + 0.54 * GAS, skewed) == pytest.approx(0.95, abs=0.025)
+    assert least <= coverage(300, lambda: (35.0, *draw())) <= 0.985
 
 
 @pytest.mark.parametrize(("bend", "noise", "num_runs"), [
-    (0.0, 0.01, 1), (0.0, 0.01, 3), (0.05, 0.002, 1), (0.05, 0.002, 3), (0.05, 0.01, 3), (0.2, 0.01, 1),
+    (0.0, 0.01, 1), (0.0, 0.05, 3), (0.05, 0.002, 1), (0.05, 0.002, 3), (0.05, 0.03, 3), (0.2, 0.002, 1),
+    (None, 0.02, 1), (None, 0.01, 3),
 ])  # fmt: skip
 def test_the_interval_holds_the_whole_step_in_95_of_100_cases(bend, noise, num_runs):
-    """On a straight line and on a bent one, with the departure that one run or three of the kind have measured."""
+    """On a straight line and on a bent one, with the departure that one run or three of the kind have measured; None:
+    kinds are bent as differently as expected.
+    """
     random = Random(num_runs)
-    whole_s = 35.0 + bend * 0.5 * (GAS - 8)
 
     def draw():
-        runs = [bent_turns(8, noise, bend, random) for _ in range(num_runs)]
-        drawn = bent_turns(8, noise, bend, random)
+        drawn_bend = random.gauss(0, DEPARTURE_SD) if bend is None else bend
+        runs = [bent_turns(8, noise, random, drawn_bend) for _ in range(num_runs)]
+        drawn = bent_turns(8, noise, random, drawn_bend)
         of_kind = pooled(departure(PAIR, of_run) for of_run in runs)
-        return drawn, whole_step_ci95_rel(PAIR, drawn, GAS, of_kind)
+        return 35.0 + drawn_bend * 0.5 * (GAS - 8), drawn, whole_step_ci95_rel(PAIR, drawn, GAS, of_kind)
 
-    assert coverage(200, whole_s, draw) >= 0.92  # 0.95 with a standard error of 0.015
+    assert coverage(200, draw) >= 0.92  # 0.95 with a standard error of 0.015
 
 
 def test_one_noisy_departure_counts_little_and_one_lucky_one_is_not_certain():
@@ -148,7 +163,11 @@ def test_one_noisy_departure_counts_little_and_one_lucky_one_is_not_certain():
     assert of_kind.error < 0.01
     exact = turns(8)
     assert whole_step_ci95_rel(PAIR, exact, GAS, of_kind) < 0.03 < 0.4
-    assert whole_step_ci95_rel(PAIR, exact, GAS, lucky) == pytest.approx(1.96 * 0.05 * 28 / 35, rel=1e-3)
+    lucky_ci = whole_step_ci95_rel(PAIR, exact, GAS, lucky)
+    assert lucky_ci == pytest.approx(1.96 * math.sqrt(0.5) * 0.05 * 28 / 35, rel=1e-3)
+    noisy_ci = whole_step_ci95_rel(PAIR, exact, GAS, noisy)
+    assert noisy_ci < 0.1, "it says little, so that the departure is as usual"
+    assert whole_step_ci95_rel(PAIR, exact, GAS, Departure(value=0.4, error=0.1)) > 0.4, "it says much"
     unlike = pooled([Departure(value=v, error=0.001) for v in (0.0, 0.1)])
     assert unlike.error > 0.05, "a further run may differ as much as these do"
     assert pooled([None, lucky]) == lucky
