@@ -18,6 +18,7 @@ from ultrabench.partial_step import Departure, Slice
 from ultrabench.result import SLOWER, Status, doubt_text
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.sweep import plan as sweep_plan
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.partial_steps import auto_slice, listed_slice, size_refusal
 from ultrabench.sweep.plan import make_plan
@@ -511,3 +512,31 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
         plan = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", setting]))
         assert all(reason in run.whole_reason and run.slice is None for run in plan.runs)
         assert not any(run.is_screened for run in plan.runs), "no part chooses in such a sweep"
+
+
+def test_memory_is_as_measured_where_steps_of_the_second_size_need_as_much(monkeypatch):
+    """Larger parts are not run in every start, so that they do not count."""
+    (cell,), run = PARTS.cells, RUNS[0]
+    peak = PARTS.config.hardware.peak(cell.precision, cell.nodes, PARTS.core_flops_per_s, PARTS.cores)
+    predict = sweep_plan.predictor(PARTS.config, cell.nodes, peak).predict
+    second, third, whole = (
+        predict(run.spec.with_gas(size)).peak_mem_bytes for size in (*run.slice.sizes[1:], run.layout.gas)
+    )
+    assert third > second, "the tokens of the batch"
+    for least_ratio, keeps_memory in ((whole / second, True), ((whole / second + whole / third) / 2, False)):
+        monkeypatch.setattr(sweep_plan, "MEMORY_TOLERANCE", least_ratio - 1 + 1e-12)
+        made_runs = make_plan(PARTS.config).runs
+        (slice_,) = (made.slice for made in made_runs if made.run_id == run.run_id)
+        assert slice_.keeps_memory is keeps_memory
+
+
+def test_a_program_that_runs_steps_of_one_size_is_measured_in_full():
+    """Its plan says so, with the reason, where parts are asked for."""
+    overrides = [arg for arg in IN_PARTS if not arg.startswith("launcher")]
+    program = ("launcher=slurm", "kernel=command", "kernel.command=[python,train.py]")
+    whole = make_plan(load_config([*overrides, *program, "measure.partial_steps=auto"]))
+    assert {(run.slice, run.is_screened) for run in whole.runs} == {(None, False)}
+    (reason,) = {run.whole_reason for run in whole.runs}
+    first, *reasons = partial_step_lines(whole)
+    assert f"0 of {len(whole.runs)} runs are screened by parts" in first
+    assert reasons == [f"{len(whole.runs)} are measured in full: {reason}"]
