@@ -18,7 +18,7 @@ from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, FileCleanup, N
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress
 from ultrabench.batch_system import batch_system_of
 from ultrabench.rank_report import CHECKPOINT_PHASE, read_or_nothing
-from ultrabench.record import from_dict
+from ultrabench.record import from_dict, to_dict
 from ultrabench.result import AGENT_GONE
 from ultrabench.run import Task
 from ultrabench.store.allocation import END_REQUEST
@@ -108,7 +108,7 @@ class AgentGroup:
             starts_ranks=task.starts_ranks,
         )  # fmt: skip
         port = 0 if task.forked else free_port(address)
-        departure = task.slice.departure if task.slice else None
+        departure = task.slice and task.slice.departure and to_dict(task.slice.departure)
         gas = task.part_start.gas if task.part_start else None
         self.order("start", task_index=index, address=address, port=port, departure=departure, gas=gas)
 

@@ -26,7 +26,7 @@ from ultrabench.device_digest import dated_digests, differences
 from ultrabench.errors import ClusterError, DiskError, counted
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
-from ultrabench.partial_step import PartStart
+from ultrabench.partial_step import PartStart, pooled
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import (
@@ -119,15 +119,14 @@ class Leader:
         return with_measured_times(task, [result for _, result in self._task_results])
 
     def _with_departure(self, task: Task) -> Task:
-        """The task with the departure from a straight line that a run of its kind has measured in this allocation.
-
-        It then needs no third size.
+        """The task with the departure from a straight line that runs of its kind have measured, also those of this
+        allocation; it needs no third size if that is certain enough.
         """
         if task.slice is None or task.slice.third is None:
             return task
         kind = task.spec.linearity_kind
-        departures = [r.departure for run, r in self._task_results if run.spec.linearity_kind == kind]
-        return task.with_departure(next((d for d in departures if d is not None), None))
+        departures = (r.line_departure for run, r in self._task_results if run.spec.linearity_kind == kind)
+        return task.with_departure(pooled((task.slice.departure, *departures)))
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))

@@ -40,16 +40,19 @@ from ultrabench.kernel.rank.environment import use_device
 from ultrabench.kernel.requests import SINGLE_THREAD_ENV
 from ultrabench.kernel.step import TrainStep
 from ultrabench.partial_step import (
+    Departure,
     PartTimes,
     Slice,
     extrapolation_error_rel,
     part_times,
+    pooled,
     step_s,
+    turns_ci95_rel,
     whole_step_ci95_rel,
 )
 from ultrabench.run import RunSpec
 from ultrabench.standing import NEAR_BEST
-from ultrabench.step_time import MIN_SAMPLES, ci95_rel
+from ultrabench.step_time import MIN_SAMPLES
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
@@ -137,7 +140,8 @@ def measure_rank(
                 step(f"turn {turn}", size)
         num_turns += block_turns
         step("whole", spec.layout.gas)
-        interval = ci95_rel(parts_of(steps, spec.layout.gas).whole_step_times_s)
+        parts = parts_of(steps, spec.layout.gas)
+        interval = turns_ci95_rel(parts.slice, parts.turns, parts.gas)
         is_wide = interval is None or interval > TARGET
         needs_more.fill_(float(is_wide and time.monotonic() - start_s < seconds))
         dist.broadcast(needs_more, src=0)
@@ -155,12 +159,10 @@ def parts_of(steps: Iterable[tuple[str, int, float, float]], gas: int) -> PartTi
     return times
 
 
-def measure(run: Candidate, known_departure: float | None, seconds: float) -> Row:
-    """The row of a layout; it has a third size only if no layout of its kind has shown the departure before."""
-    slice_, spec = run.slice, run.spec
-    assert slice_
-    if known_departure is not None:
-        slice_ = replace(slice_, third=None, departure=known_departure)
+def measure(run: Candidate, known_departure: Departure | None, seconds: float) -> Row:
+    """The row of a layout; it has a third size only while layouts of its kind leave the departure uncertain."""
+    assert run.slice
+    slice_, spec = run.slice.with_departure(known_departure, TARGET), run.spec
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ultrabench-parts-") as folder:
         ranks = range(spec.layout.world_size)
@@ -212,17 +214,15 @@ def _joined_steps(starts: Sequence[Row]) -> list[Row]:
     return steps
 
 
-def departures(rows: Sequence[Row], clock: str = "s") -> dict[tuple[Any, ...], float]:
-    """Kind of layout -> the median departure that its layouts with a third size have measured."""
-    values = defaultdict[tuple[Any, ...], list[float]](list)
+def departures(rows: Sequence[Row], clock: str = "s") -> dict[tuple[Any, ...], Departure | None]:
+    """Kind of layout -> the departure that its layouts with a third size have measured."""
+    values = defaultdict[tuple[Any, ...], list[Departure | None]](list)
     for row in rows:
-        value = parts_of_row(row, clock).departure
-        if value is not None:
-            values[tuple(row["kind"])].append(value)
-    return {kind: median(of_kind) for kind, of_kind in values.items()}
+        values[tuple(row["kind"])].append(parts_of_row(row, clock).departure)
+    return {kind: pooled(of_kind) for kind, of_kind in values.items()}
 
 
-def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], float], clock: str = "s") -> Row:
+def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], Departure | None], clock: str = "s") -> Row:
     """The error of a layout's parts, their interval, and their seconds beside those of as many whole steps."""
     slice_, gas, turns, _ = parts = parts_of_row(row, clock)
     line_departure = departure_by_kind.get(tuple(row["kind"]))
@@ -235,7 +235,7 @@ def judge(row: Row, departure_by_kind: dict[tuple[Any, ...], float], clock: str 
         "error": median(by_turn_s) / mean(whole_s) - 1,
         "error_of_medians": step_s(slice_, {slice_.g1: g1, slice_.g2: g2}, gas) / mean(whole_s) - 1,
         "interval": whole_step_ci95_rel(slice_, turns, gas, line_departure),
-        "own_interval": ci95_rel(by_turn_s),
+        "own_interval": turns_ci95_rel(slice_, turns, gas),
         "line_error": extrapolation_error_rel(slice_, turns, gas, line_departure),
         "whole_s": mean(whole_s), "whole_spread": max(whole_s) / min(whole_s) - 1, "turn_s": pair_s,
         "whole_error": stdev(whole_s) / math.sqrt(len(whole_s)) / mean(whole_s) if len(whole_s) > 1 else math.nan,

@@ -37,7 +37,7 @@ from ultrabench.kernel.rank.ran import observe_steps, require_requested_options
 from ultrabench.kernel.rank.trace import trace_steps
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
-from ultrabench.partial_step import step_s
+from ultrabench.partial_step import Turn, step_s, turns_ci95_rel
 from ultrabench.rank_report import CHECKPOINT_PHASE, STEP_PARTS, TRACE_PHASE, Report
 from ultrabench.record import from_dict
 from ultrabench.run import Task
@@ -71,6 +71,8 @@ class Timing:
         """Whether this rank compiled a graph in the last step."""
         self.step_times_s: list[float] = []
         """Seconds of each measured step, or of the whole step by each turn of parts."""
+        self.turns: list[Turn] = []
+        """The measured turns of parts of the last slice."""
         self.num_turns = 0
         """Number of turns of parts that this rank has measured."""
         self.part_times_s: list[float] = []
@@ -125,6 +127,7 @@ class Timing:
             return
         turn = {size: self.step(size) for size in self.slice.order(self.num_turns)}
         self.num_turns += 1
+        self.turns.append(turn)
         self.part_times_s += turn.values()
         self.step_times_s.append(step_s(self.slice, turn, self.task.spec.layout.gas))
 
@@ -151,7 +154,7 @@ class Timing:
         if self.slice is None or self.slice.wider is None:
             return False
         self.slice = replace(self.slice, g2=self.slice.wider, third=None, wider=None)
-        self.step_times_s = []
+        self.step_times_s, self.turns = [], []
         self.is_measuring = False
         self.step(self.slice.g2)  # it may be the first step of this size
         self.is_measuring = True
@@ -163,13 +166,19 @@ class Timing:
         dist.broadcast(shared_value, src=0)
         return float(shared_value)
 
+    def _ci95_rel(self) -> float | None:
+        """Half-width of the 95 % interval of the step time, without the error of the line through parts of steps."""
+        if self.slice is None:
+            return ci95_rel(self.step_times_s)
+        return turns_ci95_rel(self.slice, self.turns, self.task.spec.layout.gas)
+
     def stop_reason(self) -> str | None:
         """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
         limits, num_measured = self.limits, len(self.step_times_s)
         if num_measured < limits.min_steps:
             return None
         measured_s = sum(self.part_times_s or self.step_times_s)
-        relative_ci95, is_long = ci95_rel(self.step_times_s), measured_s >= limits.min_s
+        relative_ci95, is_long = self._ci95_rel(), measured_s >= limits.min_s
         is_narrow = relative_ci95 is not None and relative_ci95 <= limits.target_ci95_rel
         reason_index = 0 if not is_long else 1 if is_narrow else 2 if num_measured >= limits.max_steps else 0
         return STOP_REASONS[int(self._value_of_rank_0(reason_index))]

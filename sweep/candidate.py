@@ -1,6 +1,6 @@
 """A candidate of a plan, and the cell in which it is ranked."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -91,7 +91,11 @@ class Candidate:
     """Why whole steps are measured although measure.partial_steps asks for parts; None where it does not, and where
     parts are measured."""
     turn_share: float = 1.0
-    """Predicted seconds of the measured parts of one turn, relative to those of a whole step; 1 for whole steps."""
+    """Predicted seconds of a step of each size of `slice`, relative to those of a whole step; 1 for whole steps."""
+    has_third: bool = True
+    """Whether its price counts the third size of its slice, which only the first runs of a kind measure."""
+    p_wider: float = 0.0
+    """How likely its slice becomes wider, for the price."""
     second_start_s: float = 0.0
     """Predicted seconds of the second start of its program, where its slice needs two."""
     dear_two_starts: TwoStartsPrice | None = None
@@ -192,12 +196,30 @@ class Candidate:
 
     def priced_s(self, measure: Measure, step_time_s: float) -> float:
         """Seconds of all steps of a run for its price, and of its second start, if a whole step takes `step_time_s`."""
-        turn_s = self.turn_share * step_time_s
-        if self.has_two_starts:
-            return self.second_start_s + measure.priced_s(turn_s)
-        if self.slice and self.few_steps:
-            return measure.priced_beside_parts_s(step_time_s, turn_s)
-        return (measure.few_steps if self.few_steps else measure).priced_s(turn_s)
+        if self.slice is None:
+            return (measure.few_steps if self.few_steps else measure).priced_s(step_time_s)
+        turn_s = self._turn_s(self.slice.sizes if self.has_third else self.slice.pair, step_time_s)
+        wider, p_wider = self.slice.wider, self.p_wider if self.slice.wider else 0.0
+        wider_s = self._turn_s((self.slice.g1, wider), step_time_s) if wider else 0.0
+        if self.few_steps:
+            return measure.priced_beside_parts_s(step_time_s, turn_s, wider_s, p_wider)
+        second_start_s = self.second_start_s if self.has_two_starts else 0.0
+        return second_start_s + measure.priced_s(turn_s, wider_s, p_wider)
+
+    def _turn_s(self, sizes: Collection[int], step_time_s: float) -> float:
+        """Predicted seconds of a step of each of these sizes, by the straight line that the prediction is."""
+        assert self.slice
+        gas, num_sizes = self.layout.gas, len(self.slice.sizes)
+        microbatch_share = (num_sizes - self.turn_share) / (num_sizes * gas - sum(self.slice.sizes))
+        return step_time_s * sum(1 - (gas - size) * microbatch_share for size in sizes)
+
+    def by_slice(self, slice_: Slice, measure: Measure) -> "Candidate":
+        """The run measured by other parts, with its price."""
+        return self.measured_by(measure, slice=slice_, turn_share=self._turn_s(slice_.sizes, 1.0))
+
+    def at_longest(self, measure: Measure) -> "Candidate":
+        """The run with the price that it has if its slice becomes wider and it measures a third size."""
+        return self.measured_by(measure, has_third=True, p_wider=1.0) if self.slice else self
 
     def by_few_steps(self, measure: Measure) -> "Candidate":
         """The run screened by few whole steps, with its price; itself if no parts were to be measured.

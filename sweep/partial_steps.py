@@ -60,14 +60,13 @@ def auto_slice(layout: Layout) -> Slice | str:
 def listed_slice(layout: Layout, g1: int, g2: int) -> Slice | str:
     """The slice of two listed sizes for a layout, or why it is measured whole.
 
-    The third size is as far from g2 as g2 is from g1, if the layout can run it, else gas.
+    The third size is as far from g2 as g2 is from g1, but at most gas; a layout that runs g1 and g2 runs it, too.
     """
     if g2 >= layout.gas:
         return f"gas={layout.gas} is not more than g2={g2}"
     if reason := size_refusal(layout, g1) or size_refusal(layout, g2):
         return reason
-    sizes = (size for size in (2 * g2 - g1, layout.gas) if size <= layout.gas)
-    return Slice(g1=g1, g2=g2, third=next(size for size in sizes if not size_refusal(layout, size)))
+    return Slice(g1=g1, g2=g2, third=min(2 * g2 - g1, layout.gas))
 
 
 def by_two_starts(slice_: Slice) -> Slice:
@@ -103,8 +102,9 @@ def size_refusal(layout: Layout, size: int) -> str | None:
 def _size_refusals(layout: Layout, size: int) -> Iterator[str]:
     part = replace(layout, gas=size)
     yield from schedule_refusals(part)
-    if layout.pp > 1 and layout.pp_schedule != "afab" and size < linear_from(layout):
-        yield f"{layout.pp_schedule} with pp={layout.pp} needs {linear_from(layout)} micro-batches; {size} given"
+    if size < (least_size := linear_from(layout)):
+        pipeline_text = f"{layout.pp_schedule} with pp={layout.pp}" if layout.pp > 1 else "pp=1"
+        yield f"{pipeline_text} needs {least_size} micro-batches; {size} given"
     if layout.pp_schedule == "interleaved" and round_size(part) != round_size(layout):
         rounds_text = f"rounds of {round_size(part)} micro-batches with gas={size}"
         yield f"interleaved would run {rounds_text}, and of {round_size(layout)} with gas={layout.gas}"

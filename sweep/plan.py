@@ -449,12 +449,11 @@ class CellPlan:
         if isinstance(slice_, str):
             few_steps = run.spec.kernel.trains_itself
             return run.measured_by(measure, few_steps=few_steps, whole_reason=slice_)
-        largest_part, *smaller_parts = (
-            self.predictor.predict(run.spec.with_gas(size)) for size in reversed(slice_.sizes)
-        )
+        part_by_size = {size: self.predictor.predict(run.spec.with_gas(size)) for size in slice_.sizes}
         prediction = run.prediction
-        turn_s = sum(part.step_time_s for part in (largest_part, *smaller_parts))
-        peak_ratio = prediction.peak_mem_bytes / largest_part.peak_mem_bytes
+        turn_s = sum(part.step_time_s for part in part_by_size.values())
+        # Larger parts are not run in every start.
+        peak_ratio = prediction.peak_mem_bytes / part_by_size[slice_.g2].peak_mem_bytes
         slice_ = replace(slice_, keeps_memory=peak_ratio <= 1 + MEMORY_TOLERANCE)
         in_parts = run.measured_by(
             measure,

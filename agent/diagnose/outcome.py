@@ -32,16 +32,18 @@ from ultrabench.log_steps import LoggedStep, log_doubts
 from ultrabench.measure import Measure
 from ultrabench.model_flops import nearest_number
 from ultrabench.partial_step import (
-    PRIOR_DEPARTURE,
+    UNKNOWN_DEPARTURE,
     PartTimes,
     extrapolation_error_rel,
+    pooled,
+    turns_ci95_rel,
     two_starts_error_rel,
     two_starts_times,
 )
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import NODE_FAILURE, RESULT_COLUMNS, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, steps_asked, words_in
-from ultrabench.step_time import ci95_rel, extreme_medians_s, with_error
+from ultrabench.step_time import extreme_medians_s, with_error
 from ultrabench.store.kernel_secrets import redact_env
 
 MAX_MESSAGE_CHARS = 1000
@@ -178,9 +180,14 @@ def of_both_starts(first: RunResult, second: RunResult, task: Task) -> RunResult
     weight = (task.spec.layout.gas - task.slice.g2) / (task.slice.g2 - task.slice.g1)
     foreign_loads = [r.foreign_load for r in (first, second) if r.foreign_load is not None]
     init_times_s = [r.init_time_s for r in (first, second) if r.init_time_s is not None]
+    arrival_error_s = (1 + weight) * second.arrival_error_s + weight * first.arrival_error_s
+    parts_ci95_rel = second.parts_ci95_rel
+    if parts_ci95_rel is not None:
+        parts_ci95_rel += arrival_error_s / median(second.step_times_s)
     result = replace(
         second,
-        arrival_error_s=(1 + weight) * second.arrival_error_s + weight * first.arrival_error_s,
+        arrival_error_s=arrival_error_s,
+        parts_ci95_rel=parts_ci95_rel,
         log_doubts=first.log_doubts | second.log_doubts,
         started_at=first.started_at,
         init_time_s=fmean(init_times_s) if init_times_s else None,
@@ -199,18 +206,18 @@ def _part_columns(reporter: RankProgress, task: Task) -> Columns:
     parts = _parts_of(reporter, task)
     if task.slice is None or parts is None:
         return {}
-    line_departure = task.slice.departure if parts.departure is None else parts.departure
+    line_departure = pooled((parts.departure, task.slice.departure))
     starts_error_rel = 0.0
     if task.slice.two_starts:
-        line_departure = PRIOR_DEPARTURE if line_departure is None else line_departure
+        line_departure = line_departure or UNKNOWN_DEPARTURE
         starts_error_rel = two_starts_error_rel(parts.slice, parts.turns, parts.gas)
     sizes = sorted({size for turn in parts.turns for size in turn})
-    whole_step_times_s = parts.whole_step_times_s
-    beside_whole: Columns = {"parts_step_time_s": median(whole_step_times_s)}
+    beside_whole: Columns = {"parts_step_time_s": median(parts.whole_step_times_s)}
     return {
         **(beside_whole if task.few_steps else {"measured_gas": parts.slice.text}),
-        "parts_ci95_rel": ci95_rel(whole_step_times_s),
-        "departure": parts.departure,
+        "parts_ci95_rel": turns_ci95_rel(parts.slice, parts.turns, parts.gas),
+        "departure": parts.departure and parts.departure.value,
+        "departure_error": parts.departure and parts.departure.error,
         "extrapolation_error_rel": with_error(
             extrapolation_error_rel(parts.slice, parts.turns, parts.gas, line_departure), starts_error_rel
         ),

@@ -40,9 +40,9 @@ from ultrabench.hardware import DEVICE_KINDS
 from ultrabench.log_patterns import OBSERVED_EVENT
 from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.oom_kills import num_oom_kills
-from ultrabench.partial_step import PartStart
+from ultrabench.partial_step import Departure, PartStart
 from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
-from ultrabench.record import to_dict
+from ultrabench.record import from_dict, to_dict
 from ultrabench.run import FILES_WORD, ProcessWords, Task, fill_in, fill_in_files
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
@@ -242,16 +242,24 @@ class Node:
         return method and method(**{name: value for name, value in message.items() if name != "do"})
 
     def start(
-        self, task_index: int, address: str, port: int, departure: float | None = None, gas: int | None = None
+        self,
+        task_index: int,
+        address: str,
+        port: int,
+        departure: Mapping[str, Any] | None = None,
+        gas: int | None = None,
     ) -> None:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got.
 
         Args:
-            departure: that of parts of steps of this kind from a straight line, if a run before has measured it.
+            departure: the fields of that of parts of steps of this kind from a straight line, if runs before have
+                measured it.
             gas: micro-batches of all steps of this start, if it is one of two; None: those of the run.
         """
+        line_departure = from_dict(Departure, departure) if departure else None
         part_start = None if gas is None else PartStart(gas=gas)
-        task = self._task = self.allocation.task(task_index).with_departure(departure).in_start(part_start)
+        task = self.allocation.task(task_index).with_departure(line_departure).in_start(part_start)
+        self._task = task
         run_folder = self._run_folder = self.scratch / str(task.key)
         self.disk.retry(self._prepare, PREPARING_LIMIT_S)
         self._report_sources = report_sources(task, self.ranks, self._run_folder)

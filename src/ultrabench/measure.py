@@ -81,11 +81,26 @@ class Measure:
     """Whether runs are measured by steps of fewer micro-batches, from which the time of a whole step follows: off, auto
     (the layout chooses how many, if that saves much), or the two numbers of micro-batches of such steps."""
 
-    def priced_s(self, step_time_s: float) -> float:
-        """Seconds of all steps of a run for its price, if a step takes `step_time_s`."""
-        num_measured_steps = (self.min_steps + self.max_steps) // 2
-        measured_s = max(num_measured_steps * step_time_s, self.min_s)
-        return max(self.warmup_steps * step_time_s, self.warmup_s) + measured_s
+    @property
+    def priced_steps(self) -> int:
+        """Number of measured steps of a run, or turns of parts, for its price."""
+        return (self.min_steps + self.max_steps) // 2
+
+    def priced_s(self, step_time_s: float, wider_s: float = 0.0, p_wider: float = 0.0) -> float:
+        """Seconds of all steps of a run for its price, if a step takes `step_time_s`.
+
+        Args:
+            wider_s: seconds of a turn of the wider slice by which parts of steps may be measured after max_steps turns.
+            p_wider: how likely that is.
+        """
+        warmup_s = max(self.warmup_steps * step_time_s, self.warmup_s)
+        return warmup_s + self._priced_measured_s(step_time_s, wider_s, p_wider, self.min_s)
+
+    def _priced_measured_s(self, step_time_s: float, wider_s: float, p_wider: float, min_s: float) -> float:
+        """Seconds of measured steps for the price, at least `min_s`; the other arguments are those of `priced_s`."""
+        usual_s = max(self.priced_steps * step_time_s, min_s)
+        longest_s = max(self.max_steps * step_time_s, min_s) + self.priced_steps * wider_s
+        return usual_s + p_wider * (longest_s - usual_s)
 
     @property
     def few_steps(self) -> "Measure":
@@ -97,10 +112,14 @@ class Measure:
         warmup_steps = max(min(self.warmup_steps, FEW_WARMUP_STEPS), self.loss_step - MIN_SAMPLES)
         return replace(self, warmup_steps=warmup_steps, min_steps=MIN_SAMPLES, max_steps=MIN_SAMPLES)
 
-    def priced_beside_parts_s(self, step_time_s: float, turn_s: float) -> float:
-        """Seconds of all steps of a run for its price, if a start measures few whole steps and then turns of parts."""
-        num_turns = (self.min_steps + self.max_steps) // 2
-        return self.few_steps.priced_s(step_time_s) + num_turns * turn_s
+    def priced_beside_parts_s(
+        self, step_time_s: float, turn_s: float, wider_s: float = 0.0, p_wider: float = 0.0
+    ) -> float:
+        """Seconds of all steps of a run for its price, if a start measures few whole steps and then turns of parts; the
+        other arguments are those of `priced_s`.
+        """
+        parts_s = self._priced_measured_s(turn_s, wider_s, p_wider, min_s=0.0)
+        return self.few_steps.priced_s(step_time_s) + parts_s
 
     def checkpoint_s(self, num_params: int, nodes: int) -> float:
         """Seconds of two saves and a load of the state for the price of a run."""

@@ -2,9 +2,10 @@
 
 All micro-batches of a step are alike, so that its time is a constant (bubble, reduction of gradients, optimizer) and
 a multiple of their number. A run measures steps of two sizes g1 < g2 in turns (g1, g2, g2, g1, ...), in which what
-drifts cancels. The mean times of both sizes give the time of the whole step. Each turn gives one, too; these are moved
-together so that their median, which is the step time of any run, is that of the means. What the turns cannot show is
-that the time is no straight line: a third size shows it as the departure.
+drifts cancels. The mean times of both sizes give the time of the whole step, with the interval of a mean. Each turn
+gives a time, too; these are moved together so that their median, which is the step time of any run, is that of the
+means. What the turns cannot show is that the time is no straight line: a third size shows it as the departure, which
+has an error of its own.
 
 A start that *screens* a run chooses whether the run is measured again, but does not say that it is the best: it
 measures parts alone or, where no part stands for the run, few whole steps. The start that confirms a run measures few
@@ -12,16 +13,86 @@ whole steps before its parts, or all whole steps.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median, quantiles
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, median, quantiles, stdev
 from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
-from ultrabench.step_time import START_SD, ci95_rel, with_error
+from ultrabench.step_time import MIN_SAMPLES, START_SD, t_quantile, with_error
 
 Turn = Mapping[int, float]
 """Number of micro-batches of a step -> its seconds, for the steps of one turn."""
+
+NUM_BATCHES = 10
+"""Smallest number of batches into which turns are divided for the error of their mean, if there are twice as many."""
+MAX_DEPARTURES = 3
+"""Number of runs of a kind that measure a third size, if fewer leave the departure uncertain."""
+DEPARTURE_SD = 0.05
+"""Standard deviation of the departures that kinds of runs are expected to have. By whole steps beside parts, those of
+layouts on CPUs differed by 0 to 3 % beyond their noise (docs/design/prediction.md); GPUs were not measured."""
+_NORMAL = NormalDist()
+_TWO_SIDED, _ONE_SIDED = _NORMAL.inv_cdf(0.975), _NORMAL.inv_cdf(0.95)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """How much more time a further micro-batch takes beyond g2 than below it, as a fraction; 0 on a straight line."""
+
+    value: float
+    error: float
+    """The standard error of the value, for a run of the same kind."""
+    num_runs: int = 1
+    """Number of runs that have measured it."""
+
+    def is_certain(self, target_ci95_rel: float) -> bool:
+        """Whether no further run needs to measure it: it widens no interval by much more than this half-width, or as
+        many runs have measured it as may.
+        """
+        return self.num_runs >= MAX_DEPARTURES or _TWO_SIDED * self.error <= target_ci95_rel
+
+    @property
+    def expected(self) -> "Departure":
+        """The departure that noise leaves probable: where it says little, 0 within DEPARTURE_SD.
+
+        One that is further from 0 than both its noise and DEPARTURE_SD explain stays as it is.
+        """
+        if abs(self.value) > 2 * math.hypot(DEPARTURE_SD, self.error):
+            return self
+        weight = DEPARTURE_SD**2 / (DEPARTURE_SD**2 + self.error**2)
+        return replace(self, value=weight * self.value, error=math.sqrt(weight) * self.error)
+
+
+def pooled(departures: Iterable[Departure | None]) -> Departure | None:
+    """The departure of a kind of runs from those that its runs have measured; None where none has.
+
+    It is their mean, weighted by the inverse of their variances. Where they differ by more than their errors, the
+    variance between runs is added to that of each (DerSimonian and Laird, doi:10.1016/0197-2456(86)90046-2) and to that
+    of the result, since the run that it is for may differ as much from their mean.
+    """
+    known = [departure for departure in departures if departure is not None]
+    if len(known) <= 1:
+        return known[0] if known else None
+    values, variances = [d.value for d in known], [max(d.error, 1e-9) ** 2 for d in known]
+    weights = [1 / variance for variance in variances]
+    excess = (
+        sum(w * (v - _mean(values, weights)) ** 2 for v, w in zip(values, weights, strict=True))
+        - len(known)
+        + 1
+    )
+    total_weight = sum(weights)
+    spread = max(0.0, excess / (total_weight - sum(w**2 for w in weights) / total_weight))
+    weights = [1 / (variance + spread) for variance in variances]
+    return Departure(
+        value=_mean(values, weights),
+        error=math.sqrt(spread + 1 / sum(weights)),
+        num_runs=sum(d.num_runs for d in known),
+    )
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +103,8 @@ class Slice:
     g2: int
     third: int | None = None
     """A third number, larger than g2, with which each turn shows the departure; None where that is known."""
-    departure: float | None = None
-    """The departure of the same schedule and ZeRO stage as another run has measured it; None where none has."""
+    departure: Departure | None = None
+    """The departure of the same schedule and ZeRO stage as other runs have measured it; None where none has."""
     wider: int | None = None
     """The number that replaces g2 where the interval misses its target; None: g2 stays."""
     keeps_memory: bool = True
@@ -47,9 +118,14 @@ class Slice:
             raise ConfigError(f"a slice of {self.g1} and {self.g2} micro-batches; needs 0 < g1 < g2")
 
     @property
+    def pair(self) -> tuple[int, int]:
+        """The numbers of micro-batches of the straight line."""
+        return self.g1, self.g2
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of micro-batches of one turn, the smallest first."""
-        return (self.g1, self.g2) if self.third is None else (self.g1, self.g2, self.third)
+        return self.pair if self.third is None else (*self.pair, self.third)
 
     @property
     def all_sizes(self) -> tuple[int, ...]:
@@ -60,6 +136,13 @@ class Slice:
     def text(self) -> str:
         """The slice as results show it, such as `4,8`."""
         return f"{self.g1},{self.g2}"
+
+    def with_departure(self, departure: Departure | None, target_ci95_rel: float) -> "Slice":
+        """The slice with the departure of other runs; without a third size if that is certain enough."""
+        if departure is None:
+            return self
+        third = None if departure.is_certain(target_ci95_rel) else self.third
+        return replace(self, third=third, departure=departure)
 
     def order(self, turn: int) -> tuple[int, ...]:
         """The sizes in the order of turn number `turn`, counted from 0: every other turn goes backwards."""
@@ -98,25 +181,35 @@ def step_s(slice_: Slice, turn: Turn, num_microbatches: int) -> float:
 
 ACCIDENT_SPREADS = 10.0
 """A time that lies further than so many interquartile ranges beyond the quartiles is an accident of a step."""
+MAX_ACCIDENTS = 0.1
+"""Largest share of turns with accidents; what happens more often belongs to the mean."""
 
 
-def mean_s(times_s: Sequence[float]) -> float:
-    """The mean of the seconds of steps of one size, but those of accidents.
+def without_accidents(turns: Sequence[Turn], sizes: Iterable[int]) -> Sequence[Turn]:
+    """The turns in which the step of none of these sizes had an accident.
 
     A whole step is the sum of many micro-batches, of which some are slow, so that its time follows the mean; the
     median of steps of few micro-batches is less where their times are skewed. What happens once in a while, such as a
     pause of a second, hardly moves the median of whole steps, but a line through two sizes would multiply it.
     """
-    if len(times_s) < 3:
-        return fmean(times_s)
+    if len(turns) * MAX_ACCIDENTS < 1:
+        return turns
+    limits = [(size, *_accident_limits_s([turn[size] for turn in turns])) for size in sizes]
+    regular_turns = [turn for turn in turns if all(low <= turn[size] <= high for size, low, high in limits)]
+    return regular_turns if len(regular_turns) >= (1 - MAX_ACCIDENTS) * len(turns) else turns
+
+
+def _accident_limits_s(times_s: Sequence[float]) -> tuple[float, float]:
+    """The seconds between which the steps of one size lie that had no accident."""
     first, _, third = quantiles(times_s, n=4, method="inclusive")
     margin_s = ACCIDENT_SPREADS * (third - first)
-    return fmean([seconds for seconds in times_s if first - margin_s <= seconds <= third + margin_s])
+    return first - margin_s, third + margin_s
 
 
-def mean_turn(turns: Sequence[Turn], sizes: Iterable[int]) -> Turn:
-    """For each of these sizes the mean of its seconds."""
-    return {size: mean_s([turn[size] for turn in turns]) for size in sizes}
+def mean_turn(turns: Sequence[Turn], sizes: Sequence[int]) -> Turn:
+    """For each of these sizes the mean of its seconds in the turns without accidents."""
+    regular_turns = without_accidents(turns, sizes)
+    return {size: fmean([turn[size] for turn in regular_turns]) for size in sizes}
 
 
 def whole_step_times_s(slice_: Slice, turns: Sequence[Turn], gas: int) -> list[float]:
@@ -126,54 +219,113 @@ def whole_step_times_s(slice_: Slice, turns: Sequence[Turn], gas: int) -> list[f
     times_s = [step_s(slice_, turn, gas) for turn in turns]
     if len(times_s) < 3:
         return times_s
-    factor = step_s(slice_, mean_turn(turns, (slice_.g1, slice_.g2)), gas) / median(times_s)
+    factor = step_s(slice_, mean_turn(turns, slice_.pair), gas) / median(times_s)
     return [factor * seconds for seconds in times_s]
 
 
-def departure(slice_: Slice, turns: Sequence[Turn]) -> float | None:
-    """How much more time a further micro-batch takes from g2 to the third size than from g1 to g2, as a fraction.
+def turns_ci95_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> float | None:
+    """Half-width of the 95 % interval of the time of the whole step by these turns, relative to it.
 
-    It is `((T(g3)-T(g2))/(g3-g2)) / ((T(g2)-T(g1))/(g2-g1)) - 1` of the mean times, 0 on a straight line. The result
-    is None without a third size or turns, and where the larger of g1 and g2 is not the slower one.
+    The time by the line through the mean times of both sizes is the mean of the times by the lines of all turns, which
+    have the errors of both sizes and what these have in common. The result is None below MIN_SAMPLES turns. It lacks
+    the error of the straight line.
     """
-    if slice_.third is None or not turns:
+    regular_turns = without_accidents(turns, slice_.pair)
+    if len(turns) < MIN_SAMPLES:
         return None
-    first_s, second_s, third_s = mean_turn(turns, slice_.sizes).values()
-    slope_s = (second_s - first_s) / (slice_.g2 - slice_.g1)
-    return (third_s - second_s) / (slice_.third - slice_.g2) / slope_s - 1 if slope_s > 0 else None
+    later_share = (gas - slice_.g2) / (slice_.g2 - slice_.g1)
+    times_s = [turn[slice_.g2] + later_share * (turn[slice_.g2] - turn[slice_.g1]) for turn in regular_turns]
+    return _mean_half_width(times_s) / step_s(slice_, mean_turn(turns, slice_.pair), gas)
+
+
+def _mean_half_width(values: Sequence[float]) -> float:
+    """Half-width of the 95 % interval of the mean of values of turns, by the means of NUM_BATCHES or more batches.
+
+    A busy or throttled device is slow for several turns on end, so that turns which follow each other are alike.
+    """
+    batch_size = max(1, len(values) // NUM_BATCHES)
+    starts = range(0, len(values) - batch_size + 1, batch_size)
+    batch_means = [fmean(values[start : start + batch_size]) for start in starts]
+    return t_quantile(len(batch_means) - 1) * stdev(batch_means) * math.sqrt(batch_size / len(values))
+
+
+def departure(slice_: Slice, turns: Sequence[Turn]) -> Departure | None:
+    """How much more time a further micro-batch takes from g2 to the third size than from g1 to g2.
+
+    Its value is `((T(g3)-T(g2))/(g3-g2)) / ((T(g2)-T(g1))/(g2-g1)) - 1` of the mean times, and its error follows from
+    how the same difference of slopes varies over the turns. The result is None without a third size or below
+    MIN_SAMPLES turns, and where the larger of g1 and g2 is not the slower one.
+    """
+    if slice_.third is None or len(turns) < MIN_SAMPLES:
+        return None
+    regular_turns = without_accidents(turns, slice_.sizes)
+    first_slope_s, later_slope_s = _slopes_s(slice_, mean_turn(turns, slice_.sizes))
+    if first_slope_s <= 0:
+        return None
+    ratio = later_slope_s / first_slope_s
+    slopes_of_turns = (_slopes_s(slice_, turn) for turn in regular_turns)
+    half_width = _mean_half_width(
+        [(later_s - ratio * first_s) / first_slope_s for first_s, later_s in slopes_of_turns]
+    )
+    return Departure(value=ratio - 1, error=half_width / _TWO_SIDED)
+
+
+def _slopes_s(slice_: Slice, turn: Turn) -> tuple[float, float]:
+    """Seconds of a further micro-batch from g1 to g2, and from g2 to the third size."""
+    assert slice_.third is not None
+    first_s, second_s, third_s = (turn[size] for size in slice_.sizes)
+    return (second_s - first_s) / (slice_.g2 - slice_.g1), (third_s - second_s) / (slice_.third - slice_.g2)
 
 
 def extrapolation_error_rel(
-    slice_: Slice, turns: Sequence[Turn], gas: int, departure: float | None
+    slice_: Slice, turns: Sequence[Turn], gas: int, departure: Departure | None
 ) -> float | None:
-    """How much the departure changes the time of the whole step, relative to it.
+    """What the departure adds in quadrature to the interval of the turns, as a half-width relative to the whole step.
 
-    The departure acts on all micro-batches beyond g2. The result is None where the departure is unknown.
+    The departure acts on all micro-batches beyond g2. Its value is a bias, which does not average out with the noise of
+    the turns: the interval of both is the 95 % quantile of the distance from 0 of a normal variable whose mean is that
+    bias and whose variance is that of the turns and of the departure (Armstrong and Kolesar,
+    doi:10.3982/ECTA14434). The result is None where the departure is unknown.
     """
     if departure is None or not turns:
         return None
-    whole_s = median(whole_step_times_s(slice_, turns, gas))
-    g2_s = mean_s([turn[slice_.g2] for turn in turns])
-    return abs(departure) * max(0.0, whole_s - g2_s) / whole_s
+    line = mean_turn(turns, slice_.pair)
+    whole_s = step_s(slice_, line, gas)
+    later_share = max(0.0, whole_s - line[slice_.g2]) / whole_s
+    turns_half_width, expected = turns_ci95_rel(slice_, turns, gas) or 0.0, departure.expected
+    error = math.hypot(turns_half_width / _TWO_SIDED, later_share * expected.error)
+    half_width = biased_half_width(later_share * expected.value, error)
+    return math.sqrt(max(0.0, half_width**2 - turns_half_width**2))
+
+
+def biased_half_width(bias: float, error: float) -> float:
+    """The distance from 0 that 95 % of a normal variable with this mean and standard deviation do not exceed."""
+    if error <= 0:
+        return abs(bias)
+    ratio = abs(bias) / error
+    low, high = ratio + _ONE_SIDED, ratio + _TWO_SIDED
+    for _ in range(30):
+        middle = (low + high) / 2
+        is_enough = _NORMAL.cdf(middle - ratio) - _NORMAL.cdf(-middle - ratio) >= 0.95
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high * error
 
 
 def whole_step_ci95_rel(
-    slice_: Slice, turns: Sequence[Turn], gas: int, departure: float | None
+    slice_: Slice, turns: Sequence[Turn], gas: int, departure: Departure | None
 ) -> float | None:
     """Half-width of the 95 % interval of the time of the whole step, relative to it.
 
-    It adds the error of the turns, whose times are those of `whole_step_times_s`, and that of the straight line in
-    quadrature. The result is None where one of them is unknown.
+    It holds the error of the turns and that of the straight line, and is None where one of them is unknown.
     """
     return with_error(
-        ci95_rel(whole_step_times_s(slice_, turns, gas)),
-        extrapolation_error_rel(slice_, turns, gas, departure),
+        turns_ci95_rel(slice_, turns, gas), extrapolation_error_rel(slice_, turns, gas, departure)
     )
 
 
-PRIOR_DEPARTURE = 0.02
-"""The departure that the interval holds where nothing has measured it, since two starts have no third size (assumed;
-the formulas of the prediction have none)."""
+UNKNOWN_DEPARTURE = Departure(value=0.0, error=1000.0)
+"""The departure of runs that start twice and have no third size: it says nothing, so that the interval holds what is
+expected of any kind of runs (DEPARTURE_SD)."""
 
 
 def two_starts_error_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> float:
@@ -183,7 +335,7 @@ def two_starts_error_rel(slice_: Slice, turns: Sequence[Turn], gas: int) -> floa
     in the difference of two starts: with a standard deviation e of a start, the line through both is off by
     `e sqrt((1+w)^2 T(g2)^2 + w^2 T(g1)^2)` seconds, w = (gas-g2)/(g2-g1).
     """
-    turn = mean_turn(turns, (slice_.g1, slice_.g2))
+    turn = mean_turn(turns, slice_.pair)
     weight = (gas - slice_.g2) / (slice_.g2 - slice_.g1)
     error_s = 2 * START_SD * math.hypot((1 + weight) * turn[slice_.g2], weight * turn[slice_.g1])
     return error_s / step_s(slice_, turn, gas)
@@ -198,8 +350,8 @@ class PartTimes(NamedTuple):
     """Micro-batches of a whole step."""
     turns: tuple[Turn, ...]
     """The turns of this slice."""
-    departure: float | None
-    """The departure by the turns with a third size, which may have come before; None if there were none."""
+    departure: Departure | None
+    """The departure by the turns with a third size, which may have come before; None if there were too few."""
 
     @property
     def whole_step_times_s(self) -> list[float]:

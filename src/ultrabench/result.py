@@ -19,6 +19,7 @@ from ultrabench.column import (
     column,
     columns_of,
 )
+from ultrabench.partial_step import Departure
 from ultrabench.step_time import ci95_rel, with_error
 
 
@@ -271,7 +272,9 @@ class RunResult:
     )
     departure: float | None = None
     """How much more time a further micro-batch takes in larger parts, as a fraction, by a third size; None where no
-    third size was measured."""
+    third size was measured, or in too few turns."""
+    departure_error: float | None = None
+    """The standard error of the departure."""
     part_times_s: dict[str, float] = field(default_factory=dict)
     """Micro-batches -> median seconds of the measured steps with as many."""
     rank_step_times_s: dict[str, float] = field(default_factory=dict)
@@ -391,12 +394,18 @@ class RunResult:
     def step_time_ci95_rel(self) -> float | None:
         """Half-width of the 95 % interval of the median step time, relative to the median; None if it is unknown.
 
-        That of a run measured in parts holds the error of the straight line through them.
+        That of a run measured in parts is the interval of the straight line through them, with the error of that line.
         """
-        own_ci95_rel = ci95_rel(self.step_times_s, self.arrival_error_s)
-        if self.measured_gas is None:
-            return own_ci95_rel
-        return with_error(own_ci95_rel, self.extrapolation_error_rel)
+        if self.measured_gas is not None:
+            return self.parts_interval_rel
+        return ci95_rel(self.step_times_s, self.arrival_error_s)
+
+    @property
+    def line_departure(self) -> Departure | None:
+        """The departure from a straight line that the run has measured; None if it has measured none."""
+        if self.departure is None or self.departure_error is None:
+            return None
+        return Departure(value=self.departure, error=self.departure_error)
 
     @property
     def is_partial(self) -> bool:
@@ -410,7 +419,7 @@ class RunResult:
 
     @property
     def parts_interval_rel(self) -> float | None:
-        """Half the 95 % interval of `parts_step_time_s`, relative to it, with the error of the straight line."""
+        """Half the 95 % interval of the step time by parts, relative to it, with the error of the straight line."""
         return with_error(self.parts_ci95_rel, self.extrapolation_error_rel)
 
     @property

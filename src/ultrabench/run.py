@@ -17,7 +17,7 @@ from ultrabench.layout import AUTO, NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.model_words import FIELDS_BY_WORD, model_words, pipeline_words
-from ultrabench.partial_step import PartStart, Slice, only_screens
+from ultrabench.partial_step import Departure, PartStart, Slice, only_screens
 from ultrabench.placeholders import CALCULATION, command_text, names_in, replace_words
 from ultrabench.process_text import require_command
 from ultrabench.record import content_id, to_dict, values_of
@@ -206,11 +206,13 @@ class Task(AttemptRecord):
     checkpoint: str | None = None
     """Folder in which the state is saved and loaded after the measured steps, and removed; None: it is not saved."""
 
-    def with_departure(self, departure: float | None) -> "Task":
-        """The task without a third size, if another run of its kind has measured this departure."""
+    def with_departure(self, departure: Departure | None) -> "Task":
+        """The task with the departure that other runs of its kind have measured, without a third size if that is
+        certain enough.
+        """
         if departure is None or self.slice is None:
             return self
-        return replace(self, slice=replace(self.slice, third=None, departure=departure))
+        return replace(self, slice=self.slice.with_departure(departure, self.measure.target_ci95_rel))
 
     def in_start(self, part_start: PartStart | None) -> "Task":
         """The task as one start of its program measures it."""

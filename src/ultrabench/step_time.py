@@ -4,12 +4,14 @@ import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from statistics import median
+from statistics import NormalDist, median
 
 MIN_SAMPLES = 6
 """Smallest number of samples whose extremes enclose the median with 95 % confidence (1 - 2/2**6)."""
 START_SD = 0.01
 """Standard deviation of the speed of a run between its starts, relative to it, as long as few starts have shown it."""
+
+_TWO_SIDED = NormalDist().inv_cdf(0.975)
 
 
 @functools.cache  # most runs measure as many steps, and a rank takes longer than all else here
@@ -35,6 +37,21 @@ def ci95_rel(step_times_s: Sequence[float], error_s: float = 0.0) -> float | Non
         return None
     sorted_times_s, k = sorted(step_times_s), _order_statistic(n)
     return ((sorted_times_s[n - k] - sorted_times_s[k - 1]) / 2 + error_s) / median_s
+
+
+def t_quantile(dof: int) -> float:
+    """The 97.5 % quantile of Student's distribution with 3 or more degrees of freedom, within 0.2 %.
+
+    It is the expansion around the quantile of the normal distribution (Abramowitz and Stegun, 26.7.5).
+    """
+    z = _TWO_SIDED
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / dof**power for power, term in enumerate(terms, 1))
 
 
 def with_error(own_ci95_rel: float | None, error_rel: float | None) -> float | None:

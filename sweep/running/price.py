@@ -1,18 +1,20 @@
 """Packs what is left of a sweep into allocations and computes their price for plan, consent and budget."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import CPU_FLOPS_PER_S_RANGE, DEVICE_KINDS
 from ultrabench.measure import Measure
-from ultrabench.result import RunResult
+from ultrabench.partial_step import MAX_DEPARTURES, Departure, Slice, pooled
+from ultrabench.result import SLOWER, RunResult
 from ultrabench.run import AttemptKey
 from ultrabench.standing import NEAR_BEST, Standing
 from ultrabench.start_up import LIMIT_FACTOR, expected_start_s
@@ -92,19 +94,31 @@ def _control_rank(run: Candidate) -> tuple[float, float, str]:
 def with_measured_times(plan: Plan, state: SweepState) -> Plan:
     """The plan whose runs are priced with the starts and the step times that the runs before them have measured.
 
-    Parts of steps of a kind whose departure from a straight line is measured need no third size.
+    Parts of steps have the departure from a straight line that runs of their kind have measured. Only the first runs of
+    a kind in a cell are priced with a third size.
     """
     excess_s, factor_by_cell = _start_excess_s(plan, state), _step_factors(plan, state)
     begun_ids = {key.run_id for key in state.attempts}
-    departure_by_kind = _departures(plan, state)
     usual_factor, measure = median(factor_by_cell.values()) if factor_by_cell else 1.0, plan.config.measure
+    departure_by_kind, p_wider = _departures(plan, state), _share_of_wider(plan, state)
+    num_departures = Counter[tuple[CellKey, tuple[str, int]]]()
+
+    def with_parts(run: Candidate, slice_: Slice) -> Candidate:
+        kind = run.spec.linearity_kind
+        departure = departure_by_kind.get(kind)
+        known_slice = slice_.with_departure(departure, measure.target_ci95_rel)
+        if known_slice != slice_:
+            run = run.by_slice(known_slice, measure)
+        num_departures[run.cell, kind] += known_slice.third is not None
+        num_before = num_departures[run.cell, kind] - 1 + (departure.num_runs if departure else 0)
+        has_third = num_before < (MAX_DEPARTURES if plan.config.shares_devices else 1)
+        if (run.has_third, run.p_wider) == (has_third, p_wider):
+            return run
+        return run.measured_by(measure, has_third=has_third, p_wider=p_wider)
 
     def repriced(run: Candidate) -> Candidate:
-        departure = departure_by_kind.get(run.spec.linearity_kind)
-        if departure is not None and run.slice and run.slice.third:
-            slice_ = replace(run.slice, third=None, departure=departure)
-            turn_share = run.turn_share * sum(slice_.sizes) / sum(run.slice.sizes)
-            run = run.measured_by(measure, slice=slice_, turn_share=turn_share)
+        if run.slice:
+            run = with_parts(run, run.slice)
         factor = factor_by_cell.get(run.cell, usual_factor) if factor_by_cell and run.fits else 1.0
         start_excess_s = excess_s[run.nodes]
         if (run.start_excess_s, run.step_factor) == (start_excess_s, factor):
@@ -125,16 +139,32 @@ def with_step_factor(run: Candidate, factor: float, measure: Measure) -> Candida
     return replace(run, step_factor=factor, steps_excess_s=steps_excess_s)
 
 
-def _departures(plan: Plan, state: SweepState) -> dict[tuple[str, int], float]:
-    """Kind of run -> the median departure from a straight line that runs of it have measured by a third size."""
+def _departures(plan: Plan, state: SweepState) -> dict[tuple[str, int], Departure | None]:
+    """Kind of run -> the departure from a straight line that runs of it have measured by a third size."""
     if not any(run.slice for run in plan.runs):
         return {}
     kind_by_run = {run.run_id: run.spec.linearity_kind for run in plan.runs}
-    departures = defaultdict[tuple[str, int], list[float]](list)
+    departures = defaultdict[tuple[str, int], list[Departure | None]](list)
     for key, attempt in state.attempts.items():
-        if attempt.ok and attempt.ok.departure is not None and key.run_id in kind_by_run:
-            departures[kind_by_run[key.run_id]].append(attempt.ok.departure)
-    return {kind: median(values) for kind, values in departures.items()}
+        if attempt.ok and key.run_id in kind_by_run:
+            departures[kind_by_run[key.run_id]].append(attempt.ok.line_departure)
+    return {kind: pooled(of_kind) for kind, of_kind in departures.items()}
+
+
+def _share_of_wider(plan: Plan, state: SweepState) -> float:
+    """The expected share of the runs whose slice becomes wider, since its interval misses its target.
+
+    It is that of the runs so far, and before them all where other programs share the devices and none elsewhere, which
+    counts as one run.
+    """
+    slice_by_run = {run.run_id: run.slice for run in plan.runs if run.slice and run.slice.wider}
+    are_wider = [
+        str(slice_.g2) not in attempt.ok.part_times_s
+        for key, attempt in state.attempts.items()
+        if attempt.ok and attempt.ok.part_times_s and attempt.ok.stopped != SLOWER
+        and (slice_ := slice_by_run.get(key.run_id))
+    ]  # fmt: skip
+    return (sum(are_wider) + plan.config.shares_devices) / (len(are_wider) + 1)
 
 
 def _start_excess_s(plan: Plan, state: SweepState) -> dict[int, float]:
@@ -173,8 +203,8 @@ def _step_factors(plan: Plan, state: SweepState) -> dict[CellKey, float]:
 
 
 def run_limit_s(attempt: PlannedAttempt, config: SweepConfig) -> float:
-    """Wall-clock limit of one attempt, in seconds."""
-    predicted_s = LIMIT_FACTOR * attempt.candidate.duration_s
+    """Wall-clock limit of one attempt, in seconds; it suffices for a slice that becomes wider."""
+    predicted_s = LIMIT_FACTOR * attempt.candidate.at_longest(config.measure).duration_s
     return max(config.measure.run_limit_s, predicted_s) * attempt.limit_factor
 
 
@@ -207,6 +237,8 @@ def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
 def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     """The plan without runs that could never begin, because no job may be long enough; they are rejected.
 
+    A run that is screened needs a job for the start that measures it in full.
+
     Args:
         max_limit_s: the longest time limit that the site allows; launcher.time_minutes may be shorter.
 
@@ -218,25 +250,31 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     limit_text = f"launcher.time_minutes={time_minutes}"
     if max_job_s == max_limit_s:
         limit_text = f"partition, QOS and account limit a job to {max_limit_s / 60:.0f} minutes"
-    control_by_key, minutes_by_run = _used_controls(plan), dict[str, int]()
+    measure, control_by_key, minutes_by_run = plan.config.measure, _used_controls(plan), dict[str, int]()
     for run in plan.runs:
         control = control_by_key.get(control_key(run), run)
-        duration_by_run = {r.run_id: r.duration_s for r in (run, control)}
+        duration_by_run = {r.run_id: r.in_full(measure).duration_s for r in (run, control)}
         if (limit_s := least_limit_s(sum(duration_by_run.values()), plan.config)) > max_job_s:
             minutes_by_run[run.run_id] = math.ceil(limit_s / 60)
     unit = "minutes with its control run" if control_by_key else "minutes"
+    unit_in_full = f"{unit} to measure it in full"
     if minutes_by_run and len(minutes_by_run) == len(plan.runs):
         advice = "allow more time, or take fewer steps with measure=quick"
         least_text = (
             f"the shortest of {counted(len(minutes_by_run), 'run')} needs "
-            f"{min(minutes_by_run.values())} {unit}"
+            f"{min(minutes_by_run.values())} {unit_in_full if plan.runs[0].is_screened else unit}"
         )
         raise ConfigError(f"{limit_text}; {least_text}: {advice}")
-    reasons = {i: f"a job needs {minutes} {unit}; {limit_text}" for i, minutes in minutes_by_run.items()}
     rejected = [
-        replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons
+        replace(
+            run,
+            rule=TIME_LIMIT,
+            reason=f"a job needs {minutes} {unit_in_full if run.is_screened else unit}; {limit_text}",
+        )
+        for run in plan.runs
+        if (minutes := minutes_by_run.get(run.run_id))
     ]
-    kept = (candidate for candidate in plan.candidates if candidate.run_id not in reasons)
+    kept = (candidate for candidate in plan.candidates if candidate.run_id not in minutes_by_run)
     return replace(plan, candidates=(*kept, *rejected)) if rejected else plan
 
 
@@ -258,27 +296,41 @@ def pack(
         max_limit_s: the longest time limit of an allocation, in which all runs of a group have to begin.
     """
     groups: list[list[PlannedAttempt]] = []
-    open_groups: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
+    open_groups: dict[tuple[object, ...], _OpenGroup] = {}
     full_s, max_runs = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
     max_limit_s = min(max_limit_s, 60.0 * (config.launcher.time_minutes or math.inf))
     for attempt in todo:
         run, control = attempt.candidate, control_by_key.get(control_key(attempt.candidate))
         cell = run.cell if config.launcher.control else None
         group_key = (run.nodes, attempt.key.repeat, run.runtime, cell, attempt.avoid)
-        control_s = control.duration_s if control else 0.0
-        is_control = control is not None and control.run_id == run.run_id
-        group, runs_s = open_groups.get(group_key, ([], 0.0))
+        group, runs_s, has_full_control = open_groups.get(group_key, _OpenGroup([], 0.0, False))
+        control_s, is_control, needs_full_control = 0.0, False, False
+        if control:
+            is_control = control.run_id == run.run_id
+            needs_full_control = control.is_screened and _is_compared_in_full(control, run)
+            has_full_control |= needs_full_control
+            control_s = (control.in_full(config.measure) if has_full_control else control).duration_s
         run_s = 0.0 if is_control else run.duration_s
         num_repeats = _num_control_repeats(len(group) + (not is_control), config)
         group_s = runs_s + (1 + num_repeats) * control_s
         is_full = group_s + run_s > full_s and group_s >= control_s / CONTROL_SHARE
         is_too_long = least_limit_s(group_s + run_s, config) > max_limit_s
         if not group or is_full or is_too_long or len(group) >= max_runs:
-            group, runs_s = [], 0.0
+            group, runs_s, has_full_control = [], 0.0, needs_full_control
             groups.append(group)
         group.append(attempt)
-        open_groups[group_key] = group, runs_s + run_s
+        open_groups[group_key] = _OpenGroup(group, runs_s + run_s, has_full_control)
     return groups
+
+
+class _OpenGroup(NamedTuple):
+    """Attempts for one allocation, to which others may be added."""
+
+    attempts: list[PlannedAttempt]
+    runs_s: float
+    """Predicted seconds of these attempts without those of the control run."""
+    has_full_control: bool
+    """Whether the control run, which is screened elsewhere, is measured in full."""
 
 
 def _num_control_repeats(num_runs: int, config: SweepConfig) -> int:
@@ -389,8 +441,13 @@ def _beside(control: Candidate, runs: Iterable[Candidate], measure: Measure) -> 
 
     Whole steps are compared with whole steps of the control layout, and parts with its parts.
     """
-    is_compared = any(run.has_whole_steps if control.slice else not run.is_screened for run in runs)
+    is_compared = any(_is_compared_in_full(control, run) for run in runs)
     return control.in_full(measure) if is_compared else control
+
+
+def _is_compared_in_full(control: Candidate, run: Candidate) -> bool:
+    """Whether a run beside a control run needs more of it than what screens it."""
+    return run.has_whole_steps if control.slice else not run.is_screened
 
 
 def _with_controls_between(

@@ -39,6 +39,7 @@ def wrong_pair(right, self):
     for size in self.slice.order(self.num_turns):
         turn[size] = self.step(size)
         self.num_turns += size == self.slice.g1
+    self.turns.append(turn)
     self.part_times_s += turn.values()
     self.step_times_s.append(worker.step_s(self.slice, turn, self.task.spec.layout.gas))
 

@@ -14,7 +14,7 @@ from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.agent.ranks.sources import report_sources
-from ultrabench.partial_step import PartStart, Slice
+from ultrabench.partial_step import DEPARTURE_SD, PartStart, Slice
 from ultrabench.result import SLOWER, RunResult, Status
 
 GAS, EACH_S, CONSTANT_S = 64, 0.5, 3.0
@@ -131,10 +131,10 @@ def test_both_starts_make_one_result():
     assert (result.loss_final, result.source_mfu, result.departure) == (None, None, None)
     assert (result.throttled, result.foreign_load) == ("heat", 0.2)
     assert (result.part_times_s, group.num_finished) == ({"4": 5.0, "8": 7.0}, 1)
-    # Starts differ by 1 % (2 % at 95 %), and so may the departure from the line: 15 T(8) - 14 T(4).
-    starts, line = 0.02 * (15 * 7) / WHOLE_S, 0.02 * 28 / WHOLE_S
+    # Starts differ by 1 % (2 % at 95 %): 15 T(8) - 14 T(4). The departure from the line is unknown.
+    starts, line = 0.02 * (15 * 7) / WHOLE_S, 1.96 * DEPARTURE_SD * 28 / WHOLE_S
     starts = (starts**2 + (0.02 * 14 * 5 / WHOLE_S) ** 2) ** 0.5
-    assert result.step_time_ci95_rel == pytest.approx((starts**2 + line**2) ** 0.5)
+    assert result.step_time_ci95_rel == pytest.approx((starts**2 + line**2) ** 0.5, rel=1e-3)
     assert result.ci_reached is False
 
 
@@ -170,3 +170,19 @@ def test_the_first_start_may_take_half_of_the_time_limit(monkeypatch):
     monkeypatch.setattr(lead.time, "monotonic", lambda: next(clock))
     _, group = measured({4: rank(4), 8: rank(8)})
     assert [t.limit_s for t in group.started] == [30.0, 40.0]
+
+
+def test_the_interval_holds_the_errors_of_lines_that_are_timed_by_arrival():
+    """An error of each time counts as often as the time does: 15 T(8) - 14 T(4)."""
+    exact, late = ({4: rank(4, steps=of_4), 8: rank(8, steps=of_8)} for of_4, of_8 in (
+        (steps(4), steps(8)),
+        ([{**step, "arrival_error_s": 0.02} for step in steps(4)],
+         [{**step, "arrival_error_s": 0.01} for step in steps(8)]),
+    ))  # fmt: skip
+    (first, _), (second, _) = measured(exact), measured(late)
+    error_s = 15 * 0.01 + 14 * 0.02
+    assert second.arrival_error_s == pytest.approx(error_s)
+    wider = (
+        (error_s / WHOLE_S + (first.parts_ci95_rel or 0.0)) ** 2 + first.extrapolation_error_rel**2
+    ) ** 0.5
+    assert second.step_time_ci95_rel == pytest.approx(wider)

@@ -29,7 +29,7 @@ from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.kernel import worker
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.worker import MAX_COMPILING_STEPS, Timing
-from ultrabench.partial_step import Slice, part_times
+from ultrabench.partial_step import Slice, part_times, step_s
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
 UNEVEN = [0.1, 0.3]
@@ -67,6 +67,26 @@ class Compiling(Timing):
 def test_steps_and_seconds_decide(step_times_s, stopped):
     timing = Compiling()
     timing.step_times_s = step_times_s
+    assert timing.stop_reason() == stopped
+
+
+@pytest.mark.parametrize(
+    ("turns", "stopped"),
+    [
+        ([{2: 0.1, 4: 0.2}] * 9, None),  # whole steps by these turns take 7.2 s, but the parts 2.7 s
+        ([{2: 0.1, 4: 0.2}] * 11, "interval"),
+        ([{2: 0.2, 4: 0.35}, {2: 0.1, 4: 0.2}] * 7, None),
+        # The mean is sure, although the time by a turn is not.
+        ([{2: 0.2, 4: 0.4}, {2: 0.1, 4: 0.2}] * 10, "interval"),
+        ([{2: 0.1, 4: 0.2}] * 16 + [{2: 0.1, 4: 0.4}] * 4, "max_steps"),
+    ],
+)
+def test_turns_seconds_and_the_interval_of_their_mean_decide(turns, stopped):
+    timing = Compiling()
+    timing.task.spec = SimpleNamespace(layout=SimpleNamespace(gas=WHOLE_GAS))
+    timing.slice, timing.turns = Slice(g1=2, g2=4), turns
+    timing.part_times_s = [seconds for turn in turns for seconds in turn.values()]
+    timing.step_times_s = [step_s(timing.slice, turn, WHOLE_GAS) for turn in turns]
     assert timing.stop_reason() == stopped
 
 
@@ -173,7 +193,7 @@ def test_parts_of_a_step_are_measured_in_turns():
     assert [turn for turn, _, _ in parts] == [n for n in range(6) for _ in range(3)]
     times = part_times(parts, WHOLE_GAS)
     assert times.whole_step_times_s == pytest.approx([WHOLE_GAS * PASSES_S + UPDATE_S + LAUNCH_S] * 6)
-    assert (times.slice.text, times.departure) == ("2,4", pytest.approx(0))
+    assert (times.slice.text, times.departure.value) == ("2,4", pytest.approx(0))
     (done,) = run.events("done")
     assert (done["stopped"], done["loss_final"]) == ("interval", None)
     assert done["hardware_flops_per_step"] == 2 * (WHOLE_GAS * PASSES_FLOPS + UPDATE_FLOPS)

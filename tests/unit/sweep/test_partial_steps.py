@@ -1,5 +1,6 @@
 """Which runs are measured by parts of a step, and by which."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,17 +14,29 @@ from tests.unit.analysis.sweeps import make_sweep
 from ultrabench.agent.diagnose.outcome import without_unlike
 from ultrabench.cli.sweep.plan import partial_step_lines
 from ultrabench.layout import Layout
-from ultrabench.partial_step import Slice
-from ultrabench.result import Status, doubt_text
+from ultrabench.partial_step import Departure, Slice
+from ultrabench.result import SLOWER, Status, doubt_text
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.sweep import plan as sweep_plan
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.partial_steps import auto_slice, listed_slice
+from ultrabench.sweep.partial_steps import auto_slice, listed_slice, size_refusal
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import read_rows, runs_of, write_plan
+from ultrabench.sweep.refusals import schedule_refusals
 from ultrabench.sweep.running.attempts import AttemptsLeft, PlannedAttempt, next_attempts
 from ultrabench.sweep.running.outliers import suspect_attempts
-from ultrabench.sweep.running.price import planned_jobs, price_of, with_measured_times
+from ultrabench.sweep.running.price import (
+    control_key,
+    controls,
+    least_limit_s,
+    pack,
+    planned_jobs,
+    price_of,
+    run_limit_s,
+    with_measured_times,
+    within_limit,
+)
 from ultrabench.sweep.running.standings import standings_of
 
 IN_PARTS = [
@@ -65,6 +78,9 @@ def test_layouts_that_auto_measures_whole():
 @pytest.mark.parametrize(("axes", "pair", "expected"), [
     ({"gas": 8}, (2, 4), Slice(g1=2, g2=4, third=6)),
     ({"gas": 5}, (2, 4), Slice(g1=2, g2=4, third=5)),
+    ({"gas": 8}, (1, 4), "pp=1 needs 2 micro-batches; 1 given"),
+    ({"gas": 16, "pp": 4, "schedule": "afab"}, (3, 6), "afab with pp=4 needs 4 micro-batches; 3 given"),
+    ({"gas": 16, "pp": 4, "schedule": "afab"}, (4, 8), Slice(g1=4, g2=8, third=12)),
     ({"gas": 4}, (2, 4), "gas=4 is not more than g2=4"),
     ({"gas": 16, "pp": 4}, (2, 4), "gas=2 is less than pp-1=3"),
     ({"gas": 32, "pp": 4, "schedule": "zbv", "virtual_stages": 2}, (4, 8), "needs 7 micro-batches; 4 given"),
@@ -74,6 +90,20 @@ def test_layouts_that_auto_measures_whole():
 def test_listed_sizes_are_taken_where_the_schedule_allows_them(axes, pair, expected):
     slice_or_reason = listed_slice(layout(**axes), *pair)
     assert slice_or_reason == expected if isinstance(expected, Slice) else expected in slice_or_reason
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule"), [(1, "none"), (3, "interleaved"), (4, "interleaved"), (3, "zbv"), (4, "1f1b")]
+)
+def test_a_layout_that_runs_two_sizes_runs_the_third(pp, schedule):
+    """It is at most twice g2, so that no turn costs much more than its pair."""
+    stages = {"virtual_stages": 2} if schedule in ("interleaved", "zbv") else {}
+    for gas in range(2, 26):
+        whole = layout(gas, pp, schedule, **stages)
+        pairs = ((g1, g2) for g2 in range(2, gas) for g1 in range(1, g2))
+        slices = [s for pair in pairs if isinstance(s := listed_slice(whole, *pair), Slice)]
+        if not [*schedule_refusals(whole)]:
+            assert [s for s in slices if size_refusal(whole, s.third) or not s.g2 < s.third < 2 * s.g2] == []
 
 
 @pytest.mark.parametrize(("value", "message"), [
@@ -302,13 +332,119 @@ def test_parts_cost_less_and_the_whole_steps_of_contenders_are_in_the_price():
 
 
 def test_a_measured_departure_saves_the_third_size_of_its_kind():
-    state = all_by_parts()
-    state.attempts[key_of(RUNS[0])].result = replace(state.attempts[key_of(RUNS[0])].result, departure=0.03)
-    plan = with_measured_times(PARTS, state)
+    of_kind = with_departures((0.03, 0.002))
     alike = {run.run_id for run in RUNS if run.spec.linearity_kind == RUNS[0].spec.linearity_kind}
-    for run in plan.runs:
-        known = (run.slice.third, run.slice.departure) == (None, 0.03)
+    for run in of_kind.runs:
+        known = (run.slice.third, run.slice.departure) == (None, Departure(value=0.03, error=0.002))
         assert known == (run.run_id in alike)
+
+
+def with_departures(*measured_departures):
+    """The plan after runs of the kind of the first one have measured these departures and their errors."""
+    state = SweepState()
+    for repeat, (value, error) in enumerate(measured_departures):
+        measured(state, RUNS[0], STEP_S, parts=True, repeat=repeat, departure=value, departure_error=error)
+    return with_measured_times(PARTS, state)
+
+
+def test_up_to_three_runs_measure_an_uncertain_departure():
+    """The departures that they have measured are pooled, and priced with a third size are as many runs as need it."""
+    noisy = with_departures((0.1, 0.2), (-0.1, 0.1)).runs[0].slice
+    assert (noisy.third, noisy.departure.num_runs) == (RUNS[0].slice.third, 2)
+    assert noisy.departure.value == pytest.approx((0.1 / 0.04 - 0.1 / 0.01) / (1 / 0.04 + 1 / 0.01))
+    assert with_departures((0.1, 0.2), (-0.1, 0.1), (0.0, 0.1)).runs[0].slice.third is None
+    assert with_departures((0.3, None)).runs[0].slice == RUNS[0].slice, "too few turns"
+
+
+def test_the_first_runs_of_a_kind_are_priced_with_a_third_size():
+    """One where devices are not shared, up to three where they are; the others are priced by pairs."""
+    shared = replace(PARTS, config=load_config([*IN_PARTS[1:], "measure.partial_steps=auto"]))
+    twins = tuple(replace(RUNS[0], run_id=f"{n:016x}") for n in range(5))
+    for plan, num_third in ((PARTS, 1), (shared, 3)):
+        priced = with_measured_times(replace(plan, candidates=twins), SweepState()).runs
+        assert [run.has_third for run in priced] == [n < num_third for n in range(5)]
+        assert priced[0].duration_s > priced[-1].duration_s
+        assert {run.slice for run in priced} == {RUNS[0].slice}, "what is measured is left to the allocation"
+    third, pair = (
+        with_measured_times(replace(PARTS, candidates=twins), SweepState()).runs[n] for n in (0, 1)
+    )
+    step_s, measure, slice_ = pair.prediction.step_time_s, PARTS.config.measure, pair.slice
+    without_third = pair.by_slice(replace(slice_, third=None), measure)
+    turn_s, pair_s = third.turn_share * step_s, without_third.turn_share * step_s
+    assert third.priced_s(measure, step_s) == pytest.approx(measure.priced_s(turn_s))
+    assert (
+        pair.priced_s(measure, step_s) == without_third.priced_s(measure, step_s) == measure.priced_s(pair_s)
+    )
+    # The prediction is a straight line: a turn has a time for each of its steps, and one for each micro-batch.
+    constant_s = step_s - pair.layout.gas * (step_s - (turn_s - pair_s)) / (pair.layout.gas - slice_.third)
+    microbatch_s = (step_s - constant_s) / pair.layout.gas
+    assert pair_s == pytest.approx(2 * constant_s + (slice_.g1 + slice_.g2) * microbatch_s)
+
+
+def test_a_slice_that_becomes_wider_is_in_the_price_and_in_the_limits():
+    """As likely as it has happened in the sweep, for the price; for sure, for the limit of an attempt."""
+    measure, run = replace(PARTS.config.measure, run_limit_s=1e-6), RUNS[0]
+    plan, state = replace(PARTS, config=replace(PARTS.config, measure=measure)), SweepState()
+
+    def p_wider():
+        return with_measured_times(plan, state).runs[0].p_wider
+
+    shared = replace(PARTS, config=load_config([*IN_PARTS[1:], "measure.partial_steps=auto"]))
+    assert (p_wider(), with_measured_times(shared, SweepState()).runs[0].p_wider) == (0.0, 1.0)
+    measured(state, run, STEP_S, parts=True, part_times_s={"2": 0.1, "6": 0.2})
+    assert p_wider() == 1 / 2
+    measured(state, RUNS[1], STEP_S, parts=True, part_times_s={"2": 0.1, "4": 0.2, "6": 0.3})
+    assert p_wider() == 1 / 3
+    measured(state, RUNS[2], STEP_S, parts=True, part_times_s={"2": 0.1, "6": 0.2}, stopped=SLOWER)
+    assert p_wider() == 1 / 3, "a slow run is not measured to the end"
+
+    for as_measured in (run, run.in_full(measure)):
+        narrow, wide = (as_measured.measured_by(measure, has_third=False, p_wider=p) for p in (0.0, 1.0))
+        half = as_measured.measured_by(measure, has_third=False, p_wider=0.5)
+        assert half.duration_s == pytest.approx((narrow.duration_s + wide.duration_s) / 2)
+        parts_s = measure.max_steps * run.turn_share * run.prediction.step_time_s
+        attempt = PlannedAttempt(candidate=narrow, key=key_of(run))
+        limit_s = run_limit_s(attempt, plan.config)
+        # All turns with three sizes, and as many of the wider slice, of which a turn takes less than these.
+        assert limit_s > narrow.duration_s + 2 * parts_s
+        assert limit_s == pytest.approx(3 * as_measured.measured_by(measure, p_wider=1.0).duration_s)
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_a_run_whose_start_in_full_fits_no_job_is_not_screened(control):
+    """It could never be the best. The control run beside it is measured in full, too."""
+    config = with_launcher(PARTS.config, control=control)
+    for plan in (replace(PARTS, config=config), replace(FEW, config=config)):
+        screened_s = max(run.duration_s for run in plan.runs)
+        in_full = {run.run_id: run.in_full(config.measure).duration_s for run in plan.runs}
+        longest_id = max(in_full, key=in_full.__getitem__)
+        beside = controls(plan)[control_key(plan.runs[0])].run_id
+        needed_s = in_full[longest_id] + in_full[beside] * (control and beside != longest_id)
+        assert within_limit(plan, least_limit_s(needed_s, config)) is plan
+        left = within_limit(plan, least_limit_s(needed_s, config) - 1)
+        assert {run.run_id for run in plan.runs} - {run.run_id for run in left.runs} == {longest_id}
+        assert screened_s + in_full[beside] * control < needed_s, "its screening would fit"
+        reason = next(c.reason for c in left.candidates if c.run_id == longest_id)
+        assert re.search(r"a job needs \d+ minutes( with its control run)? to measure it in full; ", reason)
+    with refused("to measure it in full: allow more time"):
+        within_limit(plan, 1.0)
+
+
+def test_a_control_in_full_takes_its_time_in_a_job():
+    """Beside a run that is measured in full the control run is, too, so that fewer runs fit beside it."""
+    config = with_launcher(PARTS.config, control=True)
+    plan = replace(PARTS, config=config)
+    control_by_key, measure = controls(plan), config.measure
+    control = control_by_key[control_key(RUNS[0])]
+    first, second = (run for run in RUNS if run.run_id != control.run_id)
+    todo = [PlannedAttempt(candidate=run, key=key_of(run, 1)) for run in (first, second.in_full(measure))]
+    parts_s = control.duration_s + first.duration_s + second.in_full(measure).duration_s
+    in_full_s = parts_s + control.in_full(measure).duration_s - control.duration_s
+    num_groups = [
+        len(pack(todo, config, control_by_key, least_limit_s(seconds + 1e-6, config)))
+        for seconds in (parts_s, in_full_s)
+    ]
+    assert num_groups == [2, 1]
 
 
 def test_the_control_is_whole_beside_whole_steps():
@@ -376,3 +512,31 @@ def test_a_plan_says_what_is_measured_by_parts_and_why_others_are_not():
         plan = make_plan(load_config([*IN_PARTS, "measure.partial_steps=auto", setting]))
         assert all(reason in run.whole_reason and run.slice is None for run in plan.runs)
         assert not any(run.is_screened for run in plan.runs), "no part chooses in such a sweep"
+
+
+def test_memory_is_as_measured_where_steps_of_the_second_size_need_as_much(monkeypatch):
+    """Larger parts are not run in every start, so that they do not count."""
+    (cell,), run = PARTS.cells, RUNS[0]
+    peak = PARTS.config.hardware.peak(cell.precision, cell.nodes, PARTS.core_flops_per_s, PARTS.cores)
+    predict = sweep_plan.predictor(PARTS.config, cell.nodes, peak).predict
+    second, third, whole = (
+        predict(run.spec.with_gas(size)).peak_mem_bytes for size in (*run.slice.sizes[1:], run.layout.gas)
+    )
+    assert third > second, "the tokens of the batch"
+    for least_ratio, keeps_memory in ((whole / second, True), ((whole / second + whole / third) / 2, False)):
+        monkeypatch.setattr(sweep_plan, "MEMORY_TOLERANCE", least_ratio - 1 + 1e-12)
+        made_runs = make_plan(PARTS.config).runs
+        (slice_,) = (made.slice for made in made_runs if made.run_id == run.run_id)
+        assert slice_.keeps_memory is keeps_memory
+
+
+def test_a_program_that_runs_steps_of_one_size_is_measured_in_full():
+    """Its plan says so, with the reason, where parts are asked for."""
+    overrides = [arg for arg in IN_PARTS if not arg.startswith("launcher")]
+    program = ("launcher=slurm", "kernel=command", "kernel.command=[python,train.py]")
+    whole = make_plan(load_config([*overrides, *program, "measure.partial_steps=auto"]))
+    assert {(run.slice, run.is_screened) for run in whole.runs} == {(None, False)}
+    (reason,) = {run.whole_reason for run in whole.runs}
+    first, *reasons = partial_step_lines(whole)
+    assert f"0 of {len(whole.runs)} runs are screened by parts" in first
+    assert reasons == [f"{len(whole.runs)} are measured in full: {reason}"]
