@@ -13,7 +13,7 @@ from ultrabench.sweep.candidate import Candidate, CellKey, advised, cell_columns
 from ultrabench.sweep.config.listed_layouts import read_layouts, values_of_layouts
 from ultrabench.sweep.config.sweep_config import Axes, SweepConfig
 from ultrabench.sweep.config.sweep_file import entries_of
-from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells
+from ultrabench.sweep.plan import Plan, ReportProgress, planned_cells, with_strategy
 from ultrabench.sweep.predict.search import MIN_CHANCE, MIN_GAIN
 from ultrabench.sweep.running.cheaper import (
     Change,
@@ -139,10 +139,10 @@ def _less_exact(change: Change) -> Iterator[Change]:
 
 
 def _shortlist(change: Change, layouts_by_cell: Mapping[CellKey, Sequence[Layout]]) -> Change:
-    """The sweep with these layouts alone, of which lists are made."""
+    """The sweep with these layouts alone, of which lists are made; all of them are measured."""
     sets_by_cell = {cell: frozenset(layouts) for cell, layouts in layouts_by_cell.items()}
     runs = tuple(run for run in change.plan.runs if run.layout in sets_by_cell[run.cell])
-    return replace(change, plan=replace(change.plan, candidates=runs))
+    return replace(change, plan=with_strategy(replace(change.plan, candidates=runs), "exhaustive"))
 
 
 def _known_of_grid(plan: Plan) -> str:

@@ -9,7 +9,14 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.measure import Measure
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate
-from ultrabench.sweep.plan import MIN_PARALLEL_CANDIDATES, Plan, ReportProgress, make_plan, run_order
+from ultrabench.sweep.plan import (
+    MIN_PARALLEL_CANDIDATES,
+    Plan,
+    ReportProgress,
+    make_plan,
+    run_order,
+    with_strategy,
+)
 from ultrabench.sweep.running.price import Price, price_of, with_step_factor, within_limit
 
 FEW_STEPS = {"warmup_steps": 2, "min_steps": 6, "max_steps": 8}
@@ -55,7 +62,7 @@ def searched_adaptively(plan: Plan) -> Change | None:
     )
     return Change(
         overrides=("sweep.strategy=adaptive",),
-        plan=replace(plan, config=replace(config, strategy="adaptive")),
+        plan=with_strategy(plan, "adaptive"),
         losses=(loss,),
     )
 

@@ -77,6 +77,7 @@ from ultrabench.sweep.extrapolation import (
     published_mfu,
     unproven,
 )
+from ultrabench.sweep.partial_steps import partial_steps_of
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
@@ -371,7 +372,7 @@ def _auto_ep_lines(plan: Plan) -> Iterator[str]:
 
 def partial_step_lines(plan: Plan) -> Iterator[str]:
     """Lines about the runs that are screened by parts of steps, and why others are not."""
-    setting = plan.config.measure.partial_steps
+    setting = partial_steps_of(plan.config)
     if setting == "off":
         return
     num_parts = sum(run.slice is not None for run in plan.runs)
@@ -384,6 +385,8 @@ def partial_step_lines(plan: Plan) -> Iterator[str]:
         yield f"{count:,} are {few_text if few_steps else 'measured in full'}: {reason}"
     if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
         yield f"{num_others:,} more have no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
+    if plan.config.measure.partial_steps is None:
+        yield "to measure all runs in full, add measure.partial_steps=off"
 
 
 def _extrapolation_lines(
