@@ -106,7 +106,7 @@ def _rounded_up(gpu_hours: float) -> str:
 def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> Iterator[Proposal]:
     """The sweeps that can be proposed, the one that says most first."""
     asked = Change(overrides=(), plan=plan, losses=())
-    for grid in filter(None, (asked, searched_adaptively(plan))):
+    for grid in _grids(asked):
         known, searched_ids = _known_of_grid(grid.plan), None
         for change in _less_exact(grid):
             price = price_of(change.plan, state, searched_ids=searched_ids, report_progress=report_progress)
@@ -130,6 +130,13 @@ def _choices(plan: Plan, state: SweepState, report_progress: ReportProgress) -> 
     for num_cells in range(len(cells) - 1, 0, -1):
         chosen = {cell: best_by_cell[cell] for cell in cells[:num_cells]}
         yield from _lists(shortlists, state, chosen, 1)
+
+
+def _grids(asked: Change) -> Iterator[Change]:
+    """The sweep that was asked for, and the search among its runs."""
+    yield asked
+    if search := searched_adaptively(asked.plan):
+        yield search
 
 
 def _less_exact(change: Change) -> Iterator[Change]:

@@ -236,7 +236,10 @@ def _together(
 ) -> Saving | None:
     """What all changes save together after which a sweep still has all its cells."""
     unchanged = Change(overrides=(), plan=plan, losses=())
-    *_, combined = unchanged, *changed_in_turn(unchanged, SAME_QUESTION)
+    # A search is taken from those that are priced, because parts of steps are predicted for it.
+    changes = (change for change, _ in priced_changes)
+    search = next((c for c in changes if c.plan.config.strategy != plan.config.strategy), unchanged)
+    *_, combined = search, *changed_in_turn(search, SAME_QUESTION)
     if combined is unchanged:
         return None
     searched_ids = next(

@@ -378,15 +378,17 @@ def partial_step_lines(plan: Plan) -> Iterator[str]:
     num_parts = sum(run.slice is not None for run in plan.runs)
     setting_text = setting if isinstance(setting, str) else f"[{setting[0]},{setting[1]}]"
     fact = f"measure.partial_steps={setting_text}: {num_parts:,} of {counted(len(plan.runs), 'run')}"
-    yield f"{fact} are screened by parts of steps; the best of each cell and those near it are measured in full, too"
+    verb = "is" if num_parts == 1 else "are"
+    yield f"{fact} {verb} screened by parts of steps; the best of each cell and those near it are measured in full, too"
     few_text = f"screened by {counted(plan.config.measure.few_steps.min_steps, 'whole step')}"
     num_by_reason = Counter((run.few_steps, run.whole_reason) for run in plan.runs if run.whole_reason)
     for (few_steps, reason), count in num_by_reason.most_common(MAX_WHOLE_REASONS):
-        yield f"{count:,} are {few_text if few_steps else 'measured in full'}: {reason}"
+        yield f"{count:,} {'is' if count == 1 else 'are'} {few_text if few_steps else 'measured in full'}: {reason}"
     if num_others := sum(count for _, count in num_by_reason.most_common()[MAX_WHOLE_REASONS:]):
-        yield f"{num_others:,} more have no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
+        verb = "has" if num_others == 1 else "have"
+        yield f"{num_others:,} more {verb} no parts of steps; -o FILE.parquet names the reasons (whole_reason)"
     if plan.config.measure.partial_steps is None:
-        yield "to measure all runs in full, add measure.partial_steps=off"
+        yield "to measure every run in full, add measure.partial_steps=off"
 
 
 def _extrapolation_lines(
