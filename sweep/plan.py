@@ -100,6 +100,7 @@ class Plan:
             "hardware": config.hardware.name,
             **{option: value_by_option.pop(option) for option in CELL_OPTIONS},
             "scaling": config.scaling,
+            "partial_steps": partial_steps_of(config),
             "options": value_by_option,
             "kernel": config.kernel.name,
             **_candidate_counts(self.candidates),
