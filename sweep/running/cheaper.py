@@ -61,9 +61,7 @@ def searched_adaptively(plan: Plan) -> Change | None:
         "what each axis costs (sweep effects), since only layouts that may still be the fastest are measured"
     )
     return Change(
-        overrides=("sweep.strategy=adaptive",),
-        plan=with_strategy(plan, "adaptive"),
-        losses=(loss,),
+        overrides=("sweep.strategy=adaptive",), plan=with_strategy(plan, "adaptive"), losses=(loss,)
     )
 
 
