@@ -140,6 +140,14 @@ class ControlRun(NamedTuple):
     """Half the 95 % interval of this median, relative to it; 0 where it is unknown."""
     parts_step_time_s: float | None = None
     """Its step time by parts, where it has measured both, for runs that were measured by parts."""
+    is_partial: bool = False
+    """Whether its step time follows from parts of steps."""
+
+    def alike_s(self, *, by_parts: bool) -> float | None:
+        """Its step time by parts of steps or by whole steps; None where it has measured no such ones."""
+        if self.is_partial:
+            return self.step_time_s if by_parts else None
+        return self.parts_step_time_s if by_parts else self.step_time_s
 
 
 def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
@@ -149,7 +157,7 @@ def control_runs(state: SweepState) -> dict[str, list[ControlRun]]:
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
             times = median(ok.step_times_s), ok.step_time_ci95_rel or 0.0, ok.parts_step_time_s
-            run = ControlRun(ok.started_at or 0.0, *times)
+            run = ControlRun(ok.started_at or 0.0, *times, is_partial=ok.is_partial)
             runs_by_allocation[allocation.name].append(run)
     return {
         allocation: sorted(runs, key=lambda run: run[:3]) for allocation, runs in runs_by_allocation.items()
@@ -414,14 +422,21 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
 
 
 def _control_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Doubt]]:
-    """Each allocation in which the control layout was slower than in most others, and the reason."""
-    times_by_control: dict[str | None, dict[str, float]] = defaultdict(dict)
-    for allocation, runs in control_runs(state).items():
-        time_s = median(run.step_time_s for run in runs)
-        times_by_control[state.allocations[allocation].control][allocation] = time_s
-    for times_s in times_by_control.values():
+    """Each allocation in which the control layout was slower than in most others, and the reason.
+
+    Whole steps are compared with whole steps, and parts with parts. A control that has measured both counts in both.
+    """
+    times_by_kind: dict[tuple[bool, str | None], dict[str, float]] = defaultdict(dict)
+    for (allocation, runs), by_parts in product(control_runs(state).items(), (False, True)):
+        if times_s := [time_s for run in runs if (time_s := run.alike_s(by_parts=by_parts))]:
+            times_by_kind[by_parts, state.allocations[allocation].control][allocation] = median(times_s)
+    doubtful = set[str]()
+    for (by_parts, _), times_s in times_by_kind.items():
         for allocation, ratio in _slow_ratios(times_s, TIME_TOLERANCE * factor, sign=-1).items():
-            reason = f"the control layout of its allocation took {ratio:.2f} x its median"
+            if allocation in doubtful:
+                continue
+            doubtful.add(allocation)
+            reason = f"the control layout of its allocation took {ratio:.2f} x its median{' by parts' * by_parts}"
             reason += f" over {_allocations_text(times_s, state.allocations[allocation].nodes)}"
             yield allocation, Doubt("slow_control", reason)
 

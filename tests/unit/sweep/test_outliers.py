@@ -213,6 +213,41 @@ def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(contr
     assert doubts(state) == ({"c": text, "r": text} if doubtful else {})
 
 
+def by_parts(time_s):
+    return {"step_times_s": (time_s,), "measured_gas": "2,4", "screened": True}
+
+
+def whole(time_s, parts_s=None):
+    return {"step_times_s": (time_s,), "parts_step_time_s": parts_s}
+
+
+@pytest.mark.parametrize(
+    ("controls", "texts"),
+    [
+        # Parts say 20 % more than whole steps do, in whichever number they are.
+        ([by_parts(0.24)] * 3 + [whole(0.2)], {}),
+        ([by_parts(0.24)] * 3 + [whole(0.2, 0.24)], {}),
+        ([whole(0.2)] * 3 + [by_parts(0.24)], {}),
+        ([whole(0.2, 0.24)] * 3 + [by_parts(0.24)], {}),
+        # A slow allocation is found among those that were measured alike.
+        ([by_parts(0.24)] * 3 + [whole(0.25, 0.3)], {3: "1.25 x its median by parts over 4"}),
+        ([whole(0.2, 0.24)] * 3 + [by_parts(0.3)], {3: "1.25 x its median by parts over 4"}),
+        ([whole(0.2)] * 3 + [by_parts(0.24), whole(0.25)], {4: "1.25 x its median over 4"}),
+        ([whole(0.2, 0.24)] * 3 + [whole(0.25, 0.3)], {3: "1.25 x its median over 4"}),
+    ],
+)
+def test_controls_are_compared_by_whole_steps_or_by_parts(controls, texts):
+    allocations = [AllocationState(name=f"a{n}", control="c") for n in range(len(controls))]
+    attempts = [
+        attempt("c", repeat=n, allocation=f"a{n}", **values) for n, values in enumerate(controls)
+    ]
+    suspects = suspect_attempts(state_of(attempts, allocations), device="cuda")
+    start = "the control layout of its allocation took "
+    assert {key.repeat: [text.sentence for text in found] for key, found in suspects.items()} == {
+        number: [f"{start}{text} allocations of 1 node"] for number, text in texts.items()
+    }
+
+
 @pytest.mark.parametrize(("device", "limit"), [("cpu", 0.5), ("cuda", 0.1)])
 def test_other_programs_may_use_more_of_cpu_cores_than_of_the_cores_beside_gpus(device, limit):
     hardware = "cpu" if device == "cpu" else "h100x8"
