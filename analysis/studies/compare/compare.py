@@ -20,7 +20,14 @@ from ultrabench.analysis.results.ranking import Ranking
 from ultrabench.analysis.results.rows import Row
 from ultrabench.analysis.results.run_label import run_label
 from ultrabench.analysis.results.schema import CHECKPOINT, MODEL
-from ultrabench.analysis.results.significance import ALPHA, Runs, corrected, line_error_rel, run_times_s, timed_rows
+from ultrabench.analysis.results.significance import (
+    ALPHA,
+    Runs,
+    corrected,
+    line_error_rel,
+    run_times_s,
+    timed_rows,
+)
 from ultrabench.analysis.studies.compare.other_models import other_models
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES

@@ -90,7 +90,9 @@ class Series:
         """The logarithms of the rates of these nights."""
         return np.log([self.rates[night] or np.nan for night in self.counted_nights])
 
-    def exceeds_line_error(self, change: float, nights_before: Iterable[int], nights_after: Iterable[int]) -> bool:
+    def exceeds_line_error(
+        self, change: float, nights_before: Iterable[int], nights_after: Iterable[int]
+    ) -> bool:
         """Whether a change of the rate is larger than the error of parts of steps on both sides of it.
 
         The largest known error of a side stands for all of its nights by parts. No change exceeds an unknown one.

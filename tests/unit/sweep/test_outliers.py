@@ -238,9 +238,7 @@ def whole(time_s, parts_s=None):
 )
 def test_controls_are_compared_by_whole_steps_or_by_parts(controls, texts):
     allocations = [AllocationState(name=f"a{n}", control="c") for n in range(len(controls))]
-    attempts = [
-        attempt("c", repeat=n, allocation=f"a{n}", **values) for n, values in enumerate(controls)
-    ]
+    attempts = [attempt("c", repeat=n, allocation=f"a{n}", **values) for n, values in enumerate(controls)]
     suspects = suspect_attempts(state_of(attempts, allocations), device="cuda")
     start = "the control layout of its allocation took "
     assert {key.repeat: [text.sentence for text in found] for key, found in suspects.items()} == {
