@@ -35,7 +35,10 @@ def timed_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def run_times_s(rows: Sequence[Row]) -> list[list[float]]:
-    """The step times of each of the `timed_rows` in seconds; the run's step time alone where single steps are unknown."""
+    """The step times of each of the `timed_rows` in seconds.
+
+    They are those of its steps, or the step time of the run where its steps are unknown.
+    """
     return [_times_s(row) for row in timed_rows(rows)]
 
 

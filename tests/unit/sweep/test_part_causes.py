@@ -93,11 +93,13 @@ RANKS_ALIKE = {"rank_step_times_s": {"0": 1.01, "3": 1.0}}
     ("words", "text"),
     [
         (clocks(1.41e9, 1.98e9), f"{HEAT} (one start): whole steps ran at a lower clock: 1.41 GHz of 1.98 GHz"),
-        ({"ratio": 0.8, **clocks(1.98e9, 1.5e9)}, f"{HEAT} (one start): parts ran at a lower clock: 1.5 GHz of 1.98 GHz"),
+        ({"ratio": 0.8, **clocks(1.98e9, 1.5e9)},
+         f"{HEAT} (one start): parts ran at a lower clock: 1.5 GHz of 1.98 GHz"),
         ({"whole": {"throttled": "software thermal slowdown"}},
          f"{HEAT} (one start): GPUs were throttled during whole steps: software thermal slowdown"),
         ({"whole": RANKS_LATE, "parts": (RANKS_ALIKE,)},
-         f"{DATA} (one start): rank 3 was late between steps: its own took 0.77 x the time of those of rank 0, which waited"),
+         f"{DATA} (one start): rank 3 was late between steps: its own took 0.77 x the time of those of rank 0, which"
+         " waited"),
         ({"parts": (PAUSED,)}, "pauses of a rank (one start): 2 of 12 turns of its parts had a pause"),
         ({"whole_links": {**LINKS, "allgather_busbw_bytes_per_s": 1.5e11}, "part_links": LINKS},
          f"{NETWORK} (one start): allgather_busbw_bytes_per_s before whole steps was 0.50 x that before parts,"
@@ -134,7 +136,8 @@ def test_the_cause_follows_from_what_was_measured_of_the_start(words, text):
         ({"whole": {"foreign_load": 0.4}, "in_one_start": True}, OURS, [HEAT, DATA, NETWORK, LOAD]),
         ({"whole": {"foreign_load": 0.0}, "in_one_start": True}, OURS, [HEAT, DATA, NETWORK]),
         # One start has one preflight, so that its links explain nothing.
-        ({"in_one_start": True, "whole_links": {"a": 1.0}, "part_links": {"a": 2.0}}, OURS, [HEAT, DATA, NETWORK, LOAD]),
+        ({"in_one_start": True, "whole_links": {"a": 1.0}, "part_links": {"a": 2.0}},
+         OURS, [HEAT, DATA, NETWORK, LOAD]),
         ({"ratio": 1.03, "whole_links": {"a": 1.0}, "part_links": {"a": 1.1}}, OURS, [HEAT, DATA, NETWORK, LOAD]),
     ],
 )  # fmt: skip
