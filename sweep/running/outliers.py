@@ -179,10 +179,11 @@ def control_beside(
     Args:
         started_at: Unix time of the start of the run; None where it is unknown.
         controls: the control runs of its allocation, in the order of their starts.
-        by_parts: whether the run was measured by parts of steps, and is compared with parts of the control layout.
+        by_parts: whether the run was measured by parts of steps, and is compared with parts of the control layout. Only
+            if no control run has measured what the run has, all of them count as they are.
     """
-    if by_parts:
-        controls = [run._replace(step_time_s=run.parts_step_time_s or run.step_time_s) for run in controls]
+    timed_controls = ((run, run.alike_s(by_parts=by_parts)) for run in controls)
+    controls = [run._replace(step_time_s=time_s) for run, time_s in timed_controls if time_s] or controls
     number_after = bisect_right(controls, (started_at or 0.0, math.inf, math.inf))
     neighbours = [*controls[:number_after][-1:], *controls[number_after:][:1]]
     if not neighbours or neighbours[0].started_at == started_at:
@@ -394,8 +395,10 @@ def _differences_between_starts(
             if not (timed_part and timed_step and part.ok and step.ok):
                 continue
             if ratio := _contradicting_ratio(timed_part, timed_step, tolerance):
-                links = {"whole_links": _link_rates(step, state), "part_links": _link_rates(part, state)}
-                yield Difference(*ratio, whole=step.ok, parts=(part.ok,), **links)
+                whole_links, part_links = (_link_rates(attempt, state) for attempt in (step, part))
+                yield Difference(
+                    *ratio, whole=step.ok, parts=(part.ok,), whole_links=whole_links, part_links=part_links
+                )
                 break
 
 
@@ -490,8 +493,8 @@ def _control_doubts(state: SweepState, factor: float) -> Iterator[tuple[str, Dou
     """
     times_by_kind: dict[tuple[bool, str | None], dict[str, float]] = defaultdict(dict)
     for (allocation, runs), by_parts in product(control_runs(state).items(), (False, True)):
-        if times_s := [time_s for run in runs if (time_s := run.alike_s(by_parts=by_parts))]:
-            times_by_kind[by_parts, state.allocations[allocation].control][allocation] = median(times_s)
+        if alike_times_s := [time_s for run in runs if (time_s := run.alike_s(by_parts=by_parts))]:
+            times_by_kind[by_parts, state.allocations[allocation].control][allocation] = median(alike_times_s)
     doubtful = set[str]()
     for (by_parts, _), times_s in times_by_kind.items():
         for allocation, ratio in _slow_ratios(times_s, TIME_TOLERANCE * factor, sign=-1).items():

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from math import hypot, log1p, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,17 +96,15 @@ class Series:
     ) -> bool:
         """Whether a change of the rate is larger than the error of parts of steps on both sides of it.
 
-        The largest known error of a side stands for all of its nights by parts. No change exceeds an unknown one.
+        The largest known error of a side stands for all of its nights by parts. No change exceeds an unknown one (NaN).
         """
-        sides = [
-            [self.line_errors[night] for night in nights if night in self.line_errors]
-            for nights in (nights_before, nights_after)
-        ]
-        errors = [
-            max((error for error in side if error is not None), default=np.nan) if side else 0.0
-            for side in sides
-        ]
-        return abs(float(np.log1p(change))) > float(np.log1p(np.hypot(*errors)))
+        errors = [self._line_error(nights) for nights in (nights_before, nights_after)]
+        return abs(log1p(change)) > log1p(hypot(*errors))
+
+    def _line_error(self, nights: Iterable[int]) -> float:
+        """The largest known error of these nights; 0 if none is by parts, NaN if it is unknown for all that are."""
+        errors = [self.line_errors[night] for night in nights if night in self.line_errors]
+        return max((error for error in errors if error is not None), default=nan if errors else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +279,8 @@ def _measured_alike(rows: pd.DataFrame) -> pd.DataFrame:
 def _line_errors(rows: pd.DataFrame) -> dict[int, float | None]:
     """Night in which a run was measured by parts of steps -> its largest known error of their straight line."""
     errors = rows[rows["measured_gas"].notna()].groupby("night")["extrapolation_error_rel"].max()
-    return {int(night): None if pd.isna(error) else float(error) for night, error in errors.items()}
+    nights_and_errors = zip(errors.index.tolist(), errors.tolist(), strict=True)
+    return {night: None if pd.isna(error) else error for night, error in nights_and_errors}
 
 
 def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:

@@ -280,6 +280,17 @@ def test_a_run_is_compared_with_the_control_runs_before_and_after_it(started_at,
     assert control_beside(started_at, []) is None
 
 
+def test_a_run_is_compared_with_controls_that_measured_what_it_has():
+    """Parts say 1.2 s. The control runs are by parts, then whole steps and parts, then whole steps alone."""
+    controls = [
+        ControlRun(0.0, 1.2, is_partial=True), ControlRun(10.0, 1.0, parts_step_time_s=1.2), ControlRun(20.0, 1.0),
+    ]  # fmt: skip
+    for started_at in (5.0, 15.0, 25.0):
+        assert control_beside(started_at, controls).step_time_s == 1.0
+        assert control_beside(started_at, controls, by_parts=True).step_time_s == 1.2
+    assert control_beside(5.0, controls[:1]).step_time_s == 1.2, "there is no other"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "ci95_rel"),
     [((1.0, 0.03), (1.0, 0.04), 0.025), ((0.9, 0.01), (1.1, 0.01), 0.1), ((1.0, 0.05), None, 0.05)],

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -127,6 +127,8 @@ def test_a_change_exceeds_the_error_of_parts_of_steps(loss, first_in_parts, erro
     assert len(over_nights.moves) == num_moves
     notes = [note for note in over_nights.notes if "measured by parts of steps" in note]
     assert bool(notes) == (first_in_parts < 20)
+    line_errors = json.loads(json.dumps(asdict(over_nights.series[0])))["line_errors"]
+    assert line_errors == {str(night): error for night in range(first_in_parts, 20)}
 
 
 @pytest.mark.parametrize(("error", "slow_runs"), [(0.02, (1, 4)), (0.2, ()), (None, ())])
