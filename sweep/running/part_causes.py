@@ -135,7 +135,7 @@ def _heat(difference: Difference, program: Program) -> Evidence:
     reasons, other_reasons = (whole_reasons, part_reasons) if is_slow_whole else (part_reasons, whole_reasons)
     slow_name = "whole steps" if is_slow_whole else "parts"
     if reasons and not other_reasons:
-        return Evidence(f"GPUs were throttled during {slow_name}: {reasons[0]}")
+        return Evidence(f"GPUs were throttled in the start with {slow_name}: {reasons[0]}")
     whole_hz = difference.whole.sm_clock_hz
     if not whole_hz or not part_clocks_hz:
         return POSSIBLE

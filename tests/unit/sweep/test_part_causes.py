@@ -96,7 +96,7 @@ RANKS_ALIKE = {"rank_step_times_s": {"0": 1.01, "3": 1.0}}
         ({"ratio": 0.8, **clocks(1.98e9, 1.5e9)},
          f"{HEAT} (one start): parts ran at a lower clock: 1.5 GHz of 1.98 GHz"),
         ({"whole": {"throttled": "software thermal slowdown"}},
-         f"{HEAT} (one start): GPUs were throttled during whole steps: software thermal slowdown"),
+         f"{HEAT} (one start): GPUs were throttled in the start with whole steps: software thermal slowdown"),
         ({"whole": RANKS_LATE, "parts": (RANKS_ALIKE,)},
          f"{DATA} (one start): rank 3 was late between steps: its own took 0.77 x the time of those of rank 0, which"
          " waited"),
