@@ -88,8 +88,9 @@ class Comparison:
 
     @property
     def unproven(self) -> pd.DataFrame:
-        """The rows without a finding whose step times differ by more than the threshold,
-        the largest difference first.
+        """The rows without a finding whose step times differ by more than the threshold, the largest difference first.
+
+        The difference is not significant, or within the error of parts of steps.
         """
         log_ratios = np.log(self.rows["ratio"])
         is_unproven = self.rows["finding"].isna() & (log_ratios.abs() > log(1 + self.threshold))

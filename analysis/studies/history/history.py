@@ -410,10 +410,12 @@ def _part_sentences(series: Sequence[Series]) -> Iterator[str]:
     """A sentence about the runs whose rates follow from parts of steps in some night."""
     errors_of_runs = [[*one_series.line_errors.values()] for one_series in series if one_series.line_errors]
     known_errors = [error for errors in errors_of_runs for error in errors if error is not None]
+    num_unknown = sum(None in errors for errors in errors_of_runs)
     if errors_of_runs:
         size_text = f" (up to {percent(max(known_errors))})" if known_errors else ""
+        unknown_text = f"; it is unknown in some nights of {num_unknown:,} of them" if num_unknown else ""
         fact = f"{counted(len(errors_of_runs), 'run')} measured by parts of steps: only changes beyond their error"
-        yield f"{fact}{size_text} count; none does where it is unknown."
+        yield f"{fact}{size_text} count{unknown_text}."
 
 
 def _note_sentences(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:

@@ -120,9 +120,9 @@ def test_stopped_runs_are_counted_and_a_lost_power_is_told(ultrabench, tmp_path,
     text = " ".join(out.split())
     assert "12 of them were stopped early in A or B" in text
     assert "12 of them were not tested: too few steps to be significant, whatever the difference" in text
-    assert "largest differences that are not significant (5 of 12)" in text
+    assert "largest differences that are no findings (5 of 12)" in text
     in_reverse = ultrabench("compare", "b.parquet", "a.parquet")[1]
-    assert "largest differences that are not significant (5 of 12)" in in_reverse, "faster ones, too"
+    assert "largest differences that are no findings (5 of 12)" in in_reverse, "faster ones, too"
     assert "12 of 20 layouts: too few measured steps to be significant, whatever" in " ".join(err.split())
 
 
